@@ -1,0 +1,49 @@
+# Everything runs from .venv, which is built on first use from Python 3.11 and pip alone.
+# Change pyproject.toml or constraints.txt and the next command installs again; else it starts at once.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+RUN := $(VENV)/bin/python
+READY := $(VENV)/.ready
+PIP := $(RUN) -m pip --disable-pip-version-check --quiet install --constraint constraints.txt
+
+# A benchmark is a script of its own; a name with a leading underscore is shared code.
+BENCHMARKS = $(filter-out benchmarks/_%,$(sort $(wildcard benchmarks/*.py)))
+
+.PHONY: help demo test check format bench clean
+.DEFAULT_GOAL := help
+
+help:  ## list these commands
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile | expand -t 16
+
+demo: $(READY)  ## a mod in three lines, checked against PyTorch, drawn and timed
+	@$(VENV)/bin/quire demo
+
+test: $(READY)  ## all tests; ARGS="-k mask -x" goes to pytest
+	@$(RUN) -m pytest $(ARGS)
+
+check: $(READY)  ## formatting, lint and strict types
+	@$(RUN) -m ruff format --check .
+	@$(RUN) -m ruff check .
+	@$(RUN) -m mypy
+
+format: $(READY)  ## rewrite the files as `make check` wants them
+	@$(RUN) -m ruff check --fix --quiet . ; $(RUN) -m ruff format .
+
+bench: $(READY)  ## every script in benchmarks/, one after the other
+	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(RUN) $$script; done
+
+clean:  ## remove .venv and everything that was generated
+	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find src tests benchmarks examples -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+
+# The build backend is installed first and used without isolation, so that it is pinned as well.
+$(READY): pyproject.toml constraints.txt | $(VENV)/bin/pip
+	@echo "Installing the pinned dependencies into $(VENV): this once, and for a minute or two"
+	@$(PIP) setuptools
+	@$(PIP) --no-build-isolation --editable '.[cli,draw,dev]'
+	@touch $@
+
+$(VENV)/bin/pip:
+	@test -n "$(PYTHON)" || { echo "quire needs Python 3.11 or later: make PYTHON=/path/to/python"; exit 1; }
+	@$(PYTHON) -m venv $(VENV)

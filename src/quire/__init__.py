@@ -1,0 +1,36 @@
+"""quire: attention that you program in plain Python, on any CPU."""
+
+from importlib.metadata import version
+
+from quire import mods
+from quire.attention import AuxOutput, AuxRequest, EagerModWarning, attention
+from quire.block_mask import BlockMask, create_block_mask, create_mask
+from quire.errors import QuireError
+from quire.kernel_options import FlexKernelOptions, KernelOptionWarning
+from quire.memory import Dense
+from quire.mods import and_masks, noop_mask, not_mask, or_masks
+from quire.torch_api import explain, flex_attention
+
+__version__ = version("quire")
+
+__all__ = [
+    "AuxOutput",
+    "AuxRequest",
+    "BlockMask",
+    "Dense",
+    "EagerModWarning",
+    "FlexKernelOptions",
+    "KernelOptionWarning",
+    "QuireError",
+    "__version__",
+    "and_masks",
+    "attention",
+    "create_block_mask",
+    "create_mask",
+    "explain",
+    "flex_attention",
+    "mods",
+    "noop_mask",
+    "not_mask",
+    "or_masks",
+]

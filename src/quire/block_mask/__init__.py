@@ -1,0 +1,25 @@
+"""Block masks: which blocks of queries and keys meet, and what decides inside them.
+
+    block_mask = create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, B=None, H=None,
+                                   Q_LEN=1024, KV_LEN=1024)
+    block_mask.sparsity()        # 43.75
+    print(block_mask)
+
+Reading order: lists (the format), mask (the class), index, mask_mods and rows (its parts), create
+(from a mask_mod), fit (against the tensors of a call).
+"""
+
+from quire.block_mask.create import create_block_mask, create_mask
+from quire.block_mask.fit import check_fits
+from quire.block_mask.mask import NOOP_BLOCK_SIZE, BlockMask
+from quire.block_mask.rows import BlockRows, Span
+
+__all__ = [
+    "NOOP_BLOCK_SIZE",
+    "BlockMask",
+    "BlockRows",
+    "Span",
+    "check_fits",
+    "create_block_mask",
+    "create_mask",
+]

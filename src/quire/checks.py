@@ -1,0 +1,163 @@
+"""What attention accepts. Nothing is computed or written before all of this has passed."""
+
+from __future__ import annotations
+
+import math
+import numbers
+
+import torch
+from torch import Tensor
+
+from quire.errors import (
+    ArgumentError,
+    DeviceError,
+    DtypeError,
+    HeadsError,
+    RankError,
+    ShapeError,
+    TensorKindError,
+)
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def check_operands(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """query [B, Hq, L, D], key [B or 1, Hkv, S, D], value [B or 1, Hkv, S, Dv], Hkv divides Hq."""
+    named = {"query": query, "key": key, "value": value}
+    for name, tensor in named.items():
+        check_kind(name, tensor)
+    check_device(**named)
+    for name, tensor in named.items():
+        check_rank(name, tensor)
+        check_dtype(name, tensor)
+    check_shapes(query, key, value)
+
+
+def check_kind(name: str, tensor: object) -> None:
+    """A plain strided tensor: one block of memory that can be read."""
+    if not isinstance(tensor, Tensor):
+        raise ArgumentError(
+            f"{name} must be a torch.Tensor, but got {type(tensor).__name__}. Convert it with "
+            f"torch.as_tensor."
+        )
+    if tensor.is_nested:
+        raise TensorKindError(
+            f"{name} is a NestedTensor, and this function takes dense tensors. Pad it with "
+            f"torch.nested.to_padded_tensor."
+        )
+    if tensor.layout != torch.strided:
+        raise TensorKindError(
+            f"{name} must be a strided tensor, but its layout is {tensor.layout}. Convert it with "
+            f".to_dense()."
+        )
+    if torch._C._functorch.is_batchedtensor(tensor):
+        raise TensorKindError(
+            f"{name} is a tensor inside torch.vmap, which attention cannot look through. Put the "
+            f"mapped dimension into the batch dimension."
+        )
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        raise TensorKindError(
+            f"{name} is a {type(tensor).__name__}, which has no memory of its own to read. Pass a "
+            f"plain tensor, such as its local or materialised part."
+        )
+
+
+def check_device(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """One device for all, and one that holds data."""
+    if not query.device == key.device == value.device:
+        raise DeviceError(
+            f"query, key and value must be on one device, but are on {query.device}, "
+            f"{key.device} and {value.device}. Move them with .to(device)."
+        )
+    if query.device.type == "meta":
+        raise DeviceError(
+            "query, key and value are on the meta device, which holds no data. Create them on "
+            "'cpu', or on a device that PyTorch's flex_attention supports."
+        )
+
+
+def check_rank(name: str, tensor: Tensor) -> None:
+    """[batch, heads, length, head dim]."""
+    if tensor.dim() != 4:
+        raise RankError(
+            f"{name} must have 4 dimensions [batch, heads, length, head_dim], but has shape "
+            f"{list(tensor.shape)}. Add the missing ones with .unsqueeze."
+        )
+
+
+def check_dtype(name: str, tensor: Tensor) -> None:
+    """One of the four float dtypes."""
+    if tensor.dtype not in DTYPES:
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        raise DtypeError(
+            f"{name} must be one of {allowed}, but is {tensor.dtype}. Convert it with .to(dtype)."
+        )
+
+
+def check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Batches, heads, lengths and head dims that go together."""
+    batch, q_heads, _, head_dim = query.shape
+    if key.shape[3] != head_dim:
+        raise ShapeError(
+            f"query and key must have the same embedding dimension, but have {head_dim} and "
+            f"{key.shape[3]}. Project one of them."
+        )
+    if head_dim == 0:
+        raise ShapeError("the embedding dimension of query and key is 0; it must be at least 1.")
+    if key.shape[:3] != value.shape[:3]:
+        raise ShapeError(
+            f"key and value must agree in batch, heads and length, but have shapes "
+            f"{list(key.shape)} and {list(value.shape)}. Only their last dimension may differ."
+        )
+    if key.shape[0] not in (batch, 1):
+        raise ShapeError(
+            f"query and key must have the same batch size, but have Bq={batch} and "
+            f"Bkv={key.shape[0]}. Repeat the keys, or give one batch of keys for all."
+        )
+    if key.shape[1] == 0 or q_heads % key.shape[1] != 0:
+        raise HeadsError(
+            f"the number of query heads must be a multiple of the number of key heads, but "
+            f"Hq={q_heads} and Hkv={key.shape[1]}. Each key head serves Hq / Hkv query heads."
+        )
+
+
+def check_scale(scale: object, head_dim: int) -> float:
+    """The factor on query @ key: `scale`, or 1 / sqrt(head_dim)."""
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim)
+    if isinstance(scale, Tensor) and scale.numel() == 1:
+        scale = scale.item()
+    if not isinstance(scale, numbers.Real) or not math.isfinite(scale):
+        raise ArgumentError(
+            f"scale must be a finite number, but got {scale!r}. Leave it out for 1/sqrt(head_dim)."
+        )
+    return float(scale)
+
+
+def check_sink(sink: object, query: Tensor) -> Tensor | None:
+    """One logit per query head."""
+    if sink is None:
+        return None
+    check_kind("sink", sink)
+    assert isinstance(sink, Tensor)
+    if sink.shape != (query.shape[1],):
+        raise ShapeError(
+            f"sink must hold one number per query head, shape [{query.shape[1]}], but has shape "
+            f"{list(sink.shape)}. Use sink.expand({query.shape[1]}) for one value for all heads."
+        )
+    check_dtype("sink", sink)
+    if sink.device != query.device:
+        raise DeviceError(
+            f"sink must be on the query's device, but is on {sink.device} and the query on "
+            f"{query.device}. Move it with .to(device)."
+        )
+    return sink
+
+
+def check_position(name: str, value: object) -> int:
+    """A position in a sequence."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ArgumentError(
+            f"{name} must be a position, an integer of at least 0, but got {value!r}."
+        )
+    return value

@@ -1,0 +1,105 @@
+"""Text to object, object to code that can be called.
+
+    code = load(compile_object(module.text, Target.host()), ["axpy"])
+    ctypes.CFUNCTYPE(None, ...)(code.address("axpy"))
+
+LLVM's own optimisation passes do not run: the text is written in the shape we want, and they
+would double the time for nothing. The objects need no symbol from outside, so that bytes from a
+disk load like bytes just compiled. Code lives as long as its `Code`; whoever keeps an address
+must keep that too.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+import llvmlite.binding as llvm
+
+from quire.codegen.target import Target
+from quire.errors import CodegenError
+
+_lock = threading.RLock()  # one thread at a time in LLVM: a few of its globals are not guarded
+_serial = itertools.count()
+
+
+class Code:
+    """Machine code in memory, unloaded when the last reference to this object goes."""
+
+    def __init__(self, addresses: dict[str, int], tracker: Any) -> None:
+        self._addresses = addresses
+        self._tracker = tracker  # closes itself when collected, and frees the memory
+
+    def address(self, name: str) -> int:
+        """Where an exported function starts."""
+        if name not in self._addresses:
+            raise CodegenError(f"expected one of {sorted(self._addresses)}, got {name!r}")
+        return self._addresses[name]
+
+
+def compile_object(text: str, target: Target) -> bytes:
+    """The object file of a module, for any target."""
+    with _lock:
+        return bytes(_machine(target).emit_object(_parse(text)))
+
+
+def assembly(text: str, target: Target) -> str:
+    """The assembly of a module, for any target."""
+    with _lock:
+        return str(_machine(target).emit_assembly(_parse(text)))
+
+
+def load(image: bytes, exports: Iterable[str]) -> Code:
+    """The code of an object file, ready to be called on this machine."""
+    names = list(exports)
+    builder = llvm.JITLibraryBuilder().add_object_img(image)
+    for name in names:
+        builder.export_symbol(name)
+    with _lock:
+        try:
+            tracker = builder.link(_linker(), f"quire{next(_serial)}")
+        except RuntimeError as error:
+            raise CodegenError(f"expected an object with {names}, got {error}") from error
+    return Code({name: tracker[name] for name in names}, tracker)
+
+
+def llvm_version() -> str:
+    """The version of LLVM that compiles, as in "20.1.8"."""
+    return ".".join(map(str, llvm.llvm_version_info))
+
+
+def _parse(text: str) -> Any:
+    """A verified module. LLVM reports what is wrong here; later it would end the process."""
+    try:
+        module = llvm.parse_assembly(text, context=llvm.create_context())
+        module.verify()
+    except RuntimeError as error:
+        raise CodegenError(f"expected well-formed code, got {error}") from error
+    _refuse_unknown_functions(module)
+    return module
+
+
+def _refuse_unknown_functions(module: Any) -> None:
+    for function in module.functions:
+        if function.is_declaration and not function.name.startswith("llvm."):
+            raise CodegenError(f"expected a module on its own, got a call to {function.name}")
+
+
+@functools.cache
+def _machine(target: Target) -> Any:
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    description = llvm.Target.from_triple(target.triple)
+    return description.create_target_machine(
+        cpu=target.cpu, features=target.features, opt=3, reloc="pic", codemodel="default"
+    )
+
+
+@functools.cache
+def _linker() -> Any:
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    return llvm.create_lljit_compiler(suppress_errors=True)

@@ -1,0 +1,112 @@
+"""Every environment variable that quire reads, parsed once.
+
+    QUIRE_BACKEND     auto | eager | inductor | jit   what `backend="auto"` stands for
+    QUIRE_CACHE_DIR   a directory                     where compiled kernels are kept
+    QUIRE_CHECK       1 | 0                           check our own invariants while running
+    QUIRE_THREADS     1, 2, 3, ...                    threads of a kernel; unset: as many as torch
+
+An empty variable counts as unset. A value that means nothing is an ArgumentError when it is first
+read, never a silent default. The process's environment is read at the first call of `config()`;
+`config.cache_clear()` makes the next call read it again.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeVar, get_args
+
+from quire.errors import ArgumentError
+
+Backend = Literal["auto", "eager", "inductor", "jit"]
+"""The values that `backend=` and QUIRE_BACKEND take."""
+
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
+
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("0", "false", "no", "off")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Config:
+    """The settings of a process.
+
+    >>> Config.read({"QUIRE_THREADS": "4"}).threads
+    4
+    """
+
+    backend: Backend
+    cache_dir: Path
+    check: bool
+    threads: int | None
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> Config:
+        """The settings that these environment variables ask for."""
+
+        def parsed(name: str, parse: Callable[[str, str], T], default: T) -> T:
+            text = environ.get(name, "").strip()
+            return parse(name, text) if text else default
+
+        return cls(
+            backend=parsed("QUIRE_BACKEND", _backend, "auto"),
+            cache_dir=parsed("QUIRE_CACHE_DIR", _directory, _default_cache_dir(environ)),
+            check=parsed("QUIRE_CHECK", _truth, False),
+            threads=parsed("QUIRE_THREADS", _count, None),
+        )
+
+
+@functools.cache
+def config() -> Config:
+    """The settings of this process, read from its environment once."""
+    return Config.read(os.environ)
+
+
+def _backend(name: str, text: str) -> Backend:
+    for backend in BACKENDS:
+        if text.lower() == backend:
+            return backend
+    raise ArgumentError(
+        f"{name}: expected one of {', '.join(BACKENDS)}, got {text!r}. "
+        f"Unset it to let quire choose."
+    )
+
+
+def _truth(name: str, text: str) -> bool:
+    if text.lower() not in _TRUE + _FALSE:
+        raise ArgumentError(
+            f"{name}: expected 1 or 0 (or true/false, yes/no, on/off), got {text!r}. "
+            f"Unset it for the default, 0."
+        )
+    return text.lower() in _TRUE
+
+
+def _count(name: str, text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise ArgumentError(
+            f"{name}: expected a whole number of at least 1, got {text!r}. "
+            f"Unset it to use as many threads as torch does."
+        )
+    return int(text)
+
+
+def _directory(name: str, text: str) -> Path:
+    path = Path(os.path.abspath(os.path.expanduser(text)))
+    if path.exists() and not path.is_dir():
+        raise ArgumentError(
+            f"{name}: expected a directory, or a path where one can be made, got the file "
+            f"{str(path)!r}. Name another path, or unset it to use the default."
+        )
+    return path
+
+
+def _default_cache_dir(environ: Mapping[str, str]) -> Path:
+    base = environ.get("XDG_CACHE_HOME", "")
+    # The XDG specification tells to ignore a relative path.
+    root = Path(base) if os.path.isabs(base) else Path(os.path.expanduser("~/.cache"))
+    return root / "quire"

@@ -1,0 +1,125 @@
+"""Every exception that quire raises.
+
+    QuireError
+    ├── ShapeError               sizes that do not fit together                    ValueError
+    ├── RankError                not [B, H, L, D]                                  ValueError, NotImplementedError
+    ├── DtypeError               a dtype we do not take                            ValueError, TypeError
+    ├── DeviceError              tensors on different or unknown devices           ValueError, RuntimeError
+    ├── HeadsError               query and key heads that do not divide            ValueError
+    ├── TensorKindError          nested, fake, distributed or functorch tensors    NotImplementedError, TypeError
+    ├── ArgumentError            a number or value out of its range                ValueError, TypeError
+    ├── OptionError              kernel_options, AuxRequest                        ValueError, RuntimeError, AssertionError
+    ├── BackendError             the backend asked for cannot run this             NotImplementedError
+    ├── CodegenError             generated code that is malformed: a bug of ours   RuntimeError
+    ├── BlockMaskError           a block mask that is not one                      RuntimeError, AssertionError, ValueError
+    │   ├── BlockMaskShapeError  made for other batches, heads or lengths          (as above)
+    │   ├── BlockIndexError      no such batch, head or row of blocks              IndexError
+    │   ├── SlicedMaskError      the mask_mod of a slice was used                  (as above)
+    │   └── MaskPickleError      its mask_mod cannot be written down               pickle.PicklingError
+    └── ModError                 a score_mod or mask_mod is at fault
+        ├── NotCallableError     given as a mod, but no function                   RuntimeError, TypeError
+        ├── ModSignatureError    takes the wrong number of arguments               AssertionError, TypeError
+        ├── ModResultError       returned something that is no scalar              TypeError, ValueError
+        ├── TracedBranchError    a Python `if` on a traced value                   TypeError, RuntimeError
+        ├── UnsupportedOpError   an operation without a row in the op table        NotImplementedError
+        └── CapturedIndexError   an index outside a captured tensor                IndexError
+
+Each also derives from the built-in type that PyTorch raises in the same place, so code that
+catches PyTorch's errors catches ours. A message says what was expected, what came, what to do.
+"""
+
+from __future__ import annotations
+
+import pickle
+
+
+class QuireError(Exception):
+    """The base of everything quire raises on purpose."""
+
+
+class ShapeError(QuireError, ValueError):
+    """Sizes of tensors that do not fit together."""
+
+
+class RankError(QuireError, ValueError, NotImplementedError):
+    """A tensor with the wrong number of dimensions."""
+
+
+class DtypeError(QuireError, ValueError, TypeError):
+    """A dtype that attention does not take, or two that do not go together."""
+
+
+class DeviceError(QuireError, ValueError, RuntimeError):
+    """Tensors on different devices, or on one that nothing here runs on."""
+
+
+class HeadsError(QuireError, ValueError):
+    """Numbers of query and key heads that do not form groups."""
+
+
+class TensorKindError(QuireError, NotImplementedError, TypeError):
+    """A tensor without a plain block of memory: nested, fake, distributed, functorch."""
+
+
+class ArgumentError(QuireError, ValueError, TypeError):
+    """A number, tensor or value outside of what the argument means."""
+
+
+class OptionError(QuireError, ValueError, RuntimeError, AssertionError):
+    """Kernel options or requests that contradict each other or do not exist."""
+
+
+class BackendError(QuireError, NotImplementedError):
+    """The backend that was asked for cannot run these inputs."""
+
+
+class CodegenError(QuireError, RuntimeError):
+    """Generated code that is not well formed, or an object that cannot be loaded: a bug of ours."""
+
+
+class BlockMaskError(QuireError, RuntimeError, AssertionError, ValueError):
+    """Tensors or arguments that do not make a block mask."""
+
+
+class BlockMaskShapeError(BlockMaskError):
+    """A block mask made for other batches, heads or lengths than the tensors have."""
+
+
+class BlockIndexError(BlockMaskError, IndexError):
+    """An index into a block mask that names no batch, head or row of blocks."""
+
+
+class SlicedMaskError(BlockMaskError):
+    """The mask_mod of a sliced block mask, whose positions no longer mean anything."""
+
+
+class MaskPickleError(BlockMaskError, pickle.PicklingError):
+    """A block mask whose mask_mod cannot be traced, so that nothing can be written down."""
+
+
+class ModError(QuireError):
+    """A score_mod or mask_mod that does something attention cannot follow."""
+
+
+class NotCallableError(ModError, RuntimeError, TypeError):
+    """Something given as a mod that cannot be called."""
+
+
+class ModSignatureError(ModError, AssertionError, TypeError):
+    """A mod that takes the wrong number of arguments."""
+
+
+class ModResultError(ModError, TypeError, ValueError):
+    """A mod that returned something other than one number or truth value."""
+
+
+class TracedBranchError(ModError, TypeError, RuntimeError):
+    """A Python branch on a value that differs from element to element."""
+
+
+class UnsupportedOpError(ModError, NotImplementedError):
+    """An operation that has no row in the table of ops."""
+
+
+class CapturedIndexError(ModError, IndexError):
+    """An index outside of a captured tensor."""

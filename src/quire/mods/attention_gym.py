@@ -1,0 +1,52 @@
+"""The mods under the names and arguments of attention-gym, for code that was written for it.
+
+>>> from quire.mods.attention_gym import causal_mask, generate_doc_mask_mod
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from quire.mods.compose import MaskMod, ScoreMod, and_masks
+from quire.mods.masks import (
+    block_diffusion,
+    causal,
+    dilated_sliding_window,
+    global_sliding_window,
+    neighbourhood,
+    prefix_lm,
+    sliding_window,
+)
+from quire.mods.packed import document, shared_prefix
+from quire.mods.scores import alibi, softcap
+
+causal_mask = causal
+generate_alibi_bias = alibi
+generate_block_diffusion_mask = block_diffusion
+generate_dilated_sliding_window = dilated_sliding_window
+generate_global_sliding_window = global_sliding_window
+generate_prefix_lm_mask = prefix_lm
+generate_shared_prefix_mask_mod = shared_prefix
+generate_sliding_window = sliding_window
+
+
+def generate_doc_mask_mod(mask_mod: MaskMod, offsets: Tensor | Sequence[int]) -> MaskMod:
+    """`document` with `mask_mod` inside of every document."""
+    return document(offsets=offsets, mask_mod=mask_mod)
+
+
+def generate_packed_causal_doc_mask_mod(offsets: Tensor | Sequence[int]) -> MaskMod:
+    """`document` and `causal`."""
+    return and_masks(document(offsets=offsets), causal)
+
+
+def generate_natten(canvas_w: int, canvas_h: int, kernel_w: int, kernel_h: int) -> MaskMod:
+    """`neighbourhood` in two dimensions, also where the canvas is no square or the kernel even."""
+    return neighbourhood((canvas_h, canvas_w), (kernel_h, kernel_w))
+
+
+def generate_tanh_softcap(soft_cap: float, approx: bool = False) -> ScoreMod:
+    """`softcap`; `approx` chooses an instruction of GPUs and changes nothing here."""
+    return softcap(soft_cap)

@@ -1,0 +1,268 @@
+"""Masks of one sequence: who may see whom, by where they stand.
+
+Each is made of comparisons of `q_idx` and `kv_idx` with numbers and with what captured tensors hold
+there; nothing is computed in advance for each pair of positions.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quire.errors import ShapeError
+from quire.mods.arguments import lengths_tensor, prefix_number, tensor_of, whole_number
+from quire.mods.compose import MaskMod, named
+
+
+def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    """Show a query itself and everything before it.
+
+    causal:
+
+        1 0 0 0 0
+        1 1 0 0 0
+        1 1 1 0 0
+        1 1 1 1 0
+        1 1 1 1 1
+    """
+    return kv_idx <= q_idx
+
+
+def sliding_window(window_size: int) -> MaskMod:
+    """Show a query itself and the `window_size` positions before it.
+
+    sliding_window(2):
+
+        1 0 0 0 0 0
+        1 1 0 0 0 0
+        1 1 1 0 0 0
+        0 1 1 1 0 0
+        0 0 1 1 1 0
+        0 0 0 1 1 1
+
+    As in attention-gym the window does not count the query: where a model's configuration says
+    that a query sees n keys, itself among them, give n - 1.
+    """
+    window_size = _window(window_size)
+
+    @named(f"sliding_window_{window_size}")
+    def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (kv_idx <= q_idx) & (q_idx - kv_idx <= window_size)
+
+    return mask
+
+
+def dilated_sliding_window(window_size: int, dilation: int) -> MaskMod:
+    """Show every `dilation`-th position up to `window_size` away, on both sides.
+
+    dilated_sliding_window(4, 2):
+
+        1 0 1 0 1 0 0 0
+        0 1 0 1 0 1 0 0
+        1 0 1 0 1 0 1 0
+        0 1 0 1 0 1 0 1
+        1 0 1 0 1 0 1 0
+        0 1 0 1 0 1 0 1
+        0 0 1 0 1 0 1 0
+        0 0 0 1 0 1 0 1
+    """
+    window_size = _window(window_size)
+    dilation = whole_number(
+        "dilation", dilation, minimum=1, advice="Give 1 to see every position of the window."
+    )
+
+    @named(f"dilated_sliding_window_{window_size}_dilation_{dilation}")
+    def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        distance = torch.abs(q_idx - kv_idx)
+        return (distance <= window_size) & (distance % dilation == 0)
+
+    return mask
+
+
+def global_sliding_window(window_size: int, is_global: Tensor | Sequence[bool]) -> MaskMod:
+    """Show `window_size` positions on both sides; global tokens see all and are seen by all.
+
+    global_sliding_window(1, [True, False, False, False, True, False]):
+
+        1 1 1 1 1 1
+        1 1 1 0 1 0
+        1 1 1 1 1 0
+        1 0 1 1 1 0
+        1 1 1 1 1 1
+        1 0 0 0 1 1
+
+    `is_global` says of every position whether it is global (Longformer).
+    """
+    window_size = _window(window_size)
+    marks = tensor_of(
+        "truth values", "is_global", is_global, advice="Give True where a token sees all others."
+    )
+
+    @named(f"global_sliding_window_{window_size}")
+    def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        near = torch.abs(q_idx - kv_idx) <= window_size
+        return near | marks[q_idx] | marks[kv_idx]
+
+    return mask
+
+
+def prefix_lm(prefix_length: int) -> MaskMod:
+    """Show the first `prefix_length` positions to everyone, the rest causally.
+
+    prefix_lm(3):
+
+        1 1 1 0 0 0
+        1 1 1 0 0 0
+        1 1 1 0 0 0
+        1 1 1 1 0 0
+        1 1 1 1 1 0
+        1 1 1 1 1 1
+
+    Where each sequence has a prefix of its own: `or_masks(padding(prefix_lengths), causal)`.
+    """
+    prefix_length = prefix_number(prefix_length)
+
+    @named(f"prefix_lm_{prefix_length}")
+    def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (kv_idx < prefix_length) | (kv_idx <= q_idx)
+
+    return mask
+
+
+def padding(lengths: Tensor | Sequence[int]) -> MaskMod:
+    """Hide the keys past the end of each sequence: sequence `b` has `lengths[b]`.
+
+    padding([3]):
+
+        1 1 1 0 0
+        1 1 1 0 0
+        1 1 1 0 0
+        1 1 1 0 0
+        1 1 1 0 0
+
+    Queries past the end see what the others see, so that no row is empty.
+    """
+    sizes = lengths_tensor(lengths, "Give the number of tokens of every sequence of the batch.")
+
+    @named("padding")
+    def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return kv_idx < sizes[b]
+
+    return mask
+
+
+def neighbourhood(canvas: int | Sequence[int], kernel: int | Sequence[int]) -> MaskMod:
+    """Show the window of `kernel` positions around a query, moved inside where it would stick out.
+
+    neighbourhood(6, 3):
+
+        1 1 1 0 0 0
+        1 1 1 0 0 0
+        0 1 1 1 0 0
+        0 0 1 1 1 0
+        0 0 0 1 1 1
+        0 0 0 1 1 1
+
+    neighbourhood((3, 3), (2, 2)):
+
+        1 1 0 1 1 0 0 0 0
+        1 1 0 1 1 0 0 0 0
+        0 1 1 0 1 1 0 0 0
+        1 1 0 1 1 0 0 0 0
+        1 1 0 1 1 0 0 0 0
+        0 1 1 0 1 1 0 0 0
+        0 0 0 1 1 0 1 1 0
+        0 0 0 1 1 0 1 1 0
+        0 0 0 0 1 1 0 1 1
+
+    As in NATTEN all queries see the same number of keys, also at a border, and an even window
+    reaches one further back than forward. `canvas` has one to three sizes, the last varies
+    fastest: (height, width) or (frames, height, width).
+    """
+    sizes = _axes("canvas", canvas)
+    windows = _axes("kernel", kernel)
+    _check_windows(sizes, windows)
+
+    @named(f"neighbourhood_{_times(sizes)}_k{_times(windows)}")
+    def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        near = []
+        places = zip(_coordinates(q_idx, sizes), _coordinates(kv_idx, sizes), strict=True)
+        for (q, kv), size, window in zip(places, sizes, windows, strict=True):
+            start = torch.clamp(q - window // 2, min=0, max=size - window)
+            near.append((start <= kv) & (kv < start + window))
+        return functools.reduce(operator.and_, near)
+
+    return mask
+
+
+def block_diffusion(seq_len: int, block_size: int) -> MaskMod:
+    """Train block diffusion: noised tokens first, the same tokens clean behind them (BD3-LM).
+
+    block_diffusion(4, 2):
+
+        1 1 0 0 0 0 0 0
+        1 1 0 0 0 0 0 0
+        0 0 1 1 1 1 0 0
+        0 0 1 1 1 1 0 0
+        0 0 0 0 1 1 0 0
+        0 0 0 0 1 1 0 0
+        0 0 0 0 1 1 1 1
+        0 0 0 0 1 1 1 1
+
+    A noised block sees itself and the clean blocks before it; a clean block sees itself and the
+    clean blocks before it. Positions run to `2 * seq_len`.
+    """
+    seq_len = whole_number(
+        "seq_len", seq_len, minimum=1, advice="Give the length of the clean sequence."
+    )
+    block_size = whole_number(
+        "block_size", block_size, minimum=1, advice="Give the tokens that are denoised together."
+    )
+
+    @named(f"block_diffusion_{seq_len}_{block_size}")
+    def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        q_noised, kv_noised = q_idx < seq_len, kv_idx < seq_len
+        q_block, kv_block = q_idx % seq_len // block_size, kv_idx % seq_len // block_size
+        own_block = (q_block == kv_block) & (q_noised == kv_noised)
+        clean_before = ~kv_noised & (kv_block < q_block)
+        return own_block | clean_before
+
+    return mask
+
+
+def _window(window_size: int) -> int:
+    advice = "Give how many positions away a query may see, not counting its own."
+    return whole_number("window_size", window_size, minimum=0, advice=advice)
+
+
+def _axes(name: str, sizes: int | Sequence[int]) -> tuple[int, ...]:
+    advice = "Give one to three sizes, such as 64, (16, 16) or (8, 16, 16)."
+    axes = tuple(sizes) if isinstance(sizes, Sequence) else (sizes,)
+    if not 1 <= len(axes) <= 3:
+        raise ShapeError(f"{name} must have one to three dimensions, got {sizes!r}. {advice}")
+    return tuple(whole_number(name, size, minimum=1, advice=advice) for size in axes)
+
+
+def _check_windows(sizes: tuple[int, ...], windows: tuple[int, ...]) -> None:
+    if len(sizes) != len(windows) or any(map(operator.gt, windows, sizes)):
+        raise ShapeError(
+            f"kernel must have as many dimensions as canvas and fit into it, got kernel {windows} "
+            f"on canvas {sizes}. Give a window for each dimension, at most its size."
+        )
+
+
+def _coordinates(idx: Tensor, sizes: tuple[int, ...]) -> list[Tensor]:
+    """Where position `idx` lies on each axis, the last axis varying fastest."""
+    coordinates = []
+    for size in reversed(sizes[1:]):
+        coordinates.append(idx % size)
+        idx = idx // size
+    return [idx, *reversed(coordinates)]
+
+
+def _times(sizes: tuple[int, ...]) -> str:
+    return "x".join(map(str, sizes))

@@ -1,0 +1,244 @@
+"""Masks of sequences that hold several texts: documents, answers to one prompt, a tree of drafts.
+
+The factories turn the description into a few vectors, once; the masks compare what these hold at
+`q_idx` and `kv_idx`. That costs memory for a sequence, never for its square.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quire.errors import ArgumentError, ShapeError
+from quire.ir.trace import mod_name
+from quire.mods.arguments import lengths_tensor, offsets_tensor, prefix_number, tensor_of
+from quire.mods.compose import MaskMod, check_callables, named
+
+
+def document(
+    ids: Tensor | Sequence[int] | None = None,
+    *,
+    lengths: Tensor | Sequence[int] | None = None,
+    offsets: Tensor | Sequence[int] | None = None,
+    mask_mod: MaskMod | None = None,
+) -> MaskMod:
+    """Keep documents that are packed into one sequence apart.
+
+    document(lengths=[2, 3, 1]):
+
+        1 1 0 0 0 0
+        1 1 0 0 0 0
+        0 0 1 1 1 0
+        0 0 1 1 1 0
+        0 0 1 1 1 0
+        0 0 0 0 0 1
+
+    document(offsets=[0, 4, 7], mask_mod=prefix_lm(2)):
+
+        1 1 0 0 0 0 0
+        1 1 0 0 0 0 0
+        1 1 1 0 0 0 0
+        1 1 1 1 0 0 0
+        0 0 0 0 1 1 0
+        0 0 0 0 1 1 0
+        0 0 0 0 1 1 1
+
+    Give one of `ids`, the number of the document of each position, [S] or [B, S]; `lengths` of the
+    documents; or `offsets`, where they start and the last one ends. `mask_mod` is asked within a
+    document, with positions counted from the document's first token; masks that only compare
+    positions, such as `causal`, mean the same in `and_masks`.
+    """
+    numbers = _document_ids(ids, lengths, offsets)
+
+    def at(tensor: Tensor, b: Tensor, idx: Tensor) -> Tensor:
+        return tensor[idx] if tensor.ndim == 1 else tensor[b, idx]
+
+    @named("document")
+    def together(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return at(numbers, b, q_idx) == at(numbers, b, kv_idx)
+
+    if mask_mod is None:
+        return together
+    check_callables("document", mask_mod)
+    starts = _first_positions(numbers)
+
+    @named(f"document({mod_name(mask_mod)})")
+    def within(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        q_place, kv_place = q_idx - at(starts, b, q_idx), kv_idx - at(starts, b, kv_idx)
+        return together(b, h, q_idx, kv_idx) & mask_mod(b, h, q_place, kv_place)
+
+    return within
+
+
+def shared_prefix(
+    offsets: Tensor | Sequence[int], prefix_document_id: Tensor | Sequence[int]
+) -> MaskMod:
+    """Pack answers behind the one prompt they share; each sees the prompt and itself, causally.
+
+    shared_prefix([0, 2, 4, 6], [0, 0, 0]):
+
+        1 0 0 0 0 0
+        1 1 0 0 0 0
+        1 1 1 0 0 0
+        1 1 1 1 0 0
+        1 1 0 0 1 0
+        1 1 0 0 1 1
+
+    Document d lies in `offsets[d]` to `offsets[d + 1]` and continues document
+    `prefix_document_id[d]`; a prompt continues itself.
+    """
+    advice = "Give the document that each document continues, and for a prompt its own number."
+    bounds = offsets_tensor(
+        offsets, "Give where each document starts, and where the last one ends."
+    )
+    prefixes = tensor_of("integers", "prefix_document_id", prefix_document_id, advice=advice).long()
+    _check_prefixes(prefixes, num_documents=len(bounds) - 1, advice=advice)
+
+    starts, ends = bounds[:-1], bounds[1:]
+    owner = _ids_of_lengths(ends - starts)
+    # A prompt has no prefix: an empty range stands for it.
+    continues = prefixes != torch.arange(len(prefixes), device=prefixes.device)
+    own_start = starts[owner].int()
+    prefix_start = (starts[prefixes] * continues)[owner].int()
+    prefix_end = (ends[prefixes] * continues)[owner].int()
+
+    @named("shared_prefix")
+    def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        own = (own_start[q_idx] <= kv_idx) & (kv_idx <= q_idx)
+        prefix = (prefix_start[q_idx] <= kv_idx) & (kv_idx < prefix_end[q_idx])
+        return own | prefix
+
+    return mask
+
+
+def tree(parent_indices: Tensor | Sequence[int], prefix_length: int = 0) -> MaskMod:
+    """Show each node of a tree its ancestors and itself: many drafts, checked at once.
+
+    tree([-1, 0, 0, 1, 1, 2]):
+
+        1 0 0 0 0 0
+        1 1 0 0 0 0
+        1 0 1 0 0 0
+        1 1 0 1 0 0
+        1 1 0 0 1 0
+        1 0 1 0 0 1
+
+    tree([-1, 0, 0], prefix_length=2):
+
+        1 0 0 0 0
+        1 1 0 0 0
+        1 1 1 0 0
+        1 1 1 1 0
+        1 1 1 0 1
+
+    `parent_indices[i]` is the parent of node i, which comes before it, or -1 for a root; several
+    roots make a forest. The nodes stand behind `prefix_length` positions that are causal and that
+    every node sees. Both positions count from the start of the prefix; where queries are the
+    nodes alone, write `offset(tree(parents, n), n)`.
+    """
+    prefix_length = prefix_number(prefix_length)
+    advice = "Order the nodes so that each follows its parent, and give roots the parent -1."
+    parents = tensor_of("integers", "parent_indices", parent_indices, advice=advice)
+    _check_forest(parents, advice)
+    enter, leave = _preorder(parents)
+
+    @named(f"tree_{len(enter)}" + (f"_prefix_{prefix_length}" if prefix_length else ""))
+    def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        # Positions in the prefix have no node. Node 0 stands in, and its answer is not used.
+        q_enter = enter[torch.clamp(q_idx - prefix_length, min=0)]
+        kv_node = torch.clamp(kv_idx - prefix_length, min=0)
+        below = (enter[kv_node] <= q_enter) & (q_enter < leave[kv_node])
+        return (kv_idx <= q_idx) & ((kv_idx < prefix_length) | below)
+
+    return mask
+
+
+def _document_ids(
+    ids: Tensor | Sequence[int] | None,
+    lengths: Tensor | Sequence[int] | None,
+    offsets: Tensor | Sequence[int] | None,
+) -> Tensor:
+    """The number of the document at each position, from whichever description was given."""
+    given = {"ids": ids, "lengths": lengths, "offsets": offsets}
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) != 1:
+        raise ArgumentError(
+            f"document needs one of ids, lengths and offsets, got {' and '.join(names) or 'none'}. "
+            "Give ids [S] or [B, S], or the documents' lengths, or their offsets."
+        )
+    if lengths is not None:
+        return _ids_of_lengths(lengths_tensor(lengths, "Give the tokens of each document."))
+    if offsets is not None:
+        advice = "Give where each document starts, and where the last one ends."
+        bounds = offsets_tensor(offsets, advice)
+        return _ids_of_lengths(bounds[1:] - bounds[:-1])
+    assert ids is not None
+    advice = "Give the number of the document of each position, [S] or [B, S]."
+    return tensor_of("integers", "ids", ids, ranks=(1, 2), advice=advice)
+
+
+def _ids_of_lengths(lengths: Tensor) -> Tensor:
+    numbers = torch.arange(len(lengths), dtype=torch.int32, device=lengths.device)
+    return torch.repeat_interleave(numbers, lengths.long())
+
+
+def _first_positions(ids: Tensor) -> Tensor:
+    """At each position, the first position with the same id."""
+    if ids.ndim == 2:
+        return torch.stack([_first_positions(row) for row in ids])
+    places = torch.arange(len(ids), device=ids.device)
+    unique, group = ids.unique(return_inverse=True)
+    first = torch.full_like(unique, len(ids), dtype=torch.int64)
+    return first.scatter_reduce(0, group, places, "amin")[group].int()
+
+
+def _check_prefixes(prefixes: Tensor, *, num_documents: int, advice: str) -> None:
+    if len(prefixes) != num_documents:
+        raise ShapeError(
+            f"prefix_document_id must have one entry for each of the {num_documents} documents, "
+            f"got {len(prefixes)}. {advice}"
+        )
+    for document_id, prefix in enumerate(prefixes.tolist()):
+        if not 0 <= prefix < num_documents or int(prefixes[prefix]) != prefix:
+            raise ArgumentError(
+                "prefix_document_id must name documents that continue only themselves, "
+                f"got {prefix} for document {document_id}. {advice}"
+            )
+
+
+def _check_forest(parents: Tensor, advice: str) -> None:
+    if len(parents) == 0:
+        raise ArgumentError(f"parent_indices must have at least one node, got none. {advice}")
+    for node, parent in enumerate(parents.tolist()):
+        if not -1 <= parent < node:
+            raise ArgumentError(
+                f"parent_indices must name an earlier node or -1, got {parent} for node {node}. "
+                f"{advice}"
+            )
+
+
+def _preorder(parents: Tensor) -> tuple[Tensor, Tensor]:
+    """When a walk through the forest enters each node, and when it leaves the last one below it.
+
+             0            node    0  1  2  3  4
+           1   2          enter   0  1  4  2  3
+          3 4             leave   5  4  5  3  4
+
+    So j is i or an ancestor of i where `enter[j] <= enter[i] < leave[j]`: two vectors say what
+    would else take a matrix.
+    """
+    parent_of, nodes = parents.tolist(), range(len(parents))
+    # One more entry, which is also entry -1, stands for the parent of all roots.
+    size, free = [1] * (len(nodes) + 1), [0] * (len(nodes) + 1)
+    for node in reversed(nodes):
+        size[parent_of[node]] += size[node]
+    enter = []
+    for node in nodes:
+        enter.append(free[parent_of[node]])
+        free[parent_of[node]] += size[node]
+        free[node] = enter[node] + 1
+    leave = [enter[node] + size[node] for node in nodes]
+    both = torch.tensor([enter, leave], dtype=torch.int32, device=parents.device)
+    return both[0], both[1]

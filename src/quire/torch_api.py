@@ -1,0 +1,208 @@
+"""PyTorch's names and signatures, thin over `attention`.
+
+    from quire import flex_attention, create_block_mask    # in place of torch.nn.attention.flex_attention
+
+PyTorch's parameters are an exact prefix of ours, in its order and with its meaning.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as torch_flex
+
+from quire.attention import AuxOutput, AuxRequest, Mask, prepare
+from quire.backends import choose, explain_call
+from quire.config import Backend as BackendName
+from quire.errors import HeadsError, OptionError
+from quire.ir.trace import Mod
+from quire.kernel_options import FlexKernelOptions, check_kernel_options
+from quire.memory import Dense
+from quire.problem import Call
+
+
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Mod | None = ...,
+    block_mask: torch_flex.BlockMask | None = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    return_lse: Literal[False] = ...,
+    kernel_options: FlexKernelOptions | None = ...,
+    *,
+    return_aux: None = ...,
+    mask_mod: Mod | None = ...,
+    dropout_p: float = ...,
+    generator: torch.Generator | None = ...,
+    sink: Tensor | None = ...,
+    backend: BackendName = ...,
+) -> Tensor: ...
+
+
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Mod | None = ...,
+    block_mask: torch_flex.BlockMask | None = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    return_lse: Literal[True] = ...,
+    kernel_options: FlexKernelOptions | None = ...,
+    *,
+    return_aux: None = ...,
+    mask_mod: Mod | None = ...,
+    dropout_p: float = ...,
+    generator: torch.Generator | None = ...,
+    sink: Tensor | None = ...,
+    backend: BackendName = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Mod | None = ...,
+    block_mask: torch_flex.BlockMask | None = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    return_lse: bool = ...,
+    kernel_options: FlexKernelOptions | None = ...,
+    *,
+    return_aux: AuxRequest | torch_flex.AuxRequest,
+    mask_mod: Mod | None = ...,
+    dropout_p: float = ...,
+    generator: torch.Generator | None = ...,
+    sink: Tensor | None = ...,
+    backend: BackendName = ...,
+) -> tuple[Tensor, AuxOutput]: ...
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Mod | None = None,
+    block_mask: torch_flex.BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: FlexKernelOptions | None = None,
+    *,
+    return_aux: AuxRequest | torch_flex.AuxRequest | None = None,
+    mask_mod: Mod | None = None,
+    dropout_p: float = 0.0,
+    generator: torch.Generator | None = None,
+    sink: Tensor | None = None,
+    backend: BackendName = "auto",
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
+    """Attention with programmable scores, as `torch.nn.attention.flex_attention.flex_attention`.
+
+        flex_attention(query, key, value, score_mod=alibi, mask_mod=causal)
+
+    query [B, Hq, L, D], key [B, Hkv, S, D], value [B, Hkv, S, Dv]; Hq = Hkv unless `enable_gqa`.
+    The first query and the first key both sit at position 0. Ours beyond PyTorch's: `mask_mod`
+    needs no block mask, `dropout_p` with its `generator`, `sink` [Hq] joins the softmax without a
+    value, `backend` says who computes. Returns [B, Hq, L, Dv]; with `return_aux` an `AuxOutput`
+    as well, with the deprecated `return_lse` the log-sum-exp [B, Hq, L].
+    """
+    _check_returns(return_lse, return_aux)
+    check_kernel_options(kernel_options)
+    _check_gqa(query, key, enable_gqa)
+    call = _prepare(
+        query, key, value, score_mod, block_mask, scale, mask_mod, dropout_p, generator, sink
+    )
+    result = choose(backend, call).run(call)
+    if return_aux is not None:
+        return result.out, AuxOutput(
+            lse=result.lse if return_aux.lse else None,
+            max_scores=result.max_scores if return_aux.max_scores else None,
+        )
+    return (result.out, result.lse) if return_lse else result.out
+
+
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Mod | None = None,
+    block_mask: torch_flex.BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    mask_mod: Mod | None = None,
+    dropout_p: float = 0.0,
+    sink: Tensor | None = None,
+    backend: BackendName = "auto",
+) -> str:
+    """Which backend `flex_attention` would take for these inputs, and why not the others."""
+    _check_gqa(query, key, enable_gqa)
+    call = _prepare(
+        query, key, value, score_mod, block_mask, scale, mask_mod, dropout_p, None, sink
+    )
+    return explain_call(call, backend)
+
+
+def _prepare(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Mod | None,
+    block_mask: torch_flex.BlockMask | None,
+    scale: float | None,
+    mask_mod: Mod | None,
+    dropout_p: float,
+    generator: torch.Generator | None,
+    sink: Tensor | None,
+) -> Call:
+    masks: tuple[Mask, ...] = tuple(m for m in (mask_mod, block_mask) if m is not None)
+    return prepare(
+        query,
+        Dense(key, value),
+        score_mod=score_mod,
+        masks=masks,
+        scale=scale,
+        dropout_p=dropout_p,
+        generator=generator,
+        sink=sink,
+        q_start=0,
+    )
+
+
+def _check_returns(
+    return_lse: bool, return_aux: AuxRequest | torch_flex.AuxRequest | None
+) -> None:
+    if return_aux is not None and not isinstance(return_aux, AuxRequest | torch_flex.AuxRequest):
+        raise OptionError(
+            f"return_aux must be an AuxRequest, but got {type(return_aux).__name__}. Use "
+            f"AuxRequest(lse=True)."
+        )
+    if return_lse and return_aux is not None:
+        raise OptionError(
+            "return_lse and return_aux were both given. Use return_aux=AuxRequest(lse=True) alone."
+        )
+    if return_lse:
+        warnings.warn(
+            "return_lse is deprecated. Use return_aux=AuxRequest(lse=True).",
+            FutureWarning,
+            stacklevel=3,
+        )
+
+
+def _check_gqa(query: object, key: object, enable_gqa: bool) -> None:
+    if enable_gqa or not isinstance(query, Tensor) or not isinstance(key, Tensor):
+        return
+    if query.dim() == key.dim() == 4 and query.shape[1] != key.shape[1]:
+        raise HeadsError(
+            f"query and key must have the same number of heads, but Hq={query.shape[1]} and "
+            f"Hkv={key.shape[1]}. Set enable_gqa=True for grouped-query attention."
+        )

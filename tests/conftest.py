@@ -1,0 +1,69 @@
+"""What every test stands on: two threads, a fixed torch seed, and a printed hypothesis seed.
+
+With CI in the environment the hypothesis seed is fixed; elsewhere each run draws a new one and so
+looks at other examples. Either way the header names it, and `--hypothesis-seed` repeats it.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import register_random, settings
+
+from quire.config import config
+
+CI_SEED = 20_260_101
+NUM_THREADS = 2  # enough to meet races, few enough for a laptop to stay quiet
+
+# No deadline: the first call of a torch operator is slow. Derandomising is off because it would
+# take the seed from each test's source, and the seed that we print would mean nothing.
+settings.register_profile("default", deadline=None, derandomize=False, max_examples=25)
+settings.register_profile(
+    "ci", deadline=None, derandomize=False, max_examples=50, database=None, print_blob=True
+)
+settings.register_profile("thorough", deadline=None, derandomize=False, max_examples=1000)
+
+
+class _TorchRandom:
+    """Torch's generator in the form in which hypothesis rewinds generators before each example."""
+
+    def seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def getstate(self) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def setstate(self, state: torch.Tensor) -> None:
+        torch.set_rng_state(state)
+
+
+_torch_random = _TorchRandom()  # hypothesis holds it weakly
+register_random(_torch_random)
+
+
+@pytest.hookimpl(tryfirst=True)  # before hypothesis' own plugin reads the options
+def pytest_configure(config: pytest.Config) -> None:
+    in_ci = bool(os.environ.get("CI"))
+    settings.load_profile("ci" if in_ci else "default")
+    if config.option.hypothesis_seed is None:
+        config.option.hypothesis_seed = CI_SEED if in_ci else secrets.randbelow(2**32)
+    torch.set_num_threads(NUM_THREADS)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    profile, seed = settings.get_current_profile_name(), config.option.hypothesis_seed
+    return f"hypothesis: profile {profile}; repeat with --hypothesis-seed={seed}"
+
+
+@pytest.fixture(autouse=True)
+def _same_start() -> Iterator[None]:
+    """Each test begins with the same random numbers, threads, dtype and environment."""
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(NUM_THREADS)
+    torch.set_default_dtype(torch.float32)
+    config.cache_clear()

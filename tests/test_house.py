@@ -1,0 +1,214 @@
+"""The rules of the house that no other tool checks."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import tomllib
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import quire
+from quire import errors
+from quire.errors import QuireError
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "src" / "quire"
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+# The reading order. A module imports only from rows below its own, or from its own package.
+# `reference` is what tests compare with: it stands above everything, so nothing may import it.
+LAYERS = """
+    reference
+    cli
+    integrations
+    __init__
+    doctor draw why
+    patch
+    torch_api
+    nested
+    paged
+    kv
+    attention
+    mods
+    backends
+    inductor
+    eager
+    runtime
+    problem
+    block_mask
+    memory
+    dropout vectorise
+    checks kernel_options
+    codegen
+    ir
+    config
+    errors
+"""
+ROW = {name: row for row, line in enumerate(LAYERS.split("\n")) for name in line.split()}
+
+
+# Imports
+
+
+def module_name(path: Path) -> str:
+    """`src/quire/ir/ops.py` is `quire.ir.ops`, `src/quire/ir/__init__.py` is `quire.ir`."""
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+SOURCES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+class WithoutTypeChecking(ast.NodeTransformer):
+    """Drops what only a type checker reads."""
+
+    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
+        return node.orelse if ast.unparse(node.test).endswith("TYPE_CHECKING") else node
+
+
+def imported_modules(path: Path, *, at_run_time: bool = False) -> set[str]:
+    """The modules of quire that a file names in an import, wherever in the file that stands."""
+    named: set[str] = set()
+    tree: ast.AST = ast.parse(path.read_text())
+    for node in ast.walk(WithoutTypeChecking().visit(tree) if at_run_time else tree):
+        if isinstance(node, ast.Import):
+            named |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name}: relative import in line {node.lineno}"
+            # `from quire import draw` is the module draw; `from quire import attention_mask` is
+            # a name out of quire/__init__.py.
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            named |= names & SOURCES.keys() or {node.module or ""}
+    return {name for name in named if name.split(".")[0] == "quire"}
+
+
+def layer(module: str) -> str:
+    """`quire.ir.ops` belongs to `ir`, `quire` itself to `__init__`."""
+    return module.split(".")[1] if "." in module else "__init__"
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_imports_only_go_down(module: str) -> None:
+    here, targets = layer(module), sorted(imported_modules(SOURCES[module]))
+    unknown = {here, *map(layer, targets)} - ROW.keys()
+    assert not unknown, f"{unknown}: give it a row in LAYERS, its place in the reading order"
+    upward = [each for each in targets if layer(each) != here and ROW[layer(each)] <= ROW[here]]
+    assert not upward, f"{module} imports {upward}, which stand beside or above it"
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    graph = {
+        module: imported_modules(path, at_run_time=True) - {module}
+        for module, path in SOURCES.items()
+    }
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+
+
+def test_the_reference_stands_on_nothing_it_judges() -> None:
+    judged = {"attention", "torch_api", "eager", "runtime", "codegen", "nested", "paged"}
+    assert "quire.reference" in SOURCES
+    used = {layer(target) for target in imported_modules(SOURCES["quire.reference"])}
+    assert not used & judged
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_every_file_begins_by_saying_what_it_is(module: str) -> None:
+    assert ast.get_docstring(ast.parse(SOURCES[module].read_text()))
+
+
+# Words
+
+# Written so that this file does not contain what it looks for.
+FORBIDDEN = re.compile(
+    r"\b[a]gents?\b|(?<!scope=.)\b[s]essions?\b|[/]work/|[/]root/|[/]opt/|\b[i]ssue \d|[#]\d+ of\b"
+    r"|\b[p]ypi\.|[p]ythonhosted\.|[d]ownload\.pytorch\.",
+    re.IGNORECASE,
+)
+GENERATED = re.compile(r"\.git|\.venv|\..*_cache|\.hypothesis|__pycache__|build|dist|.*\.egg-info")
+
+
+def texts() -> dict[str, str]:
+    """The content of every text file of the repository by its path."""
+    found = {}
+    for path in sorted(ROOT.rglob("*")):
+        relative = path.relative_to(ROOT)
+        if path.is_file() and not any(map(GENERATED.fullmatch, relative.parts)):
+            try:
+                found[str(relative)] = path.read_text()
+            except UnicodeDecodeError:
+                continue  # a picture
+    return found
+
+
+def test_the_repository_speaks_of_itself_alone() -> None:
+    content = texts()
+    assert {"pyproject.toml", "Makefile", ".ci/run", "src/quire/errors.py"} <= content.keys()
+    hits = [
+        f"{path}:{number}: {line.strip()}"
+        for path, text in content.items()
+        for number, line in enumerate(text.splitlines(), 1)
+        if FORBIDDEN.search(line)
+    ]
+    assert not hits, "\n".join(hits)
+
+
+# Versions
+
+
+def test_one_version() -> None:
+    assert quire.__version__ == PYPROJECT["project"]["version"]
+    assert f"## {quire.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_every_dependency_is_pinned_exactly() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    assert pins["torch"] == "2.13.0"  # no local part: any build of it will do
+    project = PYPROJECT["project"]
+    wanted = [*project["dependencies"], *PYPROJECT["build-system"]["requires"]]
+    wanted += [each for extra in project["optional-dependencies"].values() for each in extra]
+    missing = {re.split(r"[<>=~!\[; ]", each)[0] for each in wanted} - pins.keys()
+    assert not missing
+
+
+# The tree of exceptions
+
+
+def drawn_tree() -> dict[str, tuple[str | None, list[str]]]:
+    """Name -> (parent, other bases) as the docstring of errors.py draws it.
+
+    QuireError
+    ├── BlockMaskError       what it means       RuntimeError, ValueError
+    │   └── SlicedMaskError  what it means       (as above)
+    """
+    tree: dict[str, tuple[str | None, list[str]]] = {}
+    path: list[str] = []
+    drawing = errors.__doc__.split("\n\n")[1]  # type: ignore[union-attr]
+    for line in inspect.cleandoc(drawing).splitlines():
+        match = re.fullmatch(r"([│├└─ ]*)(\w+)(?:\s{2,}(.+?))?(?:\s{2,}(.+))?", line)
+        assert match, f"cannot read {line!r}"
+        indent, name, _meaning, bases = match.groups()
+        path[len(indent) // 4 :] = [name]
+        parent = path[-2] if len(path) > 1 else None
+        tree[name] = (parent, re.findall(r"\w+Error", bases or ""))
+    return tree
+
+
+def real_tree() -> dict[str, tuple[str | None, list[str]]]:
+    tree: dict[str, tuple[str | None, list[str]]] = {}
+    for name, kind in vars(errors).items():
+        if inspect.isclass(kind) and issubclass(kind, QuireError):
+            ours = [base.__name__ for base in kind.__bases__ if issubclass(base, QuireError)]
+            assert len(ours) == (kind is not QuireError), f"{name} has no one place in the tree"
+            others = [base.__name__ for base in kind.__bases__ if base.__name__ not in ours]
+            tree[name] = (ours[0], others) if ours else (None, [])
+    return tree
+
+
+def test_the_drawn_tree_of_errors_is_the_real_one() -> None:
+    assert drawn_tree() == real_tree()
+    assert list(drawn_tree()) == list(real_tree()), "the classes stand in another order"
