@@ -1,11 +1,11 @@
-"""Fits the coefficients of src/quire/codegen/vecmath.py and prints them.
+"""Fits the coefficients of src/quire/codegen/coefficients.py and prints that file.
 
-    python benchmarks/_fit_vecmath.py
+    python benchmarks/_fit_vecmath.py > src/quire/codegen/coefficients.py
 
-Each fit minimises the largest weighted error over an interval by Lawson's algorithm in 50
-digits (mpmath). Rational functions P/Q are fitted as P - f Q, which is linear in the
-coefficients, with the weight 1/Q of the round before. Coefficients are rounded to the type last;
-tests/codegen/test_vecmath.py measures what remains.
+Each fit minimises the largest weighted error over an interval by Lawson's algorithm, in 50 digits
+(mpmath): least squares again and again, every point's share multiplied by its error. Rational
+functions P/Q are fitted as P - f Q, which is linear, with the weight 1/Q of the round before. The
+weight is the one that makes it the relative error of the function that is computed in the end.
 """
 
 from __future__ import annotations
@@ -18,77 +18,180 @@ mp.dps = 50
 Real = Callable[[mpf], mpf]
 
 
-def chebyshev(low: mpf, high: mpf, count: int) -> list[mpf]:
+def chebyshev(low: float, high: float, count: int) -> list[mpf]:
     """Points that are dense at both ends of the interval."""
-    middle, half = (low + high) / 2, (high - low) / 2
+    middle, half = (mpf(low) + mpf(high)) / 2, (mpf(high) - mpf(low)) / 2
     return [middle - half * mp.cos(mp.pi * (2 * k + 1) / (2 * count)) for k in range(count)]
 
 
 def fit(
-    target: Real, basis: Sequence[Real], weight: Real, low: float, high: float, rounds: int = 40
+    grid: Sequence[mpf], rows: Sequence[Sequence[mpf]], goal: Sequence[mpf], rounds: int
 ) -> tuple[list[mpf], mpf]:
-    """Coefficients c minimising max |weight * (sum c_k basis_k - target)|, and that maximum.
-
-    Lawson's algorithm: least squares again and again, each point's share multiplied by its error.
-    """
-    grid = chebyshev(mpf(low), mpf(high), 10 * len(basis))
-    scaled = mp.matrix([[phi(x) * weight(x) for phi in basis] for x in grid])
-    goal = mp.matrix([target(x) * weight(x) for x in grid])
-    shares = [mpf(1)] * len(grid)
+    """c minimising max |sum_k c_k rows[i][k] - goal[i]| over the points, and that maximum."""
+    size = len(rows[0])
+    shares = [mpf(1) / len(grid)] * len(grid)
     best: tuple[list[mpf], mpf] = ([], mp.inf)
     for _ in range(rounds):
-        weighted = mp.diag(shares) * scaled
-        normal, right = weighted.T * scaled, weighted.T * goal
-        solution = mp.lu_solve(normal, right)
-        errors = [abs(e) for e in scaled * solution - goal]
+        normal, right = mp.matrix(size, size), mp.matrix(size, 1)
+        for row, y, share in zip(rows, goal, shares, strict=True):
+            for i in range(size):
+                scaled = share * row[i]
+                right[i] += scaled * y
+                for k in range(i, size):
+                    normal[i, k] += scaled * row[k]
+        for i in range(size):
+            for k in range(i):
+                normal[i, k] = normal[k, i]
+        solution = list(mp.lu_solve(normal, right))
+        errors = [
+            abs(sum((c * x for c, x in zip(solution, row, strict=True)), -y))
+            for row, y in zip(rows, goal, strict=True)
+        ]
         if max(errors) < best[1]:
-            best = (list(solution), max(errors))
-        shares = [s * e for s, e in zip(shares, errors, strict=True)]
-        shares = [s / sum(shares) for s in shares]
+            best = (solution, max(errors))
+        shares = [share * error for share, error in zip(shares, errors, strict=True)]
+        shares = [share / sum(shares) for share in shares]
     return best
 
 
-def power(k: int) -> Real:
-    """x -> x**k."""
-    return lambda x: x**k
+def polynomial(
+    target: Real, degree: int, weight: Real, low: float, high: float
+) -> tuple[list[mpf], mpf]:
+    """The polynomial nearest to `target`, lowest power first, and the largest weighted error."""
+    grid = chebyshev(low, high, 8 * (degree + 1))
+    rows = [[weight(x) * x**k for k in range(degree + 1)] for x in grid]
+    return fit(grid, rows, [weight(x) * target(x) for x in grid], rounds=30)
 
 
 def rational(
     target: Real, top: int, bottom: int, weight: Real, low: float, high: float
 ) -> tuple[list[mpf], list[mpf], mpf]:
-    """P of degree `top` over Q of degree `bottom`, Q(0) = 1, and the largest error."""
-    denominator: list[mpf] = [mpf(1)] + [mpf(0)] * bottom
+    """P of degree `top` over Q of degree `bottom`, Q(0) = 1, and the largest weighted error."""
+    grid = chebyshev(low, high, 6 * (top + bottom + 2))
+    values = [(x, target(x), weight(x)) for x in grid]
+    denominator = [mpf(1)]
     numerator: list[mpf] = []
-    for _ in range(12):
-        previous = list(denominator)
-        basis = [power(k) for k in range(top + 1)]
-        basis += [lambda x, k=k: -target(x) * x**k for k in range(1, bottom + 1)]  # type: ignore[misc]
-        scaled: Real = lambda x: weight(x) / abs(mp.polyval(previous[::-1], x))  # noqa: E731, B023
-        solution, _ = fit(target, basis, scaled, low, high)
+    for _ in range(8):
+        scales = [w / abs(mp.polyval(denominator[::-1], x)) for x, _, w in values]
+        rows = [
+            [s * x**k for k in range(top + 1)] + [-s * y * x**k for k in range(1, bottom + 1)]
+            for (x, y, _), s in zip(values, scales, strict=True)
+        ]
+        goal = [s * y for (_, y, _), s in zip(values, scales, strict=True)]
+        solution, _ = fit(grid, rows, goal, rounds=12)
         numerator, denominator = solution[: top + 1], [mpf(1), *solution[top + 1 :]]
-    worst = max(
-        abs(weight(x) * (mp.polyval(numerator[::-1], x) / mp.polyval(denominator[::-1], x) - target(x)))
-        for x in chebyshev(mpf(low), mpf(high), 2000)
+    error = max(
+        abs(w * (mp.polyval(numerator[::-1], x) / mp.polyval(denominator[::-1], x) - y))
+        for x, y, w in values
     )
-    return numerator, denominator, worst
+    return numerator, denominator, error
 
 
-def show(name: str, coefficients: Sequence[mpf], error: mpf) -> None:
+def exp2_rest(x: mpf) -> mpf:
+    """2**x = 1 + x exp2_rest(x)."""
+    return (mpf(2) ** x - 1) / x
+
+
+def log2_ratio(f: mpf) -> mpf:
+    """log2(1 + f) = f log2_ratio(f)."""
+    return mp.log(1 + f, 2) / f
+
+
+def log_rest(f: mpf) -> mpf:
+    """log(1 + f) = f + f**2 log_rest(f)."""
+    return (mp.log(1 + f) - f) / f**2
+
+
+def log_series(z: mpf) -> mpf:
+    """log((1 + s) / (1 - s)) = 2 s + s z log_series(z), z = s**2."""
+    s = mp.sqrt(z)
+    return (2 * mp.atanh(s) - 2 * s) / (s * z)
+
+
+def over_x(function: Real) -> Real:
+    """function(x) = x over_x(function)(x**2), for odd functions."""
+    return lambda z: function(mp.sqrt(z)) / mp.sqrt(z)
+
+
+def erfc_scaled(t: mpf) -> mpf:
+    """erfc(x) exp(x**2) where t = (x - 2) / (x + 2)."""
+    x = 2 * (1 + t) / (1 - t)
+    return mp.erfc(x) * mp.exp(x * x)
+
+
+def sin_rest(z: mpf) -> mpf:
+    """sin(x) = x + x z sin_rest(z), z = x**2."""
+    x = mp.sqrt(z)
+    return (mp.sin(x) - x) / (x * z)
+
+
+def cos_rest(z: mpf) -> mpf:
+    """cos(x) = 1 - z / 2 + z**2 cos_rest(z), z = x**2."""
+    return (mp.cos(mp.sqrt(z)) - 1 + z / 2) / z**2
+
+
+def show(name: str, meaning: str, coefficients: Sequence[mpf], error: mpf | None = None) -> None:
     """One table as Python, lowest power first."""
-    print(f"{name} = (  # largest error {mp.nstr(error, 3)}")
-    for c in coefficients:
-        print(f"    {mp.nstr(c, 20)},")
+    print(f"\n{name} = (")
+    for coefficient in coefficients:
+        print(f"    {float(coefficient)!r},")
     print(")")
+    reach = "" if error is None else f"; relative error {mp.nstr(error, 2)}"
+    print(f'"""{meaning}{reach}."""')
 
 
-def fit_exp2(degree: int) -> tuple[list[mpf], mpf]:
-    """2**x = 1 + x P(x) for |x| <= 1/2, relative error."""
-    target: Real = lambda x: mp.log(2) if x == 0 else (mpf(2) ** x - 1) / x  # noqa: E731
-    weight: Real = lambda x: abs(x) / mpf(2) ** x  # noqa: E731
-    basis = [power(k) for k in range(degree)]
-    return fit(target, basis, weight, -0.5, 0.5)
+def show_rational(name: str, meaning: str, found: tuple[list[mpf], list[mpf], mpf]) -> None:
+    """Numerator and denominator."""
+    show(f"{name}_TOP", f"{meaning}, the numerator", found[0], found[2])
+    show(f"{name}_BOTTOM", f"{meaning}, the denominator", found[1])
+
+
+def main() -> None:
+    """Print the file."""
+    low, high = float(mp.sqrt(0.5) - 1), float(mp.sqrt(2) - 1)
+    quarter = float((mp.pi / 4 * mpf("1.01")) ** 2)
+    tiny = 1e-9
+    print('"""Coefficients of vecmath.py, lowest power first; from benchmarks/_fit_vecmath.py."""')
+    for bits, degree in ((32, 6), (64, 11)):
+        found = polynomial(exp2_rest, degree - 1, lambda x: x / mpf(2) ** x, -0.5, 0.5)
+        show(f"EXP2_F{bits}", "2**x = 1 + x P(x), |x| <= 1/2", *found)
+    found = polynomial(log2_ratio, 9, lambda f: 1 / log2_ratio(f), low, high)
+    show("LOG2_F32", "log2(1 + f) = f P(f), 1 + f from sqrt(1/2) to sqrt(2)", *found)
+    found = polynomial(log_rest, 8, lambda f: f**2 / mp.log(1 + f), low, high)
+    show("LOG_F32", "log(1 + f) = f + f**2 P(f), 1 + f from sqrt(1/2) to sqrt(2)", *found)
+    found = polynomial(log_series, 6, lambda z: z / 2, tiny, 0.02945)
+    show("LOG_F64", "log((1 + s) / (1 - s)) = 2 s + s z P(z), z = s**2 <= 0.02945", *found)
+    tanh, erf = over_x(mp.tanh), over_x(mp.erf)
+    show_rational(
+        "TANH_F32",
+        "tanh(x) = x P(z) / Q(z), z = x**2, |x| <= 9.02",
+        rational(tanh, 5, 4, lambda z: 1 / tanh(z), tiny, 9.02**2),
+    )
+    show_rational(
+        "TANH_F64",
+        "tanh(x) = x P(z) / Q(z), z = x**2, |x| <= 5/8",
+        rational(tanh, 3, 3, lambda z: 1 / tanh(z), tiny, 0.39063),
+    )
+    show_rational(
+        "ERF_F32",
+        "erf(x) = x P(z) / Q(z), z = x**2, |x| <= 3.93",
+        rational(erf, 6, 5, lambda z: 1 / erf(z), tiny, 3.93**2),
+    )
+    show_rational(
+        "ERF_F64",
+        "erf(x) = x P(z) / Q(z), z = x**2, |x| <= 1",
+        rational(erf, 5, 5, lambda z: 1 / erf(z), tiny, 1.0),
+    )
+    found = polynomial(erfc_scaled, 17, lambda t: 1 / erfc_scaled(t), -1 / 3, 0.5)
+    show("ERFC_F64", "erfc(x) exp(x**2) = P(t), t = (x - 2) / (x + 2), x from 1 to 6", *found)
+    for bits, degree in ((32, 3), (64, 6)):
+        found = polynomial(
+            sin_rest, degree - 1, lambda z: z**1.5 / mp.sin(mp.sqrt(z)), tiny, quarter
+        )
+        show(f"SIN_F{bits}", "sin(x) = x + x z P(z), z = x**2, |x| <= pi / 4", *found)
+        found = polynomial(cos_rest, degree - 1, lambda z: z**2 / mp.cos(mp.sqrt(z)), tiny, quarter)
+        show(f"COS_F{bits}", "cos(x) = 1 - z / 2 + z**2 P(z), z = x**2, |x| <= pi / 4", *found)
 
 
 if __name__ == "__main__":
-    show("EXP2_F32", *fit_exp2(6))
-    show("EXP2_F64", *fit_exp2(11))
+    main()

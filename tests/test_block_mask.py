@@ -106,6 +106,8 @@ SIZES = [
     (1, 2, 129, 511, (64, 128)),
     (2, 1, 7, 9, 16),
     (1, 1, 1, 640, (1, 128)),
+    (1, 1, 64, 40, 64),  # one block that would be full if it did not reach beyond the keys
+    (1, 1, 9, 699, (4, 1)),  # rows long enough for an unstable sort to show
 ]
 
 
@@ -278,6 +280,16 @@ def test_an_explicit_order_of_dq_survives_slicing_and_cropping() -> None:
     assert cropped.dq_kv_order is not None
     assert cropped.dq_kv_order.tolist() == [[[2, 0, 1]]]
     assert write_ranks(cropped, 2) == {1: 0}
+
+
+def test_each_head_keeps_its_own_order_of_dq() -> None:
+    orders = torch.tensor([[[0, 1, 2], [2, 1, 0]]])
+    counts, indices = torch.full((1, 2, 1), 3), torch.arange(3).expand(1, 2, 1, 3)
+    for order, ranks in ((orders, {0: 2, 1: 1, 2: 0}), (orders[:, :1], {0: 0, 1: 1, 2: 2})):
+        mask = BlockMask.from_kv_blocks(counts, indices, dq_kv_order=order)
+        mask._add_write_order()
+        assert write_ranks(mask, 0) == {0: 0, 1: 1, 2: 2}
+        assert write_ranks(mask[:, 1], 0) == ranks
 
 
 def write_ranks(mask: BlockMask, row: int) -> dict[int, int]:

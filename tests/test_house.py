@@ -24,9 +24,10 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 LAYERS = """
     reference
     cli
+    demo
     integrations
     __init__
-    doctor draw why
+    doctor draw measure why
     patch
     torch_api
     nested
@@ -35,9 +36,9 @@ LAYERS = """
     attention
     mods
     backends
-    inductor
-    eager
+    inductor compiled
     runtime
+    eager
     problem
     block_mask
     memory
@@ -45,8 +46,8 @@ LAYERS = """
     checks kernel_options
     codegen
     ir
-    config
-    errors
+    config dynamo
+    errors warn
 """
 ROW = {name: row for row, line in enumerate(LAYERS.split("\n")) for name in line.split()}
 

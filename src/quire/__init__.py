@@ -5,10 +5,12 @@ from importlib.metadata import version
 from quire import mods
 from quire.attention import AuxOutput, AuxRequest, EagerModWarning, attention
 from quire.block_mask import BlockMask, create_block_mask, create_mask
+from quire.dynamo import OneGraphWarning
 from quire.errors import QuireError
 from quire.kernel_options import FlexKernelOptions, KernelOptionWarning
 from quire.memory import Dense
 from quire.mods import and_masks, noop_mask, not_mask, or_masks
+from quire.patch import patch_torch, unpatch_torch
 from quire.torch_api import explain, flex_attention
 
 __version__ = version("quire")
@@ -21,6 +23,7 @@ __all__ = [
     "EagerModWarning",
     "FlexKernelOptions",
     "KernelOptionWarning",
+    "OneGraphWarning",
     "QuireError",
     "__version__",
     "and_masks",
@@ -33,4 +36,6 @@ __all__ = [
     "noop_mask",
     "not_mask",
     "or_masks",
+    "patch_torch",
+    "unpatch_torch",
 ]

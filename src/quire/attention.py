@@ -2,40 +2,31 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
-from typing import NamedTuple, TypeAlias, overload
+from typing import TypeAlias, overload
 
 import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
+from torch.nn.attention.flex_attention import AuxOutput as AuxOutput
+from torch.nn.attention.flex_attention import AuxRequest as AuxRequest
 
 from quire import checks
 from quire.backends import choose
 from quire.block_mask import BlockMask, check_fits
 from quire.config import Backend as BackendName
-from quire.dropout import dropout
-from quire.eager import working_dtype
-from quire.errors import ArgumentError, QuireError, UnsupportedOpError
-from quire.ir.trace import Kind, Mod, check_signature, mod_name, trace
+from quire.dropout import check_dropout
+from quire.dynamo import never_traced
+from quire.eager import Result, working_dtype
+from quire.errors import ArgumentError, OptionError, QuireError, UnsupportedOpError
+from quire.ir.trace import Kind, Mod, mod_name, trace
+from quire.kernel_options import FlexKernelOptions
 from quire.memory import Dense
-from quire.problem import Call, Problem
+from quire.problem import Call, Problem, ReadyMod
+from quire.vectorise import Opaque
+from quire.warn import warn
 
 Mask: TypeAlias = Mod | torch_flex.BlockMask
-
-
-class AuxRequest(NamedTuple):
-    """Which further outputs to return."""
-
-    lse: bool = False
-    max_scores: bool = False
-
-
-class AuxOutput(NamedTuple):
-    """The further outputs that were asked for, each [B, Hq, L]; None for the others."""
-
-    lse: Tensor | None = None
-    max_scores: Tensor | None = None
 
 
 class EagerModWarning(UserWarning):
@@ -76,6 +67,7 @@ def attention(
 ) -> tuple[Tensor, AuxOutput]: ...
 
 
+@never_traced
 def attention(
     query: Tensor,
     memory: Dense,
@@ -96,11 +88,13 @@ def attention(
 
     `score_mod(score, b, h, q_idx, kv_idx)` rewrites each scaled score and `mask(b, h, q_idx,
     kv_idx)` says which are used; both are plain Python, and positions are absolute. The last query
-    sits at the last key, unless `q_start` gives the position of the first. `sink` [Hq] is a logit
-    per head that takes part in the softmax without a value. A row that may attend nowhere is 0.
+    sits at the last key, unless `q_start` gives the position of the first. A `BlockMask` counts
+    from its own first row and column. `sink` [Hq] is a logit per head that takes part in the
+    softmax without a value. A row that may attend nowhere is 0.
 
     Returns [B, Hq, L, Dv], and an `AuxOutput` as well where `return_aux` asks for one.
     """
+    check_aux_request(return_aux)
     call = prepare(
         query,
         memory,
@@ -108,17 +102,12 @@ def attention(
         masks=() if mask is None else (mask,),
         scale=scale,
         dropout_p=dropout_p,
-        generator=generator,
         sink=sink,
         q_start=q_start,
+        aux=return_aux,
     )
-    result = choose(backend, call).run(call)
-    if return_aux is None:
-        return result.out
-    return result.out, AuxOutput(
-        lse=result.lse if return_aux.lse else None,
-        max_scores=result.max_scores if return_aux.max_scores else None,
-    )
+    result = launch(call, backend, generator)
+    return result.out if return_aux is None else (result.out, aux_output(result, return_aux))
 
 
 def prepare(
@@ -129,9 +118,10 @@ def prepare(
     masks: tuple[Mask, ...],
     scale: float | None,
     dropout_p: float,
-    generator: torch.Generator | None,
     sink: Tensor | None,
     q_start: int | None,
+    aux: AuxRequest | None = None,
+    kernel_options: FlexKernelOptions | None = None,
 ) -> Call:
     """Check everything and put it into the form that backends take."""
     if not isinstance(memory, Dense):
@@ -146,22 +136,23 @@ def prepare(
         scale=checks.check_scale(scale, query.shape[-1]),
         kv_start=checks.check_position("Dense.start", memory.start),
         q_start=_first_position(q_start, query, memory),
-        dropout=dropout(dropout_p, generator),
+        dropout=check_dropout(dropout_p),
     )
+    sink = checks.check_sink(sink, query)
     if score_mod is not None:
-        problem = replace(problem, score_mod=traced(score_mod, "score", query))
+        problem = replace(problem, score_mod=ready(score_mod, "score", query))
     for mask in masks:
         problem = _with_mask(problem, mask, query, key)
     mask_mods = [mask for mask in masks if not isinstance(mask, torch_flex.BlockMask)]
-    return Call(
-        problem,
-        query,
-        key,
-        value,
-        sink=checks.check_sink(sink, query),
-        score_mod=score_mod,
-        mask_mod=mask_mods[0] if mask_mods else None,
-    )
+    mask_mod = mask_mods[0] if mask_mods else None
+    return Call(problem, query, key, value, sink, score_mod, mask_mod, aux, kernel_options)
+
+
+def launch(call: Call, backend: BackendName, generator: torch.Generator | None) -> Result:
+    """Choose who computes `call`, and compute. Not before now is a random number drawn."""
+    checks.check_generator(generator)
+    chosen = choose(backend, call)
+    return chosen.run(replace(call, problem=call.problem.seeded(generator)))
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -173,39 +164,70 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)
 
 
+def check_aux_request(request: object) -> None:
+    """Refuse a `return_aux` that is no AuxRequest."""
+    if request is not None and not isinstance(request, AuxRequest):
+        raise OptionError(
+            f"return_aux must be an AuxRequest, but got {type(request).__name__}. Use "
+            f"return_aux=AuxRequest(lse=True)."
+        )
+
+
+def aux_output(result: Result, request: AuxRequest) -> AuxOutput:
+    """What was asked for; None for the rest."""
+    return AuxOutput(
+        lse=result.lse if request.lse else None,
+        max_scores=result.max_scores if request.max_scores else None,
+    )
+
+
 def _first_position(q_start: int | None, query: Tensor, memory: Dense) -> int:
     if q_start is None:
-        return memory.start + max(0, memory.key.shape[2] - query.shape[2])
+        return max(0, memory.start + memory.key.shape[2] - query.shape[2])
     return checks.check_position("q_start", q_start)
 
 
 def _with_mask(problem: Problem, mask: Mask, query: Tensor, key: Tensor) -> Problem:
     if not isinstance(mask, torch_flex.BlockMask):
-        return replace(problem, mask_mod=traced(mask, "mask", query))
+        return replace(problem, mask_mod=ready(mask, "mask", query))
     block_mask = BlockMask.from_torch(mask)
     batch, heads, q_len, _ = query.shape
     check_fits(block_mask, batch, heads, q_len, key.shape[2], query.device)
-    partial_mod = traced(block_mask.mask_mod, "mask", query)
-    return replace(problem, block_mask=block_mask, partial_mod=partial_mod)
+    partial_mod = _counted_from(problem.q_start, problem.kv_start, block_mask.mask_mod)
+    return replace(problem, block_mask=block_mask, partial_mod=ready(partial_mod, "mask", query))
+
+
+def _counted_from(q_start: int, kv_start: int, mask_mod: Mod) -> Mod:
+    """`mask_mod` for absolute positions, where it counts from the first query and key."""
+    if q_start == kv_start == 0:
+        return mask_mod
+
+    def moved(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return mask_mod(b, h, q_idx - q_start, kv_idx - kv_start)  # type: ignore[no-any-return]
+
+    moved.__name__ = mod_name(mask_mod)
+    return moved
 
 
 _warned: set[str] = set()
 
 
-def traced(mod: Mod, kind: Kind, query: Tensor) -> Mod:
-    """`mod` as a graph; itself, with one warning, where it cannot become one."""
+def ready(mod: Mod, kind: Kind, query: Tensor) -> ReadyMod:
+    """`mod` as a graph; as an opaque function, with one warning, where it cannot become one."""
+    dtype, device = working_dtype(query.dtype), query.device
     try:
-        return trace(
-            mod, kind, score_dtype=working_dtype(query.dtype), device=query.device
-        )
+        return trace(mod, kind, score_dtype=dtype, device=device)
     except UnsupportedOpError as error:
         reason = str(error)
     except QuireError:
         raise
     except Exception as error:  # the user's own code on symbols: torch may still be able to run it
-        check_signature(mod, kind)
-        reason = f"{kind}_mod {mod_name(mod)!r} cannot be traced: {error}"
+        reason = (
+            f"{kind}_mod {mod_name(mod)!r} cannot be traced, so it runs on the slower eager path: "
+            f"{type(error).__name__}: {error}"
+        )
+    opaque = Opaque.of(mod, kind, dtype, device)
     if reason not in _warned:
         _warned.add(reason)
-        warnings.warn(reason, EagerModWarning, stacklevel=4)
-    return mod
+        warn(reason, EagerModWarning)
+    return opaque

@@ -1,13 +1,14 @@
 """Who computes a call: a table of backends, each of which says what it cannot do.
 
-`auto` takes the first of the table that can. `explain` tells which that is and why not the others.
+`auto` takes the first of the table that can. `explain_call` tells which that is and why not the
+others.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from quire import eager, inductor
+from quire import compiled, eager, inductor
 from quire.config import Backend as BackendName
 from quire.config import config
 from quire.eager import Result
@@ -22,18 +23,32 @@ class Backend(Protocol):
         """Why this backend cannot run `call`; None where it can."""
 
     def run(self, call: Call) -> Result:
-        """Compute."""
+        """Compute. What `call.aux` does not ask for may be an empty tensor."""
+
+
+class Jit:
+    """A kernel that is generated for this very problem."""
+
+    def obstacle(self, call: Call) -> str | None:
+        """What cannot be generated, here or at all."""
+        return compiled.obstacle(call)
+
+    def run(self, call: Call) -> Result:
+        """Compile what was not seen before, and run."""
+        return compiled.attention(call)
 
 
 class Eager:
     """Tiles in torch ops."""
 
     def obstacle(self, call: Call) -> str | None:
+        """The CPU is all it asks for."""
         if call.query.device.type != "cpu":
             return f"the tensors are on {call.query.device}, and quire's own paths run on the CPU"
         return None
 
     def run(self, call: Call) -> Result:
+        """Stripe by stripe."""
         return eager.attention(call.problem, call.query, call.key, call.value, call.sink)
 
 
@@ -41,50 +56,71 @@ class Inductor:
     """PyTorch's own flex_attention, compiled by PyTorch."""
 
     def obstacle(self, call: Call) -> str | None:
+        """What PyTorch has no word for, or no kernel on this device."""
         return inductor.obstacle(call)
 
     def run(self, call: Call) -> Result:
+        """Hand over."""
         return inductor.attention(call)
 
 
-BACKENDS: dict[BackendName, Backend] = {"eager": Eager(), "inductor": Inductor()}
+BACKENDS: dict[BackendName, Backend] = {
+    "jit": Jit(),
+    "eager": Eager(),
+    "inductor": Inductor(),
+}
 """In the order in which `auto` tries them."""
+
+
+class Request(NamedTuple):
+    """What was asked for: in the user's words, and as the backends to try in order."""
+
+    words: str
+    candidates: tuple[BackendName, ...]
 
 
 def choose(name: BackendName, call: Call) -> Backend:
     """The backend called `name`, or for 'auto' the first that can run `call`."""
-    if name not in ("auto", *BACKENDS):
-        raise ArgumentError(
-            f"backend must be one of auto, {', '.join(BACKENDS)}, but got {name!r}. Leave it out "
-            f"to let quire choose."
-        )
-    if name == "auto":
-        name = config().backend
-    if name != "auto":
-        reason = BACKENDS[name].obstacle(call)
-        if reason is not None:
-            raise BackendError(
-                f"backend={name!r} cannot run this call: {reason}. Use backend='auto', or ask "
-                f"quire.explain(...) what could."
-            )
-        return BACKENDS[name]
-    for backend in BACKENDS.values():
-        if backend.obstacle(call) is None:
-            return backend
-    raise BackendError(f"no backend can run this call.\n{explain_call(call)}")
+    request = _request(name)
+    reasons = []
+    for candidate in request.candidates:
+        reason = BACKENDS[candidate].obstacle(call)
+        if reason is None:
+            return BACKENDS[candidate]
+        reasons.append(f"  {candidate}: {reason}.\n")
+    raise BackendError(
+        f"{request.words} cannot run this call:\n{''.join(reasons)}"
+        f"Ask quire.explain(...) what could, or change what stands in the way."
+    )
 
 
-def explain_call(call: Call, requested: BackendName = "auto") -> str:
+def explain_call(call: Call, name: BackendName = "auto") -> str:
     """Which backend would run `call`, and for each other one why it would not."""
-    lines, chosen = [], None
-    for name, backend in BACKENDS.items():
-        reason = backend.obstacle(call)
-        if reason is not None:
-            lines.append(f"  {name}: cannot run this: {reason}.")
-        elif chosen is None and requested in ("auto", name):
-            chosen = name
-            lines.append(f"  {name}: runs.")
-        else:
-            lines.append(f"  {name}: could run, but {chosen or requested} comes first.")
-    head = f"backend={requested!r} takes {chosen or 'nothing'}:"
-    return "\n".join([head, *lines])
+    request = _request(name)
+    obstacles = {each: backend.obstacle(call) for each, backend in BACKENDS.items()}
+    able = [each for each in request.candidates if obstacles[each] is None]
+    used = able[0] if able else None
+    lines = [f"{request.words} uses {used or 'nothing: it raises a BackendError'}."]
+    for each, reason in obstacles.items():
+        if reason is None:
+            first = "comes first" if each in able else "was asked for"
+            reason = f"{used or request.candidates[0]} {first}; it could run this call"
+        if each != used:
+            lines.append(f"{each} not used because {reason}.")
+    return "\n".join(lines)
+
+
+def _request(name: BackendName) -> Request:
+    """`name` with QUIRE_BACKEND in place of 'auto'."""
+    where, words, remedy = "backend", f"backend={name!r}", "Leave it out"
+    if name == "auto" and config().backend != "auto":
+        name = config().backend
+        where, words, remedy = "QUIRE_BACKEND", f"QUIRE_BACKEND={name}", "Unset it"
+    if name == "auto":
+        return Request(words, tuple(BACKENDS))
+    if name not in BACKENDS:
+        known = ", ".join(["auto", *BACKENDS])
+        raise ArgumentError(
+            f"{where} must be one of {known}, but is {name!r}. {remedy} to let quire choose."
+        )
+    return Request(words, (name,))

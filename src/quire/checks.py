@@ -161,3 +161,12 @@ def check_position(name: str, value: object) -> int:
             f"{name} must be a position, an integer of at least 0, but got {value!r}."
         )
     return value
+
+
+def check_generator(generator: object) -> None:
+    """Where dropout draws its seed from: None for torch's default generator."""
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise ArgumentError(
+            f"generator must be a torch.Generator, but got {type(generator).__name__}. Use "
+            f"torch.Generator().manual_seed(0)."
+        )

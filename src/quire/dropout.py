@@ -7,6 +7,7 @@ layout or batch, and the backward pass finds it again from the seed. It is writt
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,22 +19,34 @@ from quire.ir.trace import Traced, trace
 
 @dataclass(frozen=True, eq=False)
 class Dropout:
-    """Which elements are kept, and the factor that keeps the expected sum."""
+    """Dropout with probability `p` from 0 to 1, exclusive of 0, and the seed of one call."""
 
-    keep: Traced
-    factor: float
+    p: float
+    seed: tuple[int, int] = (0, 0)
+
+    def seeded(self, generator: torch.Generator | None) -> Dropout:
+        """The same with a seed drawn from `generator`, or from torch's default one."""
+        low, high = torch.randint(-(2**31), 2**31, (2,), generator=generator).tolist()
+        return Dropout(self.p, (low, high))
+
+    @functools.cached_property
+    def keep(self) -> Traced:
+        """The mask of what is kept."""
+        return keep_mask(self.p, *self.seed)
+
+    @property
+    def factor(self) -> float:
+        """What a kept weight is multiplied by, so that the expected sum stays."""
+        return 0.0 if self.p == 1.0 else 1.0 / (1.0 - self.p)
 
 
-def dropout(p: float, generator: torch.Generator | None = None) -> Dropout | None:
-    """Dropout with probability `p`, its seed drawn from `generator`; None where p is 0."""
+def check_dropout(p: object) -> Dropout | None:
+    """Dropout with probability `p`, not yet seeded; None where p is 0."""
     if not isinstance(p, int | float) or not 0.0 <= p <= 1.0:
         raise ArgumentError(
             f"dropout_p must be a number from 0 to 1, but got {p!r}. Use 0.0 to switch it off."
         )
-    if p == 0.0:
-        return None
-    low, high = torch.randint(-(2**31), 2**31, (2,), generator=generator).tolist()
-    return Dropout(keep_mask(p, low, high), 0.0 if p == 1.0 else 1.0 / (1.0 - p))
+    return None if p == 0.0 else Dropout(float(p))
 
 
 def keep_mask(p: float, low: int, high: int) -> Traced:

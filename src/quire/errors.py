@@ -22,7 +22,8 @@
         ├── ModResultError       returned something that is no scalar              TypeError, ValueError
         ├── TracedBranchError    a Python `if` on a traced value                   TypeError, RuntimeError
         ├── UnsupportedOpError   an operation without a row in the op table        NotImplementedError
-        └── CapturedIndexError   an index outside a captured tensor                IndexError
+        ├── CapturedIndexError   an index outside a captured tensor                IndexError
+        └── DivisionByZeroError  an integer divided by zero                        RuntimeError, ZeroDivisionError
 
 Each also derives from the built-in type that PyTorch raises in the same place, so code that
 catches PyTorch's errors catches ours. A message says what was expected, what came, what to do.
@@ -123,3 +124,7 @@ class UnsupportedOpError(ModError, NotImplementedError):
 
 class CapturedIndexError(ModError, IndexError):
     """An index outside of a captured tensor."""
+
+
+class DivisionByZeroError(ModError, RuntimeError, ZeroDivisionError):
+    """An integer divided by zero."""

@@ -7,11 +7,11 @@ only where PyTorch checks it; on other devices they are handed to PyTorch as the
 from __future__ import annotations
 
 import difflib
-import warnings
 from collections.abc import Mapping
 from typing import Literal, TypeAlias, TypedDict, get_args
 
 from quire.errors import OptionError
+from quire.warn import warn
 
 KernelBackend: TypeAlias = Literal["AUTO", "TRITON", "FLASH", "TRITON_DECODE"]
 
@@ -56,27 +56,31 @@ def check_kernel_options(options: Mapping[str, object] | None) -> None:
         return
     if not isinstance(options, Mapping):
         raise OptionError(
-            f"kernel_options must be a dict, but got {type(options).__name__}. See FlexKernelOptions."
+            f"kernel_options must be a dict, but got {type(options).__name__}. See "
+            f"FlexKernelOptions."
         )
     for name in options:
         _check_name(name)
-    backend = options.get("BACKEND")
-    if backend is not None and options.get("FORCE_USE_FLEX_ATTENTION"):
+    if "BACKEND" not in options:
+        return
+    if options.get("FORCE_USE_FLEX_ATTENTION"):
         raise OptionError(
             "kernel_options has both BACKEND and FORCE_USE_FLEX_ATTENTION, which BACKEND replaces. "
             "Drop FORCE_USE_FLEX_ATTENTION."
         )
-    if "BACKEND" in options and backend not in get_args(KernelBackend):
+    if options["BACKEND"] not in get_args(KernelBackend):
         raise OptionError(
             f"kernel_options['BACKEND'] must be one of {', '.join(get_args(KernelBackend))}, but "
-            f"is {backend!r}."
+            f"is {options['BACKEND']!r}. Leave it out: it has no meaning on a CPU."
         )
 
 
 def _check_name(name: object) -> None:
     if not isinstance(name, str):
-        raise OptionError(f"kernel_options must have names for keys, but got {name!r}.")
-    plain = name.removeprefix("fwd_").removeprefix("bwd_")
+        raise OptionError(
+            f"kernel_options must have names for keys, but got {name!r}. See FlexKernelOptions."
+        )
+    plain = name[4:] if name.startswith(("fwd_", "bwd_")) else name
     if plain in OURS_TO_DECIDE:
         raise OptionError(
             f"kernel_options must not contain {name}: which outputs are written follows from "
@@ -85,8 +89,7 @@ def _check_name(name: object) -> None:
     if plain not in KNOWN:
         close = difflib.get_close_matches(plain, KNOWN, n=1, cutoff=0.5)
         hint = f" Did you mean {close[0]!r}?" if close else " See FlexKernelOptions."
-        warnings.warn(
+        warn(
             f"kernel_options has an unknown option {name!r}, which is ignored.{hint}",
             KernelOptionWarning,
-            stacklevel=4,
         )

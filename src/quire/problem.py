@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest
 
 from quire.block_mask import BlockMask
 from quire.dropout import Dropout
-from quire.ir.trace import Kind, Mod, Traced
-from quire.vectorise import captures_of
+from quire.ir.trace import Mod, Traced
+from quire.vectorise import Opaque
+
+ReadyMod: TypeAlias = Traced | Opaque
+"""A mod whose captured tensors are known."""
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """Attention without its query, keys and values. Mods are traced where they can be.
+    """Attention without its query, keys and values.
 
     `mask_mod` holds everywhere. `block_mask` says which blocks exist, and `partial_mod`, its
     mask_mod, holds in those that it does not call full. Queries and keys sit at absolute positions
@@ -24,59 +29,51 @@ class Problem:
     """
 
     scale: float
-    score_mod: Mod | None = None
-    mask_mod: Mod | None = None
+    score_mod: ReadyMod | None = None
+    mask_mod: ReadyMod | None = None
     block_mask: BlockMask | None = None
-    partial_mod: Mod | None = None
+    partial_mod: ReadyMod | None = None
     dropout: Dropout | None = None
     q_start: int = 0
     kv_start: int = 0
 
-    def masks(self, full: bool) -> tuple[Mod, ...]:
+    def masks(self, full: bool) -> tuple[ReadyMod, ...]:
         """The masks that hold in a block."""
         candidates = (self.mask_mod, None if full else self.partial_mod)
         return tuple(mod for mod in candidates if mod is not None)
 
-    def captures(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Every tensor that the mods capture, mod by mod."""
-        return tuple(
-            tensor for _, kind, mod in self._mods() for tensor in captures_of(mod, kind, dtype)
-        )
-
     @property
-    def num_replaceable(self) -> int:
-        """How many of `captures`, counted from the first, belong to traced mods."""
-        traced = (mod for _, _, mod in self._mods() if isinstance(mod, Traced))
-        return sum(len(mod.captures) for mod in traced)
+    def captures(self) -> tuple[Tensor, ...]:
+        """Every tensor that the mods capture, mod by mod."""
+        return tuple(tensor for mod in self._mods().values() for tensor in mod.captures)
 
     def with_captures(self, captures: tuple[Tensor, ...]) -> Problem:
-        """The same problem on other tensors, given in the order of `captures`.
-
-        What an untraced mod captures is its own affair: its tensors stay as they are.
-        """
+        """The same problem on other tensors, given in the order of `captures`."""
         changed, rest = self, captures
-        for name, _, mod in self._mods():
-            if isinstance(mod, Traced):
-                mine, rest = rest[: len(mod.captures)], rest[len(mod.captures) :]
-                changed = replace(changed, **{name: replace(mod, captures=mine)})  # type: ignore[arg-type]
+        for name, mod in self._mods().items():
+            mine, rest = rest[: len(mod.captures)], rest[len(mod.captures) :]
+            changed = replace(changed, **{name: replace(mod, captures=mine)})  # type: ignore[arg-type]
         return changed
 
-    def _mods(self) -> Iterator[tuple[str, Kind, Mod]]:
-        """The mods by field name: traced ones first, so that their captures come first."""
-        fields: list[tuple[str, Kind, Mod | None]] = [
-            ("score_mod", "score", self.score_mod),
-            ("mask_mod", "mask", self.mask_mod),
-            ("partial_mod", "mask", self.partial_mod),
-        ]
-        fields.sort(key=lambda field: not isinstance(field[2], Traced))
-        for name, kind, mod in fields:
-            if mod is not None:
-                yield name, kind, mod
+    def seeded(self, generator: torch.Generator | None) -> Problem:
+        """The same problem with a seed for its dropout, if there is any."""
+        if self.dropout is None:
+            return self
+        return replace(self, dropout=self.dropout.seeded(generator))
+
+    def _mods(self) -> dict[str, ReadyMod]:
+        """The mods that there are, by field name."""
+        fields = {
+            "score_mod": self.score_mod,
+            "mask_mod": self.mask_mod,
+            "partial_mod": self.partial_mod,
+        }
+        return {name: mod for name, mod in fields.items() if mod is not None}
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A problem with its operands, and the mods as the user wrote them."""
+    """A problem with its operands, the mods as the user wrote them, and what else is wanted."""
 
     problem: Problem
     query: Tensor
@@ -85,3 +82,5 @@ class Call:
     sink: Tensor | None = None
     score_mod: Mod | None = None
     mask_mod: Mod | None = None
+    aux: AuxRequest | None = None
+    kernel_options: Mapping[str, object] | None = None

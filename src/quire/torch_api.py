@@ -1,27 +1,37 @@
 """PyTorch's names and signatures, thin over `attention`.
 
-    from quire import flex_attention, create_block_mask    # in place of torch.nn.attention.flex_attention
+    from quire import flex_attention    # in place of that of torch.nn.attention.flex_attention
 
 PyTorch's parameters are an exact prefix of ours, in its order and with its meaning.
 """
 
 from __future__ import annotations
 
-import warnings
 from typing import Literal, overload
 
 import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
-from quire.attention import AuxOutput, AuxRequest, Mask, prepare
-from quire.backends import choose, explain_call
+from quire import inductor
+from quire.attention import (
+    AuxOutput,
+    AuxRequest,
+    Mask,
+    aux_output,
+    check_aux_request,
+    launch,
+    prepare,
+)
+from quire.backends import explain_call
 from quire.config import Backend as BackendName
+from quire.dynamo import instead
 from quire.errors import HeadsError, OptionError
 from quire.ir.trace import Mod
 from quire.kernel_options import FlexKernelOptions, check_kernel_options
 from quire.memory import Dense
 from quire.problem import Call
+from quire.warn import warn
 
 
 @overload
@@ -78,7 +88,7 @@ def flex_attention(
     return_lse: bool = ...,
     kernel_options: FlexKernelOptions | None = ...,
     *,
-    return_aux: AuxRequest | torch_flex.AuxRequest,
+    return_aux: AuxRequest,
     mask_mod: Mod | None = ...,
     dropout_p: float = ...,
     generator: torch.Generator | None = ...,
@@ -87,6 +97,7 @@ def flex_attention(
 ) -> tuple[Tensor, AuxOutput]: ...
 
 
+@instead(inductor.flex_attention)
 def flex_attention(
     query: Tensor,
     key: Tensor,
@@ -98,7 +109,7 @@ def flex_attention(
     return_lse: bool = False,
     kernel_options: FlexKernelOptions | None = None,
     *,
-    return_aux: AuxRequest | torch_flex.AuxRequest | None = None,
+    return_aux: AuxRequest | None = None,
     mask_mod: Mod | None = None,
     dropout_p: float = 0.0,
     generator: torch.Generator | None = None,
@@ -114,19 +125,19 @@ def flex_attention(
     needs no block mask, `dropout_p` with its `generator`, `sink` [Hq] joins the softmax without a
     value, `backend` says who computes. Returns [B, Hq, L, Dv]; with `return_aux` an `AuxOutput`
     as well, with the deprecated `return_lse` the log-sum-exp [B, Hq, L].
+
+    torch.compile breaks the graph here; where it may not, PyTorch's operator is used instead.
     """
-    _check_returns(return_lse, return_aux)
+    aux = _aux_request(return_lse, return_aux)
     check_kernel_options(kernel_options)
     _check_gqa(query, key, enable_gqa)
     call = _prepare(
-        query, key, value, score_mod, block_mask, scale, mask_mod, dropout_p, generator, sink
+        *(query, key, value, score_mod, block_mask, scale),
+        *(mask_mod, dropout_p, sink, aux, kernel_options),
     )
-    result = choose(backend, call).run(call)
+    result = launch(call, backend, generator)
     if return_aux is not None:
-        return result.out, AuxOutput(
-            lse=result.lse if return_aux.lse else None,
-            max_scores=result.max_scores if return_aux.max_scores else None,
-        )
+        return result.out, aux_output(result, return_aux)
     return (result.out, result.lse) if return_lse else result.out
 
 
@@ -138,16 +149,28 @@ def explain(
     block_mask: torch_flex.BlockMask | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: FlexKernelOptions | None = None,
     *,
+    return_aux: AuxRequest | None = None,
     mask_mod: Mod | None = None,
     dropout_p: float = 0.0,
+    generator: torch.Generator | None = None,
     sink: Tensor | None = None,
     backend: BackendName = "auto",
 ) -> str:
-    """Which backend `flex_attention` would take for these inputs, and why not the others."""
+    """Which backend `flex_attention` would take for the same arguments, and why not the others.
+
+    >>> print(explain(query, key, value, dropout_p=0.1))
+    backend='auto' uses eager.
+    inductor not used because PyTorch's flex_attention has no dropout, and dropout_p is not 0.
+    """
+    aux = _aux_request(return_lse, return_aux)
+    check_kernel_options(kernel_options)
     _check_gqa(query, key, enable_gqa)
     call = _prepare(
-        query, key, value, score_mod, block_mask, scale, mask_mod, dropout_p, None, sink
+        *(query, key, value, score_mod, block_mask, scale),
+        *(mask_mod, dropout_p, sink, aux, kernel_options),
     )
     return explain_call(call, backend)
 
@@ -161,8 +184,9 @@ def _prepare(
     scale: float | None,
     mask_mod: Mod | None,
     dropout_p: float,
-    generator: torch.Generator | None,
     sink: Tensor | None,
+    aux: AuxRequest | None,
+    kernel_options: FlexKernelOptions | None,
 ) -> Call:
     masks: tuple[Mask, ...] = tuple(m for m in (mask_mod, block_mask) if m is not None)
     return prepare(
@@ -172,30 +196,23 @@ def _prepare(
         masks=masks,
         scale=scale,
         dropout_p=dropout_p,
-        generator=generator,
         sink=sink,
         q_start=0,
+        aux=aux,
+        kernel_options=kernel_options,
     )
 
 
-def _check_returns(
-    return_lse: bool, return_aux: AuxRequest | torch_flex.AuxRequest | None
-) -> None:
-    if return_aux is not None and not isinstance(return_aux, AuxRequest | torch_flex.AuxRequest):
-        raise OptionError(
-            f"return_aux must be an AuxRequest, but got {type(return_aux).__name__}. Use "
-            f"AuxRequest(lse=True)."
-        )
+def _aux_request(return_lse: bool, return_aux: AuxRequest | None) -> AuxRequest | None:
+    check_aux_request(return_aux)
     if return_lse and return_aux is not None:
         raise OptionError(
             "return_lse and return_aux were both given. Use return_aux=AuxRequest(lse=True) alone."
         )
     if return_lse:
-        warnings.warn(
-            "return_lse is deprecated. Use return_aux=AuxRequest(lse=True).",
-            FutureWarning,
-            stacklevel=3,
-        )
+        warn("return_lse is deprecated. Use return_aux=AuxRequest(lse=True).", FutureWarning)
+        return AuxRequest(lse=True)
+    return return_aux
 
 
 def _check_gqa(query: object, key: object, enable_gqa: bool) -> None:

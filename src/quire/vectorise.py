@@ -1,21 +1,32 @@
 """A mod evaluated on a whole tile of indices, by torch.
 
 A traced mod goes through the interpreter. Any other function goes through `torch.vmap`, so that
-whatever torch can vectorise has a value, gradients included.
+whatever torch can vectorise has a value, gradients included; `Opaque` gives such a function what a
+trace has, a tuple of the tensors that it captures.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 
-from quire.errors import CapturedIndexError, ModResultError
+from quire.errors import (
+    CapturedIndexError,
+    DivisionByZeroError,
+    ModResultError,
+    TracedBranchError,
+)
 from quire.ir.interpret import interpret
-from quire.ir.trace import Kind, Mod, Traced, mod_name
+from quire.ir.trace import MASK_INPUTS, Kind, Mod, Traced, mod_name
+
+Indices: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
+"""b, h, q_idx, kv_idx: one vector each."""
 
 
 def evaluate(
@@ -35,38 +46,81 @@ def evaluate(
     into captured tensors need not be in range. A traced mask is returned at the shape it depends
     on, broadcastable to [B, H, L, S].
     """
+    indices = (b, h, q_idx, kv_idx)
     if isinstance(mod, Traced):
-        env = {
-            "b": b.view(-1, 1, 1, 1),
-            "h": h.view(1, -1, 1, 1),
-            "q_idx": q_idx.view(1, 1, -1, 1),
-            "kv_idx": kv_idx.view(1, 1, 1, -1),
-        }
-        if score is not None:
-            env["score"] = score
+        env = _environment(
+            score, (index.view(at) for index, at in zip(indices, _AXES, strict=True))
+        )
         return interpret(mod.output, env, mod.captures, live=live, where=mod.where)
-    return _checked(_vmapped(mod, kind, (b, h, q_idx, kv_idx), score), mod, kind)
+    try:
+        return _mapped_over_grid(mod, kind, indices, score)
+    except (CapturedIndexError, DivisionByZeroError):
+        if score is None or live is None:
+            raise
+    return evaluate_live(mod, kind, indices, score, live)
 
 
-def _vmapped(
-    mod: Mod, kind: Kind, indices: tuple[Tensor, ...], score: Tensor | None
-) -> Tensor:
-    prefix = () if kind == "mask" else (0,)
-    scores = () if kind == "mask" else (score,)
-    function: Callable[..., Any] = _returning_tensors(mod, kind)
-    for level in reversed(range(4)):
-        dims = tuple(0 if position == level else None for position in range(4))
-        function = torch.vmap(function, in_dims=(*prefix, *dims))
+def evaluate_live(mod: Mod, kind: Kind, indices: Indices, score: Tensor, live: Tensor) -> Tensor:
+    """As `evaluate`, but the mod is not called at all where `live` does not hold: there it is 0.
+
+    Slower, and for gradients the difference matters: 0 times the infinite slope of an element that
+    nobody reads is not 0.
+    """
+    at = live.broadcast_to(score.shape).nonzero(as_tuple=True)
+    if at[0].numel() == 0:  # torch.vmap refuses to map over nothing
+        return torch.zeros_like(score)
+    picked = [index[where] for index, where in zip(indices, at, strict=True)]
+    if isinstance(mod, Traced):
+        env = _environment(score[at], picked)
+        values = interpret(mod.output, env, mod.captures, where=mod.where).expand_as(at[0])
+    else:
+        values = _mapped(torch.vmap(_returning_tensors(mod, kind)), mod, kind, score[at], *picked)
+    return torch.zeros_like(score).index_put(at, values.to(score.dtype))
+
+
+_AXES = ((-1, 1, 1, 1), (1, -1, 1, 1), (1, 1, -1, 1), (1, 1, 1, -1))
+
+
+def _environment(
+    score: Tensor | None, indices: Iterator[Tensor] | list[Tensor]
+) -> dict[str, Tensor]:
+    env = dict(zip(MASK_INPUTS, indices, strict=True))
+    return env if score is None else {"score": score, **env}
+
+
+def _mapped_over_grid(mod: Mod, kind: Kind, indices: Indices, score: Tensor | None) -> Tensor:
+    scores = () if score is None else (score,)
     if any(index.numel() == 0 for index in indices):  # torch.vmap refuses empty dimensions
         shape = [index.numel() for index in indices]
         return torch.empty(shape, dtype=torch.bool) if score is None else score
+    function: Callable[..., Any] = _returning_tensors(mod, kind)
+    for level in reversed(range(4)):
+        dims = tuple(0 if position == level else None for position in range(4))
+        function = torch.vmap(function, in_dims=(*(0 for _ in scores), *dims))
+    return _checked(_mapped(function, mod, kind, *scores, *indices), mod, kind)
+
+
+def _mapped(function: Callable[..., Any], mod: Mod, kind: Kind, *args: Tensor) -> Tensor:
+    """What the vmapped function returns; an error of torch about the mod becomes one of ours."""
     try:
         with IndexByTensors():
-            result: Tensor = function(*scores, *indices)
+            result: Tensor = function(*args)
     except IndexError as error:
         raise CapturedIndexError(
             f"{kind}_mod {mod_name(mod)!r} reads outside of a captured tensor: {error}. Clamp the "
             f"index to the tensor's size."
+        ) from error
+    except RuntimeError as error:
+        if str(error) == "ZeroDivisionError":
+            raise DivisionByZeroError(
+                f"the divisor of integers must not be 0, but is in {kind}_mod {mod_name(mod)!r}. "
+                f"Clamp it with .clamp(min=1)."
+            ) from error
+        if "data-dependent control flow" not in str(error) and ".item()" not in str(error):
+            raise
+        raise TracedBranchError(
+            f"{kind}_mod {mod_name(mod)!r} asks for the value of a single element, as a Python "
+            f"branch does. It runs once for all elements: write torch.where(condition, a, b)."
         ) from error
     return result
 
@@ -107,10 +161,19 @@ class IndexByTensors(TorchFunctionMode):
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func is Tensor.__getitem__:
-            items = args[1] if isinstance(args[1], tuple) else (args[1],)
+            items = _without_ellipsis(args[1], args[0].dim())
             if any(isinstance(item, Tensor) for item in items) and all(map(_plain, items)):
                 return torch.ops.aten.index(args[0], [_index_tensor(item) for item in items])
         return func(*args, **(kwargs or {}))
+
+
+def _without_ellipsis(index: object, rank: int) -> tuple[object, ...]:
+    """The items of an index, with full slices in place of `...`."""
+    items = index if isinstance(index, tuple) else (index,)
+    dots = [at for at, item in enumerate(items) if item is Ellipsis]
+    if len(dots) != 1:
+        return items
+    return *items[: dots[0]], *[slice(None)] * (rank - len(items) + 1), *items[dots[0] + 1 :]
 
 
 def _plain(item: object) -> bool:
@@ -118,7 +181,7 @@ def _plain(item: object) -> bool:
     return full or (isinstance(item, int | Tensor) and not isinstance(item, bool))
 
 
-def _index_tensor(item: int | slice | Tensor) -> Tensor | None:
+def _index_tensor(item: Any) -> Tensor | None:
     match item:
         case slice():
             return None
@@ -127,34 +190,84 @@ def _index_tensor(item: int | slice | Tensor) -> Tensor | None:
     return torch.tensor(item)
 
 
-class CaptureRecorder(TorchFunctionMode):
-    """Collects the tensors that require grad and enter a function from outside."""
+# --- mods without a graph ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Opaque:
+    """A mod that cannot be traced, with the tensors that it captures.
+
+    It is the user's function, for which `captures` stand in for the tensors it was written with:
+    `replace(mod, captures=others)` is the same function of other tensors.
+    """
+
+    mod: Mod
+    originals: tuple[Tensor, ...]
+    captures: tuple[Tensor, ...]
+
+    @staticmethod
+    def of(mod: Mod, kind: Kind, score_dtype: torch.dtype, device: torch.device) -> Opaque:
+        """Find the captures of `mod` by calling it for one element."""
+        first = torch.zeros(1, dtype=torch.int64, device=device)
+        score = torch.zeros(1, 1, 1, 1, dtype=score_dtype, device=device)
+        recorder = _CaptureRecorder()
+
+        def recorded(*args: Tensor) -> Any:
+            with recorder:
+                return mod(*args)
+
+        recorded.__name__ = mod_name(mod)
+        with torch.no_grad():
+            _mapped_over_grid(recorded, kind, (first,) * 4, score if kind == "score" else None)
+        captures = tuple(recorder.captures)
+        return Opaque(mod, captures, captures)
+
+    def __call__(self, *args: Tensor) -> Any:
+        """The mod itself."""
+        if self.captures is self.originals:
+            return self.mod(*args)
+        with _Substitution(self.originals, self.captures):
+            return self.mod(*args)
+
+    @property
+    def __name__(self) -> str:
+        return mod_name(self.mod)
+
+
+class _CaptureRecorder(TorchFunctionMode):
+    """Collects the tensors that enter a function from outside."""
 
     def __init__(self) -> None:
         super().__init__()
         self.captures: list[Tensor] = []
-        self._made: list[Tensor] = []
+        self._made: dict[int, Tensor] = {}  # kept alive, so that no id is used twice
 
     def __torch_function__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        known = [*self.captures, *self._made]
-        for value in (*args, *(kwargs or {}).values()):
-            if isinstance(value, Tensor) and value.requires_grad:
-                if not any(value is other for other in known):
+        for value in tree_leaves((args, kwargs)):
+            if isinstance(value, Tensor) and id(value) not in self._made:
+                self._made[id(value)] = value
+                if not torch._C._functorch.is_batchedtensor(value):  # one of the mod's arguments
                     self.captures.append(value)
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor):
-            self._made.append(result)
+        made = (value for value in tree_leaves(result) if isinstance(value, Tensor))
+        self._made.update((id(value), value) for value in made)
         return result
 
 
-def captures_of(mod: Mod, kind: Kind, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """The tensors a mod captures: all of a traced mod, those that require grad of any other."""
-    if isinstance(mod, Traced):
-        return mod.captures
-    zero = torch.zeros(1, dtype=torch.int64)
-    score = torch.zeros(1, 1, 1, 1, dtype=dtype) if kind == "score" else None
-    with torch.enable_grad(), CaptureRecorder() as recorder:
-        _vmapped(mod, kind, (zero,) * 4, score)
-    return tuple(recorder.captures)
+class _Substitution(TorchFunctionMode):
+    """Lets torch functions see `others` in place of `originals`."""
+
+    def __init__(self, originals: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> None:
+        super().__init__()
+        self._other = {id(old): new for old, new in zip(originals, others, strict=True)}
+
+    def __torch_function__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        def swap(value: object) -> object:
+            return self._other.get(id(value), value)
+
+        args, kwargs = tree_map(swap, (args, kwargs or {}))
+        return func(*args, **kwargs)

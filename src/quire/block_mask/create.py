@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn.attention import flex_attention as torch_flex
 
 from quire.block_mask.lists import FULL, as_block_size, as_count
 from quire.block_mask.mask import DEFAULT_BLOCK_SIZE, BlockMask
 from quire.block_mask.mask_mods import Device, MaskMod
 from quire.block_mask.tiles import Sizes, count_blocks, evaluate_tiles, fastest_form
+from quire.dynamo import instead, own
 from quire.errors import ArgumentError, ModSignatureError
 from quire.ir.trace import mod_kind, mod_name
+from quire.warn import warn
 
 ScoreMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
+@instead(own(torch_flex.create_block_mask))
 def create_block_mask(
     mask_mod: MaskMod,
     B: int | None,
@@ -57,11 +60,10 @@ def create_block_mask(
             f"Give an order of your own to BlockMask.from_kv_blocks."
         )
     if _compile:
-        warnings.warn(
+        warn(
             "_compile is deprecated and has no effect: create_block_mask needs no compiler. "
             "Leave it out.",
             DeprecationWarning,
-            stacklevel=2,
         )
     block_size, sizes = as_block_size(BLOCK_SIZE), _sizes(B, H, Q_LEN, KV_LEN)
     place = _device(device)
@@ -82,6 +84,7 @@ def create_block_mask(
     return mask
 
 
+@instead(own(torch_flex.create_mask))
 def create_mask(
     mod_fn: ScoreMod | MaskMod,
     B: int | None,

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import llvmlite.binding as llvm
 
-from quire.codegen.types import F32, Type
+from quire.codegen.types import Type
 from quire.errors import ArgumentError, BackendError
 
 _NEEDED_ON_X86 = ("avx2", "fma", "f16c")
@@ -41,13 +41,11 @@ class Target:
     registers: int
     rows: int
     vectors: int
-    block_q: int = 128
     block_kv: int = 128
 
     def __post_init__(self) -> None:
         used = self.rows * self.vectors + self.vectors + 1
         assert used <= self.registers, f"a micro kernel of {used} registers on {self.registers}"
-        assert self.block_q % self.panel(F32) == 0, "panels divide a block of queries"
 
     def lanes(self, element: Type) -> int:
         """How many elements one vector register holds."""
@@ -103,7 +101,7 @@ def _describe(triple: str, cpu: str, features: Mapping[str, bool], flags: str) -
         # 128-bit vectors are short: four of them make a panel of 16 floats.
         return Target(triple, cpu, flags, vector_bits=128, registers=32, rows=6, vectors=4)
     if all(features.get(name) for name in _NEEDED_FOR_AVX512):
-        return Target(triple, cpu, flags, vector_bits=512, registers=32, rows=12, vectors=2)
+        return Target(triple, cpu, flags, vector_bits=512, registers=32, rows=8, vectors=2)
     return Target(triple, cpu, flags, vector_bits=256, registers=16, rows=6, vectors=2)
 
 

@@ -1,31 +1,37 @@
 """The phases of a tile, each a small function of its own.
 
-Lanes run over queries. A panel is a handful of vectors of queries side by side, one column per
-query; a tile is what one panel does with one block of keys:
+Lanes run over queries. A panel is a few vectors of queries side by side, one column per query; a
+tile is what one panel does with one block of keys:
 
-    scores[key, query] = sum_d keys[key, d] queries[d, query]           multiply_keys
-    weights            = exp2(scores - maximum)                         exponentiate
-    out[d, query]      = out alpha + sum_key values[key, d] weights     multiply_values
+    multiply_keys      scores[key, query] = sum_d keys[key, d] queries[d, query]
+    exponentiate       weights[key, query] = exp2(scores - maximum of the column so far)
+    multiply_values    out[d, query] = out alpha + sum_key values[key, d] weights[key, query]
 
 Keys and values come as broadcast numbers and are never transposed, maxima and sums are plain
 vectors, and a block with fewer keys just runs shorter loops. Everything here lies in scratch
-memory, in the type that is accumulated in, padded so that no loop has a ragged end; reading and
+memory, in the type that is accumulated in, padded so that no loop has a ragged end. Reading and
 writing the user's tensors is in `staging.py`.
+
+The same bits come out whichever rows are left out because no query reads them: a weight of 0
+adds nothing, sums run over keys in ascending order, and each starts at zero in every tile.
+
+What is not finite takes a second, careful form of the last two phases. There a weight of -0.0
+marks a key that is not read (its score is -inf), and its value is left out, not multiplied by 0.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from quire.codegen import vecmath
-from quire.codegen.builder import Function, Module, Value
+from quire.codegen.builder import Function, Module, Operand, Value
 from quire.codegen.target import Target
 from quire.codegen.types import I64, PTR, Type
 
-NEGATIVE_ZERO = -0.0
-SMALL_ROWS = 4  # rows of the second micro kernel, which takes what the first one leaves
+SMALL_ROWS = 4  # the rows of a second micro kernel, which takes what the large one leaves
+UNREAD = -0.0  # the weight of a key that is not read, in the careful form
 
 
 @dataclass(frozen=True)
@@ -50,163 +56,223 @@ class Tile:
         """Queries in one panel."""
         return self.target.panel(self.element)
 
-    def load_row(self, f: Function, pointer: Value, row: Value | int = 0) -> list[Value]:
-        """One row of a panel."""
-        at = f.offset(pointer, row * self.width, self.element)
-        return [
-            f.load(self.vector, at, v * self.lanes, align=self.target.vector_bits // 8)
-            for v in range(self.target.vectors)
-        ]
+    def row(self, f: Function, number: float) -> list[Value]:
+        """A row of a panel that is the same number everywhere."""
+        return [f.value(number, self.vector)] * self.target.vectors
+
+    def load_row(self, f: Function, panel: Value, row: Operand = 0) -> list[Value]:
+        """One row of a panel in memory."""
+        at = f.offset(panel, row * self.width, self.element)
+        return [self.load(f, at, v * self.lanes) for v in range(self.target.vectors)]
 
     def store_row(
-        self, f: Function, values: list[Value], pointer: Value, row: Value | int = 0
+        self, f: Function, values: Sequence[Value], panel: Value, row: Operand = 0
     ) -> None:
         """Write one row of a panel."""
-        at = f.offset(pointer, row * self.width, self.element)
+        at = f.offset(panel, row * self.width, self.element)
         for v, value in enumerate(values):
-            f.store(value, at, v * self.lanes, align=self.target.vector_bits // 8)
+            self.store(f, value, at, v * self.lanes)
 
-    def constant_row(self, f: Function, number: float) -> list[Value]:
-        """A row that is the same number everywhere."""
-        return [f.value(number, self.vector)] * self.target.vectors
+    def load(self, f: Function, pointer: Value, index: Operand = 0) -> Value:
+        """An aligned vector."""
+        return f.load(self.vector, pointer, index, align=self.target.vector_bits // 8)
+
+    def store(self, f: Function, value: Value, pointer: Value, index: Operand = 0) -> None:
+        """Write an aligned vector."""
+        f.store(value, pointer, index, align=self.target.vector_bits // 8)
 
 
 def outer_product(
     f: Function,
     tile: Tile,
-    rows: int,
     count: Value,
     numbers: Callable[[Value], list[Value]],
-    row: Callable[[Value], list[Value]],
-    unroll: int,
-) -> list[Value]:
-    """sum_i numbers(i)[r] * row(i)[v]: rows x vectors accumulators that start at zero.
+    vectors: Callable[[Value], list[Value]],
+    *,
+    rows: int,
+    unroll: int = 1,
+) -> list[list[Value]]:
+    """sums[r][v] = sum of numbers(i)[r] * vectors(i)[v] over i < count, a multiple of `unroll`.
 
-    This is the loop that all the time is spent in.
+    All the time is spent in this loop: rows x vectors accumulators stay in registers.
     """
 
-    def once(i: Value, sums: list[Value], steps: int) -> list[Value]:
-        for step in range(steps):
-            vectors = row(i + step if step else i)
-            scalars = numbers(i + step if step else i)
-            for r, number in enumerate(scalars):
-                wide = f.splat(number, tile.vector)
-                for v, vector in enumerate(vectors):
-                    k = r * len(vectors) + v
-                    sums = [*sums[:k], f.fma(wide, vector, sums[k]), *sums[k + 1 :]]
+    def add(i: Value, sums: list[Value]) -> list[Value]:
+        for step in range(unroll):
+            row = vectors(i + step)
+            wide = [f.splat(number, tile.vector) for number in numbers(i + step)]
+            products = [(number, vector) for number in wide for vector in row]
+            sums = [f.fma(a, b, s) for (a, b), s in zip(products, sums, strict=True)]
         return sums
 
-    zeros = tile.constant_row(f, 0.0) * rows
-    whole = count & -unroll
-    sums = f.loop(0, whole, lambda i, s: once(i, s, unroll), carry=zeros, step=unroll)
-    if unroll == 1:
-        return sums
-    return f.loop(whole, count, lambda i, s: once(i, s, 1), carry=sums)
+    sums = f.loop(0, count, add, carry=tile.row(f, 0.0) * rows, step=unroll)
+    width = tile.target.vectors
+    return [sums[r * width : (r + 1) * width] for r in range(rows)]
 
 
-def split_rows(tile: Tile, count: Value) -> Value:
-    """How many of `count` rows (a multiple of 4) the large micro kernel takes."""
+def large_rows(tile: Tile, count: Value) -> Value:
+    """How many of `count` rows the large micro kernel takes; the small one divides the rest."""
     unit = math.lcm(tile.target.rows, SMALL_ROWS)
-    return count.udiv(unit) * unit
-QK_UNROLL=2; PV_UNROLL=1; SM_UNROLL=2
+    return (count + (SMALL_ROWS - 1)).udiv(unit) * unit
+
 
 def write_multiply_keys(module: Module, tile: Tile) -> Function:
-    """scores[j] = keys[j] . queries for `count` keys, and the maximum of every column."""
+    """scores[key] = keys[key] . queries for `count` keys, and the maximum of every column."""
     parameters = {
-        "keys": PTR, "key_stride": I64, "queries": PTR, "scores": PTR,
-        "maxima": PTR, "count": I64, "depth": I64,
+        "keys": PTR,
+        "stride": I64,
+        "queries": PTR,
+        "depth": I64,
+        "scores": PTR,
+        "maxima": PTR,
+        "count": I64,
     }
     with module.function("multiply_keys", parameters, internal=True) as f:
-        keys, key_stride, queries, scores, maxima, count, depth = f.parameters
+        keys, stride, queries, depth, scores, maxima, count = f.parameters
+        last = count - 1
 
-        def rows_from(rows: int) -> Callable[[Value, list[Value]], list[Value]]:
-            def body(j: Value, best: list[Value]) -> list[Value]:
-                # Rows past the end repeat the last key; their scores land in the padding.
-                key_rows = [
-                    f.offset(keys, f.minimum(j + r, count - 1) * key_stride if rows==SMALL_ROWS else (j+r)*key_stride, tile.element)
-                    for r in range(rows)
-                ]
-                sums = outer_product(
-                    f, tile, rows, depth,
-                    lambda d: [f.load(tile.element, at, d) for at in key_rows],
-                    lambda d: tile.load_row(f, queries, d),
-                    unroll=QK_UNROLL,
-                )
-                n = tile.target.vectors
-                for r in range(rows):
-                    row = sums[r * n : (r + 1) * n]
-                    tile.store_row(f, row, scores, j + r)
-                    best = [f.maximum(b, s) for b, s in zip(best, row, strict=True)]
-                return best
+        def multiply(first: Value, best: list[Value], rows: int) -> list[Value]:
+            places = [first + r for r in range(rows)]
+            if rows == SMALL_ROWS:  # past the end: the last key again, its scores never read
+                places = [f.minimum(place, last) for place in places]
+            starts = [f.offset(keys, place * stride, tile.element) for place in places]
+            sums = outer_product(
+                f,
+                tile,
+                depth,
+                lambda d: [f.load(tile.element, start, d) for start in starts],
+                lambda d: tile.load_row(f, queries, d),
+                rows=rows,
+                unroll=2,
+            )
+            for r, row in enumerate(sums):
+                tile.store_row(f, row, scores, first + r)
+                best = [f.maximum(a, b) for a, b in zip(best, row, strict=True)]
+            return best
 
-            return body
-
-        large = split_rows(tile, (count + 3) & -4)
-        best = tile.constant_row(f, -math.inf)
-        best = f.loop(0, large, rows_from(tile.target.rows), carry=best, step=tile.target.rows)
-        best = f.loop(large, count, rows_from(SMALL_ROWS), carry=best, step=SMALL_ROWS)
+        large, rows = large_rows(tile, count), tile.target.rows
+        best = tile.row(f, -math.inf)
+        best = f.loop(0, large, lambda j, m: multiply(j, m, rows), carry=best, step=rows)
+        best = f.loop(
+            large, count, lambda j, m: multiply(j, m, SMALL_ROWS), carry=best, step=SMALL_ROWS
+        )
         tile.store_row(f, best, maxima)
     return f
 
 
-def write_exponentiate(module: Module, tile: Tile, *, careful: bool) -> Function:
-    """weights = exp2(scores - maximum) in place; the running maximum and sum move on."""
+def write_exponentiate(module: Module, tile: Tile, *, careful: bool = False) -> Function:
+    """scores become weights; the running maximum and sum of every column move on."""
+    parameters = {
+        "scores": PTR,
+        "maxima": PTR,
+        "running_max": PTR,
+        "running_sum": PTR,
+        "alpha": PTR,
+        "count": I64,
+    }
     name = "exponentiate_carefully" if careful else "exponentiate"
-    parameters = {"scores": PTR, "maxima": PTR, "running_max": PTR, "running_sum": PTR, "alpha": PTR, "count": I64}
+    exp2 = vecmath.exp2 if careful else vecmath.exp2_nonpositive
     with module.function(name, parameters, internal=True) as f:
         scores, maxima, running_max, running_sum, alpha, count = f.parameters
-        exp2 = vecmath.exp2 if careful else vecmath.exp2_nonpositive
-        for v in range(tile.target.vectors):
-            at = v * tile.lanes
-            before = f.load(tile.vector, running_max, at)
-            after = f.maximum(before, f.load(tile.vector, maxima, at))
-            # A column without any finite maximum subtracts 0: -inf stays -inf and +inf stays +inf.
+
+        def sum_weights(shift: Value) -> Value:
+            def weigh(j: Value, total: Value) -> Value:
+                at = f.offset(scores, j * tile.width, tile.element)
+                score = tile.load(f, at)
+                weight = exp2(f, score - shift)
+                marked = f.select(score.equals(-math.inf), UNREAD, weight) if careful else weight
+                tile.store(f, marked, at)
+                return total + weight
+
+            pairs, zero = count & -2, f.value(0.0, tile.vector)
+            sums = f.loop(
+                0, pairs, lambda j, s: [weigh(j + 1, weigh(j, s[0]))], carry=[zero], step=2
+            )
+            return f.loop(pairs, count, lambda j, s: [weigh(j, s[0])], carry=sums)[0]
+
+        # One vector of the panel at a time: the constants of exp2 fill most of the registers.
+        for place in range(0, tile.width, tile.lanes):
+            scores, maxima, running_max, running_sum, alpha = (
+                f.offset(pointer, place, tile.element) for pointer in f.parameters[:5]
+            )
+            before = tile.load(f, running_max)
+            after = f.maximum(before, tile.load(f, maxima))
+            # Where nothing was read yet, or +inf was, subtract 0: -inf and +inf stay themselves.
             shift = f.select(f.intrinsic("fabs", after).equals(math.inf), 0.0, after)
-            f.store(after, running_max, at)
-            f.store(exp2(f, before - shift), alpha, at)
-
-            def once(j: Value, sums: list[Value], steps: int) -> list[Value]:
-                s, = sums
-                base = f.offset(scores, j * tile.width + at, tile.element)
-                for step in range(steps):
-                    score = f.load(tile.vector, base, step * tile.width)
-                    weight = exp2(f, score - shift)
-                    s = s + weight
-                    if careful:
-                        weight = f.select(score.equals(-math.inf), NEGATIVE_ZERO, weight)
-                    f.store(weight, base, step * tile.width)
-                return [s]
-
-            whole = count & -SM_UNROLL
-            sums = f.loop(0, whole, lambda j, s: once(j, s, SM_UNROLL), carry=[f.value(0.0, tile.vector)], step=SM_UNROLL)
-            sums = f.loop(whole, count, lambda j, s: once(j, s, 1), carry=sums)
-            total = f.fma(f.load(tile.vector, running_sum, at), f.load(tile.vector, alpha, at), sums[0])
-            f.store(total, running_sum, at)
+            tile.store(f, after, running_max)
+            tile.store(f, exp2(f, before - shift), alpha)
+            total = sum_weights(shift)
+            moved = f.fma(tile.load(f, running_sum), tile.load(f, alpha), total)
+            tile.store(f, moved, running_sum)
     return f
 
-PACKED=True
-def write_multiply_values(module: Module, tile: Tile) -> Function:
-    """out = out * alpha + values . weights."""
-    parameters = {"values": PTR, "value_stride": I64, "weights": PTR, "out": PTR, "alpha": PTR, "first": I64, "count": I64, "columns": I64}
-    with module.function("multiply_values", parameters, internal=True) as f:
-        values, value_stride, weights, out, alpha, first, count, columns = f.parameters
-        large = split_rows(tile, columns)
+
+def write_multiply_values(module: Module, tile: Tile, *, careful: bool = False) -> Function:
+    """out[d] = out[d] * alpha + values[:, d] . weights, `columns` being a multiple of 4."""
+    parameters = {
+        "values": PTR,
+        "stride": I64,
+        "weights": PTR,
+        "out": PTR,
+        "alpha": PTR,
+        "count": I64,
+        "columns": I64,
+    }
+    name = "multiply_values_carefully" if careful else "multiply_values"
+    with module.function(name, parameters, internal=True) as f:
+        values, stride, weights, out, alpha, count, columns = f.parameters
         scale = tile.load_row(f, alpha)
-        for rows, start, stop in ((tile.target.rows, 0, large), (SMALL_ROWS, large, columns)):
-            with f.range(start, stop, rows) as d:
-                if PACKED: 
-                    base = f.offset(f.offset(values, d * tile.target.block_kv, tile.element), first * rows, tile.element)
-                    def numbers(j: Value) -> list[Value]:
-                        at = f.offset(base, j * rows, tile.element)
-                        return [f.load(tile.element, at, r) for r in range(rows)]
-                else:
-                    base = f.offset(f.offset(values, d, tile.element), first * value_stride, tile.element)
-                    def numbers(j: Value) -> list[Value]:
-                        at = f.offset(base, j * value_stride, tile.element)
-                        return [f.load(tile.element, at, r) for r in range(rows)]
-                sums = outer_product(f, tile, rows, count, numbers, lambda j: tile.load_row(f, weights, j), unroll=PV_UNROLL)
-                n = tile.target.vectors
-                for r in range(rows):
-                    old = tile.load_row(f, out, d + r)
-                    tile.store_row(f, [f.fma(o, a, s) for o, a, s in zip(old, scale, sums[r*n:(r+1)*n], strict=True)], out, d + r)
+
+        def multiply(d: Value, rows: int) -> None:
+            start = f.offset(values, d, tile.element)
+
+            def column(j: Value) -> list[Value]:
+                at = f.offset(start, j * stride, tile.element)
+                return [f.load(tile.element, at, r) for r in range(rows)]
+
+            product = _selecting_product if careful else outer_product
+            sums = product(
+                f, tile, count, column, lambda j: tile.load_row(f, weights, j), rows=rows
+            )
+            for r, row in enumerate(sums):
+                old = tile.load_row(f, out, d + r)
+                moved = [f.fma(o, a, s) for o, a, s in zip(old, scale, row, strict=True)]
+                tile.store_row(f, moved, out, d + r)
+
+        large, rows = large_rows(tile, columns), tile.target.rows
+        if not careful:
+            with f.range(0, large, rows) as d:
+                multiply(d, rows)
+        with f.range(0 if careful else large, columns, SMALL_ROWS) as d:
+            multiply(d, SMALL_ROWS)
     return f
+
+
+def _selecting_product(
+    f: Function,
+    tile: Tile,
+    count: Value,
+    numbers: Callable[[Value], list[Value]],
+    vectors: Callable[[Value], list[Value]],
+    *,
+    rows: int,
+) -> list[list[Value]]:
+    """`outer_product` without the terms whose weight is UNREAD, whatever number they have."""
+
+    def add(i: Value, sums: list[Value]) -> list[Value]:
+        row = vectors(i)
+        as_bits = tile.element.as_int
+        unread = f.bitcast(f.value(UNREAD, tile.vector), as_bits)
+        skip = [f.bitcast(weight, as_bits).equals(unread) for weight in row]
+        wide = [f.splat(number, tile.vector) for number in numbers(i)]
+        terms = [
+            (number, weight, no) for number in wide for weight, no in zip(row, skip, strict=True)
+        ]
+        return [
+            f.select(no, s, f.fma(number, weight, s))
+            for (number, weight, no), s in zip(terms, sums, strict=True)
+        ]
+
+    sums = f.loop(0, count, add, carry=tile.row(f, 0.0) * rows)
+    width = tile.target.vectors
+    return [sums[r * width : (r + 1) * width] for r in range(rows)]

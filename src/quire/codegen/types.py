@@ -80,6 +80,11 @@ class Type:
         return self.kind.startswith("i")
 
     @property
+    def as_int(self) -> Type:
+        """The integer of the same width and lanes, for looking at bits."""
+        return Type(f"i{self.bits}", self.lanes)
+
+    @property
     def suffix(self) -> str:
         """How an intrinsic names its type: v8f32, i64."""
         scalar = f"f{self.bits}" if self.is_float else self.kind

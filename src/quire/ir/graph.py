@@ -12,13 +12,15 @@ named by its roots; `text` prints it in a stable form and `key` is the hash of i
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
+import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from typing import Final, TypeAlias
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
 
-import numpy as np
 import torch
 
 from quire.ir.ops import OPS
@@ -27,8 +29,12 @@ Number: TypeAlias = bool | int | float
 Payload: TypeAlias = str | Number | None
 """What a leaf carries: an input's name, a constant's value, a load's capture slot."""
 
+Row: TypeAlias = tuple[str, tuple[int, ...], torch.dtype, Payload]
+"""A node written down: its op, the positions of its operands, its dtype and its payload."""
+
 _interned: weakref.WeakValueDictionary[tuple[object, ...], Node] = weakref.WeakValueDictionary()
-_interning = threading.Lock()
+_interning = threading.RLock()  # the collector may run a finaliser that traces, in our midst
+_recent: deque[Node] = deque(maxlen=4096)  # the same mods are traced again and again
 _set = object.__setattr__
 
 
@@ -37,22 +43,20 @@ class Node:
 
     __slots__ = ("__weakref__", "args", "dtype", "op", "payload")
 
-    op: Final[str]
-    args: Final[tuple[Node, ...]]
-    dtype: Final[torch.dtype]
-    payload: Final[Payload]
+    op: str
+    args: tuple[Node, ...]
+    dtype: torch.dtype
+    payload: Payload
 
     def __new__(
         cls, op: str, args: tuple[Node, ...], dtype: torch.dtype, payload: Payload = None
     ) -> Node:
+        """The one node with this content."""
         # hex() tells 0.0 from -0.0 and makes NaN equal to itself.
         content = payload.hex() if isinstance(payload, float) else payload
-        key = (op, args, dtype, content)
-        node = _interned.get(key)
-        if node is not None:
-            return node
+        identity = (op, args, dtype, content)
         with _interning:
-            node = _interned.get(key)
+            node = _interned.get(identity)
             if node is None:
                 arity = OPS[op].arity
                 assert arity is None or arity == len(args), f"{op} takes {arity} operands"
@@ -61,11 +65,15 @@ class Node:
                 _set(node, "args", args)
                 _set(node, "dtype", dtype)
                 _set(node, "payload", payload)
-                _interned[key] = node
+                _interned[identity] = node
+                _recent.append(node)
         return node
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError("a Node is frozen")
+        raise AttributeError(f"a Node is frozen: {name} cannot be set")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"a Node is frozen: {name} cannot be deleted")
 
     def __copy__(self) -> Node:
         return self
@@ -74,7 +82,7 @@ class Node:
         return self
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (Node, (self.op, self.args, self.dtype, self.payload))
+        return _last, (rows(self),)
 
     def __repr__(self) -> str:
         return f"<Node {text(self).splitlines()[-1].partition(' = ')[2]}>"
@@ -82,16 +90,16 @@ class Node:
 
 def const(value: Number, dtype: torch.dtype) -> Node:
     """The constant `value`, converted to `dtype` as PyTorch converts it."""
-    if dtype is torch.float32:
-        return Node("const", (), dtype, float(np.float32(value)))
-    if dtype in _WIDE:
-        return Node("const", (), dtype, _WIDE[dtype](value))
-    return Node("const", (), dtype, torch.tensor(value).to(dtype).item())
+    exact = _CONVERSIONS.get(dtype)
+    if exact is None:
+        return Node("const", (), dtype, torch.tensor(value, device="cpu").to(dtype).item())
+    return Node("const", (), dtype, exact(value))
 
 
-_WIDE: dict[torch.dtype, type[bool] | type[int] | type[float]] = {
+_CONVERSIONS: dict[torch.dtype, Callable[[Number], Number]] = {  # a tensor takes far longer
     torch.bool: bool,
     torch.int64: int,
+    torch.float32: lambda value: ctypes.c_float(value).value,
     torch.float64: float,
 }
 
@@ -101,9 +109,10 @@ def cast(node: Node, dtype: torch.dtype) -> Node:
     if node.dtype == dtype:
         return node
     if node.op == "const":
-        assert not isinstance(node.payload, str) and node.payload is not None
-        if dtype.is_floating_point or not isinstance(node.payload, float):
-            return const(node.payload, dtype)
+        value = node.payload
+        assert isinstance(value, int | float)
+        if dtype.is_floating_point or isinstance(value, int):
+            return const(value, dtype)
     return Node("cast", (node,), dtype)
 
 
@@ -134,18 +143,6 @@ def rebuild(node: Node, args: tuple[Node, ...]) -> Node:
     return node if args == node.args else Node(node.op, args, node.dtype, node.payload)
 
 
-def renumber_captures(root: Node, slots: Mapping[int, int]) -> Node:
-    """`root` with every load's capture slot replaced by `slots[slot]`."""
-
-    def visit(node: Node, args: tuple[Node, ...]) -> Node:
-        if node.op != "load":
-            return rebuild(node, args)
-        assert isinstance(node.payload, int)
-        return Node("load", args, node.dtype, slots[node.payload])
-
-    return rewrite(root, visit)
-
-
 def inputs(*roots: Node) -> set[str]:
     """The names of the inputs that `roots` depend on."""
     return {str(node.payload) for node in walk(*roots) if node.op == "input"}
@@ -159,20 +156,21 @@ def constants(*roots: Node) -> tuple[Node, ...]:
 def text(*roots: Node, values: bool = True) -> str:
     """The graph as text, one node a line. With `values=False` constants are numbered slots."""
     names: dict[Node, str] = {}
-    lines, slot = [], 0
+    slots = itertools.count()
+    lines = []
     for node in walk(*roots):
-        names[node] = f"%{len(names)}"
         operands = ", ".join(names[arg] for arg in node.args)
-        payload = node.payload
-        if node.op == "const":
-            operands, slot = (repr(payload) if values else f"${slot}"), slot + 1
-        elif node.op == "load":
-            operands = f"captured{payload}[{operands}]"
-        elif node.op == "input":
-            operands = str(payload)
+        match node.op:
+            case "const":
+                operands = repr(node.payload) if values else f"${next(slots)}"
+            case "load":
+                operands = f"captured{node.payload}[{operands}]"
+            case "input":
+                operands = str(node.payload)
+        names[node] = f"%{len(names)}"
         dtype = str(node.dtype).removeprefix("torch.")
         lines.append(f"{names[node]} = {node.op} {operands} : {dtype}")
-    if len(roots) > 1 or (roots and names[roots[0]] != f"%{len(names) - 1}"):
+    if len(roots) > 1:
         lines.append("return " + ", ".join(names[root] for root in roots))
     return "\n".join(lines)
 
@@ -180,3 +178,30 @@ def text(*roots: Node, values: bool = True) -> str:
 def key(*roots: Node) -> str:
     """A hash of the graph's content in which constants are slots, whatever their values."""
     return hashlib.sha256(text(*roots, values=False).encode()).hexdigest()
+
+
+# --- a graph written down ------------------------------------------------------------------------
+
+
+def rows(*roots: Node) -> tuple[Row, ...]:
+    """The nodes below `roots` in the order of `walk`, each naming its operands by position."""
+    position: dict[Node, int] = {}
+    written: list[Row] = []
+    for node in walk(*roots):
+        position[node] = len(position)
+        args = tuple(position[arg] for arg in node.args)
+        written.append((node.op, args, node.dtype, node.payload))
+    return tuple(written)
+
+
+def read(written: Sequence[Row]) -> list[Node]:
+    """The nodes that `rows` wrote, in its order: a single root comes last."""
+    nodes: list[Node] = []
+    for op, args, dtype, payload in written:
+        nodes.append(Node(op, tuple(nodes[arg] for arg in args), dtype, payload))
+    return nodes
+
+
+def _last(written: Sequence[Row]) -> Node:
+    """A pickled node. Rows, and not nodes within nodes, keep a deep graph off Python's stack."""
+    return read(written)[-1]

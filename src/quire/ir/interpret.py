@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from quire.errors import CapturedIndexError
+from quire.errors import CapturedIndexError, DivisionByZeroError
 from quire.ir.graph import Node, walk
 
 MEANING: dict[str, Callable[..., Tensor]] = {
@@ -56,6 +56,10 @@ MEANING: dict[str, Callable[..., Tensor]] = {
 }
 
 
+LEAVES = frozenset({"input", "const", "cast", "load"})
+"""The ops that `interpret` handles itself, since they need more than their operands."""
+
+
 def interpret(
     root: Node,
     env: Mapping[str, Tensor],
@@ -64,10 +68,11 @@ def interpret(
     live: Tensor | None = None,
     where: Callable[[Node], str] = lambda node: "",
 ) -> Tensor:
-    """The value of `root`.
+    """The value of `root`, at the shape to which the inputs it depends on broadcast.
 
-    Indices into captured tensors must be in range wherever `live` holds (everywhere without it);
-    elsewhere the value does not matter and they are clamped. `where` names a node's source line.
+    Indices into captured tensors must be in range, and divisors of integers not 0, wherever `live`
+    holds (everywhere without it); elsewhere the value does not matter, and neither do they.
+    `where` names a node's source line.
     """
     nodes = list(walk(root))
     last_user = {arg: node for node in nodes for arg in node.args}
@@ -81,50 +86,80 @@ def interpret(
             case "input":
                 value[node] = env[str(node.payload)].to(node.dtype)
             case "const":
-                value[node] = torch.tensor(node.payload, dtype=node.dtype)
+                value[node] = torch.tensor(node.payload, dtype=node.dtype, device="cpu")
             case "cast":
                 value[node] = args[0].to(node.dtype)
             case "load":
-                assert isinstance(node.payload, int)
-                value[node] = _load(captures[node.payload], args, live, lambda n=node: where(n))
+                value[node] = _load(node, captures, args, live, where)
+            case "floordiv" | "mod" as op if not node.dtype.is_floating_point:
+                value[node] = MEANING[op](args[0], _divisor(node, args[1], live, where))
             case op:
                 value[node] = MEANING[op](*args)
     return value[root]
 
 
-LEAVES = frozenset({"input", "const", "cast", "load"})
-"""The ops that `interpret` handles itself, since they need more than their operands."""
-
-
 def _load(
-    tensor: Tensor, indices: list[Tensor], live: Tensor | None, where: Callable[[], str]
+    node: Node,
+    captures: Sequence[Tensor],
+    indices: list[Tensor],
+    live: Tensor | None,
+    where: Callable[[Node], str],
 ) -> Tensor:
+    assert isinstance(node.payload, int)
+    tensor = captures[node.payload]
     if not indices:
         return tensor
-    if torch._C._functorch.maybe_current_level() is not None:
-        # Under vmap no value can be looked at: torch's own index checks the range.
-        return torch.ops.aten.index(tensor, [index.long() for index in indices])  # type: ignore[no-any-return]
+    if _under_vmap():
+        try:
+            found: Tensor = torch.ops.aten.index(tensor, [index.long() for index in indices])
+        except IndexError as error:
+            raise CapturedIndexError(f"{error}{where(node)}. Clamp the index.") from error
+        return found
     safe = []
     for dim, (index, size) in enumerate(zip(indices, tensor.shape, strict=True)):
-        wrong = (index < -size) | (index >= size)
-        if bool(wrong.any()):
-            checked = wrong if live is None else wrong & live
-            if bool(checked.any()):
-                _refuse(index, wrong, checked, dim, tensor, where())
-            index = torch.where(wrong, 0, index)
-        safe.append(index.long())
+        outside = (index < -size) | (index >= size)
+        wrong = _mistakes(outside, live)
+        if wrong is not None:
+            first = index.broadcast_to(wrong.shape)[wrong][0].item()
+            raise CapturedIndexError(
+                f"index {first} is out of bounds for dimension {dim} with size {size} of a "
+                f"captured tensor of shape {list(tensor.shape)}{where(node)}. Clamp the index"
+                f"{_OR_MASK}"
+            )
+        safe.append(torch.where(outside, 0, index).long())
     if tensor.numel() == 0:
-        shape = torch.broadcast_shapes(*(index.shape for index in safe))
-        return tensor.new_zeros(shape)
+        return tensor.new_zeros(torch.broadcast_shapes(*(index.shape for index in safe)))
     return tensor[tuple(safe)]
 
 
-def _refuse(
-    index: Tensor, wrong: Tensor, checked: Tensor, dim: int, tensor: Tensor, where: str
-) -> None:
-    first = index.broadcast_to(checked.shape)[checked][0].item()
-    raise CapturedIndexError(
-        f"index {first} is out of bounds for dimension {dim} with size {tensor.shape[dim]} of a "
-        f"captured tensor of shape {list(tensor.shape)}{where}. Clamp the index, or mask these "
-        f"positions away with a mask_mod: a score_mod is read only where the mask holds."
-    )
+def _divisor(
+    node: Node, divisor: Tensor, live: Tensor | None, where: Callable[[Node], str]
+) -> Tensor:
+    """The divisor of integers: not 0 wherever it matters, and 1 where it does not."""
+    if _under_vmap():
+        return divisor
+    zero = divisor == 0
+    if _mistakes(zero, live) is not None:
+        raise DivisionByZeroError(
+            f"the divisor of integers must not be 0, but is{where(node)}. Clamp it with "
+            f".clamp(min=1){_OR_MASK}"
+        )
+    return torch.where(zero, 1, divisor)
+
+
+def _under_vmap() -> bool:
+    """Whether no value can be looked at; what torch checks by itself it still checks."""
+    return torch._C._functorch.maybe_current_level() is not None
+
+
+def _mistakes(bad: Tensor, live: Tensor | None) -> Tensor | None:
+    """Where a mistake matters, if it does anywhere."""
+    if not bool(bad.any()):
+        return None
+    wrong = bad if live is None else bad & live
+    return wrong if bool(wrong.any()) else None
+
+
+_OR_MASK = (
+    ", or mask these positions away with a mask_mod: a score_mod is read only where the mask holds."
+)

@@ -4,6 +4,9 @@ One row per op: its name, how many operands it takes and its typing rule. Operan
 have one dtype; where PyTorch would promote, the tracer writes a `cast`. `interpret` says what an op
 means; every other table over ops has exactly these keys, and a test holds them to it.
 
+float16 and bfloat16 are for storage: the tracer loads and casts them, computes in float32 and
+rounds after each operation, as PyTorch does.
+
 What users write that is not here is spelled out of these by the tracer: `a > b` is `b < a`,
 `isnan(x)` is `not (x == x)`, `clamp` is `max` and `min`.
 """
@@ -11,18 +14,35 @@ What users write that is not here is spelled out of these by the tracer: `a > b`
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum, auto
+from enum import Enum
+
+import torch
+
+INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+BOOL = frozenset({torch.bool})
+DTYPES = BOOL | INTEGERS | FLOATS
+"""What a value in a graph can be."""
 
 
 class Typing(Enum):
-    """How an op's operand and result dtypes follow from the dtypes it is given."""
+    """How operand and result dtypes follow from what is given, and what operands may be."""
 
-    LEAF = auto()  # the node says its own dtype
-    SAME = auto()  # promoted operands, result of the same dtype
-    FLOAT = auto()  # as SAME, integers become the default float dtype first
-    COMPARE = auto()  # promoted operands, bool result
-    BITS = auto()  # promoted operands that are integers or bool, result of the same dtype
-    WHERE = auto()  # bool, then two promoted operands; result of their dtype
+    LEAF = "the node says its own dtype", DTYPES
+    SAME = "promoted operands, result of the same dtype", DTYPES
+    NUMBER = "as SAME", INTEGERS | FLOATS
+    FLOAT = "as SAME, what is no float becomes the default float dtype first", FLOATS
+    BITS = "as SAME", INTEGERS | BOOL
+    SHIFT = "as SAME", INTEGERS
+    COMPARE = "promoted operands, bool result", DTYPES
+    WHERE = "bool, then two promoted operands, result of their dtype", DTYPES
+
+    def __init__(self, rule: str, operands: frozenset[torch.dtype]) -> None:
+        self.rule = rule
+        self.operands = operands
+
+
+LEAF, SAME, NUMBER, FLOAT, BITS, SHIFT, COMPARE, WHERE = Typing
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,50 +54,46 @@ class Op:
     typing: Typing
 
 
-def _rows() -> tuple[Op, ...]:
-    leaf, same, float_, compare, bits, where = Typing
-    return (
-        Op("input", 0, leaf),  # score, b, h, q_idx, kv_idx
-        Op("const", 0, leaf),  # a Python number
-        Op("load", None, leaf),  # captured[i, j, ...]; negative indices wrap
-        Op("cast", 1, leaf),
-        Op("add", 2, same),
-        Op("sub", 2, same),
-        Op("mul", 2, same),
-        Op("div", 2, float_),
-        Op("floordiv", 2, same),  # rounds down, as Python
-        Op("mod", 2, same),  # has the divisor's sign, as Python
-        Op("pow", 2, same),
-        Op("min", 2, same),  # NaN wins, as torch.minimum
-        Op("max", 2, same),
-        Op("neg", 1, same),
-        Op("abs", 1, same),
-        Op("sign", 1, same),
-        Op("floor", 1, same),
-        Op("ceil", 1, same),
-        Op("round", 1, same),  # half to even
-        Op("trunc", 1, same),
-        Op("lt", 2, compare),
-        Op("le", 2, compare),
-        Op("eq", 2, compare),
-        Op("and", 2, bits),
-        Op("or", 2, bits),
-        Op("xor", 2, bits),
-        Op("not", 1, bits),
-        Op("shl", 2, bits),
-        Op("shr", 2, bits),  # keeps the sign
-        Op("where", 3, where),
-        Op("exp", 1, float_),
-        Op("exp2", 1, float_),
-        Op("log", 1, float_),
-        Op("log2", 1, float_),
-        Op("sqrt", 1, float_),
-        Op("tanh", 1, float_),
-        Op("sigmoid", 1, float_),
-        Op("erf", 1, float_),
-        Op("sin", 1, float_),
-        Op("cos", 1, float_),
-    )
-
-
-OPS: dict[str, Op] = {op.name: op for op in _rows()}
+_ROWS = (
+    Op("input", 0, LEAF),  # score, b, h, q_idx, kv_idx
+    Op("const", 0, LEAF),  # a Python number
+    Op("load", None, LEAF),  # captured[i, j, ...]; negative indices wrap
+    Op("cast", 1, LEAF),
+    Op("add", 2, SAME),
+    Op("sub", 2, NUMBER),
+    Op("mul", 2, SAME),
+    Op("div", 2, FLOAT),
+    Op("floordiv", 2, NUMBER),  # rounds down, as Python
+    Op("mod", 2, NUMBER),  # has the divisor's sign, as Python
+    Op("pow", 2, NUMBER),
+    Op("min", 2, SAME),  # NaN wins, as torch.minimum
+    Op("max", 2, SAME),
+    Op("neg", 1, NUMBER),
+    Op("abs", 1, NUMBER),
+    Op("sign", 1, SAME),  # of NaN it is 0
+    Op("floor", 1, NUMBER),
+    Op("ceil", 1, NUMBER),
+    Op("round", 1, NUMBER),  # half to even
+    Op("trunc", 1, NUMBER),
+    Op("lt", 2, COMPARE),
+    Op("le", 2, COMPARE),
+    Op("eq", 2, COMPARE),
+    Op("and", 2, BITS),
+    Op("or", 2, BITS),
+    Op("xor", 2, BITS),
+    Op("not", 1, BITS),
+    Op("shl", 2, SHIFT),
+    Op("shr", 2, SHIFT),  # keeps the sign
+    Op("where", 3, WHERE),
+    Op("exp", 1, FLOAT),
+    Op("exp2", 1, FLOAT),
+    Op("log", 1, FLOAT),
+    Op("log2", 1, FLOAT),
+    Op("sqrt", 1, FLOAT),
+    Op("tanh", 1, FLOAT),
+    Op("sigmoid", 1, FLOAT),
+    Op("erf", 1, FLOAT),
+    Op("sin", 1, FLOAT),
+    Op("cos", 1, FLOAT),
+)
+OPS: dict[str, Op] = {op.name: op for op in _ROWS}

@@ -36,23 +36,19 @@ def fold(node: Node) -> Node | None:
     return const(interpret(node, {}).item(), node.dtype)
 
 
-def same_cast(node: Node) -> Node | None:
-    """A cast to the dtype it has is nothing; a widening cast before another cast is too."""
-    if node.op != "cast":
+def widened_first(node: Node) -> Node | None:
+    """A cast of a cast that kept every value is one cast."""
+    if node.op != "cast" or node.args[0].op != "cast":
         return None
-    (arg,) = node.args
-    if arg.op == "cast" and torch.can_cast(arg.args[0].dtype, arg.dtype):
-        inner = arg.args[0]
-        if torch.promote_types(inner.dtype, arg.dtype) == arg.dtype and _keeps(inner, arg):
-            return cast(inner, node.dtype)
-    return arg if arg.dtype == node.dtype else None
+    wide = node.args[0]
+    (inner,) = wide.args
+    return cast(inner, node.dtype) if _keeps_values(inner.dtype, wide.dtype) else None
 
 
-def _keeps(inner: Node, outer: Node) -> bool:
-    """Whether every value of the inner dtype survives the cast to the outer one."""
-    if inner.dtype == torch.bool:
-        return True
-    return inner.dtype.is_floating_point == outer.dtype.is_floating_point
+def _keeps_values(dtype: torch.dtype, wider: torch.dtype) -> bool:
+    if torch.promote_types(dtype, wider) != wider:
+        return False
+    return dtype == torch.bool or dtype.is_floating_point == wider.is_floating_point
 
 
 def neutral(node: Node) -> Node | None:
@@ -115,7 +111,7 @@ def comparison(node: Node) -> Node | None:
 
 
 RULES: dict[str, tuple[Rule, ...]] = {
-    "cast": (fold, same_cast),
+    "cast": (fold, widened_first),
     "add": (fold, neutral),
     "sub": (fold, neutral),
     "mul": (fold, neutral),

@@ -9,27 +9,38 @@ A `Traced` is a mod itself: it can be called, composed, traced again and pickled
 
 from __future__ import annotations
 
+import functools
 import inspect
+import math
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from quire.errors import ModResultError, ModSignatureError
+from quire.errors import (
+    ModResultError,
+    ModSignatureError,
+    NotCallableError,
+    QuireError,
+    UnsupportedOpError,
+)
 from quire.ir import forms as forms  # fills the table of what can be written
-from quire.ir.graph import Node, cast, const, text
+from quire.ir.captured import PartialLoad
+from quire.ir.graph import Node, Row, read, rows, text
 from quire.ir.interpret import interpret
-from quire.ir.simplify import simplest
-from quire.ir.symbol import Location, Recorder, Symbol, TraceMode, describe
+from quire.ir.source import Location, describe, raising_location
+from quire.ir.symbol import Recorder, Symbol, TraceMode, promote
 
 Kind: TypeAlias = Literal["score", "mask"]
 Mod: TypeAlias = Callable[..., Any]
 
 MASK_INPUTS = ("b", "h", "q_idx", "kv_idx")
 SCORE_INPUTS = ("score", *MASK_INPUTS)
+INPUTS: dict[Kind, tuple[str, ...]] = {"score": SCORE_INPUTS, "mask": MASK_INPUTS}
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,23 +54,63 @@ class Traced:
     lines: dict[Node, Location] = field(default_factory=dict, repr=False)
 
     def __call__(self, *args: Any) -> Any:
-        names = SCORE_INPUTS if self.kind == "score" else MASK_INPUTS
+        """Run the mod: on tensors that broadcast, under vmap, or on the symbols of a trace."""
+        names = INPUTS[self.kind]
+        if len(args) != len(names):
+            raise ModSignatureError(
+                f"{self.kind}_mod {self.name!r} must be called with ({', '.join(names)}), but got "
+                f"{len(args)} arguments. Pass {len(names)}."
+            )
         env = dict(zip(names, args, strict=True))
-        symbols = [value for value in args if isinstance(value, Symbol)]
-        if symbols:
-            return symbols[0].recorder.splice(self.output, self.captures, env)
-        return interpret(self.output, env, self.captures, where=self.where)
+        for value in args:
+            if isinstance(value, Symbol):
+                return value.recorder.splice(self.output, self.captures, self.lines, env)
+        tensors = {
+            name: value if isinstance(value, Tensor) else torch.tensor(value)
+            for name, value in env.items()
+        }
+        return interpret(self.output, tensors, self.captures, where=self.where)
 
     @property
     def __name__(self) -> str:
         return self.name
 
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return _SIGNATURES[self.kind]
+
     def where(self, node: Node) -> str:
         """' at file.py:3: `the line`' for a node of this graph."""
         return describe(self.lines.get(node))
 
+    def __reduce__(self) -> tuple[object, ...]:
+        graph = rows(self.output)
+        lines = [self.lines.get(node) for node in read(graph)]
+        return _restored, (graph, lines, self.captures, self.kind, self.name)
+
     def __str__(self) -> str:
         return text(self.output)
+
+
+def _restored(
+    graph: Sequence[Row],
+    lines: Sequence[Location | None],
+    captures: tuple[Tensor, ...],
+    kind: Kind,
+    name: str,
+) -> Traced:
+    """A pickled trace."""
+    nodes = read(graph)
+    known = {node: line for node, line in zip(nodes, lines, strict=True) if line is not None}
+    return Traced(nodes[-1], captures, kind, name, known)
+
+
+_SIGNATURES = {
+    kind: inspect.Signature(
+        [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in names]
+    )
+    for kind, names in INPUTS.items()
+}
 
 
 def trace(
@@ -76,87 +127,121 @@ def trace(
     """
     check_signature(mod, kind)
     recorder = Recorder(device or torch.device("cpu"))
-    symbols = [Symbol(Node("input", (), torch.int64, name), recorder) for name in MASK_INPUTS]
-    if kind == "score":
-        symbols.insert(0, Symbol(Node("input", (), score_dtype, "score"), recorder))
-    with TraceMode():
-        result = mod(*symbols)
+    symbols = [
+        Symbol(Node("input", (), score_dtype if name == "score" else torch.int64, name), recorder)
+        for name in INPUTS[kind]
+    ]
+    result = _run(mod, kind, symbols)
     wanted = score_dtype if kind == "score" else torch.bool
     output = _result_node(result, wanted, recorder, mod)
     return Traced(output, tuple(recorder.captures), kind, mod_name(mod), recorder.lines)
 
 
+def _run(mod: Mod, kind: Kind, symbols: list[Symbol]) -> Any:
+    """What `mod` returns for symbols; whatever it raises becomes a ModError."""
+    try:
+        with TraceMode():
+            return mod(*symbols)
+    except QuireError:
+        raise
+    except Exception as error:
+        reason = str(error).partition("\n")[0]
+        raise UnsupportedOpError(
+            f"{kind}_mod {mod_name(mod)!r} cannot be traced: {type(error).__name__}: {reason}"
+            f"{describe(raising_location(error))}. If PyTorch can run it, the call still runs, on "
+            f"the slower eager path."
+        ) from error
+
+
 def _result_node(result: object, wanted: torch.dtype, recorder: Recorder, mod: Mod) -> Node:
     kind = "mask_mod" if wanted == torch.bool else "score_mod"
-    if isinstance(result, Symbol | bool | int | float | Tensor):
-        value = recorder.lift(result)
-        dtype = value.dtype if isinstance(value, Symbol) else torch.tensor(value).dtype
-        if wanted == torch.bool and dtype != torch.bool:
-            raise ModResultError(
-                f"{kind} {mod_name(mod)!r} must return a truth value, but returned {dtype}. "
-                f"Compare, as in q_idx >= kv_idx, or convert with .bool()."
-            )
-        return simplest(cast(value.node, wanted)) if isinstance(value, Symbol) else const(value, wanted)
-    hint = " Is a return statement missing?" if result is None else ""
-    raise ModResultError(
-        f"{kind} {mod_name(mod)!r} must return one scalar, but returned "
-        f"{type(result).__name__}.{hint or ' Return a single value for each element.'}"
-    )
+    if isinstance(result, PartialLoad | Tensor) and len(result.shape) > 0:
+        raise ModResultError(
+            f"{kind} {mod_name(mod)!r} must return one scalar for each element, but returned a "
+            f"tensor of shape {list(result.shape)}. Reduce or index it."
+        )
+    if not isinstance(result, Symbol | bool | int | float | np.generic | Tensor):
+        advice = "Is a return statement missing?" if result is None else "Return a single value."
+        raise ModResultError(
+            f"{kind} {mod_name(mod)!r} must return one scalar for each element, but returned "
+            f"{type(result).__name__}. {advice}"
+        )
+    value = recorder.lift(result)
+    dtype = promote([value])
+    if wanted == torch.bool and dtype != torch.bool:
+        raise ModResultError(
+            f"{kind} {mod_name(mod)!r} must return a truth value, but returned {dtype}. "
+            f"Compare, as in q_idx >= kv_idx, or convert with .bool()."
+        )
+    return recorder.node(value, wanted)
 
 
 def mod_name(mod: Mod) -> str:
     """The name a mod goes by in messages and pictures."""
-    inner = mod
-    while hasattr(inner, "func"):  # functools.partial
-        inner = inner.func
-    return getattr(inner, "__name__", None) or type(inner).__name__
+    while isinstance(mod, functools.partial):
+        mod = mod.func
+    return getattr(mod, "__name__", None) or type(mod).__name__
 
 
 def mod_kind(mod: Mod) -> Kind:
     """'mask' for a function of 4 positional arguments, 'score' for one of 5."""
-    required, _ = _positional(mod)
-    match required:
-        case 4:
-            return "mask"
-        case 5:
-            return "score"
+    arity = _arity(mod, "a mod", "(score, b, h, q_idx, kv_idx)")
+    for kind, names in INPUTS.items():
+        if len(names) == arity.least:
+            return kind
     raise ModSignatureError(
         f"expected a mask_mod(b, h, q_idx, kv_idx) or a score_mod(score, b, h, q_idx, kv_idx), "
-        f"but {mod_name(mod)!r} takes {required} positional arguments. Give it 4 or 5."
+        f"but {mod_name(mod)!r} takes {arity.least} positional arguments. Give it 4 or 5."
     )
 
 
 def check_signature(mod: Mod, kind: Kind) -> None:
     """Raise unless `mod` can be called with the arguments of its kind."""
-    names = SCORE_INPUTS if kind == "score" else MASK_INPUTS
+    arguments = f"({', '.join(INPUTS[kind])})"
+    arity = _arity(mod, f"{kind}_mod", arguments)
+    count = len(INPUTS[kind])
+    if not arity.least <= count <= arity.most:
+        raise ModSignatureError(
+            f"{kind}_mod must take {count} arguments {arguments}, but {mod_name(mod)!r} takes "
+            f"{arity.least}. Change its signature."
+        )
+    if arity.keywords:
+        raise ModSignatureError(
+            f"{kind}_mod must take {count} arguments {arguments}, but {mod_name(mod)!r} needs "
+            f"{', '.join(arity.keywords)} as well. Give it a default, or use functools.partial."
+        )
+
+
+class _Arity(NamedTuple):
+    """How many positional arguments a function needs and takes, and the keywords it needs."""
+
+    least: int
+    most: float
+    keywords: tuple[str, ...] = ()
+
+
+def _arity(mod: Mod, what: str, arguments: str) -> _Arity:
     if not callable(mod):
-        raise ModSignatureError(
-            f"{kind}_mod must be a function of ({', '.join(names)}), but got a "
-            f"{type(mod).__name__}. Pass the function itself."
+        raise NotCallableError(
+            f"{what} must be a function of {arguments}, but got a {type(mod).__name__}. Pass the "
+            f"function itself."
         )
-    required, most = _positional(mod)
-    if not required <= len(names) <= most:
-        raise ModSignatureError(
-            f"{kind}_mod must take {len(names)} arguments ({', '.join(names)}), but "
-            f"{mod_name(mod)!r} takes {required}. Change its signature."
-        )
-
-
-def _positional(mod: Mod) -> tuple[int, float]:
-    """How many positional arguments `mod` needs at least, and takes at most."""
-    if isinstance(mod, Traced):
-        count = 5 if mod.kind == "score" else 4
-        return count, count
     if isinstance(mod, types.FunctionType) and not hasattr(mod, "__wrapped__"):
         code = mod.__code__
-        most = float("inf") if code.co_flags & inspect.CO_VARARGS else code.co_argcount
-        return code.co_argcount - len(mod.__defaults__ or ()), most
-    target = mod.forward if isinstance(mod, torch.nn.Module) else mod
+        if not code.co_kwonlyargcount:  # nearly every mod: as below, and far faster
+            most = math.inf if code.co_flags & inspect.CO_VARARGS else code.co_argcount
+            return _Arity(code.co_argcount - len(mod.__defaults__ or ()), most)
     try:
+        target = mod.forward if isinstance(mod, torch.nn.Module) else mod
         parameters = inspect.signature(target).parameters.values()
-    except (TypeError, ValueError):
-        return 0, float("inf")
+    except (TypeError, ValueError):  # it does not say
+        return _Arity(0, math.inf)
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    required = sum(p.default is p.empty for p in positional)
     variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    return required, float("inf") if variadic else len(positional)
+    return _Arity(
+        least=sum(p.default is p.empty for p in positional),
+        most=math.inf if variadic else len(positional),
+        keywords=tuple(
+            p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty
+        ),
+    )

@@ -1,0 +1,297 @@
+"""The forward kernel against PyTorch's own: `make bench`, or python benchmarks/forward.py.
+
+Figures are the peer's time divided by ours (higher is better for us) unless the unit says
+otherwise. Races against torch.compile take a minute of compiling each; --only sdpa leaves them out.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+
+import torch
+import torch.nn.functional as F
+from race import Table, arguments, race
+from torch import Tensor
+
+import quire
+from quire.codegen import jit
+from quire.codegen.builder import Module
+from quire.codegen.target import Target
+from quire.codegen.types import F32, I64, PTR
+from quire.mods import alibi, causal, distance_bias, document, sliding_window, softcap
+from quire.runtime.launch import launch
+
+
+def operands(n: int, d: int, *, b: int = 1, hq: int = 8, hkv: int = 8, dtype=torch.float32):
+    torch.manual_seed(0)
+    shapes = ((b, hq, n, d), (b, hkv, n, d), (b, hkv, n, d))
+    return tuple(torch.randn(shape).to(dtype) for shape in shapes)
+
+
+def block_mask(mask, n: int):
+    return quire.create_block_mask(mask, None, None, n, n)
+
+
+SIZES = [(n, d) for d in (64, 128) for n in (512, 2048, 8192)]
+
+
+def sdpa(table: Table, seconds: float, threads: int) -> None:
+    """Dense and causal against F.scaled_dot_product_attention."""
+    for n, d in SIZES:
+        q, k, v = operands(n, d)
+        mask = block_mask(causal, n)
+        dense = race(
+            {
+                "ours": lambda: quire.flex_attention(q, k, v),
+                "peer": lambda: F.scaled_dot_product_attention(q, k, v),
+            },
+            seconds,
+        )
+        must = "1.2" if d == 64 else "1.1"
+        table.add(f"dense N {n} D {d} threads {threads}", _ratio(dense), "x SDPA", must)
+        masked = race(
+            {
+                "ours": lambda: quire.flex_attention(q, k, v, block_mask=mask),
+                "peer": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+            },
+            seconds,
+        )
+        must = "2.0" if n == 512 else "1.4" if d == 64 else "1.35"
+        table.add(f"causal N {n} D {d} threads {threads}", _ratio(masked), "x SDPA", must)
+    q, k, v = operands(1024, 128, b=4, hq=32, hkv=8)
+    times = race(
+        {
+            "ours": lambda: quire.flex_attention(q, k, v, enable_gqa=True),
+            "peer": lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),
+        },
+        seconds,
+    )
+    case = f"dense B 4 Hq 32 Hkv 8 N 1024 D 128 threads {threads}"
+    table.add(case, _ratio(times), "x SDPA", "1.1")
+
+
+def dtypes(table: Table, seconds: float, threads: int) -> None:
+    """Narrow dtypes and transposed views against F.scaled_dot_product_attention."""
+    for dtype, must in ((torch.bfloat16, "1.15"), (torch.float16, "1.6")):
+        for d in (64, 128):
+            q, k, v = operands(2048, d, dtype=dtype)
+            times = race(
+                {
+                    "ours": lambda: quire.flex_attention(q, k, v),
+                    "peer": lambda: F.scaled_dot_product_attention(q, k, v),
+                },
+                seconds,
+            )
+            name = str(dtype).removeprefix("torch.")
+            table.add(f"dense {name} N 2048 D {d} threads {threads}", _ratio(times), "x SDPA", must)
+    for d in (64, 128):
+        q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in operands(2048, d))
+        times = race(
+            {
+                "ours": lambda: quire.flex_attention(q, k, v),
+                "peer": lambda: F.scaled_dot_product_attention(q, k, v),
+            },
+            seconds,
+        )
+        table.add(f"[B, N, H, D] N 2048 D {d} threads {threads}", _ratio(times), "x SDPA", "1.05")
+
+
+def score_mods(n: int) -> dict[str, tuple[object, str]]:
+    return {
+        "alibi": (alibi(8), "1.08"),
+        "relative table": (distance_bias(torch.randn(8, 2 * n - 1)), "1.15"),
+        "softcap": (softcap(20.0), "1.20"),
+    }
+
+
+def mods(table: Table, seconds: float, threads: int) -> None:
+    """What a score_mod costs over plain causal attention, ours."""
+    for d in (64, 128):
+        q, k, v = operands(2048, d)
+        mask = block_mask(causal, 2048)
+        for name, (mod, must) in score_mods(2048).items():
+            times = race(
+                {
+                    "ours": lambda: quire.flex_attention(q, k, v, mod, mask),
+                    "plain": lambda: quire.flex_attention(q, k, v, block_mask=mask),
+                },
+                seconds,
+            )
+            cost = times["ours"] / times["plain"]
+            table.add(f"{name}, causal N 2048 D {d} threads {threads}", cost, "x plain", f"<{must}")
+
+
+def inductor(table: Table, seconds: float, threads: int) -> None:
+    """Against torch.compile(flex_attention)."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    n, d = 2048, 64
+    q, k, v = operands(n, d)
+    lengths = [200, 700, 148, 512, 488]
+    cases = {
+        **{name: (mod, causal, "3") for name, (mod, _) in score_mods(n).items()},
+        "window 256": (None, sliding_window(256), "2.5"),
+        "documents": (None, document(lengths=lengths), "2.5"),
+    }
+    compiled = torch.compile(flex_attention)
+    for name, (mod, mask, must) in cases.items():
+        ours = block_mask(mask, n)
+        theirs = create_block_mask(mask, None, None, n, n, device="cpu")
+        times = race(
+            {
+                "ours": lambda: quire.flex_attention(q, k, v, mod, ours),
+                "peer": lambda: compiled(q, k, v, mod, theirs),
+            },
+            seconds,
+        )
+        table.add(f"{name} N {n} D {d} threads {threads}", _ratio(times), "x inductor", must)
+
+
+def peak(table: Table, seconds: float, threads: int) -> None:
+    """The share of what the multipliers can do, by a loop that does nothing else."""
+    code, flops = fma_loop()
+    for d in (64, 128):
+        n = 4096
+        q, k, v = operands(n, d)
+        times = race(
+            {
+                "ours": lambda: quire.flex_attention(q, k, v),
+                "peak": lambda: launch(code.address("multiply"), 0, threads),
+            },
+            seconds,
+        )
+        ours = 4 * 8 * n * n * d / times["ours"]
+        share = 100 * ours / (flops * threads / times["peak"])
+        table.add(f"share of peak, dense N {n} D {d} threads {threads}", share, "%", "83")
+
+
+def fma_loop() -> tuple[jit.Code, int]:
+    """A function whose every instruction is a vector multiply-add on registers."""
+    target, count, chains = Target.host(), 1 << 20, 12
+    vector = target.vector(F32)
+    module = Module()
+    with module.function("multiply", {"unused": PTR}) as f:
+        factor = f.value(0.999, vector)
+        start = [f.value(float(chain), vector) for chain in range(chains)]
+        sums = f.loop(
+            0,
+            f.value(count, I64),
+            lambda i, sums: [f.fma(x, factor, 0.001) for x in sums],
+            carry=start,
+        )
+        total = sums[0]
+        for x in sums[1:]:
+            total = total + x
+        with f.when(f.any_lane(total.equals(1.5))):  # never, but nobody can know
+            f.store(total, f.parameters[0])
+    flops = 2 * count * chains * vector.lanes
+    return jit.load(jit.compile_object(module.text, target), ["multiply"]), flops
+
+
+COLD_START = """
+import sys, time, torch
+torch.randn(8, 8) @ torch.randn(8, 8)
+q = torch.randn(1, 8, 512, 64)
+start = time.perf_counter()
+import quire
+w = int(sys.argv[1])
+first = lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (q_idx - kv_idx < w)
+quire.flex_attention(q, q, q, mask_mod=first)
+one = time.perf_counter()
+second = lambda s, b, h, q_idx, kv_idx: s * 0.5 + (q_idx - kv_idx) * 0.25
+quire.flex_attention(q, q, q, score_mod=second)
+two = time.perf_counter()
+print(one - start, two - one)
+"""
+
+
+def start(table: Table, seconds: float, threads: int) -> None:
+    """From `import quire` to the first result, all but `import torch`; in new processes."""
+    with tempfile.TemporaryDirectory() as directory:
+        cold, warm, further = [], [], []
+        for turn in range(5):
+            cache = os.path.join(directory, str(turn))
+            first, second = _cold_start(cache)
+            cold.append(first)
+            further.append(second)
+            warm.append(_cold_start(cache)[0])
+    table.add("first call of a new mod, empty disk cache", min(cold), "s", "<0.35")
+    table.add("the same in a new process, warm disk cache", min(warm), "s", "<0.10")
+    table.add("a further mod never seen, same process", min(further), "s", "<0.05")
+
+
+def _cold_start(cache: str) -> tuple[float, float]:
+    environment = {**os.environ, "QUIRE_CACHE_DIR": cache}
+    command = [sys.executable, "-c", COLD_START, "128"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    first, second = map(float, done.stdout.split())
+    return first, second
+
+
+def overhead(table: Table, seconds: float, threads: int) -> None:
+    """One query row over 128 keys: what everything around the kernel costs."""
+    q, k, v = torch.randn(1, 8, 1, 64), torch.randn(1, 8, 128, 64), torch.randn(1, 8, 128, 64)
+    slopes = torch.rand(8)
+
+    def mod(score, b, h, q_idx, kv_idx):
+        return score + slopes[h] * kv_idx
+
+    times = race(
+        {
+            "peer": lambda: F.scaled_dot_product_attention(q, k, v),
+            "none": lambda: quire.flex_attention(q, k, v),
+            "mod": lambda: quire.flex_attention(q, k, v, mod),
+        },
+        seconds,
+    )
+    peer = times["peer"]
+    for name, must in (("none", "<3"), ("mod", "<5")):
+        case = f"q 1, kv 128, H 8, mod: {name}, threads {threads}"
+        table.add(case, times[name] / peer, "x SDPA time", must, sdpa_us=round(peer * 1e6, 1))
+
+
+def memory(table: Table, seconds: float, threads: int) -> None:
+    """Extra memory at N 32,768, beyond the output."""
+    from quire.measure import race as measure
+
+    (reading,) = measure(_long_call, seconds=0.1)
+    extra = (reading.peak_bytes or 0) - 32768 * 64 * 4
+    table.add("extra memory at N 32,768, H 1, D 64, causal", extra / 2**20, "MiB", "<50")
+
+
+def _long_call():
+    q = torch.randn(1, 1, 32768, 64)
+    return lambda: quire.flex_attention(q, q, q, mask_mod=causal)
+
+
+def _ratio(times: dict[str, float]) -> float:
+    return times["peer"] / times["ours"]
+
+
+PARTS = (sdpa, dtypes, mods, peak, overhead, start, memory, inductor)
+WITH_ONE_THREAD = (sdpa, dtypes, mods, peak)
+
+
+def main() -> None:
+    options = arguments(__doc__ or "")
+    warnings.simplefilter("ignore")
+    table = Table(f"forward: {Target.host().cpu}, torch {torch.__version__}")
+    most = torch.get_num_threads()
+    for part in PARTS:
+        if options.only not in part.__name__:
+            continue
+        counts = [most, 1] if part in WITH_ONE_THREAD and most > 1 else [most]
+        for threads in counts:
+            torch.set_num_threads(threads)
+            part(table, options.seconds, threads)
+        torch.set_num_threads(most)
+    table.write(options.json)
+
+
+if __name__ == "__main__":
+    main()

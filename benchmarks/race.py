@@ -1,0 +1,64 @@
+"""Interleaved timing in one process: contestants take turns, and the best call of each counts.
+
+The machine may be busy with other things; turns slow all contestants alike, and a best time is
+what is left when nothing else ran. Every figure is a ratio of two such times from one race.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+
+def race(contestants: dict[str, Callable[[], object]], seconds: float = 2.0) -> dict[str, float]:
+    """The best time of each contestant, in seconds of one call; at least five turns each."""
+    repeats = {}
+    for name, run in contestants.items():
+        run()
+        start = time.perf_counter()
+        run()
+        once = time.perf_counter() - start
+        repeats[name] = max(1, int(1e-3 / max(once, 1e-7)))
+    best = dict.fromkeys(contestants, float("inf"))
+    end, turns = time.perf_counter() + seconds, 0
+    while turns < 5 or time.perf_counter() < end:
+        for name, run in contestants.items():
+            count = repeats[name]
+            start = time.perf_counter()
+            for _ in range(count):
+                run()
+            best[name] = min(best[name], (time.perf_counter() - start) / count)
+        turns += 1
+    return best
+
+
+class Table:
+    """Rows of figures, printed as they come and written as JSON at the end."""
+
+    def __init__(self, title: str) -> None:
+        self.title = title
+        self.rows: list[dict[str, object]] = []
+        print(title)
+
+    def add(self, case: str, figure: float, unit: str, must: str = "", **details: object) -> None:
+        """One row; `must` says what was wanted."""
+        self.rows.append({"case": case, "figure": figure, "unit": unit, "must": must, **details})
+        extra = "  ".join(f"{name} {value}" for name, value in details.items())
+        print(f"  {case:<58} {figure:8.3f} {unit:<10} {must:<12} {extra}", flush=True)
+
+    def write(self, path: str | None) -> None:
+        """Write the rows to a file, if one was asked for."""
+        if path:
+            Path(path).write_text(json.dumps({"title": self.title, "rows": self.rows}, indent=1))
+
+
+def arguments(description: str) -> argparse.Namespace:
+    """The options that every benchmark takes."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--seconds", type=float, default=2.0, help="time of each race")
+    parser.add_argument("--only", default="", help="run the parts whose name contains this")
+    parser.add_argument("--json", default=None, help="write the rows to this file")
+    return parser.parse_args()

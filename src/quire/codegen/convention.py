@@ -1,0 +1,196 @@
+"""What the forward kernel is told: the calling convention between runtime and generated code.
+
+The kernel is one function `forward(args)`, run by every thread of a launch with the same `FORWARD`
+record. It is compiled for dtypes and a target; sizes, strides, lengths, masks and mods are
+arguments. An item is one block of queries of one head of one sequence; threads take items off a
+shared counter. Items of a sequence are numbered by head, then by block.
+
+The blocks of keys that an item attends to are a row of the tile list:
+
+    offsets  i64 [rows + 1]       row r has the entries [offsets[r], offsets[r + 1])
+    entries  i32                  tile_entry(block of keys, kind), ascending within a row
+
+    row = tile_row of the sequence + b * tile_batch_stride + (h * blocks if tile_per_head) + block
+
+Where there is no list, every block is visited and has the kind `tile_kind`. What is FULL gets
+`full_mod`, what is PARTIAL gets `partial_mod`, and null pointers stand for nothing to do. Before a
+panel attends to a PARTIAL block it asks `extent`, if there is one, which keys it reads at all; a
+panel whose queries read every key is PLAIN and gets `plain_mod`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+from quire.codegen.staging import ROWS, padded, scratch_stride
+from quire.codegen.target import Target
+from quire.codegen.tiles import SMALL_ROWS, Tile
+from quire.codegen.types import F32, F64, I64, PTR, Layout, Type
+from quire.codegen.values import Signature, Value
+from quire.errors import CodegenError
+
+ENTRY = "forward"
+PARTIAL, FULL, PLAIN = 1, 2, 3  # kinds of tiles: with all masks, with some, with none
+
+REWRITE = Signature("rewrite", (PTR, PTR, PTR, I64, I64, I64, I64, I64, I64))
+"""A mod: (scores, maxima, arguments, b, h, q_idx, queries, kv_idx, keys), see `mods.py`."""
+
+
+EXTENT = Signature("extent", (PTR, I64, I64, I64, I64, I64, I64), I64)
+"""Which keys: (arguments, b, h, q_idx, queries, kv_idx, keys), see `mods.py`."""
+
+
+def _strides(name: str, *axes: str) -> dict[str, Type]:
+    return {f"{name}_{axis}": I64 for axis in axes}
+
+
+FORWARD = Layout(
+    "forward",
+    {
+        # Tensors, with strides in elements. Key and value have a page stride where they are paged.
+        "query": PTR,
+        **_strides("query", "batch", "head", "row", "column"),
+        "key": PTR,
+        **_strides("key", "batch", "head", "page", "row", "column"),
+        "value": PTR,
+        **_strides("value", "batch", "head", "page", "row", "column"),
+        "out": PTR,
+        **_strides("out", "batch", "head", "row", "column"),
+        "lse": PTR,  # or null
+        "max_scores": PTR,  # or null; has the strides of lse
+        **_strides("lse", "batch", "head", "row"),
+        "sink": PTR,  # one number per query head, or null
+        "scale": F64,  # times log2(e), unless the mods do that
+        # Sizes.
+        "heads": I64,
+        "group": I64,  # query heads per key head
+        "head_dim": I64,
+        "value_dim": I64,
+        "block_q": I64,  # queries of an item: a multiple of the panel's width
+        # Sequences: SEQUENCE records, one for all of them (stride 0) or one each (stride 1).
+        "sequences": PTR,
+        "sequence_stride": I64,
+        "num_sequences": I64,
+        "num_items": I64,
+        "page_table": PTR,  # i32 [sequence, page], or null
+        "page_table_stride": I64,
+        "page_size": I64,  # staging.ENDLESS without pages
+        # The tile list, see above; offsets null: no list.
+        "tile_offsets": PTR,
+        "tile_entries": PTR,
+        "tile_batch_stride": I64,
+        "tile_per_head": I64,  # 1 or 0
+        "tile_kind": I64,
+        # Code to call, each a REWRITE or null. weights_mod gets weights in place of scores.
+        "partial_mod": PTR,
+        "full_mod": PTR,
+        "plain_mod": PTR,
+        "weights_mod": PTR,
+        "extent": PTR,  # an EXTENT or null
+        "arguments": PTR,
+        # Working memory.
+        "scratch": PTR,  # 64-byte aligned, `scratch_bytes` for each thread
+        "scratch_bytes": I64,
+        "counters": PTR,  # 16 x i64, zero before the launch
+    },
+)
+
+SEQUENCE = Layout(
+    "sequence",
+    {
+        "first_item": I64,  # items of the sequences before
+        "tile_row": I64,
+        "q_row": I64,  # its first row in query, out, lse and max_scores
+        "q_len": I64,
+        "q_start": I64,  # the position of its first query
+        "kv_row": I64,  # the row that position 0 has, or would have, in key and value
+        "kv_begin": I64,  # keys exist at positions [kv_begin, kv_end)
+        "kv_end": I64,
+    },
+)
+
+
+@dataclass(frozen=True)
+class ForwardSpec:
+    """What a kernel is compiled for: a target, and dtypes by torch's names."""
+
+    target: Target
+    query: str = "float32"
+    key: str = "float32"
+    value: str = "float32"
+    out: str = "float32"
+
+    def __post_init__(self) -> None:
+        if "float64" in (self.key, self.value) and self.query != "float64":
+            raise CodegenError(f"expected float64 queries with float64 keys, got {self}")
+
+    @property
+    def tile(self) -> Tile:
+        """Scratch, lse and max_scores are float32; float64 if the queries are."""
+        return Tile(self.target, F64 if self.query == "float64" else F32)
+
+
+def tile_entry(block: int, kind: int) -> int:
+    """How the tile list names a block of keys, PARTIAL or FULL."""
+    return block * 4 + kind
+
+
+def choose_block_q(
+    spec: ForwardSpec, head_dim: int, value_dim: int, rows: int, threads: int
+) -> int:
+    """How many queries make an item, `rows` being all query rows of all heads.
+
+    Larger blocks stage keys less often; they must leave their panels in the second-level cache,
+    and leave every thread a few items to take. Results do not depend on it.
+    """
+    depth = padded(spec.tile, head_dim) + padded(spec.tile, value_dim)
+    size = 512
+    while size > 64 and (
+        size * depth * spec.tile.element.size > 1 << 18 or rows < 4 * threads * size
+    ):
+        size //= 2
+    return size
+
+
+def num_items(q_len: int, heads: int, block_q: int) -> int:
+    """How many items a sequence has."""
+    return heads * -(-q_len // block_q)
+
+
+def scratch_bytes(spec: ForwardSpec, head_dim: int, value_dim: int, block_q: int) -> int:
+    """What each thread needs."""
+    regions = dict(scratch_regions(spec.tile, head_dim, value_dim, block_q))
+    return regions["end"] * spec.tile.element.size
+
+
+Number = TypeVar("Number", int, Value)
+
+
+def scratch_regions(
+    tile: Tile, head_dim: Number, value_dim: Number, block_q: Number
+) -> Iterator[tuple[str, Number]]:
+    """The parts of a thread's scratch and where they start, in elements; the last is the end.
+
+    Python reckons the size with it and generated code the addresses, so it takes both.
+    """
+    align = 64 // tile.element.size
+    records = 4 * ROWS.size // tile.element.size
+    start = block_q * 0
+    for name, size in (
+        ("records", records),  # a ROWS each for query, key, value and out
+        ("maxima", tile.width),  # of one panel and one block of keys
+        ("alpha", tile.width),  # what the running sums are scaled by
+        ("scores", (tile.target.block_kv + SMALL_ROWS) * tile.width),
+        ("running_max", block_q),
+        ("running_sum", block_q),
+        ("lse", block_q),
+        ("keys", scratch_stride(tile, head_dim) * tile.target.block_kv),
+        ("values", scratch_stride(tile, value_dim) * tile.target.block_kv),
+        ("queries", padded(tile, head_dim) * block_q),
+        ("out", padded(tile, value_dim) * block_q),
+        ("end", 0),
+    ):
+        yield name, start
+        start = start + ((size + (align - 1)) & -align)

@@ -1,0 +1,250 @@
+"""The forward kernel: flash attention with three holes.
+
+    for every sequence, head and block of queries (an item; threads take them off a counter):
+        queries to panels
+        for every block of keys that the visitor names, in ascending order:
+            stage keys and values                            hole 1: where rows live
+            for every panel of queries:
+                scores  = keys . queries
+                scores  = mod(scores)                        holes 2 and 3: full or partial tiles
+                weights = exp2(scores - maximum)
+                out     = out alpha + values . weights
+        out / sum to the user's tensor
+
+The kernel does not know head dims, lengths, strides or mods: one per dtype and target is compiled,
+and `convention.py` is what it is told. Blocks of keys start at absolute multiples of `block_kv`,
+and nothing that one query computes depends on another one, on the batch or on the thread, so
+neither do the bits.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from quire.codegen import vecmath
+from quire.codegen.builder import Function, Module, Value
+from quire.codegen.convention import ENTRY, REWRITE, ForwardSpec, scratch_regions
+from quire.codegen.items import Block, Item, PanelRange, Work
+from quire.codegen.staging import (
+    ROWS,
+    padded,
+    scratch_stride,
+    storage,
+    write_gather,
+    write_pack,
+    write_scatter,
+    write_unpack,
+)
+from quire.codegen.tiles import write_exponentiate, write_multiply_keys, write_multiply_values
+from quire.codegen.types import I1, I8, I64, PTR
+
+LN_2 = math.log(2.0)
+LOG2_E = math.log2(math.e)
+
+
+class _Phases(NamedTuple):
+    """The functions that the loop nest calls."""
+
+    gather_query: Function
+    gather_key: Function
+    gather_value: Function
+    scatter_out: Function
+    pack: Function
+    unpack: Function
+    multiply_keys: Function
+    exponentiate: Function
+    exponentiate_carefully: Function
+    multiply_values: Function
+    multiply_values_carefully: Function
+
+
+def write_forward(spec: ForwardSpec) -> Module:
+    """The kernel as a module that exports `ENTRY`: void(FORWARD record), run by every thread."""
+    module = Module()
+    phases = _write_phases(module, spec)
+    with module.function(ENTRY, {"args": PTR}) as f:
+        kernel = _Kernel(spec, f, phases)
+        with f.forever() as leave:
+            item = f.atomic_add(kernel.arg["counters"], 1)
+            leave(item >= kernel.arg["num_items"])
+            kernel.attend(kernel.work.find(item))
+    return module
+
+
+def _write_phases(module: Module, spec: ForwardSpec) -> _Phases:
+    tile = spec.tile
+    kinds = sorted({spec.query, spec.key, spec.value})
+    gathers = {name: write_gather(module, tile, storage(name)) for name in kinds}
+    return _Phases(
+        gathers[spec.query],
+        gathers[spec.key],
+        gathers[spec.value],
+        write_scatter(module, tile, storage(spec.out)),
+        write_pack(module, tile),
+        write_unpack(module, tile),
+        write_multiply_keys(module, tile),
+        write_exponentiate(module, tile),
+        write_exponentiate(module, tile, careful=True),
+        write_multiply_values(module, tile),
+        write_multiply_values(module, tile, careful=True),
+    )
+
+
+class _Kernel:
+    """The loop nest, being written into one function."""
+
+    def __init__(self, spec: ForwardSpec, f: Function, phases: _Phases) -> None:
+        self.spec, self.f, self.phases, self.tile = spec, f, phases, spec.tile
+        self.work = Work(f, spec, f.parameters[0])
+        self.arg = arg = self.work.arg
+        slot = f.atomic_add(f.offset(arg["counters"], 8, I64), 1)
+        base = f.offset(arg["scratch"], slot * arg["scratch_bytes"], I8)
+        regions = scratch_regions(self.tile, arg["head_dim"], arg["value_dim"], arg["block_q"])
+        self.scratch = {name: f.offset(base, at, self.tile.element) for name, at in regions}
+        self.rows = {
+            name: f.offset(self.scratch["records"], place * ROWS.size, I8)
+            for place, name in enumerate(("query", "key", "value", "out"))
+        }
+        # For keys and values: from row to row in scratch, and the padded width of a row.
+        widths = {"keys": arg["head_dim"], "values": arg["value_dim"]}
+        self.stride = {name: scratch_stride(self.tile, width) for name, width in widths.items()}
+        self.depth = {name: padded(self.tile, width) for name, width in widths.items()}
+
+    def attend(self, item: Item) -> None:
+        """One item, from the queries to the results."""
+        for name, record in self.rows.items():
+            self.work.describe_rows(item, name, record)
+        self._start(item)
+        with self.work.visit(item) as block:
+            odd_values = self._stage(block)
+            with self.f.range(0, item.q_count, self.tile.width) as q:
+                part = self.work.panel_range(item, block, q)
+                with self.f.when(part.first < part.end):
+                    self._attend_panel(item, block, part, q, odd_values)
+        self._finish(item)
+
+    def _start(self, item: Item) -> None:
+        """Queries to panels, and nothing read so far."""
+        f, tile, scratch, depth = self.f, self.tile, self.scratch, self.depth
+        rows, stride = scratch["keys"], self.stride["keys"]
+        scale = f.convert(self.arg["scale"], tile.element)
+        with f.range(0, item.q_count, self.spec.target.block_kv) as q:
+            count = f.minimum(item.q_count - q, self.spec.target.block_kv)
+            first = item.q_first + q
+            panels = f.offset(scratch["queries"], q * depth["keys"], tile.element)
+            f.call(self.phases.gather_query, self.rows["query"], first, first + count, rows, stride)
+            f.call(self.phases.pack, rows, stride, count, depth["keys"], panels, scale)
+        with f.range(0, item.q_count, tile.width) as q:
+            maxima, sums = self._running(q)
+            tile.store_row(f, tile.row(f, -math.inf), maxima)
+            tile.store_row(f, tile.row(f, 0.0), sums)
+            panel = f.offset(scratch["out"], q * depth["values"], tile.element)
+            with f.range(0, depth["values"]) as d:
+                tile.store_row(f, tile.row(f, 0.0), panel, d)
+
+    def _running(self, q: Value) -> tuple[Value, Value]:
+        """The running maximum and sum of the queries from q on."""
+        maxima, sums = self.scratch["running_max"], self.scratch["running_sum"]
+        element = self.tile.element
+        return self.f.offset(maxima, q, element), self.f.offset(sums, q, element)
+
+    def _stage(self, block: Block) -> Value:
+        """A block of keys and values to scratch; whether a value is not finite."""
+        f = self.f
+        begin, end = block.origin + block.begin, block.origin + block.end
+        odd = []
+        for name, gather in (("key", self.phases.gather_key), ("value", self.phases.gather_value)):
+            stride = self.stride[f"{name}s"]
+            into = f.offset(self.scratch[f"{name}s"], block.begin * stride, self.tile.element)
+            odd.append(f.call(gather, self.rows[name], begin, end, into, stride))
+        return odd[1]
+
+    def _attend_panel(
+        self, item: Item, block: Block, part: PanelRange, q: Value, odd_values: Value
+    ) -> None:
+        """One tile: the panel at query q and some keys of a block."""
+        f, tile, arg, scratch, phases = self.f, self.tile, self.arg, self.scratch, self.phases
+        count, keys, values = part.end - part.first, self.stride["keys"], self.stride["values"]
+        key_rows = f.offset(scratch["keys"], part.first * keys, tile.element)
+        value_rows = f.offset(scratch["values"], part.first * values, tile.element)
+        queries = f.offset(scratch["queries"], q * self.depth["keys"], tile.element)
+        out = f.offset(scratch["out"], q * self.depth["values"], tile.element)
+        scores, maxima, alpha = scratch["scores"], scratch["maxima"], scratch["alpha"]
+        running_max, running_sum = self._running(q)
+        depth, columns = ((arg[name] + 3) & -4 for name in ("head_dim", "value_dim"))
+
+        def rewrite(mod: Value) -> None:
+            q_idx, kv_idx = item.q_idx + q, block.origin + part.first
+            place = (item.b, item.h, q_idx, item.q_count - q, kv_idx, count)
+            with f.when(mod.differs(f.null())):
+                f.call_pointer(mod, REWRITE, scores, maxima, arg["arguments"], *place)
+
+        def accumulate(exponentiate: Function, multiply_values: Function) -> list[Value]:
+            f.call(exponentiate, scores, maxima, running_max, running_sum, alpha, count)
+            rewrite(arg["weights_mod"])
+            f.call(multiply_values, value_rows, values, scores, out, alpha, count, columns)
+            return []
+
+        f.call(phases.multiply_keys, key_rows, keys, queries, depth, scores, maxima, count)
+        rewrite(self.work.mod(part.kind))
+        f.choose(
+            odd_values | self._odd(running_max) | self._odd(maxima),
+            lambda: accumulate(phases.exponentiate_carefully, phases.multiply_values_carefully),
+            lambda: accumulate(phases.exponentiate, phases.multiply_values),
+        )
+
+    def _odd(self, maxima: Value) -> Value:
+        """Whether some column's maximum is +inf or NaN."""
+        odd = self.f.value(False, I1)
+        for maximum in self.tile.load_row(self.f, maxima):
+            odd = odd | self.f.any_lane(~(maximum < math.inf))
+        return odd
+
+    def _finish(self, item: Item) -> None:
+        """Divide by the sums and write out, lse and max_scores."""
+        f, tile, scratch = self.f, self.tile, self.scratch
+        self._close_sums(item)
+        rows, stride, depth = scratch["values"], self.stride["values"], self.depth["values"]
+        with f.range(0, item.q_count, self.spec.target.block_kv) as q:
+            count = f.minimum(item.q_count - q, self.spec.target.block_kv)
+            first = item.q_first + q
+            panels = f.offset(scratch["out"], q * depth, tile.element)
+            _, factors = self._running(q)
+            f.call(self.phases.unpack, panels, factors, count, depth, rows, stride)
+            f.call(self.phases.scatter_out, self.rows["out"], first, first + count, rows, stride)
+        self._write_numbers(item, "lse", scratch["lse"])
+        self._write_numbers(item, "max_scores", scratch["running_max"])
+
+    def _close_sums(self, item: Item) -> None:
+        """From the running maximum and sum to lse, to the true maximum, and to 1 / sum.
+
+        A sink is one more score of every row, without a value.
+        """
+        f, tile, arg = self.f, self.tile, self.arg
+        (sink,) = f.choose(
+            arg["sink"].differs(f.null()),
+            lambda: [f.load(tile.element, arg["sink"], item.h) * LOG2_E],
+            lambda: [f.value(-math.inf, tile.element)],
+        )
+        extra = f.splat(sink, tile.vector)
+        with f.range(0, item.q_count, tile.lanes) as q:
+            maxima, sums = self._running(q)
+            best, total = tile.load(f, maxima), tile.load(f, sums)
+            top = f.maximum(best, extra)
+            shift = f.select(f.intrinsic("fabs", top).equals(math.inf), 0.0, top)
+            kept = vecmath.exp2(f, best - shift)
+            whole = f.fma(total, kept, vecmath.exp2(f, extra - shift))
+            tile.store(f, (shift + vecmath.log2(f, whole)) * LN_2, self.scratch["lse"], q)
+            tile.store(f, f.select(f.is_nan(total), total, best * LN_2), maxima)
+            tile.store(f, f.select(whole.equals(0.0), 0.0, kept / whole), sums)
+
+    def _write_numbers(self, item: Item, name: str, source: Value) -> None:
+        """One number per query, where the caller wants it."""
+        f, arg, element = self.f, self.arg, self.tile.element
+        with f.when(arg[name].differs(f.null())):
+            start = item.b * arg["lse_batch"] + item.h * arg["lse_head"]
+            first = start + (item.q_row + item.q_first) * arg["lse_row"]
+            target = f.offset(arg[name], first, element)
+            with f.range(0, item.q_count) as q:
+                f.store(f.load(element, source, q), target, q * arg["lse_row"])

@@ -1,0 +1,199 @@
+"""Which work there is: items, where their rows live, and which blocks of keys they visit.
+
+These are the parts of the forward kernel that know about sequences, memories and tile lists; see
+`convention.py` for the records they read. `forward.py` does the arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from quire.codegen.builder import Function, Value
+from quire.codegen.convention import (
+    EXTENT,
+    FORWARD,
+    FULL,
+    PARTIAL,
+    PLAIN,
+    SEQUENCE,
+    ForwardSpec,
+)
+from quire.codegen.staging import ENDLESS, ROWS, storage
+from quire.codegen.types import I32, I64
+
+
+class Item(NamedTuple):
+    """One block of queries of one head of one sequence."""
+
+    b: Value
+    h: Value
+    key_head: Value
+    q_first: Value  # its first query, counted from the first one of the sequence
+    q_count: Value
+    q_idx: Value  # the position of its first query
+    q_row: Value  # rows of query and out, counted from the sequence's first query
+    kv_row: Value
+    kv_begin: Value
+    kv_end: Value
+    tile_row: Value
+
+
+class Block(NamedTuple):
+    """A block of keys that an item visits: positions [origin + begin, origin + end) exist."""
+
+    origin: Value
+    begin: Value
+    end: Value
+    kind: Value
+
+
+class PanelRange(NamedTuple):
+    """The keys [first, end) of a block that one panel attends to, and whether to ask the mask."""
+
+    first: Value
+    end: Value
+    kind: Value
+
+
+class Work:
+    """Everything that the kernel's arguments say about what is to be done."""
+
+    def __init__(self, f: Function, spec: ForwardSpec, args: Value) -> None:
+        self.f, self.spec = f, spec
+        self.arg = {name: f.field(FORWARD, args, name) for name in FORWARD.fields}
+
+    # --- items
+
+    def find(self, number: Value) -> Item:
+        """Which sequence, head and queries an item is."""
+        f, arg = self.f, self.arg
+
+        def divide() -> list[Value]:
+            items = self._blocks(arg["sequences"]) * arg["heads"]
+            b = number.udiv(items)
+            return [b, number - b * items]
+
+        def search() -> list[Value]:
+            b = self._last_sequence_at(number)
+            return [b, number - f.field(SEQUENCE, self._sequence(b), "first_item")]
+
+        b, place = f.choose(arg["sequence_stride"].equals(0), divide, search)
+        sequence = self._sequence(b)
+        field = {name: f.field(SEQUENCE, sequence, name) for name in SEQUENCE.fields}
+        blocks = self._blocks(sequence)
+        h = place.udiv(blocks)
+        # The last block first: under a causal mask it is the longest one.
+        block = blocks - 1 - (place - h * blocks)
+        first = block * arg["block_q"]
+        tile_row = field["tile_row"] + b * arg["tile_batch_stride"] + block
+        return Item(
+            b=b,
+            h=h,
+            key_head=h.udiv(arg["group"]),
+            q_first=first,
+            q_count=f.minimum(field["q_len"] - first, arg["block_q"]),
+            q_idx=field["q_start"] + first,
+            q_row=field["q_row"],
+            kv_row=field["kv_row"],
+            kv_begin=field["kv_begin"],
+            kv_end=field["kv_end"],
+            tile_row=tile_row + h * arg["tile_per_head"] * blocks,
+        )
+
+    def _sequence(self, b: Value) -> Value:
+        place = b * self.arg["sequence_stride"] * len(SEQUENCE)
+        return self.f.offset(self.arg["sequences"], place, I64)
+
+    def _blocks(self, sequence: Value) -> Value:
+        size = self.arg["block_q"]
+        return (self.f.field(SEQUENCE, sequence, "q_len") + (size - 1)).udiv(size)
+
+    def _last_sequence_at(self, number: Value) -> Value:
+        """The last sequence whose first item is not past `number`; empty ones have no item."""
+        f = self.f
+
+        def halve(bounds: list[Value]) -> list[Value]:
+            low, high = bounds
+            middle = (low + high).udiv(2)
+            fits = f.field(SEQUENCE, self._sequence(middle), "first_item") <= number
+            return [f.select(fits, middle, low), f.select(fits, high, middle)]
+
+        bounds = [f.value(0, I64), self.arg["num_sequences"]]
+        return f.repeat(lambda bounds: bounds[0] + 1 < bounds[1], halve, bounds)[0]
+
+    # --- where rows live
+
+    def describe_rows(self, item: Item, name: str, record: Value) -> None:
+        """Fill in the ROWS record of `name`: query, key, value or out."""
+        f, arg = self.f, self.arg
+        in_memory = name in ("key", "value")
+        head, row = (item.key_head, item.kv_row) if in_memory else (item.h, item.q_row)
+        start = item.b * arg[f"{name}_batch"] + head * arg[f"{name}_head"]
+        kind = storage(getattr(self.spec, name))
+        pages = f.offset(arg["page_table"], item.b * arg["page_table_stride"], I32)
+        paged = arg["page_table"].differs(f.null())
+        for field, value in {
+            "base": f.offset(arg[name], start + row * arg[f"{name}_row"], kind.memory),
+            "table": f.select(paged, pages, f.null()) if in_memory else f.null(),
+            "page_size": arg["page_size"] if in_memory else ENDLESS,
+            "page_stride": arg[f"{name}_page"] if in_memory else 0,
+            "row_stride": arg[f"{name}_row"],
+            "column_stride": arg[f"{name}_column"],
+            "width": arg["head_dim" if name in ("query", "key") else "value_dim"],
+        }.items():
+            f.set_field(ROWS, record, field, value)
+
+    # --- blocks of keys
+
+    @contextmanager
+    def visit(self, item: Item) -> Iterator[Block]:
+        """The blocks of keys that an item attends to, in ascending order.
+
+        This is all that knows the tile list; a compiled bound of the mask would answer here.
+        """
+        f, arg, size = self.f, self.arg, self.spec.target.block_kv
+        listed = arg["tile_offsets"].differs(f.null())
+
+        def listed_places() -> list[Value]:
+            return [f.load(I64, arg["tile_offsets"], item.tile_row + k) for k in (0, 1)]
+
+        def all_places() -> list[Value]:
+            return [item.kv_begin.udiv(size), (item.kv_end + (size - 1)).udiv(size)]
+
+        def listed_block() -> list[Value]:
+            entry = f.convert(f.load(I32, arg["tile_entries"], t), I64)
+            return [entry >> 2, entry & 3]
+
+        first, last = f.choose(listed, listed_places, all_places)
+        with f.range(first, last) as t:
+            block, kind = f.choose(listed, listed_block, lambda: [t, arg["tile_kind"]])
+            origin = block * size
+            begin = f.maximum(item.kv_begin - origin, 0)
+            end = f.minimum(item.kv_end - origin, size)
+            with f.when(begin < end):
+                yield Block(origin, begin, end, kind)
+
+    def panel_range(self, item: Item, block: Block, q: Value) -> PanelRange:
+        """The part of a block that the panel at query q of an item attends to."""
+        f, arg = self.f, self.arg
+
+        def ask() -> list[Value]:
+            place = (item.b, item.h, item.q_idx + q, item.q_count - q)
+            keys = (block.origin + block.begin, block.end - block.begin)
+            answer = f.call_pointer(arg["extent"], EXTENT, arg["arguments"], *place, *keys)
+            first, last = answer & 0xFFFF, (answer >> 16) & 0xFFFF
+            every = (answer >> 32).differs(0)
+            kind = f.select(every, PLAIN, block.kind)
+            return [block.begin + first, block.begin + last, kind]
+
+        asked = block.kind.equals(PARTIAL) & arg["extent"].differs(f.null())
+        whole = [block.begin, block.end, block.kind]
+        return PanelRange(*f.choose(asked, ask, lambda: whole))
+
+    def mod(self, kind: Value) -> Value:
+        """The code that rewrites the scores of a tile."""
+        f, arg = self.f, self.arg
+        masked = f.select(kind.equals(FULL), arg["full_mod"], arg["partial_mod"])
+        return f.select(kind.equals(PLAIN), arg["plain_mod"], masked)

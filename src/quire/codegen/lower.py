@@ -1,0 +1,524 @@
+"""From graphs to vector code: one rule per op.
+
+Lanes run over queries. A node's value is a `Lanes`: one scalar for all lanes (`b`, `h`, `kv_idx`
+and what follows from them), a scalar that grows by a fixed step from lane to lane (`q_idx` and its
+sums), or a vector. Nodes stay scalar as long as they can, so `slopes[h]` and `doc[kv_idx]` are
+scalar loads, `doc[q_idx]` and `table[q_idx - kv_idx]` contiguous ones, and only an index that is
+irregular is loaded lane by lane.
+
+The graph splits by rate, and since no LLVM pass hoists for us this split is what does:
+
+    UNIFORM   depends on b and h        once per call of the generated function
+    ROW       also on q_idx             once per vector of queries
+    KEY       also on kv_idx            once per key
+    ELEMENT   on both, or on the score  once per vector and key
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+import torch
+
+from quire.codegen import vecmath
+from quire.codegen.builder import Function, Value
+from quire.codegen.types import F16, F32, F64, I1, I8, I16, I32, I64, Type
+from quire.errors import UnsupportedOpError
+from quire.ir.graph import Node, walk
+
+RATES = UNIFORM, ROW, KEY, ELEMENT = 0, 1, 2, 3
+_INPUT_RATE = {"b": UNIFORM, "h": UNIFORM, "q_idx": ROW, "kv_idx": KEY, "score": ELEMENT}
+
+REGISTER: dict[torch.dtype, Type] = {
+    torch.bool: I1,
+    torch.uint8: I16,
+    torch.int8: I8,
+    torch.int16: I16,
+    torch.int32: I32,
+    torch.int64: I64,
+    torch.float16: F32,
+    torch.bfloat16: F32,
+    torch.float32: F32,
+    torch.float64: F64,
+}
+"""What a dtype is computed in. Narrow floats and uint8 are rounded back after every op."""
+
+MEMORY: dict[torch.dtype, Type] = {
+    **REGISTER,
+    torch.bool: I8,
+    torch.uint8: I8,
+    torch.float16: F16,
+    torch.bfloat16: I16,
+}
+"""What a dtype is loaded as."""
+
+
+def rate(node: Node, known: dict[Node, int]) -> int:
+    """How often a node has to be computed. `known` remembers."""
+    if node not in known:
+        if node.op == "input":
+            known[node] = _INPUT_RATE[str(node.payload)]
+        else:
+            known[node] = 0
+            for arg in node.args:
+                known[node] |= rate(arg, known)
+    return known[node]
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """One number per lane: a scalar, a scalar plus `step` for each lane, or a vector."""
+
+    scalar: Value | None = None
+    step: int = 0
+    vector: Value | None = None
+
+    @property
+    def is_uniform(self) -> bool:
+        """True if every lane has the same number, held as a scalar."""
+        return self.scalar is not None and self.step == 0
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A captured tensor as generated code sees it: where it is, and each dimension's extent.
+
+    `unit` is the dimension whose elements lie side by side, known when the code is generated.
+    """
+
+    pointer: Value
+    sizes: Sequence[Value]
+    strides: Sequence[Value]
+    unit: int | None
+
+    def only(self, dims: Sequence[int]) -> Captured:
+        """The same tensor with some of its dimensions; the others are at index 0."""
+        sizes, strides = ([values[dim] for dim in dims] for values in (self.sizes, self.strides))
+        return Captured(self.pointer, sizes, strides, None)
+
+
+@dataclass
+class Scope:
+    """What the nodes of one piece of code can refer to, and what has been computed already.
+
+    `mistakes` are the conditions under which an index into a captured tensor is out of range, by
+    the rate of the load: an i1 for all lanes, or one per lane. Loads go on with index 0.
+    """
+
+    f: Function
+    lanes: int
+    inputs: Mapping[str, Lanes]
+    parameter: Callable[[Node], Value | None]
+    captures: Sequence[Captured]
+    rates: dict[Node, int] = field(default_factory=dict)
+    values: dict[int, dict[Node, Lanes]] = field(
+        default_factory=lambda: {rate: {} for rate in RATES}
+    )
+    mistakes: dict[int, list[Value]] = field(default_factory=lambda: {rate: [] for rate in RATES})
+
+    def rate(self, node: Node) -> int:
+        """How often a node has to be computed."""
+        return rate(node, self.rates)
+
+    def inside(self, inputs: Mapping[str, Lanes], *anew: int) -> Scope:
+        """A scope with more inputs known, in which the values of some rates are computed anew."""
+        return replace(
+            self,
+            inputs={**self.inputs, **inputs},
+            values={r: ({} if r in anew else known) for r, known in self.values.items()},
+            mistakes={r: ([] if r in anew else known) for r, known in self.mistakes.items()},
+        )
+
+    # --- shapes
+
+    def vector_type(self, scalar: Type) -> Type:
+        """A full vector of a scalar type."""
+        return scalar.vector(self.lanes)
+
+    def as_vector(self, lanes: Lanes) -> Value:
+        """The value of every lane, as a vector."""
+        if lanes.vector is not None:
+            return lanes.vector
+        assert lanes.scalar is not None, "lanes without a value"
+        type = self.vector_type(lanes.scalar.type)
+        vector = self.f.splat(lanes.scalar, type)
+        if lanes.step:
+            vector = vector + self.f.lanes(type, [lanes.step * i for i in range(self.lanes)])
+        return vector
+
+    def as_scalar(self, lanes: Lanes) -> Value:
+        """The value of lane 0 of something uniform."""
+        assert lanes.is_uniform and lanes.scalar is not None, "only uniform lanes are a scalar"
+        return lanes.scalar
+
+    # --- nodes
+
+    def lower(self, node: Node) -> Lanes:
+        """The lanes of a node; computed once in each scope of its rate."""
+        values = self.values[self.rate(node)]
+        if node not in values:
+            values[node] = self._lower(node)
+        return values[node]
+
+    def lower_all(self, roots: Sequence[Node], rates: Sequence[int]) -> None:
+        """Compute every node below `roots` that has one of `rates`, here and now."""
+        for node in walk(*roots):
+            if self.rate(node) in rates:
+                self.lower(node)
+
+    def _lower(self, node: Node) -> Lanes:
+        match node.op:
+            case "input":
+                return self._converted(self.inputs[str(node.payload)], REGISTER[node.dtype])
+            case "const":
+                return Lanes(self._constant(node))
+            case "load":
+                return load(self, node)
+        args = [self.lower(arg) for arg in node.args]
+        stepped = self._stepped(node, args)
+        if stepped is not None:
+            return stepped
+        if all(arg.is_uniform for arg in args):
+            return Lanes(self._apply(node, [self.as_scalar(arg) for arg in args]))
+        return Lanes(vector=self._apply(node, [self.as_vector(arg) for arg in args]))
+
+    def _constant(self, node: Node) -> Value:
+        known = self.parameter(node)
+        if known is not None:
+            return known
+        assert not isinstance(node.payload, str) and node.payload is not None
+        return self.f.value(node.payload, REGISTER[node.dtype])
+
+    def _converted(self, lanes: Lanes, type: Type) -> Lanes:
+        """An index in another integer type."""
+        value = lanes.scalar if lanes.scalar is not None else lanes.vector
+        assert value is not None, "lanes without a value"
+        if value.type.is_float:
+            return lanes
+        changed = self.f.convert(value, type)
+        return Lanes(vector=changed) if lanes.scalar is None else Lanes(changed, lanes.step)
+
+    def _stepped(self, node: Node, args: list[Lanes]) -> Lanes | None:
+        """Sums of integers that grow by a fixed step grow by a fixed step."""
+        if node.op not in ("add", "sub", "neg", "cast") or all(arg.is_uniform for arg in args):
+            return None
+        if any(arg.scalar is None for arg in args) or not REGISTER[node.dtype].is_int:
+            return None
+        types = {REGISTER[arg.dtype] for arg in node.args}
+        if not types <= {I32, I64} or REGISTER[node.dtype] not in (I32, I64):
+            return None
+        scalars = [arg.scalar for arg in args if arg.scalar is not None]
+        steps = [arg.step for arg in args]
+        step = {"add": sum(steps), "sub": steps[0] - sum(steps[1:]), "neg": -steps[0]}
+        return Lanes(self._apply(node, scalars), step.get(node.op, steps[0]))
+
+    def _apply(self, node: Node, values: list[Value]) -> Value:
+        result = RULES[node.op](self.f, node, *values)
+        return rounded(self.f, result, node.dtype)
+
+
+def rounded(f: Function, value: Value, dtype: torch.dtype) -> Value:
+    """A result as its dtype holds it, where registers hold more."""
+    if dtype == torch.uint8:
+        return value & 0xFF
+    if dtype == torch.float16:
+        return f.convert(f.convert(value, F16), F32)
+    if dtype == torch.bfloat16:
+        return f.bitcast(f.zero_extend(bfloat16_bits(f, value), I32) << 16, F32)
+    return value
+
+
+def bfloat16_bits(f: Function, value: Value) -> Value:
+    """The upper half of a float, rounded to nearest even; NaN stays NaN."""
+    bits = f.bitcast(value, I32)
+    odd = bits.logical_shift(16) & 1
+    up = (bits + odd + 0x7FFF).logical_shift(16)
+    quiet = bits.logical_shift(16) | 0x40
+    return f.convert(f.select(f.is_nan(value), quiet, up), I16)
+
+
+# --- loads ---------------------------------------------------------------------------------------
+
+
+def load(scope: Scope, node: Node) -> Lanes:
+    """captured[i, j, ...], each lane at its own index."""
+    assert isinstance(node.payload, int)
+    captured = scope.captures[node.payload]
+    indices = [scope.lower(arg) for arg in node.args]
+    memory = MEMORY[node.dtype]
+    moving = [dim for dim, index in enumerate(indices) if not index.is_uniform]
+    if not moving:
+        offset, wrong = _uniform_offset(scope, captured, indices)
+        value = scope.f.load(memory, captured.pointer, offset)
+    elif moving == [captured.unit] and indices[moving[0]].step in (1, -1):
+        value, wrong = _contiguous(scope, captured, indices, moving[0], memory)
+    else:
+        value, wrong = _gather(scope, captured, indices, memory)
+    if node.args:
+        scope.mistakes[scope.rate(node)].append(wrong)
+    number = widened(scope.f, value, node.dtype)
+    return Lanes(vector=number) if moving else Lanes(number)
+
+
+def widened(f: Function, value: Value, dtype: torch.dtype) -> Value:
+    """What was loaded, as registers hold it."""
+    if dtype == torch.bool:
+        return value.differs(0)
+    if dtype == torch.uint8:
+        return f.zero_extend(value, I16)
+    if dtype == torch.float16:
+        return f.convert(value, F32)
+    if dtype == torch.bfloat16:
+        return f.bitcast(f.zero_extend(value, I32) << 16, F32)
+    return value
+
+
+def _uniform_offset(
+    scope: Scope, captured: Captured, indices: Sequence[Lanes]
+) -> tuple[Value, Value]:
+    """Where an element lies, and whether an index was out of range."""
+    f = scope.f
+    offset, wrong = f.value(0, I64), f.value(False, I1)
+    for index, size, stride in zip(indices, captured.sizes, captured.strides, strict=True):
+        position, outside = wrapped(f, f.convert(scope.as_scalar(index), I64), size)
+        offset, wrong = offset + position * stride, wrong | outside
+    return offset, wrong
+
+
+def wrapped(f: Function, index: Value, size: Value) -> tuple[Value, Value]:
+    """An index counted from the start of a dimension, and whether it is out of range (then 0)."""
+    from_start = f.select(index < 0, index + size, index)
+    outside = (from_start < 0) | (from_start >= size)
+    return f.select(outside, 0, from_start), outside
+
+
+def _contiguous(
+    scope: Scope, captured: Captured, indices: Sequence[Lanes], dim: int, memory: Type
+) -> tuple[Value, Value]:
+    """Lanes that lie side by side: one vector load, or lane by lane at a tensor's edges."""
+    f, lanes = scope.f, scope.lanes
+    index = indices[dim]
+    assert index.scalar is not None, "a contiguous index has a first lane"
+    first = f.convert(index.scalar, I64)
+    low = first if index.step == 1 else first - (lanes - 1)
+    inside = (low >= 0) & (low + lanes <= captured.sizes[dim])
+    rest = [other for other in range(len(indices)) if other != dim]
+    base, wrong = _uniform_offset(scope, captured.only(rest), [indices[i] for i in rest])
+    condition = scope.vector_type(I1)
+
+    def at_once() -> list[Value]:
+        vector = f.load(memory.vector(lanes), captured.pointer, base + low)
+        if index.step == -1:
+            vector = f.shuffle(vector, vector, list(reversed(range(lanes))))
+        return [vector, f.splat(wrong, condition)]
+
+    vector, mistaken = f.choose(inside, at_once, lambda: _gather(scope, captured, indices, memory))
+    return vector, mistaken
+
+
+def _gather(
+    scope: Scope, captured: Captured, indices: Sequence[Lanes], memory: Type
+) -> tuple[Value, Value]:
+    """Each lane from its own place."""
+    f, wide = scope.f, scope.vector_type(I64)
+    offsets, wrong = f.value(0, wide), f.value(False, scope.vector_type(I1))
+    for index, size, stride in zip(indices, captured.sizes, captured.strides, strict=True):
+        position = f.convert(scope.as_vector(index), I64)
+        position, outside = wrapped(f, position, f.splat(size, wide))
+        offsets, wrong = offsets + position * f.splat(stride, wide), wrong | outside
+    result = f.value(0, memory.vector(scope.lanes))
+    for lane in range(scope.lanes):
+        element = f.load(memory, captured.pointer, f.extract(offsets, lane))
+        result = f.insert(result, element, lane)
+    return result, wrong
+
+
+# --- one rule per op -----------------------------------------------------------------------------
+
+Rule: TypeAlias = Callable[..., Value]
+"""(function, node, *operands) -> result; operands have one shape, that of the result."""
+
+
+def _is_bool(value: Value) -> bool:
+    return value.type.kind == "i1"
+
+
+def _add(f: Function, node: Node, a: Value, b: Value) -> Value:
+    return a | b if _is_bool(a) else a + b
+
+
+def _mul(f: Function, node: Node, a: Value, b: Value) -> Value:
+    return a & b if _is_bool(a) else a * b
+
+
+def _min(f: Function, node: Node, a: Value, b: Value) -> Value:
+    if _is_bool(a):
+        return a & b
+    smaller = f.minimum(a, b)
+    return f.select(f.is_nan(a), a, smaller) if a.type.is_float else smaller
+
+
+def _max(f: Function, node: Node, a: Value, b: Value) -> Value:
+    if _is_bool(a):
+        return a | b
+    larger = f.maximum(a, b)
+    return f.select(f.is_nan(a), a, larger) if a.type.is_float else larger
+
+
+def _abs(f: Function, node: Node, a: Value) -> Value:
+    return f.intrinsic("fabs", a) if a.type.is_float else f.select(a < 0, -a, a)
+
+
+def _sign(f: Function, node: Node, a: Value) -> Value:
+    if _is_bool(a):
+        return a
+    return f.select(a > 0, f.value(1, a.type), f.select(a < 0, -1, f.value(0, a.type)))
+
+
+def _floordiv(f: Function, node: Node, a: Value, b: Value) -> Value:
+    return _quotient_and_remainder(f, a, b)[0]
+
+
+def _mod(f: Function, node: Node, a: Value, b: Value) -> Value:
+    return _quotient_and_remainder(f, a, b)[1]
+
+
+def _quotient_and_remainder(f: Function, a: Value, b: Value) -> tuple[Value, Value]:
+    """The quotient rounded down and what is left, which has the sign of b."""
+    if a.type.is_float:
+        return _float_division(f, a, b)
+    divisor = f.select(b.equals(0), 1, b)  # PyTorch raises; generated code must not trap
+    if a.type.bits <= 32:
+        quotient = _divide_by_doubles(f, a, divisor)
+        return quotient, a - quotient * divisor
+    quotient = a.sdiv(divisor)
+    left = a - quotient * divisor
+    below = left.differs(0) & ((left ^ divisor) < 0)
+    return f.select(below, quotient - 1, quotient), f.select(below, left + divisor, left)
+
+
+def _divide_by_doubles(f: Function, a: Value, b: Value) -> Value:
+    """Integers of at most 32 bits, exactly: (a + 1/2) / b is at least 1 / 2b away from any
+    integer, far more than doubles can be wrong by, so rounding it down gives a // b. For b < 0
+    the half is taken away: both signs change together."""
+    numerator, denominator = f.convert(a, F64), f.convert(b, F64)
+    half = f.select(b < 0, f.value(-0.5, numerator.type), 0.5)
+    return f.convert(f.intrinsic("floor", (numerator + half) / denominator), a.type)
+
+
+def _float_division(f: Function, a: Value, b: Value) -> tuple[Value, Value]:
+    quotient = f.intrinsic("floor", a / b)
+    left = f.fma(-quotient, b, a)
+    negative = b < 0.0
+    below = f.select(negative, left > 0.0, left < 0.0)
+    above = f.select(negative, left <= b, left >= b)
+    quotient = f.select(below, quotient - 1.0, f.select(above, quotient + 1.0, quotient))
+    return quotient, f.select(below, left + b, f.select(above, left - b, left))
+
+
+def _power(f: Function, node: Node, a: Value, b: Value) -> Value:
+    if a.type.is_float:
+        return vecmath.pow(f, a, b)
+    result, base = f.value(1, a.type), a
+    for bit in range(min(6, a.type.bits - 2)):
+        odd = ((b >> bit) & 1).differs(0)
+        result, base = f.select(odd, result * base, result), base * base
+    return f.select(b < 0, 0, result)
+
+
+def _cast(f: Function, node: Node, a: Value) -> Value:
+    target = REGISTER[node.dtype]
+    if node.dtype == torch.bool:
+        return a if _is_bool(a) else a.differs(0)
+    if a.type.is_float and target.is_int:
+        return _saturated(f, a, target)
+    return f.convert(a, target)
+
+
+def _saturated(f: Function, a: Value, target: Type) -> Value:
+    """A float rounded towards zero into what an integer can hold; NaN gives 0."""
+    wide = f.convert(a, F64)
+    low, high = -(2.0 ** (target.bits - 1)), 2.0 ** (target.bits - 1)
+    top = high - 1.0 if target.bits < 64 else 2.0**63 - 1024.0
+    bounded = f.minimum(f.maximum(wide, low), top)
+    return f.convert(f.select(f.is_nan(wide), 0.0, bounded), target)
+
+
+def _lt(f: Function, node: Node, a: Value, b: Value) -> Value:
+    return ~a & b if _is_bool(a) else a < b
+
+
+def _le(f: Function, node: Node, a: Value, b: Value) -> Value:
+    return ~a | b if _is_bool(a) else a <= b
+
+
+def _shl(f: Function, node: Node, a: Value, b: Value) -> Value:
+    wrong = (b < 0) | (b >= a.type.bits)
+    return f.select(wrong, 0, a << f.select(wrong, 0, b))
+
+
+def _shr(f: Function, node: Node, a: Value, b: Value) -> Value:
+    wrong = (b < 0) | (b >= a.type.bits)
+    return a >> f.select(wrong, a.type.bits - 1, b)
+
+
+def _intrinsic(name: str) -> Rule:
+    return lambda f, node, a: f.intrinsic(name, a)
+
+
+def _math(function: Callable[[Function, Value], Value]) -> Rule:
+    return lambda f, node, a: function(f, a)
+
+
+RULES: dict[str, Rule] = {
+    "cast": _cast,
+    "add": _add,
+    "sub": lambda f, node, a, b: a - b,
+    "mul": _mul,
+    "div": lambda f, node, a, b: a / b,
+    "floordiv": _floordiv,
+    "mod": _mod,
+    "pow": _power,
+    "min": _min,
+    "max": _max,
+    "neg": lambda f, node, a: -a,
+    "abs": _abs,
+    "sign": _sign,
+    "floor": _intrinsic("floor"),
+    "ceil": _intrinsic("ceil"),
+    "round": _intrinsic("roundeven"),
+    "trunc": _intrinsic("trunc"),
+    "lt": _lt,
+    "le": _le,
+    "eq": lambda f, node, a, b: a.equals(b),
+    "and": lambda f, node, a, b: a & b,
+    "or": lambda f, node, a, b: a | b,
+    "xor": lambda f, node, a, b: a ^ b,
+    "not": lambda f, node, a: ~a,
+    "shl": _shl,
+    "shr": _shr,
+    "where": lambda f, node, condition, a, b: f.select(condition, a, b),
+    "exp": _math(vecmath.exp),
+    "exp2": _math(vecmath.exp2),
+    "log": _math(vecmath.log),
+    "log2": _math(vecmath.log2),
+    "sqrt": _intrinsic("sqrt"),
+    "tanh": _math(vecmath.tanh),
+    "sigmoid": _math(vecmath.sigmoid),
+    "erf": _math(vecmath.erf),
+    "sin": _math(vecmath.sin),
+    "cos": _math(vecmath.cos),
+}
+"""What each op becomes; `input`, `const` and `load` are handled by `Scope`."""
+
+
+def check_lowerable(root: Node) -> None:
+    """Raise UnsupportedOpError for a dtype that no register holds."""
+    for node in walk(root):
+        if node.dtype not in REGISTER:
+            raise UnsupportedOpError(
+                f"a value of {node.dtype} has no place in a vector register. Convert it with "
+                f".to(torch.int64) or .to(torch.float32)."
+            )

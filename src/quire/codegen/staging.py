@@ -1,0 +1,259 @@
+"""Between the user's tensors and scratch memory.
+
+A `ROWS` record answers where the rows of one sequence live; nothing after `gather` knows whether
+they were dense, ragged or paged, strided, or of another dtype:
+
+    row at position p  =  base + table[p // page_size] * page_stride
+                               + (p % page_size) * row_stride          (in elements)
+
+Dense and ragged memory have no table and one page that never ends.
+
+Scratch holds rows in the type that is accumulated in, one after the other at a stride of whole
+vectors, filled up with zeros to `padded(width)`. User memory is never read or written outside of
+the rows and columns that the record names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from quire.codegen.builder import Function, Module, Value
+from quire.codegen.tiles import SMALL_ROWS, Tile
+from quire.codegen.types import F16, F32, F64, I1, I16, I32, I64, PTR, Layout, Type
+from quire.errors import CodegenError
+
+ROWS = Layout(
+    "rows",
+    {
+        "base": PTR,
+        "table": PTR,  # page numbers as i32; null: no pages
+        "page_size": I64,
+        "page_stride": I64,
+        "row_stride": I64,
+        "column_stride": I64,
+        "width": I64,
+    },
+)
+ENDLESS = 1 << 62  # the page size of a memory without pages
+
+Number = TypeVar("Number", int, Value)
+
+
+def padded(tile: Tile, width: Number) -> Number:
+    """The width of a row in scratch: whole vectors, and a multiple of the small micro kernel."""
+    unit = max(tile.lanes, SMALL_ROWS)
+    return (width + (unit - 1)) & -unit
+
+
+def scratch_stride(tile: Tile, width: Number) -> Number:
+    """From one row in scratch to the next: a vector more, so that rows do not share cache sets."""
+    return padded(tile, width) + max(tile.lanes, SMALL_ROWS)
+
+
+@dataclass(frozen=True)
+class Storage:
+    """A dtype of user memory: how it lies there, and how it becomes a number."""
+
+    name: str
+    memory: Type
+
+    def read(self, f: Function, raw: Value, element: Type) -> Value:
+        """What was loaded, as an `element`."""
+        if self.name != "bfloat16":
+            return f.convert(raw, element)
+        return f.convert(f.bitcast(f.zero_extend(raw, I32) << 16, F32), element)
+
+    def write(self, f: Function, x: Value) -> Value:
+        """A number as it is stored, rounded to nearest even."""
+        if self.name != "bfloat16":
+            return f.convert(x, self.memory)
+        bits = f.bitcast(f.convert(x, F32), I32)
+        odd = bits.logical_shift(16) & 1
+        rounded = (bits + odd + 0x7FFF).logical_shift(16)
+        return f.convert(f.select(f.is_nan(x), 0x7FC0, rounded), I16)
+
+
+STORAGES = {
+    storage.name: storage
+    for storage in (
+        Storage("float32", F32),
+        Storage("float64", F64),
+        Storage("float16", F16),
+        Storage("bfloat16", I16),
+    )
+}
+
+
+def storage(name: str) -> Storage:
+    """The storage of a dtype, by torch's name of it."""
+    if name not in STORAGES:
+        raise CodegenError(f"expected a dtype out of {sorted(STORAGES)}, got {name!r}")
+    return STORAGES[name]
+
+
+def write_gather(module: Module, tile: Tile, kind: Storage) -> Function:
+    """Copy the rows at positions [begin, end) into scratch; true if one is not finite."""
+    parameters = {"rows": PTR, "begin": I64, "end": I64, "into": PTR, "stride": I64}
+    with module.function(f"gather_{kind.name}", parameters, I1, internal=True) as f:
+        rows, begin, end, into, stride = f.parameters
+        page_size = f.field(ROWS, rows, "page_size")
+        row_stride = f.field(ROWS, rows, "row_stride")
+        column_stride = f.field(ROWS, rows, "column_stride")
+        width = f.field(ROWS, rows, "width")
+        by_vector = f.select(column_stride.equals(1), width & -tile.lanes, 0)
+
+        def copy(
+            source: Value, target: Value, column: Value, seen: Value, type: Type
+        ) -> Sequence[Value]:
+            raw = f.load(kind.memory.like(type), source, column * column_stride)
+            x = kind.read(f, raw, tile.element)
+            f.store(x, target, column)
+            # x * 0 is NaN where x is not finite; the sign of zero is taken off at the end.
+            return [seen | f.bitcast(x * 0.0, seen.type)]
+
+        def copy_row(source: Value, target: Value, seen: list[Value]) -> list[Value]:
+            in_lanes, alone = seen
+            (in_lanes,) = f.loop(
+                0,
+                by_vector,
+                lambda c, s: copy(source, target, c, s[0], tile.vector),
+                carry=[in_lanes],
+                step=tile.lanes,
+            )
+            (alone,) = f.loop(
+                by_vector,
+                width,
+                lambda c, s: copy(source, target, c, s[0], tile.element),
+                carry=[alone],
+            )
+            with f.range(width, padded(tile, width)) as c:
+                f.store(f.value(0.0, tile.element), target, c)
+            return [in_lanes, alone]
+
+        def copy_run(carried: list[Value]) -> list[Value]:
+            position, *seen = carried
+            page = position.udiv(page_size)
+            offset = position - page * page_size
+            stop = f.minimum(end, position + (page_size - offset))
+            source = _page(f, kind, rows, page)
+
+            def each(p: Value, seen: list[Value]) -> list[Value]:
+                row = f.offset(source, (p - position + offset) * row_stride, kind.memory)
+                return copy_row(row, f.offset(into, (p - begin) * stride, tile.element), seen)
+
+            return [stop, *f.loop(position, stop, each, carry=seen)]
+
+        bits = tile.element.as_int
+        nothing = [f.value(0, bits.like(tile.vector)), f.value(0, bits)]
+        found = f.repeat(lambda carried: carried[0] < end, copy_run, [begin, *nothing])
+        magnitude = (1 << (bits.bits - 1)) - 1
+        odd = [(x & magnitude).differs(0) for x in found[1:]]
+        f.give_back(f.any_lane(odd[0]) | odd[1])
+    return f
+
+
+def _page(f: Function, kind: Storage, rows: Value, page: Value) -> Value:
+    """Where page number `page` of a sequence starts."""
+    base, table = f.field(ROWS, rows, "base"), f.field(ROWS, rows, "table")
+
+    def look_up() -> list[Value]:
+        return [f.convert(f.load(I32, table, page), I64)]
+
+    (number,) = f.choose(table.differs(f.null()), look_up, lambda: [f.value(0, I64)])
+    return f.offset(base, number * f.field(ROWS, rows, "page_stride"), kind.memory)
+
+
+def write_scatter(module: Module, tile: Tile, kind: Storage) -> Function:
+    """Copy rows from scratch to the positions [begin, end) of the user's tensor."""
+    parameters = {"rows": PTR, "begin": I64, "end": I64, "source": PTR, "stride": I64}
+    with module.function(f"scatter_{kind.name}", parameters, internal=True) as f:
+        rows, begin, end, source, stride = f.parameters
+        base, row_stride = f.field(ROWS, rows, "base"), f.field(ROWS, rows, "row_stride")
+        column_stride, width = f.field(ROWS, rows, "column_stride"), f.field(ROWS, rows, "width")
+        by_vector = f.select(column_stride.equals(1), width & -tile.lanes, 0)
+        with f.range(begin, end) as p:
+            target = f.offset(base, p * row_stride, kind.memory)
+            row = f.offset(source, (p - begin) * stride, tile.element)
+            with f.range(0, by_vector, tile.lanes) as c:
+                f.store(kind.write(f, f.load(tile.vector, row, c)), target, c)
+            with f.range(by_vector, width) as c:
+                x = kind.write(f, f.load(tile.element, row, c))
+                f.store(x, target, c * column_stride)
+    return f
+
+
+def transpose(f: Function, rows: Sequence[Value]) -> list[Value]:
+    """A square of vectors with rows and columns exchanged, by swapping ever smaller corners."""
+    result, size = list(rows), len(rows)
+    half = size // 2
+    while half:
+        low = [lane if not lane & half else size + lane - half for lane in range(size)]
+        high = [lane + half if not lane & half else size + lane for lane in range(size)]
+        for r in range(size):
+            if not r & half:
+                a, b = result[r], result[r + half]
+                result[r], result[r + half] = f.shuffle(a, b, low), f.shuffle(a, b, high)
+        half //= 2
+    return result
+
+
+def write_pack(module: Module, tile: Tile) -> Function:
+    """Rows of queries in scratch to panels, columns being queries, times `scale`.
+
+    Lanes past the last query repeat it.
+    """
+    parameters = {
+        "rows": PTR,
+        "stride": I64,
+        "count": I64,
+        "depth": I64,
+        "panels": PTR,
+        "scale": tile.element,
+    }
+    with module.function("pack_queries", parameters, internal=True) as f:
+        rows, stride, count, depth, panels, scale = f.parameters
+        wide = f.splat(scale, tile.vector)
+        with f.range(0, count, tile.lanes) as first:
+            places = [f.minimum(first + r, count - 1) for r in range(tile.lanes)]
+            starts = [f.offset(rows, place * stride, tile.element) for place in places]
+            panel = _column_start(f, tile, panels, first, depth)
+            with f.range(0, depth, tile.lanes) as d:
+                square = transpose(f, [f.load(tile.vector, start, d) for start in starts])
+                for k, column in enumerate(square):
+                    tile.store(f, column * wide, panel, (d + k) * tile.width)
+    return f
+
+
+def write_unpack(module: Module, tile: Tile) -> Function:
+    """Panels of results to rows in scratch, every column times its entry of `scales`."""
+    parameters = {
+        "panels": PTR,
+        "scales": PTR,
+        "count": I64,
+        "depth": I64,
+        "rows": PTR,
+        "stride": I64,
+    }
+    with module.function("unpack_out", parameters, internal=True) as f:
+        panels, scales, count, depth, rows, stride = f.parameters
+        with f.range(0, count, tile.lanes) as first:
+            scale = tile.load(f, scales, first)
+            panel = _column_start(f, tile, panels, first, depth)
+            with f.range(0, depth, tile.lanes) as d:
+                columns = [
+                    # + 0.0 makes one zero out of two: skipped and masked tiles agree in bits.
+                    f.fma(tile.load(f, panel, (d + k) * tile.width), scale, 0.0)
+                    for k in range(tile.lanes)
+                ]
+                for r, row in enumerate(transpose(f, columns)):
+                    f.store(row, f.offset(rows, (first + r) * stride, tile.element), d)
+    return f
+
+
+def _column_start(f: Function, tile: Tile, panels: Value, query: Value, depth: Value) -> Value:
+    """Where the column of a query starts, `depth` rows making a panel."""
+    panel = query.udiv(tile.width)
+    start = panel * (depth * tile.width) + (query - panel * tile.width)
+    return f.offset(panels, start, tile.element)

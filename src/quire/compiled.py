@@ -1,0 +1,91 @@
+"""Attention on kernels that are generated for exactly this problem."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire import eager
+from quire.codegen.lower import check_lowerable
+from quire.codegen.target import Target
+from quire.eager import Operands, Result, output_layout
+from quire.errors import BackendError, CapturedIndexError, UnsupportedOpError
+from quire.ir.trace import Traced, mod_name
+from quire.problem import Call, Problem, ReadyMod
+from quire.runtime.addressing import Addressing, Sequence
+from quire.runtime.forward import forward
+
+LARGEST_HEAD_DIM = 512
+
+
+def obstacle(call: Call) -> str | None:
+    """Why no kernel can be generated for `call`; None where one can."""
+    if call.query.device.type != "cpu":
+        return f"the tensors are on {call.query.device}, and kernels are generated for the CPU"
+    problem = call.problem
+    for kind, mod in (
+        ("score_mod", problem.score_mod),
+        ("mask_mod", problem.mask_mod),
+        ("mask_mod", problem.partial_mod),
+    ):
+        reason = None if mod is None else _mod_obstacle(kind, mod)
+        if reason is not None:
+            return reason
+    head_dim = max(call.query.shape[-1], call.value.shape[-1])
+    if head_dim > LARGEST_HEAD_DIM:
+        return f"its head dim is {head_dim}, and kernels go up to {LARGEST_HEAD_DIM}"
+    if call.query.dtype != torch.float64 and torch.float64 in (call.key.dtype, call.value.dtype):
+        return "keys or values are float64 and queries are not"
+    return _machine_obstacle()
+
+
+def _mod_obstacle(kind: str, mod: ReadyMod) -> str | None:
+    if not isinstance(mod, Traced):
+        return f"the {kind} {mod_name(mod.mod)!r} cannot be traced"
+    try:
+        check_lowerable(mod.output)
+    except UnsupportedOpError as error:
+        return str(error).partition(". ")[0]
+    return None
+
+
+def _machine_obstacle() -> str | None:
+    try:
+        Target.host()
+    except BackendError as error:
+        return str(error)
+    return None
+
+
+def attention(call: Call) -> Result:
+    """Compute on a generated kernel, the backward pass in tiles of torch ops."""
+    problem, operands = call.problem, Operands(call.query, call.key, call.value)
+    tensors = (*operands, call.sink, *problem.captures)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        return eager.attention(problem, *operands, call.sink, run=run)
+    return run(problem, operands, call.sink, call.query.dtype)
+
+
+def run(
+    problem: Problem, operands: Operands, sink: Tensor | None, dtype: torch.dtype | None = None
+) -> Result:
+    """The forward pass, without a record for autograd; `out` in `dtype` or the working dtype."""
+    query, key, value = operands
+    shape, strides = output_layout(query, value.shape[-1])
+    out = torch.empty_strided(shape, strides, dtype=dtype or operands.dtype)
+    first, last = problem.kv_start, problem.kv_start + key.shape[2]
+    sequence = Sequence(query.shape[2], problem.q_start, first, last, kv_row=-first)
+    memory = Addressing(query, key, value, (sequence,))
+    rows, out_of_range = forward(problem, memory, sink, out)
+    if out_of_range:
+        _raise_as_eager(problem, operands, sink)
+    return Result(*rows)
+
+
+def _raise_as_eager(problem: Problem, operands: Operands, sink: Tensor | None) -> None:
+    """Compute again where every index is looked at, and the error can say which it was."""
+    eager.forward(problem, operands, sink)
+    raise CapturedIndexError(
+        "an index into a captured tensor was out of range while the kernel ran, and is no more. "
+        "Do not change captured tensors during a call."
+    )

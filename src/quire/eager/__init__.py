@@ -1,0 +1,12 @@
+"""The tiled path in torch ops: any mod, memory linear in the sequence.
+
+Scores are made one tile at a time and folded into a running maximum, sum and output (online
+softmax); the backward pass makes each tile again from the saved log-sum-exp. Read `tiling`, which
+tiles there are; `tile`, the scores of one; `forward`; `backward`; `function`, both under autograd.
+"""
+
+from quire.eager.forward import Result, forward, output_layout
+from quire.eager.function import attention
+from quire.eager.tile import Operands, working_dtype
+
+__all__ = ["Operands", "Result", "attention", "forward", "output_layout", "working_dtype"]

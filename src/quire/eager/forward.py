@@ -1,0 +1,100 @@
+"""Attention over all stripes, without a record for autograd."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.eager.tile import Operands, Tile, by_group, weighted_sum
+from quire.eager.tiling import Sizes, Stripe, stripes
+from quire.problem import Problem
+
+
+class Result(NamedTuple):
+    """Attention and what is known about each row: out [B, Hq, L, Dv], the others [B, Hq, L]."""
+
+    out: Tensor
+    lse: Tensor
+    max_scores: Tensor
+
+
+def forward(problem: Problem, operands: Operands, sink: Tensor | None) -> Result:
+    """Compute a stripe at a time, in the working dtype.
+
+    The output lies in memory as the query does.
+    """
+    query, key, value = operands
+    shape, strides = output_layout(query, value.shape[-1])
+    out = torch.empty_strided(shape, strides, dtype=operands.dtype, device=query.device)
+    lse = out.new_empty(query.shape[:-1])
+    max_scores = torch.empty_like(lse)
+    for stripe in stripes(problem, Sizes.of(query, key)):
+        at = stripe.rows
+        out[at], lse[at], max_scores[at] = _stripe(problem, operands, stripe, sink)
+    return Result(out, lse, max_scores)
+
+
+def _stripe(problem: Problem, operands: Operands, stripe: Stripe, sink: Tensor | None) -> Result:
+    """Online softmax: `sums` and `total` are relative to exp(peak), the maximum so far."""
+    rows = operands.query[stripe.rows].to(operands.dtype)
+    peak = rows.new_full((*rows.shape[:-1], 1), -math.inf)
+    total = torch.zeros_like(peak)
+    sums = rows.new_zeros((*rows.shape[:-1], operands.value.shape[-1]))
+    for keys in stripe.tiles:
+        tile = Tile(problem, operands, stripe, keys)
+        if tile.is_empty:
+            continue
+        scores = tile.masked(tile.modified(tile.raw_scores(rows)))
+        higher = torch.maximum(peak, scores.amax(-1, keepdim=True))
+        weights = torch.exp(scores - _subtrahend(higher))
+        rescale = torch.exp(peak - _subtrahend(higher))
+        read = by_group(scores != -math.inf, tile.values)
+        tile_sums = weighted_sum(by_group(tile.dropped(weights), tile.values), tile.values, read)
+        total = total * rescale + weights.sum(-1, keepdim=True)
+        sums = sums * rescale + tile_sums.view_as(sums)
+        peak = higher
+    return _normalised(sums, total, peak, None if sink is None else sink[stripe.heads])
+
+
+def _normalised(sums: Tensor, total: Tensor, peak: Tensor, sink: Tensor | None) -> Result:
+    """Divide by the sum of weights, which the sink joins once."""
+    top = peak
+    if sink is not None:
+        logit = sink.to(sums.dtype).view(1, -1, 1, 1)
+        top = torch.maximum(peak, logit)
+        rescale = torch.exp(peak - _subtrahend(top))
+        total = total * rescale + torch.exp(logit - _subtrahend(top))
+        sums = sums * rescale
+    lse = torch.where(top.isinf(), top, top + torch.log(total))
+    out = torch.where(top == -math.inf, 0.0, sums / total)
+    return Result(out, lse.squeeze(-1), peak.squeeze(-1))
+
+
+def _subtrahend(peak: Tensor) -> Tensor:
+    """A maximum that can be subtracted from scores: 0 where there is none yet."""
+    return torch.where(peak == -math.inf, 0.0, peak)
+
+
+def output_layout(query: Tensor, head_dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The output's shape and strides: dense, its dimensions in the order of the query's.
+
+    As in PyTorch the head dimension is the innermost, whatever the query's is.
+    """
+    shape = (*query.shape[:-1], head_dim)
+    inner_first = sorted(range(4), key=lambda dim: (query.stride(dim), -dim))
+    strides = _dense_strides(shape, inner_first)
+    if strides[-1] != 1:
+        inner_first.remove(3)
+        strides = _dense_strides(shape, [3, *inner_first])
+    return shape, strides
+
+
+def _dense_strides(shape: tuple[int, ...], inner_first: list[int]) -> tuple[int, ...]:
+    strides, step = [0] * len(shape), 1
+    for dim in inner_first:
+        strides[dim] = step
+        step *= shape[dim]
+    return tuple(strides)

@@ -1,0 +1,114 @@
+"""Forward and backward under autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from quire.eager.backward import Above, Wanted, backward
+from quire.eager.forward import Result, forward
+from quire.eager.tile import Operands
+from quire.problem import Problem
+
+
+Forward: TypeAlias = Callable[[Problem, Operands, Tensor | None], Result]
+
+
+def attention(
+    problem: Problem,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sink: Tensor | None = None,
+    *,
+    run: Forward = forward,
+) -> Result:
+    """query [B, Hq, L, D], key [B or 1, Hkv, S, D], value [B or 1, Hkv, S, Dv], sink [Hq].
+
+    `run` computes the forward pass; the backward pass needs no more of it than its results.
+    """
+    apply: Any = TiledAttention.apply
+    out, lse, max_scores = apply(run, problem, query, key, value, sink, *problem.captures)
+    return Result(out.to(query.dtype), lse, max_scores)
+
+
+class TiledAttention(torch.autograd.Function):
+    """Inputs: run, problem, query, key, value, sink, *captures. Outputs: out, lse, max_scores.
+
+    The output is in the working dtype, since the backward pass needs all of its digits.
+    The captures of the problem are inputs of their own, so that they have gradients, and so that
+    autograd notices when one is changed in place before the backward pass has read it again.
+    """
+
+    @staticmethod
+    def forward(
+        run: Forward,
+        problem: Problem,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sink: Tensor | None,
+        *captures: Tensor,
+    ) -> Result:
+        """Compute, unrecorded."""
+        with _without_autocast(query):
+            return run(problem.with_captures(captures), Operands(query, key, value), sink)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Keep what the backward pass needs."""
+        _, ctx.problem, *tensors = inputs
+        out, lse, max_scores = output
+        ctx.mark_non_differentiable(max_scores)
+        ctx.save_for_backward(out, lse, *tensors)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Any) -> Any:
+        """The gradients of the inputs that need one."""
+        out, lse, query, key, value, sink, *captures = ctx.saved_tensors
+        _, _, wants_query, wants_key, wants_value, wants_sink, *learns = ctx.needs_input_grad
+        captures = tuple(map(_alone, captures, learns))
+        with _without_autocast(query):
+            problem = ctx.problem.with_captures(captures)
+            above = _above(out, lse, grad_out, grad_lse)
+            wanted = Wanted(wants_query, wants_key, wants_value, captures)
+            grads = backward(problem, Operands(query, key, value), wanted, above)
+            grad_sink = _sink_gradient(sink, above) if wants_sink else None
+        found = (grads.query, grads.key, grads.value, grad_sink, *grads.captures)
+        inputs = (query, key, value, sink, *captures)
+        return None, None, *(
+            None if grad is None else grad.to(tensor.dtype)
+            for grad, tensor in zip(found, inputs, strict=True)
+        )
+
+
+def _above(out: Tensor, lse: Tensor, grad_out: Tensor | None, grad_lse: Tensor | None) -> Above:
+    if grad_out is None:
+        grad_out = torch.zeros_like(out)
+    delta = (grad_out * out).sum(-1)
+    return Above(grad_out, delta if grad_lse is None else delta - grad_lse, lse)
+
+
+def _sink_gradient(sink: Tensor, above: Above) -> Tensor:
+    """The sink is a score without a value: dP = 0, hence dS = -P * delta."""
+    logit = sink.to(above.lse.dtype).view(1, -1, 1)
+    weights = torch.exp(torch.where(logit.isneginf(), logit, logit - above.lse))
+    return -(weights * above.delta).sum((0, 2))
+
+
+def _alone(capture: Tensor, learns: bool) -> Tensor:
+    """A capture cut off from how it came about: another capture may have come about from it."""
+    if not learns:
+        return capture.detach()
+    return (
+        capture.view_as(capture) if torch.is_grad_enabled() else capture.detach().requires_grad_()
+    )
+
+
+def _without_autocast(query: Tensor) -> torch.autocast:
+    """Operands were cast before; from here on the working dtype is meant."""
+    return torch.autocast(query.device.type, enabled=False)

@@ -1,0 +1,120 @@
+"""Captured tensors indexed by symbols.
+
+`table[b, h]` of a tensor with three dimensions is a `PartialLoad`, on which the last index makes a
+`load`: `table[b][h][q_idx // 16]`, `table[b, :, q_idx][h]` and `table[..., q_idx]` are all read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import EllipsisType
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.errors import CapturedIndexError
+from quire.ir.graph import Node
+from quire.ir.source import here
+from quire.ir.symbol import FORMS, Recorded, Recorder, Symbol, find_recorder, promote, unsupported
+
+
+class PartialLoad(Recorded):
+    """A captured tensor of which some dimensions have been indexed by symbols."""
+
+    __slots__ = ("indices", "tensor")
+
+    def __init__(
+        self, tensor: Tensor, indices: tuple[Node | None, ...], recorder: Recorder
+    ) -> None:
+        self.tensor = tensor
+        self.indices = indices
+        self.recorder = recorder
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The tensor's dtype."""
+        return self.tensor.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The tensor's device."""
+        return self.tensor.device
+
+    @property
+    def shape(self) -> torch.Size:
+        """The sizes of the dimensions that have no index yet."""
+        sizes = zip(self.tensor.shape, self.indices, strict=True)
+        return torch.Size([size for size, index in sizes if index is None])
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[Symbol | PartialLoad]:
+        return (self[position] for position in range(len(self)))
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__") or not hasattr(Tensor, name):
+            raise AttributeError(f"a row of a captured tensor has no attribute {name!r}")
+        raise unsupported(f"Tensor.{name} of a row of a captured tensor")
+
+    def __getitem__(self, index: object) -> Symbol | PartialLoad:
+        items = index if isinstance(index, tuple) else (index,)
+        indices = list(self.indices)
+        free = [dim for dim, bound in enumerate(indices) if bound is None]
+        for dim, item in _match_dimensions(items, free):
+            indices[dim] = self._index_node(item)
+        if None in indices:
+            return PartialLoad(self.tensor, tuple(indices), self.recorder)
+        args = tuple(bound for bound in indices if bound is not None)
+        slot = self.recorder.slot(self.tensor)
+        return self.recorder.symbol("load", args, self.tensor.dtype, slot)
+
+    def _index_node(self, item: object) -> Node:
+        value = self.recorder.lift(item)
+        dtype = promote([value])
+        # In PyTorch a bool or uint8 index is a mask, whose result has as many elements as it likes.
+        if dtype.is_floating_point or dtype in (torch.bool, torch.uint8):
+            raise CapturedIndexError(
+                f"a captured tensor was indexed by a {dtype}{here()}. Indices are signed integers: "
+                f"convert with .long(), or use torch.where for a condition."
+            )
+        return self.recorder.node(value, torch.int64)
+
+
+def _match_dimensions(items: tuple[object, ...], free: list[int]) -> Iterator[tuple[int, object]]:
+    """Pairs each index with the free dimension it binds; full slices bind nothing.
+
+    table[b, ..., q_idx] of 4 dimensions:   b -> 0    ... -> 1, 2    q_idx -> 3
+    """
+    dots = sum(item is Ellipsis for item in items)
+    if dots > 1 or len(items) > len(free) + dots:
+        raise CapturedIndexError(
+            f"{len(items)} indices for {len(free)} dimensions of a captured tensor{here()}. Index "
+            f"each dimension once."
+        )
+    dims = list(free)
+    for position, item in enumerate(items):
+        match item:
+            case EllipsisType():
+                rest = len(items) - position - 1
+                dims = dims[len(dims) - rest :]
+            case slice(start=None, stop=None, step=None):
+                dims = dims[1:]
+            case slice() | None | list() | np.ndarray():
+                raise unsupported(f"indexing a captured tensor by {item!r} and a traced number")
+            case _:
+                yield dims[0], item
+                dims = dims[1:]
+
+
+def _getitem(tensor: Any, index: object) -> Symbol | PartialLoad:
+    if isinstance(tensor, Symbol | PartialLoad):
+        return tensor[index]
+    recorder = find_recorder([index])
+    assert recorder is not None, "an index without a symbol"
+    return PartialLoad(tensor, (None,) * tensor.dim(), recorder)[index]
+
+
+FORMS["getitem"] = _getitem

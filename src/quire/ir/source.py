@@ -1,0 +1,52 @@
+"""Lines of the user's source, for messages."""
+
+from __future__ import annotations
+
+import functools
+import linecache
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+
+Location: TypeAlias = tuple[str, int]
+"""A line of source: file name and line number."""
+
+_OURS = {str(path) for path in Path(__file__).parent.glob("*.py")} | {functools.__file__}
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+
+
+def _is_the_user(filename: str) -> bool:
+    return filename not in _OURS and not filename.startswith(_TORCH)
+
+
+def user_location() -> Location:
+    """Where the innermost frame outside of this package and PyTorch stands."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and not _is_the_user(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+def raising_location(error: BaseException) -> Location | None:
+    """The innermost line of the user's that an exception passed through."""
+    frames = traceback.walk_tb(error.__traceback__)
+    lines = [(frame.f_code.co_filename, lineno) for frame, lineno in frames]
+    return next((line for line in reversed(lines) if _is_the_user(line[0])), None)
+
+
+def describe(location: Location | None) -> str:
+    """' at file.py:3: `the line`', or nothing where the line is not known."""
+    if location is None:
+        return ""
+    filename, lineno = location
+    line = linecache.getline(filename, lineno).strip()
+    return f" at {os.path.basename(filename)}:{lineno}" + (f": `{line}`" if line else "")
+
+
+def here() -> str:
+    """The user's line that is running, described."""
+    return describe(user_location())

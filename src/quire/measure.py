@@ -1,0 +1,182 @@
+"""Time and peak memory of a function, each contestant in a fresh process of its own.
+
+    fast, slow = race(make_fast, make_slow, seconds=5)
+    fast.seconds, fast.peak_bytes     # of its best call; beyond what was there before the first
+
+Comes in: factories, which pickle; each is called once in its process and returns what is measured.
+Contestants take turns, so that whatever else the machine does slows them alike, and the best time
+of each counts. A process that was never used is the only one whose peak memory means something:
+freed memory that an allocator keeps would hide the next peak.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import multiprocessing
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, SpawnContext
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple, Self, TypeAlias
+
+import torch
+
+Factory: TypeAlias = Callable[[], Callable[[], object]]
+
+_STATUS = Path("/proc/self/status")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+
+
+class Reading(NamedTuple):
+    """What one contestant needed: seconds of its best call, bytes at its worst moment.
+
+    `peak_bytes` is None where the system does not tell. `refusal` says why there are no figures.
+    """
+
+    seconds: float = float("inf")
+    peak_bytes: int | None = None
+    refusal: str | None = None
+
+
+def race(
+    *factories: Factory,
+    seconds: float,
+    threads: int = 1,
+    tick: Callable[[float], None] = lambda share: None,
+) -> list[Reading]:
+    """Call the contestants in turns until about `seconds` have passed, each at least once.
+
+    One thread is measured best: several wait for each other whenever another program takes a core.
+    `tick` is told how much of the time, from 0 to 1, has passed.
+    """
+    with ExitStack() as stack:
+        contestants = [stack.enter_context(Contestant(make, threads)) for make in factories]
+        for contestant in contestants:
+            contestant.wait_until_ready()
+        start, share = time.perf_counter(), 0.0
+        while share < 1 and any(contestant.is_running for contestant in contestants):
+            for contestant in contestants:
+                contestant.run_once()
+            share = min(1.0, (time.perf_counter() - start) / seconds)
+            tick(share)
+        tick(1.0)
+        return [contestant.reading for contestant in contestants]
+
+
+class Contestant:
+    """A process that builds its function, then calls it each time it is told to."""
+
+    def __init__(self, factory: Factory, threads: int) -> None:
+        context = _clean_processes()
+        self._ours, theirs = context.Pipe()
+        arguments = (factory, threads, theirs)
+        self._process = context.Process(target=_serve, args=arguments, daemon=True)
+        self._process.start()
+        theirs.close()
+        self.reading = Reading()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._ours.close()
+        self._process.kill()
+        self._process.join()
+
+    def wait_until_ready(self) -> None:
+        """Return when the function is built, so that others are not slowed by the building."""
+        self._receive()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not refused."""
+        return self.reading.refusal is None
+
+    def run_once(self) -> None:
+        """One call; a contestant that has refused is not asked again."""
+        if self.is_running:
+            with suppress(BrokenPipeError):  # it died: receiving finds out how
+                self._ours.send("go")
+            self._receive()
+
+    def _receive(self) -> None:
+        try:
+            new = self._ours.recv()
+        except (EOFError, ConnectionResetError):
+            self._process.join()
+            died = f"its process died with exit code {self._process.exitcode}"
+            new = Reading(refusal=died)
+        self.reading = new._replace(seconds=min(new.seconds, self.reading.seconds))
+
+
+def _clean_processes() -> SpawnContext | ForkServerContext:
+    """Processes in which torch is imported and nothing has been computed.
+
+    A fork of this very process would have its memory, and OpenMP threads that do not answer.
+    """
+    if "forkserver" not in multiprocessing.get_all_start_methods():  # Windows
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["quire"])  # once, rather than in each process
+    return context
+
+
+def _serve(factory: Factory, threads: int, pipe: Connection) -> None:
+    """The life of a contestant: build, report, then one call and one report for each message."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends us
+    try:
+        torch.set_num_threads(threads)
+        function = factory()
+        _forget_past()
+        before = peak_memory()
+        pipe.send(Reading())
+        while pipe.recv():
+            start = time.perf_counter()
+            function()
+            seconds, after = time.perf_counter() - start, peak_memory()
+            extra = None if before is None or after is None else after - before
+            pipe.send(Reading(seconds, extra))
+    except EOFError:  # the parent is done with us
+        return
+    except Exception as error:
+        pipe.send(Reading(refusal=f"{type(error).__name__}: {error}"))
+
+
+def peak_memory() -> int | None:
+    """The most memory that this process ever held at once, in bytes; None where nobody knows."""
+    try:
+        for line in _STATUS.read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name == "VmHWM":
+                return int(value.split()[0]) * 1024
+    except OSError:  # not Linux
+        pass
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
+
+
+def _forget_past() -> None:
+    """Give freed memory back and let the peak be what is held now, where the system can do so.
+
+    Where it cannot, what was needed to get ready hides a part of what is measured.
+    """
+    gc.collect()
+    with suppress(OSError, AttributeError):  # not the GNU C library
+        ctypes.CDLL(None).malloc_trim(0)
+    with suppress(OSError):  # not Linux
+        _CLEAR_REFS.write_text("5")

@@ -1,0 +1,1 @@
+"""From a problem to running code: the disk cache, threads, and plans that put them together."""

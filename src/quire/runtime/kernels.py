@@ -1,0 +1,145 @@
+"""Compiled code, by what it was compiled for: the core once per dtype, the mods once per graph.
+
+Both are looked up in this process, then on disk, and only then compiled.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from quire.codegen import jit
+from quire.codegen.builder import Module
+from quire.codegen.convention import ENTRY, ForwardSpec
+from quire.codegen.forward import write_forward
+from quire.codegen.mods import (
+    CaptureShape,
+    ModArguments,
+    is_literal,
+    write_extent,
+    write_rewrite,
+)
+from quire.codegen.target import Target
+from quire.codegen.tiles import Tile
+from quire.ir.graph import Node, constants, text
+from quire.runtime.cache import cache_key, object_cache
+
+
+class ModRoots(NamedTuple):
+    """The graphs of one problem, over one list of captured tensors.
+
+    `always` is the mask that holds in full tiles too, `partial` holds in the others as well.
+    `drop` is dropout as a graph that rewrites a weight, its input `score`.
+    """
+
+    score: Node | None = None
+    always: Node | None = None
+    partial: Node | None = None
+    drop: Node | None = None
+
+    @property
+    def all(self) -> list[Node]:
+        """Those that there are."""
+        return [root for root in self if root is not None]
+
+    @property
+    def masks(self) -> dict[str, list[Node]]:
+        """The masks that hold where a function is used: in any tile, in full and partial ones."""
+        always = [] if self.always is None else [self.always]
+        both = always if self.partial is None else [*always, self.partial]
+        return {"plain": [], "full": always, "partial": both}
+
+
+FUNCTIONS = ("plain", "full", "partial", "drop", "extent")
+
+
+@dataclass(frozen=True, eq=False)
+class ModCode:
+    """The mods of a problem as machine code. A function without anything to do has address 0."""
+
+    arguments: ModArguments
+    roots: ModRoots
+    tile: Tile
+    code: jit.Code | None
+
+    def address(self, function: str) -> int:
+        """Where a function of FUNCTIONS starts."""
+        same = _written_as(self.roots, function)
+        return 0 if same is None or self.code is None else self.code.address(same)
+
+
+@functools.lru_cache(maxsize=64)
+def core(spec: ForwardSpec) -> jit.Code:
+    """The forward kernel for some dtypes."""
+    image = _object(cache_key("forward", repr(spec)), spec.target, lambda: write_forward(spec).text)
+    return jit.load(image, [ENTRY])
+
+
+def _object(key: str, target: Target, write: Callable[[], str]) -> bytes:
+    cache = object_cache()
+    image = cache.get(key)
+    if image is None:
+        image = jit.compile_object(write(), target)
+        cache.put(key, image)
+    return image
+
+
+@functools.lru_cache(maxsize=512)
+def mod_code(tile: Tile, roots: ModRoots, shapes: tuple[CaptureShape, ...]) -> ModCode:
+    """The mods of a problem, looked up by the very nodes.
+
+    The same mod gives the same nodes for as long as this cache holds on to them, and graphs that
+    differ in their constants alone share their code.
+    """
+    arguments = ModArguments.of(roots.all, shapes)
+    names = _written(roots)
+    if not names:
+        return ModCode(arguments, roots, tile, None)
+    literals = [node.payload for node in constants(*roots.all) if is_literal(node)]
+    content = "\n".join(
+        [repr(tile), repr(shapes), repr(names), repr(literals), text(*roots.all, values=False)]
+    )
+    code = _codes.get(content)
+    if code is None:
+        image = _object(
+            cache_key("mods", content),
+            tile.target,
+            lambda: write_mods(tile, roots, arguments).text,
+        )
+        code = _codes[content] = jit.load(image, names)
+    return ModCode(arguments, roots, tile, code)
+
+
+_codes: weakref.WeakValueDictionary[str, jit.Code] = weakref.WeakValueDictionary()
+
+
+def _written_as(roots: ModRoots, function: str) -> str | None:
+    """Which function is written for `function`: itself, an equal one, or none."""
+    if function == "drop":
+        return "drop" if roots.drop is not None else None
+    if function == "extent":
+        return "extent" if roots.masks["partial"] else None
+    masks = roots.masks
+    if roots.score is None and not masks[function]:
+        return None
+    return next(name for name in ("plain", "full", "partial") if masks[name] == masks[function])
+
+
+def _written(roots: ModRoots) -> list[str]:
+    return [name for name in FUNCTIONS if _written_as(roots, name) == name]
+
+
+def write_mods(tile: Tile, roots: ModRoots, arguments: ModArguments) -> Module:
+    """The module of all the functions that a problem needs."""
+    module = Module()
+    for name in _written(roots):
+        if name == "drop":
+            write_rewrite(module, name, tile, arguments, roots.drop, [], unit=1.0)
+        elif name == "extent":
+            write_extent(module, name, tile, arguments, roots.masks["partial"])
+        else:
+            write_rewrite(module, name, tile, arguments, roots.score, roots.masks[name])
+    return module

@@ -1,0 +1,114 @@
+"""Who runs a kernel: one thread, torch's own OpenMP threads, or a pool of ours.
+
+A kernel is a function of one pointer that every thread calls with the same argument; the threads
+divide the work among themselves by an atomic counter in it. So a launcher needs to know nothing,
+and results do not depend on which one is used or how many threads come.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import glob
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import TypeAlias
+
+import torch
+
+from quire.config import config
+
+_Entry = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+Launcher: TypeAlias = Callable[[int, int, int], None]
+"""(kernel, argument, threads): run `kernel(argument)` in every thread, return when all are done."""
+
+
+def run_inline(kernel: int, argument: int, threads: int = 1) -> None:
+    """In the calling thread. Releases the GIL while it runs."""
+    _entry(kernel)(argument)
+
+
+class OpenMP:
+    """The threads that torch itself computes with, so that no second pool competes for cores."""
+
+    def __init__(self, library: str) -> None:
+        self._parallel = ctypes.CDLL(library).GOMP_parallel
+        self._parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+        self._parallel.restype = None
+
+    def __call__(self, kernel: int, argument: int, threads: int) -> None:
+        """Run in a parallel region of `threads` threads, the caller being one."""
+        self._parallel(kernel, argument, threads, 0)
+
+
+class Pool:
+    """Threads of our own, for systems whose torch brings no OpenMP that we can call."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._size = 0
+        self._executor: ThreadPoolExecutor | None = None
+
+    def __call__(self, kernel: int, argument: int, threads: int) -> None:
+        """Run in `threads` threads, the caller being one."""
+        executor = self._at_least(threads - 1)
+        others = [executor.submit(run_inline, kernel, argument) for _ in range(threads - 1)]
+        run_inline(kernel, argument)
+        for done in wait(others).done:
+            done.result()
+
+    def _at_least(self, size: int) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._executor is None or self._size < size:
+                self._size = size
+                self._executor = ThreadPoolExecutor(size, thread_name_prefix="quire")
+            return self._executor
+
+
+def launch(kernel: int, argument: int, threads: int) -> None:
+    """Run a kernel in as many threads as are given; in this one alone after a fork."""
+    if threads <= 1 or _forked:
+        run_inline(kernel, argument)
+    else:
+        launcher()(kernel, argument, threads)
+
+
+def num_threads() -> int:
+    """How many threads a kernel may use: QUIRE_THREADS, or as many as torch."""
+    return 1 if _forked else config().threads or torch.get_num_threads()
+
+
+@functools.cache
+def launcher() -> Launcher:
+    """OpenMP where torch carries libgomp, a pool of ours elsewhere."""
+    library = openmp_library()
+    return Pool() if library is None else OpenMP(library)
+
+
+@functools.cache
+def openmp_library() -> str | None:
+    """The libgomp that torch uses."""
+    found = glob.glob(os.path.join(os.path.dirname(torch.__file__), "lib", "libgomp*"))
+    return found[0] if found else None
+
+
+@functools.lru_cache(maxsize=1024)
+def _entry(kernel: int) -> Callable[[int], None]:
+    return _Entry(kernel)
+
+
+_forked = False
+
+
+def _after_fork() -> None:
+    # The child has none of its parent's threads, and libgomp would wait for them for ever.
+    global _forked
+    _forked = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,79 @@
+"""A block mask as the kernel reads it: for each block of queries the tiles to visit, ascending.
+
+The kernel's tiles need not be the mask's blocks. A tile is full where every block it touches is
+full, absent where every one is, and partial otherwise; `mixed` says that some partial tile touches
+blocks of more than one kind, so that the mask_mod alone cannot tell what holds in it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.block_mask import BlockRows
+from quire.block_mask.lists import FULL as FULL_BLOCK
+from quire.codegen.convention import FULL, PARTIAL, tile_entry
+
+
+class TileLists(NamedTuple):
+    """Entries of all rows one after the other, and where each row starts."""
+
+    offsets: NDArray[np.int64]
+    entries: NDArray[np.int32]
+    batch_stride: int
+    per_head: int
+    mixed: bool
+
+
+def tile_lists(rows: BlockRows, block_q: int, block_kv: int) -> TileLists:
+    """The tiles of `block_q` x `block_kv` that a block mask asks for."""
+    (q_len, kv_len), (q_size, kv_size) = rows.seq_lengths, rows.block_size
+    q_ranges, kv_ranges = (
+        _blocks_of_tiles(q_len, block_q, q_size),
+        _blocks_of_tiles(kv_len, block_kv, kv_size),
+    )
+    present = _count(rows.cells != 0, q_ranges, kv_ranges)
+    full = _count(rows.cells == FULL_BLOCK, q_ranges, kv_ranges)
+    touched = np.outer(q_ranges[1] - q_ranges[0], kv_ranges[1] - kv_ranges[0])
+    kinds = np.where(present == 0, 0, np.where(full == touched, FULL, PARTIAL))
+    uniform = (present == touched) & (full == 0)
+    mixed = bool(((kinds == PARTIAL) & ~uniform).any())
+
+    counts = (kinds != 0).sum(-1)
+    offsets = np.zeros(counts.size + 1, np.int64)
+    np.cumsum(counts.ravel(), out=offsets[1:])
+    places = np.nonzero(kinds)
+    entries = (places[-1] * tile_entry(1, 0) + kinds[places]).astype(np.int32)
+    num_batches, num_heads, num_rows, _ = kinds.shape
+    return TileLists(
+        offsets,
+        entries,
+        batch_stride=num_heads * num_rows if num_batches > 1 else 0,
+        per_head=int(num_heads > 1),
+        mixed=mixed,
+    )
+
+
+def _blocks_of_tiles(length: int, tile: int, block: int) -> NDArray[np.int64]:
+    """The first block that each tile touches, and one past the last: [2, tiles]."""
+    starts = np.arange(0, length, tile, dtype=np.int64)
+    stops = np.minimum(starts + tile, length)
+    return np.stack([starts // block, -(-stops // block)])
+
+
+def _count(
+    cells: NDArray[np.bool_], q_ranges: NDArray[np.int64], kv_ranges: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """How many cells are true in each tile's range of blocks, by differences of running sums."""
+    counts = cells.astype(np.int64)
+    for axis, (first, last) in ((-2, q_ranges), (-1, kv_ranges)):
+        sums = np.cumsum(counts, axis=axis)
+        padding = [(0, 0)] * sums.ndim
+        padding[axis] = (1, 0)
+        sums = np.pad(sums, padding)
+        top = sums.shape[axis] - 1
+        upper, lower = (np.take(sums, np.minimum(ends, top), axis) for ends in (last, first))
+        counts = upper - lower
+    return counts

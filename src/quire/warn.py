@@ -1,0 +1,22 @@
+"""Warnings that point at the user's line, however deep in the package they arise.
+
+Frames of torch count as ours: what stands between the user and us there is torch.compile.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+
+import torch
+
+_OURS = tuple(os.path.dirname(file) + os.sep for file in (__file__, torch.__file__))
+
+
+def warn(message: str, category: type[Warning]) -> None:
+    """Warn at the innermost line that is neither quire's nor torch's."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)

@@ -1,0 +1,160 @@
+"""Targets say what they need; objects load, unload and refuse what they are not."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import threading
+import weakref
+
+import llvmlite.binding as llvm
+import pytest
+
+from quire.codegen import jit
+from quire.codegen.builder import Module
+from quire.codegen.target import Target, missing_on
+from quire.codegen.types import F32, F64, I64
+from quire.errors import ArgumentError, BackendError, CodegenError
+
+LINUX = "x86_64-unknown-linux-gnu"
+
+
+def answer(number: int) -> str:
+    module = Module()
+    with module.function("answer", {}, I64) as f:
+        f.give_back(f.value(number, I64))
+    return module.text
+
+
+def call(code: jit.Code) -> int:
+    return int(ctypes.CFUNCTYPE(ctypes.c_int64)(code.address("answer"))())
+
+
+# --- targets
+
+
+@pytest.mark.parametrize(
+    ("name", "lanes", "panel"), [("x86-64-v3", 8, 16), ("x86-64-v4", 16, 32), ("aarch64", 4, 16)]
+)
+def test_named_targets(name: str, lanes: int, panel: int) -> None:
+    target = Target.named(name)
+    assert (target.lanes(F32), target.panel(F32)) == (lanes, panel)
+    assert (target.lanes(F64), target.panel(F64)) == (lanes // 2, panel // 2)
+    assert target == Target.named(name) and hash(target) == hash(Target.named(name))
+
+
+def test_unknown_target() -> None:
+    with pytest.raises(ArgumentError, match="expected a target out of .*, got 'mips'"):
+        Target.named("mips")
+
+
+def test_what_a_host_lacks_is_named() -> None:
+    good = {"avx2": True, "fma": True, "f16c": True}
+    assert missing_on(LINUX, good) == ""
+    assert missing_on("arm64-apple-macosx14", {}) == ""
+    assert missing_on(LINUX, good | {"f16c": False}).endswith("this one lacks f16c")
+    assert missing_on(LINUX, {}).endswith("this one lacks avx2 fma f16c")
+    assert missing_on("riscv64-unknown-linux-gnu", {}).startswith("expected a processor of x86_64")
+
+
+def test_an_old_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llvm, "get_process_triple", lambda: LINUX)
+    monkeypatch.setattr(llvm, "get_host_cpu_features", lambda: {"avx2": True})
+    with pytest.raises(BackendError, match="lacks fma f16c; use backend='eager'"):
+        Target.host.__wrapped__()
+
+
+@pytest.mark.parametrize("name", ["x86-64-v3", "x86-64-v4", "aarch64"])
+def test_assembly_for_any_target(name: str) -> None:
+    text = jit.assembly(answer(42), Target.named(name))
+    assert "answer:" in text and "42" in text
+    assert jit.assembly(answer(42), Target.named(name)) == text
+
+
+# --- objects
+
+
+def test_an_object_loads_twice_without_compiling() -> None:
+    image = jit.compile_object(answer(7), Target.host())
+    first, second = jit.load(image, ["answer"]), jit.load(bytes(image), ["answer"])
+    assert call(first) == call(second) == 7
+    assert first.address("answer") != second.address("answer")
+
+
+def test_code_is_freed_with_its_last_reference() -> None:
+    """Many libraries alive take memory maps; after the last reference they are gone."""
+
+    def maps() -> int:
+        with open("/proc/self/maps") as file:
+            return len(file.readlines())
+
+    image = jit.compile_object(answer(7), Target.host())
+    code = jit.load(image, ["answer"])
+    tracker = weakref.ref(code._tracker)
+    del code
+    gc.collect()
+    assert tracker() is None
+    before = maps()
+    alive = [jit.load(image, ["answer"]) for _ in range(300)]
+    assert maps() > before + 5
+    assert all(call(code) == 7 for code in alive)
+    del alive
+    gc.collect()
+    assert maps() <= before + 5
+
+
+def test_threads_compile_and_load_at_once() -> None:
+    results: dict[int, int] = {}
+
+    def work(number: int) -> None:
+        code = jit.load(jit.compile_object(answer(number), Target.host()), ["answer"])
+        results[number] = call(code)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {number: number for number in range(8)}
+
+
+@pytest.mark.parametrize("image", [b"", b"not an object", b"\x7fELF" + bytes(60)])
+def test_what_is_no_object_is_refused(image: bytes) -> None:
+    with pytest.raises(CodegenError, match="expected an object with"):
+        jit.load(image, ["answer"])
+
+
+def test_truncated_and_foreign_objects_are_refused() -> None:
+    image = jit.compile_object(answer(7), Target.host())
+    for size in (10, 64, len(image) // 2):
+        with pytest.raises(CodegenError, match="expected an object with"):
+            jit.load(image[:size], ["answer"])
+    with pytest.raises(CodegenError, match="expected an object with"):
+        jit.load(image, ["question"])
+    with pytest.raises(CodegenError, match="expected one of"):
+        jit.load(image, ["answer"]).address("question")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "define void @f() {",
+        "define i64 @f() {\n  ret float 0.0\n}",
+        "define i64 @f(i1 %c) {\n  br i1 %c, label %a, label %b\na:\n  %x = add i64 1, 1\n"
+        "  br label %b\nb:\n  ret i64 %x\n}",
+    ],
+)
+def test_malformed_text_is_refused(text: str) -> None:
+    with pytest.raises(CodegenError, match="expected well-formed code"):
+        jit.compile_object(text, Target.host())
+
+
+def test_a_module_may_not_call_outside() -> None:
+    text = "declare double @sin(double)\ndefine double @f(double %x) {\n"
+    text += "  %y = call double @sin(double %x)\n  ret double %y\n}"
+    with pytest.raises(CodegenError, match="expected a module on its own, got a call to sin"):
+        jit.compile_object(text, Target.host())
+
+
+def test_version() -> None:
+    assert int(jit.llvm_version().split(".")[0]) >= 20

@@ -1,0 +1,46 @@
+"""Tiles of the kernel from blocks of a mask, against the elements themselves."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.block_mask import BlockRows
+from quire.codegen.convention import FULL, PARTIAL
+from quire.runtime.tile_lists import tile_lists
+
+
+@given(st.data())
+def test_tiles_say_what_the_elements_say(data: st.DataObject) -> None:
+    sizes = st.integers(1, 9)
+    q_len, kv_len = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 40))
+    blocks, tiles = (data.draw(sizes), data.draw(sizes)), (data.draw(sizes), data.draw(sizes))
+    batches, heads = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 2))
+    shape = (batches, heads, -(-q_len // blocks[0]), -(-kv_len // blocks[1]))
+    seed = data.draw(st.integers(0, 2**32 - 1))
+    cells = np.random.default_rng(seed).integers(0, 3, shape, np.int32)
+    lists = tile_lists(BlockRows(cells, blocks, (q_len, kv_len)), *tiles)
+
+    elements = cells.repeat(blocks[0], 2).repeat(blocks[1], 3)[:, :, :q_len, :kv_len]
+    mixed = False
+    row = 0
+    for b in range(batches):
+        for h in range(heads):
+            for first in range(0, q_len, tiles[0]):
+                entries = lists.entries[lists.offsets[row] : lists.offsets[row + 1]].tolist()
+                expected = []
+                for block, key in enumerate(range(0, kv_len, tiles[1])):
+                    part = elements[b, h, first : first + tiles[0], key : key + tiles[1]]
+                    if (part == 2).all():
+                        expected.append(block * 4 + FULL)
+                    elif (part != 0).any():
+                        expected.append(block * 4 + PARTIAL)
+                        mixed |= not (part == 1).all()
+                assert entries == expected
+                row += 1
+    assert len(lists.offsets) == row + 1
+    assert lists.mixed == mixed
+    rows_per_head = -(-q_len // tiles[0])
+    assert lists.batch_stride == (heads * rows_per_head if batches > 1 else 0)
+    assert lists.per_head == (heads > 1)

@@ -1,0 +1,203 @@
+"""The command line as a user meets it: in a process of its own, with and without a terminal."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+import quire
+from quire import cli
+from quire.demo import screen
+from quire.demo.check import Check, Results, check
+from quire.demo.contest import Comparison, Outcome
+from quire.demo.mod import block_mask
+from quire.doctor import report
+from quire.measure import Reading
+
+ROOT = Path(__file__).parent.parent
+SMALL = ("demo", "--tokens", "128", "--seconds", "0.1")
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """`quire ...` without a terminal."""
+    command = [sys.executable, "-m", "quire.cli", *arguments]
+    return subprocess.run(
+        command, env=plain_environ(environ), capture_output=True, text=True, timeout=110
+    )
+
+
+def run_in_terminal(*arguments: str, columns: int, **environ: str) -> str:
+    """All that `quire ...` writes to a terminal of that width, escape codes included."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "quire.cli", *arguments]
+    env = plain_environ({"TERM": "xterm-256color", "COLUMNS": str(columns), **environ})
+    process = subprocess.Popen(command, env=env, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    written = bytearray()
+    try:
+        while chunk := os.read(ours, 65536):
+            written += chunk
+    except OSError:  # how Linux says that the other side is closed
+        pass
+    os.close(ours)
+    assert process.wait(timeout=110) == 0, written.decode()
+    return written.decode().replace("\r\n", "\n")
+
+
+def plain_environ(more: dict[str, str]) -> dict[str, str]:
+    """This process's environment without what changes how rich writes."""
+    changing = {"NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "COLUMNS", "LINES"}
+    return {name: text for name, text in os.environ.items() if name not in changing} | more
+
+
+# doctor
+
+
+def test_doctor_prints_every_finding() -> None:
+    done = run("doctor")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not COLOUR.search(done.stdout)
+    lines = [re.split(r"\s{2,}", line.strip())[0] for line in done.stdout.splitlines()]
+    assert [what for what, _ in report()] == [line for line in lines if line in dict(report())]
+    assert re.search(rf"^torch +{re.escape(torch.__version__)} *$", done.stdout, re.MULTILINE)
+
+
+def test_doctor_wraps_in_a_narrow_terminal_and_keeps_to_no_color() -> None:
+    narrow = run_in_terminal("doctor", columns=50)
+    assert COLOUR.search(narrow)
+    assert max(len(COLOUR.sub("", line)) for line in narrow.splitlines()) <= 50
+    plain = run_in_terminal("doctor", columns=50, NO_COLOR="1")
+    assert not re.search(r"\x1b\[[0-9;]*3[0-9]", plain)
+
+
+# demo
+
+
+@pytest.mark.slow
+def test_demo_in_a_pipe() -> None:
+    done = run(*SMALL, PYTHONIOENCODING="ascii")  # the worst that an output can be
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\x1b" not in done.stdout
+    for title in ("A mod is plain Python", "What it lets attention see"):
+        assert title in done.stdout
+    for row in Results._fields:
+        assert re.search(rf"{row.replace('_', ' ')} +\d\.\de-\d\d +\d\.\de-\d\d +\?", done.stdout)
+    assert re.search(r"forward +[\d.]+ m?s +[\d.]+ m?s +\d+(\.\d)? x (faster|slower)", done.stdout)
+    assert re.search(r"forward and backward +refuses +[\d.]+ m?s", done.stdout)
+    assert "FlexAttention does not support backward on CPU." in " ".join(done.stdout.split())
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_demo_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(contest: list[Comparison], *_: object) -> list[Outcome]:
+        refused = Reading(refusal="NotImplementedError: not here. Go elsewhere.")
+        return [
+            Outcome(contest[0].name, Reading(1.5, 900_000_000), Reading(0.1, 12_000_000)),
+            Outcome(contest[1].name, refused, Reading(0.3, None)),
+            Outcome(contest[2].name, Reading(0.01, 10_000_000), Reading(0.15, 41_000_000)),
+        ]
+
+    monkeypatch.setattr(screen, "measure", measured)
+    console = Console(file=io.StringIO(), force_terminal=True, width=80, highlight=False)
+    assert screen.run(console, tokens=128, seconds=1.0, threads=2)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "\x1b[32m✓" in shown and "✗" not in shown
+    assert "━" in shown, "no progress bar"
+    text = COLOUR.sub("", shown)
+    assert re.search(r"forward +1\.50 s +100 ms +15 x faster\n +900 MB +12 MB +75 x less", text)
+    assert re.search(r"forward and backward +refuses +300 ms *\n +unknown *\n", text)
+    assert re.search(r"SDPA +10 ms +150 ms +15 x slower\n +10 MB +41 MB +4\.1 x more", text)
+    assert re.search(r"PyTorch, forward and backward: NotImplementedError: not here\. *\n", text)
+    last_states = (line.rpartition("\x1b[2K")[2] for line in text.splitlines())
+    assert max(map(len, last_states)) <= 80
+
+
+def test_the_picture_of_the_demo_is_its_mask() -> None:
+    mask = quire.create_mask(block_mask(64).mask_mod, None, None, 64, 64, "cpu")[0, 0]
+    cells = block_mask(64, 4).rows().cells[0, 0]
+    counts = mask.view(16, 4, 16, 4).sum((1, 3))
+    assert cells.tolist() == torch.where(counts == 16, 2, (counts > 0).int()).tolist()
+
+
+@pytest.mark.parametrize(
+    ("row", "holds"),
+    [
+        (Check("", theirs=1e-6, ours=3.9e-6, largest=1.0), True),
+        (Check("", theirs=1e-6, ours=5.0e-6, largest=1.0), False),
+        (Check("", theirs=0.0, ours=2e-6, largest=10.0), True),
+        (Check("", theirs=1e-6, ours=float("nan"), largest=1.0), False),
+    ],
+)
+def test_an_error_is_bounded_by_that_of_torch(row: Check, holds: bool) -> None:
+    assert row.holds is holds
+
+
+def test_a_wrong_number_fails_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = quire.flex_attention
+
+    def wrong(query: torch.Tensor, *args: object, **options: object) -> object:
+        return right(query * 1.001, *args, **options)  # type: ignore[call-overload]
+
+    assert all(row.holds for row in check(128))
+    monkeypatch.setattr(quire, "flex_attention", wrong)
+    assert not any(row.holds for row in check(128))
+
+
+def test_a_failed_check_fails_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli.demo, "run", lambda *args: False)
+    assert invoke("demo")[0] == 1
+    monkeypatch.setattr(cli.demo, "run", lambda *args: True)
+    assert invoke("demo")[0] == 0
+
+
+# mistakes
+
+
+def invoke(*arguments: str) -> tuple[int, str]:
+    """The exit code and output of `quire ...` within this process, for what needs no other."""
+    result = CliRunner().invoke(cli.app, arguments)
+    return result.exit_code, result.output
+
+
+def test_help_names_the_commands() -> None:
+    for _, output in (invoke("--help"), invoke()):
+        assert re.search(r"demo .*doctor ", output, re.DOTALL)
+
+
+def test_version() -> None:
+    assert invoke("--version") == (0, f"quire {quire.__version__}\n")
+
+
+def test_a_number_out_of_range_is_explained() -> None:
+    exit_code, output = invoke("demo", "--tokens", "3")
+    assert exit_code == 2
+    assert "--tokens" in output and "16" in output
+
+
+def test_an_error_of_ours_is_one_line_without_a_traceback() -> None:
+    done = run(*SMALL, QUIRE_BACKEND="fast")
+    assert done.returncode == 1
+    assert done.stderr.strip().startswith("quire: QUIRE_BACKEND: expected one of auto, eager")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("missing", ["rich", "typer"])
+def test_what_to_install(missing: str) -> None:
+    program = f"import sys; sys.modules[{missing!r}] = None; import quire; import quire.cli"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 1
+    start, found, rest = re.split(r"found this: (.*?)\. Install", done.stderr)
+    assert start == "quire: the command line needs rich and typer, but it "
+    assert missing in found
+    assert rest == " both with: pip install 'quire[cli]'\n"

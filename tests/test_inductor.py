@@ -1,0 +1,247 @@
+"""PyTorch's own flex_attention as a backend.
+
+Tests marked slow compile with a C++ compiler, 5 to 40 seconds each; the others compile nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from compare import assert_as_good_as
+from torch import Tensor
+
+import quire
+from quire import inductor, reference
+from quire.attention import prepare
+from quire.errors import BackendError
+from quire.inductor import folded, obstacle, with_sink
+from quire.memory import Dense
+from quire.problem import Call, Problem
+
+
+def qkv(**kind: Any) -> list[Tensor]:
+    return [torch.randn(1, 2, 8, 4, **kind) for _ in range(3)]
+
+
+def call(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Call:
+    defaults: dict[str, Any] = dict.fromkeys(("score_mod", "scale", "sink", "q_start"))
+    defaults |= {"masks": (), "dropout_p": 0.0}
+    return prepare(query, Dense(key, value), **(defaults | options))
+
+
+# What it cannot do
+
+
+def test_nothing_stands_in_the_way() -> None:
+    assert obstacle(call(*qkv())) is None
+    assert obstacle(call(*qkv(dtype=torch.bfloat16), score_mod=lambda s, b, h, q, k: s)) is None
+
+
+def learned(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return score + SLOPES[h]
+
+
+SLOPES = torch.zeros(2, requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"dropout_p": 0.1}, "has no dropout, and dropout_p is not 0"),
+        ({"aux": quire.AuxRequest(lse=True)}, "on cpu does not return lse"),
+        ({"aux": quire.AuxRequest(max_scores=True)}, "on cpu does not return max_scores"),
+        ({"sink": torch.zeros(2)}, "on cpu does not return lse, which a sink needs"),
+        (
+            {"score_mod": learned},
+            "on cpu has no backward pass, and these require grad: a captured tensor",
+        ),
+    ],
+)
+def test_on_the_cpu_it_lacks(options: dict[str, Any], reason: str) -> None:
+    assert obstacle(call(*qkv(), **options)) == f"PyTorch's flex_attention {reason}"
+
+
+def test_on_the_cpu_it_lacks_dtypes() -> None:
+    query, key, value = qkv()
+    assert obstacle(call(*qkv(dtype=torch.float64))) == (
+        "PyTorch's flex_attention on cpu does not take float64"
+    )
+    assert obstacle(call(query, key.bfloat16(), value)) == (
+        "PyTorch's flex_attention on cpu takes one dtype, and these are float32, bfloat16, float32"
+    )
+
+
+def test_on_the_cpu_it_needs_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: False)
+    assert "needs AVX2" in str(obstacle(call(*qkv())))
+
+
+def test_empty_sequences() -> None:
+    query, key, value = qkv()
+    for arguments in ((query[:, :, :0], key, value), (query, key[:, :, :0], value[:, :, :0])):
+        assert "no sequences of length 0" in str(obstacle(call(*arguments)))
+
+
+def test_gradients_matter_only_where_they_are_recorded() -> None:
+    operands = qkv(requires_grad=True)
+    assert "these require grad: query, key, value" in str(obstacle(call(*operands)))
+    with torch.no_grad():
+        assert obstacle(call(*operands)) is None
+
+
+@pytest.mark.parametrize(
+    ("device", "can_learn"), [("cuda", True), ("xpu", True), ("hpu", True), ("mps", False)]
+)
+def test_other_devices(device: str, can_learn: bool) -> None:
+    tensor: Any = SimpleNamespace(
+        device=torch.device(device),
+        dtype=torch.float64,
+        shape=torch.Size((1, 2, 8, 4)),
+        requires_grad=True,
+    )
+    for options in ({}, {"aux": quire.AuxRequest(lse=True)}, {"sink": tensor}):
+        reason = obstacle(Call(Problem(1.0), tensor, tensor, tensor, **options))  # type: ignore[arg-type]
+        assert (reason is None) == can_learn
+
+
+@pytest.mark.parametrize("entry", ["flex_attention", "attention"])
+def test_what_it_does_not_return_is_an_error_and_never_none(entry: str) -> None:
+    query, key, value = qkv()
+    arguments: tuple[Any, ...] = (
+        (query, key, value) if entry == "flex_attention" else (query, Dense(key, value))
+    )
+    with pytest.raises(BackendError, match="does not return lse"):
+        getattr(quire, entry)(*arguments, return_aux=quire.AuxRequest(lse=True), backend="inductor")
+
+
+# What it says in PyTorch's words
+
+
+def test_a_mask_becomes_part_of_the_score() -> None:
+    numbers = [torch.tensor(n) for n in (0, 0, 3, 2)]
+
+    def double(score: Tensor, *_: Tensor) -> Tensor:
+        return score * 2
+
+    def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return q_idx >= kv_idx
+
+    assert folded(double, None) is double
+    for mod, mask, expected in (
+        (double, causal, 10.0),
+        (None, causal, 5.0),
+        (double, lambda *_: True, 10.0),
+        (double, lambda *_: False, -math.inf),
+        (None, lambda b, h, q_idx, kv_idx: q_idx < kv_idx, -math.inf),
+    ):
+        both = folded(mod, mask)
+        assert both is not None
+        assert both(torch.tensor(5.0), *numbers).item() == expected
+
+
+def test_a_sink_joins_by_the_log_sum_exp() -> None:
+    query, key, value = qkv(dtype=torch.float64)
+    sink = torch.tensor([0.5, -math.inf], dtype=torch.float64)
+
+    def half(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (q_idx > 3) & (q_idx >= kv_idx)  # the first rows are empty
+
+    without = reference.attention(query, key, value, mask_mod=half)
+    expected = reference.attention(query, key, value, mask_mod=half, sink=sink)
+    out, lse = with_sink(without.out, without.lse, sink)
+    torch.testing.assert_close(out, expected.out)
+    torch.testing.assert_close(lse, expected.lse)
+
+
+# What PyTorch compiles. It warns of parts of itself that it deprecates.
+
+compiles = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+
+
+@pytest.fixture
+def _no_kernels() -> Iterator[None]:
+    """No kernel from an earlier test, and none for a later one."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_no_kernels")
+@compiles
+def test_the_same_numbers() -> None:
+    """All at once, since each compilation takes its time: both mods, a block mask, groups of
+    heads, keys for all batches, positions, an empty row, gradients that are not recorded."""
+    query = torch.randn(2, 4, 40, 16, requires_grad=True)
+    key, value = torch.randn(1, 2, 50, 16), torch.randn(1, 2, 50, 16)
+    slopes = torch.randn(4)
+
+    def slope(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score + slopes[h] * (q_idx - kv_idx)
+
+    def hidden(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (q_idx >= kv_idx) & (q_idx != 12)
+
+    blocks = quire.create_block_mask(lambda b, h, q, k: k > 5, None, None, 40, 50, BLOCK_SIZE=16)
+
+    def run(backend: Any, dtype: torch.dtype) -> Tensor:
+        operands = prepare(
+            query.to(dtype),
+            Dense(key.to(dtype), value.to(dtype), start=3),
+            score_mod=slope,
+            masks=(hidden, blocks),
+            scale=0.3,
+            dropout_p=0.0,
+            sink=None,
+            q_start=7,
+        )
+        return quire.backends.choose(backend, operands).run(operands).out
+
+    with torch.no_grad():
+        actual = run("inductor", torch.float32)
+        peer, truth = run("eager", torch.float32), run("eager", torch.float64)
+    assert_as_good_as(actual, peer, truth)
+    assert actual[:, :, 5].eq(0).all()  # position 12
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_no_kernels")
+@compiles
+@pytest.mark.filterwarnings("ignore:.*force disabled")
+def test_no_compiler() -> None:
+    from torch._inductor import config
+
+    with (
+        config.patch({"cpp.cxx": ("no++",), "force_disable_caches": True}),
+        pytest.raises(BackendError) as caught,
+    ):
+        quire.flex_attention(*qkv(), backend="inductor")
+    message = str(caught.value)
+    assert message.startswith(
+        "backend='inductor' needs a C++ compiler on the CPU, but PyTorch says"
+    )
+    assert message.endswith("name it in the variable CXX, or use backend='eager'.")
+
+
+@pytest.mark.usefixtures("_no_kernels")
+@compiles
+def test_a_mod_that_pytorch_cannot_compile() -> None:
+    def branching(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score if bool(score > 0) else score * 2
+
+    operands = call(*qkv())
+    operands = Call(
+        *(operands.problem, operands.query, operands.key, operands.value, None, branching)
+    )
+    with pytest.raises(BackendError) as caught:
+        inductor.attention(operands)
+    message = str(caught.value)
+    assert message.startswith(
+        "backend='inductor' needs mods that PyTorch can compile, but it raise"
+    )
+    assert message.endswith("Change the mod, or use backend='eager' on the CPU.")
