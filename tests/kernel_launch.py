@@ -1,4 +1,4 @@
-"""Runs the forward kernel on tensors, without the runtime: what tests and benchmarks need of it."""
+"""Runs the forward kernel on tensors, without the runtime: what tests of the kernel need of it."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ import ctypes
 import functools
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from quire.codegen import jit
+from quire.codegen.builder import Function, Module, Value
 from quire.codegen.convention import (
     ENTRY,
+    EXTENT,
     FORWARD,
     FULL,
+    REWRITE,
     SEQUENCE,
     ForwardSpec,
     num_items,
@@ -26,6 +29,8 @@ from quire.codegen.convention import (
 from quire.codegen.forward import write_forward
 from quire.codegen.staging import ENDLESS
 from quire.codegen.target import Target
+from quire.codegen.tiles import Tile
+from quire.codegen.types import I64
 
 LOG2_E = math.log2(math.e)
 
@@ -35,28 +40,83 @@ def compiled(spec: ForwardSpec) -> jit.Code:
     return jit.load(jit.compile_object(write_forward(spec).text, spec.target), [ENTRY])
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+# --- mods written by hand
+
+_codes: dict[int, jit.Code] = {}
+
+
+def _address(module: Module, name: str, target: Target) -> int:
+    code = jit.load(jit.compile_object(module.text, target), [name])
+    _codes[code.address(name)] = code  # the address lives as long as the code
+    return code.address(name)
+
+
+@functools.cache
+def mod_code(tile: Tile, rewrite: Callable[[Function, Value, Value, Value], Value]) -> int:
+    """The address of a mod that rewrites (q_idx vector, kv_idx, score) to a score in log2."""
+    module = Module()
+    names = ("scores", "maxima", "arguments", "b", "h", "q_idx", "queries", "kv_idx", "keys")
+    with module.function("mod", dict(zip(names, REWRITE.parameters, strict=True))) as f:
+        scores, maxima, _, _, _, q_idx, _, kv_idx, keys = f.parameters
+        positions = I64.vector(tile.lanes)
+        queries = [
+            f.splat(q_idx + v * tile.lanes, positions) + f.iota(positions)
+            for v in range(tile.target.vectors)
+        ]
+
+        def one_key(j: Value, best: list[Value]) -> list[Value]:
+            row = tile.load_row(f, scores, j)
+            row = [rewrite(f, q, kv_idx + j, x) for q, x in zip(queries, row, strict=True)]
+            tile.store_row(f, row, scores, j)
+            return [f.maximum(a, b) for a, b in zip(best, row, strict=True)]
+
+        best = f.loop(0, keys, one_key, carry=tile.row(f, -math.inf))
+        tile.store_row(f, best, maxima)
+    return _address(module, "mod", tile.target)
+
+
+@functools.cache
+def extent_code(
+    tile: Tile,
+    bounds: Callable[[Function, Value, Value, Value], tuple[Value, Value, Value]],
+) -> int:
+    """The address of an extent: (first and last q_idx, kv_idx) to (first, last, every)."""
+    module = Module()
+    names = ("arguments", "b", "h", "q_idx", "queries", "kv_idx", "keys")
+    with module.function("extent", dict(zip(names, EXTENT.parameters, strict=True)), I64) as f:
+        _, _, _, q_idx, queries, kv_idx, keys = f.parameters
+        last_q = q_idx + f.minimum(queries, tile.width) - 1
+        first, last, every = bounds(f, q_idx, last_q, kv_idx)
+        first = f.maximum(f.minimum(first, keys), 0)
+        last = f.maximum(f.minimum(last, keys), 0)
+        f.give_back(first | (last << 16) | (f.convert(every, I64) << 32))
+    return _address(module, "extent", tile.target)
+
+
+# --- launches
 
 
 @dataclass
 class Tiles:
-    """Per row (b, h, block of queries): entries, and ranges per entry and panel if any."""
+    """Per row (b, h, block of queries) the blocks of keys and their kinds."""
 
     rows: Sequence[Sequence[tuple[int, int]]]
-    ranges: Tensor | None = None
     batch_stride: int = 0
     per_head: int = 0
 
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        counts = torch.tensor([0, *(len(row) for row in self.rows)])
+    def __post_init__(self) -> None:
+        self.offsets = torch.tensor([0, *(len(row) for row in self.rows)]).cumsum(0)
         entries = [tile_entry(block, kind) for row in self.rows for block, kind in row]
-        return counts.cumsum(0), torch.tensor(entries or [0], dtype=torch.int32)
+        self.entries = torch.tensor(entries or [0], dtype=torch.int32)
 
 
 @dataclass
 class Call:
-    """One launch. Queries [B, H, L, D], keys and values [B, Hkv, S, D]; ragged ones have B 1."""
+    """One launch. Queries [B, H, L, D], keys and values [B, Hkv, S, D].
+
+    With `sequences`, ragged queries, keys and values have B 1; with a page table keys and values
+    are pages [P, Hkv, page, D].
+    """
 
     query: Tensor
     key: Tensor
@@ -67,6 +127,7 @@ class Call:
     scores_in_log2: bool = True
     sink: Tensor | None = None
     q_start: int = 0
+    kv_row: int = 0
     kv_begin: int = 0
     kv_end: int | None = None
     sequences: Sequence[dict[str, int]] | None = None
@@ -76,121 +137,127 @@ class Call:
     tile_kind: int = FULL
     partial_mod: int = 0
     full_mod: int = 0
+    plain_mod: int = 0
     weights_mod: int = 0
-    arguments: int = 0
+    extent: int = 0
     threads: int = 1
     block_q: int = 128
     target: Target = field(default_factory=Target.host)
 
-    def prepare(self) -> None:
-        query, key, value = self.query, self.key, self.value
-        paged = self.page_table is not None
-        dtypes = (query, key, value)
-        out_dtype = self.out_dtype or query.dtype
-        self.spec = ForwardSpec(
-            self.target, *(dtype_name(t.dtype) for t in dtypes), dtype_name(out_dtype)
-        )
-        heads, group = query.shape[1], query.shape[1] // key.shape[1]
-        shape = (*query.shape[:3], value.shape[3])
-        wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-        if self.out is None:
-            self.out = torch.full(shape, 7.0, dtype=out_dtype)
-        self.lse = torch.full(shape[:3], 7.0, dtype=wide)
-        self.max_scores = torch.full(shape[:3], 7.0, dtype=wide)
-        records = self.sequences or [
-            {
-                "q_len": query.shape[2],
-                "q_start": self.q_start,
-                "kv_begin": self.kv_begin,
-                "kv_end": key.shape[2] if self.kv_end is None else self.kv_end,
-            }
-        ]
-        items, packed = 0, b""
-        for record in records:
-            full = dict.fromkeys(SEQUENCE.fields, 0) | {"first_item": items} | record
-            packed += SEQUENCE.pack(full)
-            items += num_items(full["q_len"], heads, self.block_q)
-        if self.sequences is None:
-            items *= query.shape[0]
-        self._sequences = ctypes.create_string_buffer(packed)
-        size = scratch_bytes(self.spec, query.shape[3], value.shape[3], self.block_q)
-        self._scratch = torch.full((size * self.threads + 64,), 255, dtype=torch.uint8)
-        self._counters = torch.zeros(16, dtype=torch.int64)
-        offsets, entries = self.tiles.tensors() if self.tiles else (None, None)
-        ranges = self.tiles.ranges if self.tiles else None
-        self._keep = (offsets, entries, ranges)
-        scale = 1 / math.sqrt(query.shape[3]) if self.scale is None else self.scale
-
-        def pointer(tensor: Tensor | None) -> int:
-            return 0 if tensor is None else tensor.data_ptr()
-
-        values: dict[str, int | float] = {
-            "scale": scale * (LOG2_E if self.scores_in_log2 else 1.0),
-            "heads": heads,
-            "group": group,
-            "head_dim": query.shape[3],
-            "value_dim": value.shape[3],
-            "block_q": self.block_q,
-            "lse": pointer(self.lse),
-            "max_scores": pointer(self.max_scores),
-            "lse_batch": self.lse.stride(0),
-            "lse_head": self.lse.stride(1),
-            "lse_row": self.lse.stride(2),
-            "sink": pointer(self.sink),
-            "sequences": ctypes.addressof(self._sequences),
-            "sequence_stride": int(self.sequences is not None),
-            "num_sequences": len(records),
-            "num_items": items,
-            "page_table": pointer(self.page_table),
-            "page_table_stride": self.page_table.stride(0) if paged else 0,
-            "page_size": self.page_size,
-            "tile_offsets": pointer(offsets),
-            "tile_entries": pointer(entries),
-            "plain_mod": self.full_mod,
-            "extent": 0,
-            "tile_batch_stride": self.tiles.batch_stride if self.tiles else 0,
-            "tile_per_head": self.tiles.per_head if self.tiles else 0,
-            "tile_kind": self.tile_kind,
-            "partial_mod": self.partial_mod,
-            "full_mod": self.full_mod,
-            "weights_mod": self.weights_mod,
-            "arguments": self.arguments,
-            "scratch": (self._scratch.data_ptr() + 63) & ~63,
-            "scratch_bytes": size,
-            "counters": self._counters.data_ptr(),
-        }
-        for name, tensor in (("query", query), ("key", key), ("value", value), ("out", self.out)):
-            first, head, row, column = tensor.stride()
-            values[name] = tensor.data_ptr()
-            values[f"{name}_head"], values[f"{name}_row"] = head, row
-            values[f"{name}_column"] = column
-            values[f"{name}_batch"] = 0 if paged and name in ("key", "value") else first
-            if self.sequences is not None:
-                values[f"{name}_batch"] = 0
-            if name in ("key", "value"):
-                values[f"{name}_page"] = first if paged else 0
-        if self.sequences is not None:
-            values["lse_batch"] = 0
-        self._args = ctypes.create_string_buffer(FORWARD.pack(values))
-        self._code = compiled(self.spec)
-        self._function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._code.address(ENTRY))
-
-    def launch(self) -> None:
-        self._counters.zero_()
-        address = ctypes.addressof(self._args)
-        if self.threads == 1:
-            self._function(address)
-            return
-        workers = [
-            threading.Thread(target=self._function, args=(address,)) for _ in range(self.threads)
-        ]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
+    @property
+    def spec(self) -> ForwardSpec:
+        dtypes = [x.dtype for x in (self.query, self.key, self.value)]
+        dtypes.append(self.out_dtype or self.query.dtype)
+        return ForwardSpec(self.target, *(str(dtype).removeprefix("torch.") for dtype in dtypes))
 
     def run(self) -> tuple[Tensor, Tensor, Tensor]:
+        """out, lse and max_scores."""
         self.prepare()
         self.launch()
         assert self.out is not None
         return self.out, self.lse, self.max_scores
+
+    def launch(self) -> None:
+        """Run what `prepare` has packed; can be called again."""
+        self._counters.zero_()
+        address = ctypes.addressof(self._args)
+        function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._code.address(ENTRY))
+        others = [
+            threading.Thread(target=function, args=(address,)) for _ in range(self.threads - 1)
+        ]
+        for thread in others:
+            thread.start()
+        function(address)
+        for thread in others:
+            thread.join()
+
+    def prepare(self) -> None:
+        """Make the outputs, scratch full of NaN, and the record of arguments."""
+        shape = (*self.query.shape[:3], self.value.shape[3])
+        wide = torch.float64 if self.query.dtype == torch.float64 else torch.float32
+        if self.out is None:
+            self.out = torch.full(shape, 7.0, dtype=self.out_dtype or self.query.dtype)
+        self.lse = torch.full(shape[:3], 7.0, dtype=wide)
+        self.max_scores = torch.full(shape[:3], 7.0, dtype=wide)
+        size = scratch_bytes(self.spec, self.query.shape[3], self.value.shape[3], self.block_q)
+        self._scratch = torch.full((size * self.threads + 64,), 255, dtype=torch.uint8)
+        self._counters = torch.zeros(16, dtype=torch.int64)
+        self._code = compiled(self.spec)
+        values = self._tensors() | self._sizes() | self._sequences() | self._tiles()
+        values |= {
+            "scratch": (self._scratch.data_ptr() + 63) & ~63,
+            "scratch_bytes": size,
+            "counters": self._counters.data_ptr(),
+            "arguments": 0,
+        }
+        self._args = ctypes.create_string_buffer(FORWARD.pack(values))
+
+    def _tensors(self) -> dict[str, int | float]:
+        assert self.out is not None
+        paged, ragged = self.page_table is not None, self.sequences is not None
+        values: dict[str, int | float] = {}
+        tensors = {"query": self.query, "key": self.key, "value": self.value, "out": self.out}
+        for name, tensor in tensors.items():
+            first, head, row, column = tensor.stride()
+            values |= {name: tensor.data_ptr(), f"{name}_batch": 0 if ragged else first}
+            values |= {f"{name}_head": head, f"{name}_row": row, f"{name}_column": column}
+            if name in ("key", "value"):
+                values[f"{name}_page"] = first if paged else 0
+        batch, head, row = self.lse.stride()
+        return values | {
+            "lse": self.lse.data_ptr(),
+            "max_scores": self.max_scores.data_ptr(),
+            "lse_batch": 0 if ragged else batch,
+            "lse_head": head,
+            "lse_row": row,
+            "sink": 0 if self.sink is None else self.sink.data_ptr(),
+        }
+
+    def _sizes(self) -> dict[str, int | float]:
+        dim = self.query.shape[3]
+        scale = 1 / math.sqrt(dim) if self.scale is None else self.scale
+        return {
+            "scale": scale * (LOG2_E if self.scores_in_log2 else 1.0),
+            "heads": self.query.shape[1],
+            "group": self.query.shape[1] // self.key.shape[1],
+            "head_dim": dim,
+            "value_dim": self.value.shape[3],
+            "block_q": self.block_q,
+        }
+
+    def _sequences(self) -> dict[str, int | float]:
+        kv_end = self.key.shape[2] if self.kv_end is None else self.kv_end
+        one = {"q_len": self.query.shape[2], "q_start": self.q_start, "kv_row": self.kv_row}
+        records = self.sequences or [one | {"kv_begin": self.kv_begin, "kv_end": kv_end}]
+        items, packed = 0, b""
+        for record in records:
+            packed += SEQUENCE.pack(
+                dict.fromkeys(SEQUENCE.fields, 0) | record | {"first_item": items}
+            )
+            items += num_items(record["q_len"], self.query.shape[1], self.block_q)
+        self._records = ctypes.create_string_buffer(packed)
+        table = self.page_table
+        return {
+            "sequences": ctypes.addressof(self._records),
+            "sequence_stride": int(self.sequences is not None),
+            "num_sequences": len(records),
+            "num_items": items if self.sequences is not None else items * self.query.shape[0],
+            "page_table": 0 if table is None else table.data_ptr(),
+            "page_table_stride": 0 if table is None else table.stride(0),
+            "page_size": self.page_size,
+        }
+
+    def _tiles(self) -> dict[str, int | float]:
+        tiles = self.tiles
+        return {
+            "tile_offsets": 0 if tiles is None else tiles.offsets.data_ptr(),
+            "tile_entries": 0 if tiles is None else tiles.entries.data_ptr(),
+            "tile_batch_stride": 0 if tiles is None else tiles.batch_stride,
+            "tile_per_head": 0 if tiles is None else tiles.per_head,
+            "tile_kind": self.tile_kind,
+            "partial_mod": self.partial_mod,
+            "full_mod": self.full_mod,
+            "plain_mod": self.plain_mod,
+            "weights_mod": self.weights_mod,
+            "extent": self.extent,
+        }

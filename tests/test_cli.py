@@ -93,8 +93,10 @@ def test_demo_in_a_pipe() -> None:
         assert title in done.stdout
     for row in Results._fields:
         assert re.search(rf"{row.replace('_', ' ')} +\d\.\de-\d\d +\d\.\de-\d\d +\?", done.stdout)
-    assert re.search(r"forward +[\d.]+ m?s +[\d.]+ m?s +\d+(\.\d)? x (faster|slower)", done.stdout)
-    assert re.search(r"forward and backward +refuses +[\d.]+ m?s", done.stdout)
+    assert re.search(
+        r"forward +[\d.]+ [mµ?]?s +[\d.]+ [mµ?]?s +\d+(\.\d)? x (faster|slower)", done.stdout
+    )
+    assert re.search(r"forward and backward +refuses +[\d.]+ [mµ?]?s", done.stdout)
     assert "FlexAttention does not support backward on CPU." in " ".join(done.stdout.split())
     assert max(map(len, done.stdout.splitlines())) <= 80
 
@@ -106,6 +108,7 @@ def test_demo_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
             Outcome(contest[0].name, Reading(1.5, 900_000_000), Reading(0.1, 12_000_000)),
             Outcome(contest[1].name, refused, Reading(0.3, None)),
             Outcome(contest[2].name, Reading(0.01, 10_000_000), Reading(0.15, 41_000_000)),
+            Outcome(contest[3].name, Reading(0.00004, 0), Reading(0.0004, 0)),
         ]
 
     monkeypatch.setattr(screen, "measure", measured)
@@ -115,9 +118,10 @@ def test_demo_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\x1b[32m✓" in shown and "✗" not in shown
     assert "━" in shown, "no progress bar"
     text = COLOUR.sub("", shown)
-    assert re.search(r"forward +1\.50 s +100 ms +15 x faster\n +900 MB +12 MB +75 x less", text)
+    assert re.search(r"forward +1\.5 s +100 ms +15 x faster\n +900 MB +12 MB +75 x less", text)
     assert re.search(r"forward and backward +refuses +300 ms *\n +unknown *\n", text)
     assert re.search(r"SDPA +10 ms +150 ms +15 x slower\n +10 MB +41 MB +4\.1 x more", text)
+    assert re.search(r"128 tokens +40 µs +400 µs +10 x slower\n +0 MB +0 MB *\n", text)
     assert re.search(r"PyTorch, forward and backward: NotImplementedError: not here\. *\n", text)
     last_states = (line.rpartition("\x1b[2K")[2] for line in text.splitlines())
     assert max(map(len, last_states)) <= 80

@@ -39,7 +39,7 @@ def test_the_first_screen_is_one() -> None:
 
 def stated_counts() -> dict[str, int]:
     """Path below src/quire -> the number of lines that README gives, as in `[eager/](...) 690`."""
-    found = re.findall(r"\[`([\w/.]+)`\]\(src/quire/[\w/.]+\) ([\d,]+)", README)
+    found = re.findall(r"\[`([\w/.]+)`\]\(src/quire/[\w/.]+\)\s+([\d,]+)", README)
     return {path: int(count.replace(",", "")) for path, count in found}
 
 

@@ -19,6 +19,8 @@ from quire.errors import (
 )
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+KV_DTYPES = (*DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)
+"""Keys and values may be stored in fewer bits than they are computed with."""
 
 
 def check_operands(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -29,7 +31,7 @@ def check_operands(query: Tensor, key: Tensor, value: Tensor) -> None:
     check_device(**named)
     for name, tensor in named.items():
         check_rank(name, tensor)
-        check_dtype(name, tensor)
+        check_dtype(name, tensor, DTYPES if name == "query" else KV_DTYPES)
     check_shapes(query, key, value)
 
 
@@ -50,7 +52,7 @@ def check_kind(name: str, tensor: object) -> None:
             f"{name} must be a strided tensor, but its layout is {tensor.layout}. Convert it with "
             f".to_dense()."
         )
-    if torch._C._functorch.is_batchedtensor(tensor):
+    if _is_vmapped(tensor):
         raise TensorKindError(
             f"{name} is a tensor inside torch.vmap, which attention cannot look through. Put the "
             f"mapped dimension into the batch dimension."
@@ -60,6 +62,16 @@ def check_kind(name: str, tensor: object) -> None:
             f"{name} is a {type(tensor).__name__}, which has no memory of its own to read. Pass a "
             f"plain tensor, such as its local or materialised part."
         )
+
+
+def _is_vmapped(tensor: Tensor) -> bool:
+    """Whether torch.vmap stands behind a tensor, at any level of functorch's transforms."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        if functorch.is_batchedtensor(tensor):
+            return True
+        tensor = functorch.get_unwrapped(tensor)
+    return False
 
 
 def check_device(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -85,10 +97,10 @@ def check_rank(name: str, tensor: Tensor) -> None:
         )
 
 
-def check_dtype(name: str, tensor: Tensor) -> None:
-    """One of the four float dtypes."""
-    if tensor.dtype not in DTYPES:
-        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+def check_dtype(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...] = DTYPES) -> None:
+    """One of the float dtypes that are computed with."""
+    if tensor.dtype not in dtypes:
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise DtypeError(
             f"{name} must be one of {allowed}, but is {tensor.dtype}. Convert it with .to(dtype)."
         )
@@ -103,7 +115,10 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
             f"{key.shape[3]}. Project one of them."
         )
     if head_dim == 0:
-        raise ShapeError("the embedding dimension of query and key is 0; it must be at least 1.")
+        raise ShapeError(
+            f"the embedding dimension of query and key must be at least 1, but is 0: they have "
+            f"shapes {list(query.shape)} and {list(key.shape)}. Leave out empty projections."
+        )
     if key.shape[:3] != value.shape[:3]:
         raise ShapeError(
             f"key and value must agree in batch, heads and length, but have shapes "
@@ -126,6 +141,11 @@ def check_scale(scale: object, head_dim: int) -> float:
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
     if isinstance(scale, Tensor) and scale.numel() == 1:
+        if scale.requires_grad:
+            raise ArgumentError(
+                "scale must be a number, but is a tensor that requires grad, and would not learn. "
+                "Multiply the query by it, or the score in a score_mod."
+            )
         scale = scale.item()
     if not isinstance(scale, numbers.Real) or not math.isfinite(scale):
         raise ArgumentError(
@@ -158,7 +178,8 @@ def check_position(name: str, value: object) -> int:
     """A position in a sequence."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise ArgumentError(
-            f"{name} must be a position, an integer of at least 0, but got {value!r}."
+            f"{name} must be a position, an integer of at least 0, but got {value!r}. Count tokens "
+            f"from the first of the sequence."
         )
     return value
 

@@ -57,7 +57,7 @@ def _options(
 @app.command("demo")
 def show_demo(
     tokens: Annotated[int, typer.Option(min=16, help="Length of the sequence.")] = 4096,
-    seconds: Annotated[float, typer.Option(min=0.1, help="How long to measure each row.")] = 4.0,
+    seconds: Annotated[float, typer.Option(min=0.1, help="How long to measure each row.")] = 3.0,
     threads: Annotated[int, typer.Option(min=1, help="Threads of either side.")] = 1,
 ) -> None:
     """A mod in three lines: drawn, checked and measured beside PyTorch, in under a minute."""

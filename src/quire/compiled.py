@@ -11,8 +11,9 @@ from quire.codegen.target import Target
 from quire.eager import Operands, Result, output_layout
 from quire.errors import BackendError, CapturedIndexError, UnsupportedOpError
 from quire.ir.trace import Traced, mod_name
+from quire.memory import Dense
 from quire.problem import Call, Problem, ReadyMod
-from quire.runtime.addressing import Addressing, Sequence
+from quire.runtime.addressing import dense
 from quire.runtime.forward import forward
 
 LARGEST_HEAD_DIM = 512
@@ -73,9 +74,7 @@ def run(
     query, key, value = operands
     shape, strides = output_layout(query, value.shape[-1])
     out = torch.empty_strided(shape, strides, dtype=dtype or operands.dtype)
-    first, last = problem.kv_start, problem.kv_start + key.shape[2]
-    sequence = Sequence(query.shape[2], problem.q_start, first, last, kv_row=-first)
-    memory = Addressing(query, key, value, (sequence,))
+    memory = dense(query, Dense(key, value, problem.kv_start), problem.q_start)
     rows, out_of_range = forward(problem, memory, sink, out)
     if out_of_range:
         _raise_as_eager(problem, operands, sink)

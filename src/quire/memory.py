@@ -17,3 +17,28 @@ class Dense:
     key: Tensor
     value: Tensor
     start: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Ragged:
+    """Keys [total, Hkv, D] and values [total, Hkv, Dv] of sequences that lie one after the other.
+
+    offsets = [0, 5, 5, 12]     three sequences: rows 0 to 4, none, rows 5 to 11
+    """
+
+    key: Tensor
+    value: Tensor
+    offsets: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Paged:
+    """Keys [P, Hkv, page, D] and values [P, Hkv, page, Dv] in pages that sequences own.
+
+    Row t of sequence b is row t % page of page page_table[b, t // page]; it has lengths[b] rows.
+    """
+
+    key: Tensor
+    value: Tensor
+    page_table: Tensor
+    lengths: Tensor

@@ -44,7 +44,7 @@ def test_named_targets(name: str, lanes: int, panel: int) -> None:
 
 
 def test_unknown_target() -> None:
-    with pytest.raises(ArgumentError, match="expected a target out of .*, got 'mips'"):
+    with pytest.raises(ArgumentError, match=r"expected a target out of .*, got 'mips'"):
         Target.named("mips")
 
 

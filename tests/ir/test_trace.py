@@ -382,6 +382,20 @@ def test_a_scalar_parameter_is_captured() -> None:
             "have it compiled write it with the ops of the table.",
         ),
         (
+            "table[None, b, h, q_idx, kv_idx]",
+            UnsupportedOpError,
+            "indexing a captured tensor by None and a traced number has no row in quire's table of "
+            "ops at <string>:1. The call still runs, on the slower eager path; to have it compiled "
+            "write it with the ops of the table.",
+        ),
+        (
+            "table[b, np.arange(3), q_idx]",
+            UnsupportedOpError,
+            "indexing a captured tensor by array([0, 1, 2]) and a traced number has no row in "
+            "quire's table of ops at <string>:1. The call still runs, on the slower eager path; to "
+            "have it compiled write it with the ops of the table.",
+        ),
+        (
             "table[[q_idx]]",
             UnsupportedOpError,
             "indexing a captured tensor by [Symbol(<Node input q_idx : int64>)] and a traced "
@@ -400,7 +414,9 @@ def test_a_scalar_parameter_is_captured() -> None:
 def test_captured_tensors_that_are_misused(
     source: str, error: type[Exception], message: str
 ) -> None:
-    mod = eval(f"lambda score, b, h, q_idx, kv_idx: {source}", {"table": TABLE, "torch": torch})
+    mod = eval(
+        f"lambda score, b, h, q_idx, kv_idx: {source}", {"table": TABLE, "torch": torch, "np": np}
+    )
     assert message_of(error, trace, mod, "score") == message
 
 

@@ -148,7 +148,7 @@ def write_rewrite(
         panel = Panel(f, tile, score, unit, tuple(masks), rows, _existing(f, tile, queries))
         wrong_at_once = panel.compute_rows()
         best = tile.row(f, -math.inf)
-        right = [f.value(False, tile_condition(tile))] * len(rows)
+        right = [f.value(0, lane_mask(tile))] * len(rows)
         carried = f.loop(
             0,
             keys,
@@ -156,7 +156,7 @@ def write_rewrite(
             carry=[*best, *right],
         )
         tile.store_row(f, carried[: len(best)], maxima)
-        wrong = [f.any_lane(lanes) for lanes in carried[len(best) :]]
+        wrong = [f.any_lane(lanes.differs(0)) for lanes in carried[len(best) :]]
         with f.when(_any(f, [*wrong_at_once, *wrong])):
             f.store(f.value(1, I64), flag)
 
@@ -172,14 +172,15 @@ def write_extent(
         panel.compute_rows()
 
         def one_key(j: Value, carried: list[Value]) -> list[Value]:
-            first, last, every = carried
-            some, all_of_them = panel.reads(kv_idx + j)
-            first = f.select(some & (first >= keys), j, first)
-            return [first, f.select(some, j + 1, last), every & all_of_them]
+            first, last, missed = carried
+            some, unread = panel.reads(kv_idx + j)
+            first = f.select(some, f.minimum(first, j), first)
+            return [first, f.select(some, j + 1, last), missed | unread]
 
-        carry = [keys, f.value(0, I64), f.value(True, I1)]
-        first, last, every = f.loop(0, keys, one_key, carry=carry)
-        f.give_back(first | (last << 16) | (f.convert(every, I64) << 32))
+        carry = [keys, f.value(0, I64), f.value(0, lane_mask(tile))]
+        first, last, missed = f.loop(0, keys, one_key, carry=carry)
+        every = f.convert(~f.any_lane(missed.differs(0)), I64)
+        f.give_back(first | (last << 16) | (every << 32))
 
 
 def _scopes(
@@ -201,11 +202,17 @@ def tile_condition(tile: Tile) -> Type:
     return I1.vector(tile.lanes)
 
 
+def lane_mask(tile: Tile) -> Type:
+    """Truth values as vector registers hold them, as wide as scores: 0 and -1."""
+    return tile.element.as_int.vector(tile.lanes)
+
+
 def _existing(f: Function, tile: Tile, queries: Value) -> list[Value]:
     """For each vector of a panel, which lanes hold a query."""
-    lanes = I64.vector(tile.lanes)
+    lanes = lane_mask(tile)  # as wide as scores, so that no mask has to be converted
+    count = f.convert(f.minimum(queries, tile.width), lanes.scalar)
     firsts = range(0, tile.width, tile.lanes)
-    return [f.iota(lanes) < f.splat(queries - first, lanes) for first in firsts]
+    return [f.iota(lanes) < f.splat(count - first, lanes) for first in firsts]
 
 
 def _any(f: Function, conditions: Sequence[Value]) -> Value:
@@ -249,26 +256,27 @@ class Panel:
         best, wrong = carried[:count], carried[count:]
         before = self.tile.load_row(f, scores, j)
         scopes = list(self._at_key(kv_idx, before))
-        live, wrong = self._mask(scopes, wrong)
+        live = self._mask(scopes)
+        wrong = self._with_mistakes(wrong, scopes, self._mask_mistakes, self.exists)
         after = before
         if self.score is not None:
             after = [self._modified(scope) for scope in scopes]
-            mistakes = [self._any_mistake(scope, len(scope.mistakes[ROW])) for scope in scopes]
-            wrong = [w | (m & lanes) for w, m, lanes in zip(wrong, mistakes, live, strict=True)]
+            counts = [len(scope.mistakes[ROW]) for scope in scopes]
+            wrong = self._with_mistakes(wrong, scopes, counts, live)
         if self.masks:
             after = [f.select(x, s, -math.inf) for x, s in zip(live, after, strict=True)]
         self.tile.store_row(f, after, scores, j)
         return [*(f.maximum(b, s) for b, s in zip(best, after, strict=True)), *wrong]
 
     def reads(self, kv_idx: Value) -> tuple[Value, Value]:
-        """Whether any query of the panel reads a key, and whether every one does."""
-        f, type = self.f, tile_condition(self.tile)
-        some, every = f.value(False, type), f.value(True, type)
-        scopes = list(self._at_key(kv_idx, None))
-        live, _ = self._mask(scopes, [some] * len(scopes))
+        """Whether any query of the panel reads a key, and which queries do not (a lane mask)."""
+        f = self.f
+        live = self._mask(list(self._at_key(kv_idx, None)))
+        some, unread = f.value(False, tile_condition(self.tile)), f.value(0, lane_mask(self.tile))
         for holds, exists in zip(live, self.exists, strict=True):
-            some, every = some | holds, every & (holds | ~exists)
-        return f.any_lane(some), ~f.any_lane(~every)
+            some = some | holds
+            unread = unread | self._lane_mask(exists & ~holds)
+        return f.any_lane(some), unread
 
     def _at_key(self, kv_idx: Value, scores: Sequence[Value] | None) -> Iterator[Scope]:
         """The scope of each vector at one key; what depends on the key alone is shared."""
@@ -283,33 +291,37 @@ class Panel:
             shared = here
             yield here
 
-    def _mask(
-        self, scopes: Sequence[Scope], wrong: Sequence[Value]
-    ) -> tuple[list[Value], list[Value]]:
-        """For each vector, the lanes that exist and whose masks hold, and those gone wrong."""
+    def _mask(self, scopes: Sequence[Scope]) -> list[Value]:
+        """For each vector, the lanes that exist and whose masks hold."""
         live = []
-        for scope, exists in zip(scopes, self.exists, strict=True):
-            held = exists
+        for scope, held in zip(scopes, self.exists, strict=True):
             for mask in self.masks:
                 held = held & scope.as_vector(scope.lower(mask))
             live.append(held)
-        mistakes = map(self._any_mistake, scopes, self._mask_mistakes)
-        return live, [w | (m & x) for w, m, x in zip(wrong, mistakes, self.exists, strict=True)]
+        return live
+
+    def _lane_mask(self, condition: Value) -> Value:
+        """A condition that goes around a loop: as truth values it would be unpacked each time."""
+        return self.f.select(condition, self.f.value(-1, lane_mask(self.tile)), 0)
 
     def _modified(self, scope: Scope) -> Value:
         assert self.score is not None, "there is a score_mod"
         score = scope.as_vector(scope.lower(self.score))
         return score if self.unit == 1.0 else score * self.unit
 
-    def _any_mistake(self, scope: Scope, row_mistakes: int) -> Value:
-        """Which lanes have had an index out of range so far."""
-        f, type = scope.f, tile_condition(self.tile)
-        result = f.value(False, type)
-        found = (
-            *scope.mistakes[ROW][:row_mistakes],
-            *scope.mistakes[KEY],
-            *scope.mistakes[ELEMENT],
-        )
-        for wrong in found:
-            result = result | (wrong if wrong.type.lanes else f.splat(wrong, type))
+    def _with_mistakes(
+        self,
+        wrong: Sequence[Value],
+        scopes: Sequence[Scope],
+        row_mistakes: Sequence[int],
+        live: Sequence[Value],
+    ) -> list[Value]:
+        """`wrong` with the live lanes that have had an index out of range so far."""
+        result = []
+        for known, scope, count, lanes in zip(wrong, scopes, row_mistakes, live, strict=True):
+            found = (*scope.mistakes[ROW][:count], *scope.mistakes[KEY], *scope.mistakes[ELEMENT])
+            for mistake in found:
+                each = mistake if mistake.type.lanes else self.f.splat(mistake, lanes.type)
+                known = known | self._lane_mask(each & lanes)
+            result.append(known)
         return result

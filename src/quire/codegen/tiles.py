@@ -113,7 +113,7 @@ def outer_product(
 def large_rows(tile: Tile, count: Value) -> Value:
     """How many of `count` rows the large micro kernel takes; the small one divides the rest."""
     unit = math.lcm(tile.target.rows, SMALL_ROWS)
-    return (count + (SMALL_ROWS - 1)).udiv(unit) * unit
+    return count.udiv(unit) * unit
 
 
 def write_multiply_keys(module: Module, tile: Tile) -> Function:

@@ -11,6 +11,7 @@ takes eight bytes, so that packing one is `struct.pack` over integers, pointers 
 
 from __future__ import annotations
 
+import operator
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -132,6 +133,9 @@ class Layout:
         for field_name, type in self.fields.items():
             if type.bits != 64 or type.lanes:
                 raise CodegenError(f"expected a field of 8 bytes, got {type} {name}.{field_name}")
+        format = "".join("d" if type == F64 else "q" for type in self.fields.values())
+        self._struct = struct.Struct(f"={format}")
+        self._in_order = operator.itemgetter(*self.fields)
 
     def __len__(self) -> int:
         return len(self.fields)
@@ -140,11 +144,6 @@ class Layout:
     def size(self) -> int:
         """The bytes of one record."""
         return 8 * len(self.fields)
-
-    @property
-    def format(self) -> str:
-        """The `struct` format of one record: q for integers and pointers, d for doubles."""
-        return "=" + "".join("d" if type == F64 else "q" for type in self.fields.values())
 
     def index(self, field: str) -> int:
         """The place of a field, in units of eight bytes."""
@@ -161,4 +160,4 @@ class Layout:
         if values.keys() != self.fields.keys():
             wrong = sorted(values.keys() ^ self.fields.keys())
             raise CodegenError(f"expected exactly the fields of {self.name}, check {wrong}")
-        return struct.pack(self.format, *(values[field] for field in self.fields))
+        return self._struct.pack(*self._in_order(values))

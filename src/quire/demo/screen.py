@@ -123,7 +123,10 @@ def _time(reading: Reading) -> str:
     if reading.refusal is not None:
         return "refuses"
     seconds = reading.seconds
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.0f} µs"
 
 
 def _memory(reading: Reading) -> str:
@@ -146,7 +149,7 @@ def _footnotes(tokens: int, seconds: float, threads: int, outcomes: list[Outcome
         f"{tokens:,} tokens, {HEADS} heads of {HEAD_DIM}, float32; "
         f"{dict(report())['cpu']}, {threads} thread{'s' * (threads > 1)}.",
         f"In turns for {seconds:g} s each; memory beyond the inputs, in fresh processes.",
-        "PyTorch: eager flex_attention; in the last row scaled_dot_product_attention.",
+        "PyTorch is eager flex_attention, and in the last two rows SDPA.",
     ]
     for name, *readings in outcomes:
         for who, reading in zip(("PyTorch", "quire"), readings, strict=True):

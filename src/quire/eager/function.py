@@ -80,9 +80,13 @@ class TiledAttention(torch.autograd.Function):
             grad_sink = _sink_gradient(sink, above) if wants_sink else None
         found = (grads.query, grads.key, grads.value, grad_sink, *grads.captures)
         inputs = (query, key, value, sink, *captures)
-        return None, None, *(
-            None if grad is None else grad.to(tensor.dtype)
-            for grad, tensor in zip(found, inputs, strict=True)
+        return (
+            None,
+            None,
+            *(
+                None if grad is None else grad.to(tensor.dtype)
+                for grad, tensor in zip(found, inputs, strict=True)
+            ),
         )
 
 

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from quire.errors import CapturedIndexError
 from quire.ir.graph import Node
+from quire.ir.promote import promote
 from quire.ir.source import here
-from quire.ir.symbol import FORMS, Recorded, Recorder, Symbol, find_recorder, promote, unsupported
+from quire.ir.symbol import FORMS, Recorded, Recorder, Symbol, find_recorder, unsupported
 
 
 class PartialLoad(Recorded):
@@ -88,6 +89,9 @@ def _match_dimensions(items: tuple[object, ...], free: list[int]) -> Iterator[tu
 
     table[b, ..., q_idx] of 4 dimensions:   b -> 0    ... -> 1, 2    q_idx -> 3
     """
+    for item in items:
+        if isinstance(item, _NEVER_INDICES) and not _is_full_slice(item):
+            raise unsupported(f"indexing a captured tensor by {item!r} and a traced number")
     dots = sum(item is Ellipsis for item in items)
     if dots > 1 or len(items) > len(free) + dots:
         raise CapturedIndexError(
@@ -100,13 +104,19 @@ def _match_dimensions(items: tuple[object, ...], free: list[int]) -> Iterator[tu
             case EllipsisType():
                 rest = len(items) - position - 1
                 dims = dims[len(dims) - rest :]
-            case slice(start=None, stop=None, step=None):
+            case slice():
                 dims = dims[1:]
-            case slice() | None | list() | np.ndarray():
-                raise unsupported(f"indexing a captured tensor by {item!r} and a traced number")
             case _:
                 yield dims[0], item
                 dims = dims[1:]
+
+
+_NEVER_INDICES = (slice, list, np.ndarray, type(None))
+"""What is no single index, of which only the full slice is understood."""
+
+
+def _is_full_slice(item: object) -> bool:
+    return isinstance(item, slice) and item == slice(None)
 
 
 def _getitem(tensor: Any, index: object) -> Symbol | PartialLoad:

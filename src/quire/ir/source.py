@@ -19,23 +19,24 @@ _OURS = {str(path) for path in Path(__file__).parent.glob("*.py")} | {functools.
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
-def _is_the_user(filename: str) -> bool:
-    return filename not in _OURS and not filename.startswith(_TORCH)
-
-
 def user_location() -> Location:
     """Where the innermost frame outside of this package and PyTorch stands."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and not _is_the_user(frame.f_code.co_filename):
+    frame = sys._getframe(2)
+    filename = frame.f_code.co_filename
+    while (filename in _OURS or filename.startswith(_TORCH)) and frame.f_back is not None:
         frame = frame.f_back
-    return frame.f_code.co_filename, frame.f_lineno
+        filename = frame.f_code.co_filename
+    return filename, frame.f_lineno
 
 
 def raising_location(error: BaseException) -> Location | None:
     """The innermost line of the user's that an exception passed through."""
-    frames = traceback.walk_tb(error.__traceback__)
-    lines = [(frame.f_code.co_filename, lineno) for frame, lineno in frames]
-    return next((line for line in reversed(lines) if _is_the_user(line[0])), None)
+    found = None
+    for frame, lineno in traceback.walk_tb(error.__traceback__):
+        filename = frame.f_code.co_filename
+        if filename not in _OURS and not filename.startswith(_TORCH):
+            found = filename, lineno
+    return found
 
 
 def describe(location: Location | None) -> str:

@@ -2,7 +2,7 @@
 
 A `Symbol` stands for one number per (b, h, q_idx, kv_idx). Operators, methods and `torch.`
 functions on it all end in one table, `FORMS`, that spells what was written in the ops of the op
-table. `apply` is how a form writes an op: it promotes the operands and records the node.
+table; the recorder that it belongs to keeps the nodes' lines and the captured tensors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from quire.errors import ModError, TracedBranchError, UnsupportedOpError
 from quire.ir.graph import Node, Number, Payload, cast, const, rewrite
-from quire.ir.ops import COMPARE, DTYPES, FLOAT, OPS, WHERE
+from quire.ir.ops import DTYPES
 from quire.ir.simplify import simplest
 from quire.ir.source import Location, here, user_location
 
@@ -225,7 +225,7 @@ def part_as_a_whole(value: Any) -> UnsupportedOpError:
 
 
 class TraceMode(TorchFunctionMode):
-    """Sends every torch function that meets a symbol to `dispatch`, and lets the others run."""
+    """Makes torch functions look for symbols: indexing would not, by itself."""
 
     def __torch_function__(
         self,
@@ -234,10 +234,7 @@ class TraceMode(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Any = None,
     ) -> Any:
-        kwargs = kwargs or {}
-        if find_recorder((args, tuple(kwargs.values()))) is not None:
-            return dispatch(func, args, kwargs)
-        return func(*args, **kwargs)
+        return dispatch(func, args, kwargs or {})
 
 
 def find_recorder(values: Iterable[object]) -> Recorder | None:
@@ -245,7 +242,7 @@ def find_recorder(values: Iterable[object]) -> Recorder | None:
     for value in values:
         if isinstance(value, Recorded):
             return value.recorder
-        if isinstance(value, tuple | list):
+        if isinstance(value, (tuple, list)):
             found = find_recorder(value)
             if found is not None:
                 return found
@@ -253,18 +250,22 @@ def find_recorder(values: Iterable[object]) -> Recorder | None:
 
 
 def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A torch function of symbols: its name is looked up in `FORMS`."""
+    """A torch function. If it meets a symbol, its name is looked up in `FORMS`; else it runs."""
+    recorder = find_recorder(args) or find_recorder(kwargs.values())
+    if recorder is None:
+        return func(*args, **kwargs)
     name = getattr(func, "__name__", str(func))
     bare = _bare(name)
     if bare not in FORMS:
         raise unsupported(f"torch.{name}")
     if bare != "getitem":
-        recorder = find_recorder((args, tuple(kwargs.values())))
-        assert recorder is not None, "a torch function without a symbol"
-        args = tuple(recorder.lift(v) if isinstance(v, Tensor | Recorded) else v for v in args)
+        args = tuple([recorder.lift(v) if isinstance(v, _LIFTED) else v for v in args])
     if func is Tensor.where:
         args = (args[1], args[0], *args[2:])
     return _perform(f"torch.{name}", FORMS[bare], *args, **kwargs)
+
+
+_LIFTED = (Tensor, Recorded)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -286,64 +287,3 @@ def _perform(what: str, form: Callable[..., Any], *args: Any, **kwargs: Any) -> 
         if isinstance(error, ModError):
             raise
         raise unsupported(f"this form of {what}") from error
-
-
-# --- from a form to ops --------------------------------------------------------------------------
-
-
-def apply(op: str, *operands: object) -> Symbol:
-    """The op on operands of any kind, promoted as PyTorch promotes scalars."""
-    recorder = find_recorder(operands)
-    assert recorder is not None, "an op without a symbol"
-    values = [recorder.lift(value) for value in operands]
-    typing = OPS[op].typing
-    condition = (_condition(values.pop(0), recorder),) if typing is WHERE else ()
-    dtype = promote(values)
-    if typing is FLOAT and not dtype.is_floating_point:
-        dtype = torch.get_default_dtype()
-    if dtype not in typing.operands:
-        raise unsupported(f"{op} of {dtype}")
-    if dtype in WORKING:
-        narrow = (Symbol(recorder.node(value, dtype), recorder) for value in values)
-        wide = (converted(value, WORKING[dtype]) for value in narrow)
-        result = apply(op, *(Symbol(node, recorder) for node in condition), *wide)
-        return result if typing is COMPARE else converted(result, dtype)
-    args = tuple([recorder.node(value, dtype) for value in values])
-    return recorder.symbol(op, condition + args, torch.bool if typing is COMPARE else dtype)
-
-
-def _condition(value: Symbol | Number, recorder: Recorder) -> Node:
-    if isinstance(value, Symbol) and value.dtype is not torch.bool:
-        raise unsupported(f"where with a condition of {value.dtype}")
-    return recorder.node(value, torch.bool)
-
-
-WORKING = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
-"""What narrow floats are computed in."""
-
-
-def promote(values: Sequence[Symbol | Number]) -> torch.dtype:
-    """The common dtype: symbols promote each other, Python numbers only lift the category."""
-    result = torch.bool
-    for value in values:
-        if isinstance(value, Symbol) and value.node.dtype is not result:
-            dtype = value.node.dtype
-            result = dtype if result is torch.bool else _common_dtype(result, dtype)
-    for value in values:
-        if isinstance(value, float) and not result.is_floating_point:
-            result = torch.get_default_dtype()
-        elif isinstance(value, int) and not isinstance(value, bool) and result is torch.bool:
-            result = torch.int64
-    return result
-
-
-@functools.cache  # torch's own function would go through TraceMode, which takes far longer
-def _common_dtype(a: torch.dtype, b: torch.dtype) -> torch.dtype:
-    return torch.promote_types(a, b)
-
-
-def converted(x: Symbol, dtype: torch.dtype) -> Symbol:
-    """`x` as another dtype."""
-    if dtype not in DTYPES:
-        raise unsupported(f"a value of {dtype}")
-    return Symbol(x.recorder.node(x, dtype), x.recorder)

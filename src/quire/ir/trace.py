@@ -32,8 +32,9 @@ from quire.ir import forms as forms  # fills the table of what can be written
 from quire.ir.captured import PartialLoad
 from quire.ir.graph import Node, Row, read, rows, text
 from quire.ir.interpret import interpret
+from quire.ir.promote import promote
 from quire.ir.source import Location, describe, raising_location
-from quire.ir.symbol import Recorder, Symbol, TraceMode, promote
+from quire.ir.symbol import Recorder, Symbol, TraceMode
 
 Kind: TypeAlias = Literal["score", "mask"]
 Mod: TypeAlias = Callable[..., Any]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from quire.codegen.convention import SEQUENCE, num_items
 from quire.codegen.staging import ENDLESS
+from quire.memory import Dense, Paged, Ragged
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,6 +124,41 @@ class Addressing:
 
     def _keep(self, packed: Any) -> None:
         object.__setattr__(self, "_packed", packed)
+
+
+def dense(query: Tensor, memory: Dense, q_start: int) -> Addressing:
+    """query [B, Hq, L, D], whose first row sits at `q_start` in every batch entry."""
+    first, last = memory.start, memory.start + memory.key.shape[2]
+    sequence = Sequence(query.shape[2], q_start, first, last, kv_row=-first)
+    return Addressing(query, memory.key, memory.value, (sequence,))
+
+
+def ragged(query: Tensor, memory: Ragged, q_offsets: Tensor) -> Addressing:
+    """query [total, Hq, D] in sequences of their own; each ends where its keys end."""
+    starts = zip(q_offsets.tolist(), memory.offsets.tolist(), strict=True)
+    sequences = tuple(
+        Sequence(
+            q_end - q_row, (kv_end - kv_row) - (q_end - q_row), 0, kv_end - kv_row, q_row, kv_row
+        )
+        for (q_row, kv_row), (q_end, kv_end) in itertools.pairwise(starts)
+    )
+    key, value = packed(memory.key), packed(memory.value)
+    return Addressing(packed(query), key, value, sequences)
+
+
+def packed(rows: Tensor) -> Tensor:
+    """Rows [total, H, D] as one batch entry [1, H, total, D]."""
+    return rows.transpose(0, 1).unsqueeze(0)
+
+
+def paged(query: Tensor, memory: Paged) -> Addressing:
+    """query [B, Hq, L, D], the last L positions of each sequence."""
+    q_len = query.shape[2]
+    sequences = tuple(
+        Sequence(q_len, length - q_len, 0, length) for length in memory.lengths.tolist()
+    )
+    table = memory.page_table.to(torch.int32).contiguous()
+    return Addressing(query, memory.key, memory.value, sequences, table)
 
 
 def strides(name: str, tensor: Tensor, *axes: str) -> dict[str, int]:

@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections import deque
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from quire.codegen.convention import (
-    ENTRY,
-    FORWARD,
-    FULL,
-    PARTIAL,
-    ForwardSpec,
-    choose_block_q,
-    scratch_bytes,
-)
+from quire.codegen.convention import FORWARD, FULL, PARTIAL
 from quire.codegen.mods import LOG2_E, CaptureShape
-from quire.codegen.target import Target
 from quire.problem import Problem
 from quire.runtime.addressing import Addressing, strides
-from quire.runtime.kernels import core, mod_code
+from quire.runtime.kernels import kernel, mod_code
 from quire.runtime.launch import launch, num_threads
 from quire.runtime.roots import mod_roots
 from quire.runtime.tile_lists import tile_lists
 
+SMALLEST_BLOCK = 64
 SMALL_WORK = 2**19
 """Multiplications below which starting threads costs more than it saves."""
 
@@ -43,21 +36,20 @@ def forward(
     problem: Problem, memory: Addressing, sink: Tensor | None, out: Tensor
 ) -> tuple[Rows, bool]:
     """Attention into `out`, and whether some index into a captured tensor was out of range."""
-    query = memory.query
+    query, value = memory.query, memory.value
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-    spec = ForwardSpec(
-        Target.host(), *(_name(t.dtype) for t in (query, memory.key, memory.value, out))
-    )
-    head_dim, value_dim = query.shape[3], memory.value.shape[3]
+    made = kernel(query.dtype, memory.key.dtype, value.dtype, out.dtype)
+    head_dim, value_dim = query.shape[3], value.shape[3]
     threads = num_threads() if memory.work > SMALL_WORK else 1
-    block_q = choose_block_q(spec, head_dim, value_dim, memory.num_rows, threads)
+    block_q = made.block_q(head_dim, value_dim, memory.num_rows, threads)
     rows = lists = None
     if problem.block_mask is not None:
+        block_q = _within_blocks(block_q, problem.block_mask.BLOCK_SIZE[0])
         rows = problem.block_mask.rows(memory.q_len, memory.kv_len)
-        lists = tile_lists(rows, block_q, spec.target.block_kv)
+        lists = tile_lists(rows, block_q, made.spec.target.block_kv)
     mixed = rows if lists is not None and lists.mixed else None
     roots, captures = mod_roots(problem, wide, memory.longest, mixed)
-    code = mod_code(spec.tile, roots, tuple(map(CaptureShape.of, captures)))
+    code = mod_code(made.tile, roots, tuple(map(CaptureShape.of, captures)))
     lse = torch.empty(query.shape[:3], dtype=wide)
     max_scores = torch.empty_like(lse)
     results = Rows(out, lse, max_scores)
@@ -71,7 +63,7 @@ def forward(
     arguments = ctypes.create_string_buffer(packed)
     if sink is not None:
         sink = sink.to(wide).contiguous()
-    scratch_size = scratch_bytes(spec, head_dim, value_dim, block_q)
+    scratch_size = made.scratch_bytes(head_dim, value_dim, block_q)
     with Scratch(scratch_size * threads + 64) as scratch:
         counters = (ctypes.c_int64 * 16)()
         values: dict[str, int | float] = {
@@ -88,23 +80,25 @@ def forward(
             "tile_batch_stride": 0 if lists is None else lists.batch_stride,
             "tile_per_head": 0 if lists is None else lists.per_head,
             "tile_kind": FULL if roots.always is None else PARTIAL,
-            "plain_mod": code.address("plain"),
-            "full_mod": code.address("full"),
-            "partial_mod": code.address("partial"),
-            "weights_mod": code.address("drop"),
-            "extent": code.address("extent"),
+            "plain_mod": code.addresses["plain"],
+            "full_mod": code.addresses["full"],
+            "partial_mod": code.addresses["partial"],
+            "weights_mod": code.addresses["drop"],
+            "extent": code.addresses["extent"],
             "arguments": ctypes.addressof(arguments),
             "scratch": scratch.address,
             "scratch_bytes": scratch_size,
             "counters": ctypes.addressof(counters),
         }
         record = ctypes.create_string_buffer(FORWARD.pack(values))
-        launch(core(spec).address(ENTRY), ctypes.addressof(record), threads)
+        launch(made.address, ctypes.addressof(record), threads)
     return results, bool(flag.value)
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _within_blocks(block_q: int, size: int) -> int:
+    """Blocks of queries that do not straddle the blocks of a mask, unless they became tiny."""
+    divisor = math.gcd(block_q, size)
+    return divisor if divisor >= SMALLEST_BLOCK else block_q
 
 
 _free: deque[Tensor] = deque(maxlen=8)

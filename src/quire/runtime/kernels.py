@@ -11,9 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+
 from quire.codegen import jit
 from quire.codegen.builder import Module
-from quire.codegen.convention import ENTRY, ForwardSpec
+from quire.codegen.convention import ENTRY, ForwardSpec, choose_block_q, scratch_bytes
 from quire.codegen.forward import write_forward
 from quire.codegen.mods import (
     CaptureShape,
@@ -61,21 +63,37 @@ class ModCode:
     """The mods of a problem as machine code. A function without anything to do has address 0."""
 
     arguments: ModArguments
-    roots: ModRoots
-    tile: Tile
     code: jit.Code | None
-
-    def address(self, function: str) -> int:
-        """Where a function of FUNCTIONS starts."""
-        same = _written_as(self.roots, function)
-        return 0 if same is None or self.code is None else self.code.address(same)
+    addresses: dict[str, int]
 
 
-@functools.lru_cache(maxsize=64)
-def core(spec: ForwardSpec) -> jit.Code:
-    """The forward kernel for some dtypes."""
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """The forward kernel for some dtypes, and what follows from its shape."""
+
+    spec: ForwardSpec
+    tile: Tile
+    code: jit.Code
+    address: int
+
+    @functools.lru_cache(maxsize=1024)  # noqa: B019  kernels are never freed
+    def block_q(self, head_dim: int, value_dim: int, rows: int, threads: int) -> int:
+        """How many queries make an item."""
+        return choose_block_q(self.spec, head_dim, value_dim, rows, threads)
+
+    @functools.lru_cache(maxsize=1024)  # noqa: B019
+    def scratch_bytes(self, head_dim: int, value_dim: int, block_q: int) -> int:
+        """What each thread needs."""
+        return scratch_bytes(self.spec, head_dim, value_dim, block_q)
+
+
+@functools.cache
+def kernel(*dtypes: torch.dtype) -> Kernel:
+    """The forward kernel for the dtypes of query, key, value and out."""
+    spec = ForwardSpec(Target.host(), *(str(dtype).removeprefix("torch.") for dtype in dtypes))
     image = _object(cache_key("forward", repr(spec)), spec.target, lambda: write_forward(spec).text)
-    return jit.load(image, [ENTRY])
+    code = jit.load(image, [ENTRY])
+    return Kernel(spec, spec.tile, code, code.address(ENTRY))
 
 
 def _object(key: str, target: Target, write: Callable[[], str]) -> bytes:
@@ -97,7 +115,7 @@ def mod_code(tile: Tile, roots: ModRoots, shapes: tuple[CaptureShape, ...]) -> M
     arguments = ModArguments.of(roots.all, shapes)
     names = _written(roots)
     if not names:
-        return ModCode(arguments, roots, tile, None)
+        return ModCode(arguments, None, dict.fromkeys(FUNCTIONS, 0))
     literals = [node.payload for node in constants(*roots.all) if is_literal(node)]
     content = "\n".join(
         [repr(tile), repr(shapes), repr(names), repr(literals), text(*roots.all, values=False)]
@@ -110,7 +128,9 @@ def mod_code(tile: Tile, roots: ModRoots, shapes: tuple[CaptureShape, ...]) -> M
             lambda: write_mods(tile, roots, arguments).text,
         )
         code = _codes[content] = jit.load(image, names)
-    return ModCode(arguments, roots, tile, code)
+    written = {name: _written_as(roots, name) for name in FUNCTIONS}
+    addresses = {name: code.address(same) if same else 0 for name, same in written.items()}
+    return ModCode(arguments, code, addresses)
 
 
 _codes: weakref.WeakValueDictionary[str, jit.Code] = weakref.WeakValueDictionary()

@@ -29,18 +29,7 @@ class TileLists(NamedTuple):
 
 def tile_lists(rows: BlockRows, block_q: int, block_kv: int) -> TileLists:
     """The tiles of `block_q` x `block_kv` that a block mask asks for."""
-    (q_len, kv_len), (q_size, kv_size) = rows.seq_lengths, rows.block_size
-    q_ranges, kv_ranges = (
-        _blocks_of_tiles(q_len, block_q, q_size),
-        _blocks_of_tiles(kv_len, block_kv, kv_size),
-    )
-    present = _count(rows.cells != 0, q_ranges, kv_ranges)
-    full = _count(rows.cells == FULL_BLOCK, q_ranges, kv_ranges)
-    touched = np.outer(q_ranges[1] - q_ranges[0], kv_ranges[1] - kv_ranges[0])
-    kinds = np.where(present == 0, 0, np.where(full == touched, FULL, PARTIAL))
-    uniform = (present == touched) & (full == 0)
-    mixed = bool(((kinds == PARTIAL) & ~uniform).any())
-
+    kinds, mixed = _kinds(rows, block_q, block_kv)
     counts = (kinds != 0).sum(-1)
     offsets = np.zeros(counts.size + 1, np.int64)
     np.cumsum(counts.ravel(), out=offsets[1:])
@@ -56,6 +45,23 @@ def tile_lists(rows: BlockRows, block_q: int, block_kv: int) -> TileLists:
     )
 
 
+def _kinds(rows: BlockRows, block_q: int, block_kv: int) -> tuple[NDArray[np.integer], bool]:
+    """What each tile is, and whether a partial one touches blocks of several kinds."""
+    (q_len, kv_len), (q_size, kv_size) = rows.seq_lengths, rows.block_size
+    q_ranges, kv_ranges = (
+        _blocks_of_tiles(q_len, block_q, q_size),
+        _blocks_of_tiles(kv_len, block_kv, kv_size),
+    )
+    if q_size % block_q == 0 and kv_size % block_kv == 0:  # every tile is within one block
+        return rows.cells[:, :, q_ranges[0]][..., kv_ranges[0]], False
+    present = _count(rows.cells != 0, q_ranges, kv_ranges)
+    full = _count(rows.cells == FULL_BLOCK, q_ranges, kv_ranges)
+    touched = np.outer(q_ranges[1] - q_ranges[0], kv_ranges[1] - kv_ranges[0])
+    kinds = np.where(present == 0, 0, np.where(full == touched, FULL, PARTIAL))
+    uniform = (present == touched) & (full == 0)
+    return kinds, bool(((kinds == PARTIAL) & ~uniform).any())
+
+
 def _blocks_of_tiles(length: int, tile: int, block: int) -> NDArray[np.int64]:
     """The first block that each tile touches, and one past the last: [2, tiles]."""
     starts = np.arange(0, length, tile, dtype=np.int64)
@@ -69,10 +75,8 @@ def _count(
     """How many cells are true in each tile's range of blocks, by differences of running sums."""
     counts = cells.astype(np.int64)
     for axis, (first, last) in ((-2, q_ranges), (-1, kv_ranges)):
-        sums = np.cumsum(counts, axis=axis)
-        padding = [(0, 0)] * sums.ndim
-        padding[axis] = (1, 0)
-        sums = np.pad(sums, padding)
+        nothing = np.zeros_like(np.take(counts, [0], axis))
+        sums = np.cumsum(np.concatenate([nothing, counts], axis), axis)
         top = sums.shape[axis] - 1
         upper, lower = (np.take(sums, np.minimum(ends, top), axis) for ends in (last, first))
         counts = upper - lower

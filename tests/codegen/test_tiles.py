@@ -1,0 +1,67 @@
+"""The loops that all the time is spent in keep everything in registers, on every target."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import pytest
+
+from quire.codegen import jit
+from quire.codegen.convention import ForwardSpec
+from quire.codegen.forward import write_forward
+from quire.codegen.target import Target
+from quire.codegen.tiles import SMALL_ROWS
+
+TARGETS = ["x86-64-v3", "x86-64-v4", "aarch64"]
+FMA = re.compile(r"\bvfn?m(?:add|sub)\w+|\bfml[as]\b")
+STACK = re.compile(r"%rsp|\bsp\b")
+
+
+@functools.cache
+def assembly(target: str, dtype: str) -> str:
+    spec = ForwardSpec(Target.named(target), dtype, dtype, dtype, dtype)
+    return jit.assembly(write_forward(spec).text, spec.target)
+
+
+def innermost_loops(text: str, function: str) -> list[str]:
+    """The blocks of a function that jump back to their own start."""
+    found = re.search(rf"^{function}:(.*?)^\.Lfunc_end", text, re.DOTALL | re.MULTILINE)
+    assert found, f"no function {function}"
+    assert "%rsp, %rbp" not in found[1], "a frame pointer would hide uses of the stack"
+    blocks = re.finditer(r"^(\.LBB\w+):(.*?)(?=^\.LBB|\Z)", found[1], re.DOTALL | re.MULTILINE)
+    return [
+        body
+        for label, body in (block.groups() for block in blocks)
+        if re.search(rf"^\s+(j|b\.|cb|tb)[^\n]*{re.escape(label)}$", body, re.MULTILINE)
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("function", "unroll"), [("multiply_keys", 2), ("multiply_values", 1)])
+def test_micro_kernels_do_not_spill(target: str, dtype: str, function: str, unroll: int) -> None:
+    shape = Target.named(target)
+    loops = [x for x in innermost_loops(assembly(target, dtype), function) if FMA.search(x)]
+    counts = [len(FMA.findall(loop)) for loop in loops]
+    assert counts == [rows * shape.vectors * unroll for rows in (shape.rows, SMALL_ROWS)]
+    for loop in loops:
+        assert not STACK.search(loop), f"the stack is used in\n{loop}"
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_softmax_does_not_spill(target: str) -> None:
+    loops = innermost_loops(assembly(target, "float32"), "exponentiate")
+    assert len(loops) == 2 * Target.named(target).vectors
+    for loop in loops:
+        assert FMA.search(loop) and not STACK.search(loop), f"the stack is used in\n{loop}"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
+@pytest.mark.parametrize("target", TARGETS)
+def test_nothing_is_called_outside(target: str, dtype: str) -> None:
+    """No library function: what is called is in the module, or a pointer that was passed."""
+    text = assembly(target, dtype)
+    called = set(re.findall(r"^\s+(?:callq|bl)\s+([A-Za-z_]\w*)", text, re.MULTILINE))
+    defined = set(re.findall(r"^([A-Za-z_]\w*):", text, re.MULTILINE))
+    assert called <= defined, called - defined

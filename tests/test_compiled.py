@@ -1,0 +1,315 @@
+"""The compiled path: the same numbers as the reference, and code that is made once."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from compare import assert_matches_reference
+from hypothesis import given
+from strategies import DTYPES, LAYOUTS, Case, cases
+from torch import Tensor
+
+import quire
+from quire import AuxRequest, BlockMask, create_block_mask, flex_attention, mods, reference
+from quire.codegen import jit
+from quire.errors import CapturedIndexError
+from quire.runtime import kernels
+from quire.runtime.cache import ObjectCache
+
+
+@pytest.fixture
+def compilations(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> list[str]:
+    """The code that is compiled from now on, with empty caches."""
+    made: list[str] = []
+    compile_object = jit.compile_object
+
+    def counted(text: str, target: Any) -> bytes:
+        made.append(text)
+        return compile_object(text, target)
+
+    monkeypatch.setattr(jit, "compile_object", counted)
+    monkeypatch.setattr(kernels, "object_cache", lambda: ObjectCache(tmp_path / "cache"))
+    kernels.kernel.cache_clear()
+    kernels.mod_code.cache_clear()
+    kernels._codes.clear()
+    return made
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape).to(dtype)
+
+
+def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return q_idx >= kv_idx
+
+
+# --- the same numbers ----------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::quire.EagerModWarning")
+@given(cases())
+def test_any_call_is_as_good_as_the_reference(case: Case) -> None:
+    assert_matches_reference(case, "auto")  # jit, or eager for what cannot be traced
+
+
+LARGE = Case(
+    batch=1,
+    kv_batch=1,
+    kv_heads=1,
+    group=3,
+    q_len=150,
+    kv_len=290,
+    head_dim=20,
+    value_dim=12,
+    score="score * 0.5 - (q_idx - kv_idx).abs() * 0.01",
+    mask="(q_idx - kv_idx).abs() <= 90",
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_more_than_one_tile(dtype: torch.dtype, layout: str) -> None:
+    assert_matches_reference(_replace(LARGE, dtype=dtype, layout=layout), "jit")
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "value_dim"),
+    [(1, 1), (3, 2), (8, 17), (31, 33), (64, 64), (100, 7), (128, 128), (256, 96), (512, 512)],
+)
+def test_head_dims_are_multiples_of_nothing(head_dim: int, value_dim: int) -> None:
+    case = _replace(LARGE, head_dim=head_dim, value_dim=value_dim, q_len=40, kv_len=140)
+    assert_matches_reference(case, "jit")
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 5, 8])
+def test_any_number_of_heads_in_a_group(group: int) -> None:
+    assert_matches_reference(_replace(LARGE, group=group, kv_heads=2, q_len=20), "jit")
+
+
+def _replace(case: Case, **changes: Any) -> Case:
+    return Case(**{**case.__dict__, **changes})
+
+
+LENGTH = 60
+READY: dict[str, Callable[..., Any]] = {
+    "causal": mods.causal,
+    "sliding_window": mods.sliding_window(7),
+    "dilated": mods.dilated_sliding_window(9, 3),
+    "global": mods.global_sliding_window(5, torch.arange(LENGTH) % 11 == 0),
+    "prefix_lm": mods.prefix_lm(13),
+    "document": mods.document(lengths=[11, 1, 30, 18]),
+    "shared_prefix": mods.shared_prefix([0, 10, 30, 60], [0, 0, 0]),
+    "block_diffusion": mods.block_diffusion(30, 6),
+    "neighbourhood": mods.neighbourhood((6, 10), (3, 5)),
+    "tree": mods.tree(torch.tensor([-1, *(i // 2 for i in range(LENGTH - 1))])),
+    "padding": mods.padding(torch.tensor([17, 60])),
+    "alibi": mods.alibi(4),
+    "softcap": mods.softcap(3.0),
+    "relative": mods.relative_position_bias(torch.linspace(-1, 1, 128).view(32, 4)),
+    "table": mods.table_bias(torch.linspace(-1, 1, 4 * 60 * 60).view(4, 60, 60)),
+    "distance": mods.distance_bias(torch.linspace(-1, 1, 4 * 119).view(4, 119)),
+}
+
+
+@pytest.mark.parametrize("name", READY)
+def test_ready_made_mods(name: str) -> None:
+    q, k, v = (random(2, 4, LENGTH, 16) for _ in range(3))
+    mod = READY[name]
+    kind = "score_mod" if quire.ir.trace.mod_kind(mod) == "score" else "mask_mod"
+    actual = flex_attention(q, k, v, **{kind: mod}, backend="jit")
+    expected = reference.attention(q.double(), k.double(), v.double(), **{kind: mod}).out
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [(128, 128), (16, 16), (128, 64), (50, 30), (300, 300), (7, 200)])
+def test_the_block_size_of_a_mask_does_not_matter(size: tuple[int, int]) -> None:
+    q, k, v = (random(1, 2, 300, 24) for _ in range(3))
+    mask = mods.and_masks(mods.causal, mods.document(lengths=[70, 130, 100]))
+    alone, aux = flex_attention(
+        q, k, v, mask_mod=mask, return_aux=AuxRequest(lse=True), backend="jit"
+    )
+    blocks = create_block_mask(mask, None, None, 300, 300, BLOCK_SIZE=size)
+    same, same_aux = flex_attention(
+        q, k, v, block_mask=blocks, return_aux=AuxRequest(lse=True), backend="jit"
+    )
+    assert torch.equal(alone, same)
+    assert torch.equal(aux.lse, same_aux.lse)
+
+
+@pytest.mark.parametrize("size", [16, 48, 128])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_hand_made_block_mask_is_honoured_as_given(size: int, batch: int) -> None:
+    """Blocks in any order, full ones whose mask_mod says no, absent ones where it says yes."""
+    length, rows = 200, -(-200 // size)
+    kinds = torch.randint(0, 3, (batch, 2, rows, rows))
+    lists = []
+    for kind in (1, 2):
+        chosen = kinds == kind
+        order = torch.rand(chosen.shape).masked_fill(~chosen, 2.0).argsort(-1)
+        lists += [chosen.sum(-1).int(), order.int()]
+    mask = BlockMask.from_kv_blocks(
+        *lists, BLOCK_SIZE=size, mask_mod=causal, seq_lengths=(length, length)
+    )
+    q, k, v = (random(2, 2, length, 16) for _ in range(3))
+    actual = flex_attention(q, k, v, block_mask=mask, backend="jit")
+    expected = reference.attention(q.double(), k.double(), v.double(), block_mask=mask).out
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+# --- what is not finite, and what is large -------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("which", ["key", "value"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_not_finite_reaches_what_reads_it(
+    which: str, bad: float, dtype: torch.dtype
+) -> None:
+    q, k, v = (random(1, 2, 150, 16, dtype=dtype) for _ in range(3))
+    {"key": k, "value": v}[which][0, 1, 140, 3] = bad
+    mask = lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) | (kv_idx < 3)  # noqa: E731
+    actual = flex_attention(q, k, v, mask_mod=mask, backend="jit")
+    expected = reference.attention(q.double(), k.double(), v.double(), mask_mod=mask).out
+    assert torch.equal(actual.isfinite(), expected.isfinite())
+    assert not bool(actual[0, 1, 141:].isfinite().all())
+
+
+@pytest.mark.parametrize("factor", [1e2, 1e4])
+def test_large_scores(factor: float) -> None:
+    q, k, v = (random(1, 2, 140, 16) for _ in range(3))
+    actual = flex_attention(q, k, v, scale=factor, backend="jit")
+    assert bool(actual.isfinite().all())
+    peer = reference.attention(q, k, v, scale=factor).out
+    exact = reference.attention(q.double(), k.double(), v.double(), scale=factor).out
+    error, theirs = ((x.double() - exact).abs().max() for x in (actual, peer))
+    assert error <= 4 * theirs + 1e-6
+
+
+def test_scores_that_a_mod_makes_infinite() -> None:
+    q, k, v = (random(1, 1, 40, 8) for _ in range(3))
+
+    def mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        low = torch.where(kv_idx % 3 == 0, -math.inf, score)
+        return torch.where((q_idx == 5) & (kv_idx == 7), math.nan, low)
+
+    actual, aux = flex_attention(
+        q, k, v, mod, return_aux=AuxRequest(lse=True, max_scores=True), backend="jit"
+    )
+    expected = reference.attention(q.double(), k.double(), v.double(), score_mod=mod)
+    for ours, theirs in zip((actual, *aux), expected, strict=False):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+# --- code is made once ---------------------------------------------------------------------------
+
+
+def test_constants_and_tensors_are_arguments(compilations: list[str]) -> None:
+    q, k, v = (random(1, 2, 50, 8) for _ in range(3))
+    results = []
+    for window in (3, 10, 30):
+        bias = random(2, 99)
+
+        def mod(s: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, bias: Tensor = bias) -> Any:
+            return s + bias[h, q_idx - kv_idx + 49] * 0.7
+
+        def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any, window: int = window) -> Any:
+            return q_idx - kv_idx < window
+
+        results.append(flex_attention(q, k, v, mod, mask_mod=mask, backend="jit"))
+        exact = reference.attention(q, k, v, score_mod=mod, mask_mod=mask).out
+        torch.testing.assert_close(results[-1], exact, rtol=1e-5, atol=1e-5)
+    assert len(compilations) == 2, "the core, and one mod"
+
+
+def test_a_changed_closure_is_never_stale() -> None:
+    q, k, v = (random(1, 1, 30, 8) for _ in range(3))
+    window = 3
+    bias = torch.zeros(30)
+
+    def mod(s: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return torch.where(q_idx - kv_idx < window, s + bias[kv_idx], -math.inf)
+
+    before = flex_attention(q, k, v, mod, backend="jit")
+    window = 9
+    after = flex_attention(q, k, v, mod, backend="jit")
+    bias.numpy()[:] = 1.0 * torch.arange(30).numpy()
+    edited = flex_attention(q, k, v, mod, backend="jit")
+    torch.testing.assert_close(edited, reference.attention(q, k, v, score_mod=mod).out)
+    assert not torch.equal(before, after)
+    assert not torch.equal(after, edited)
+
+
+def test_a_new_process_reads_what_an_old_one_wrote(compilations: list[str]) -> None:
+    q = random(1, 1, 30, 8)
+    first = flex_attention(q, q, q, mask_mod=causal, backend="jit")
+    made = len(compilations)
+    kernels.kernel.cache_clear()
+    kernels.mod_code.cache_clear()
+    kernels._codes.clear()
+    assert torch.equal(flex_attention(q, q, q, mask_mod=causal, backend="jit"), first)
+    assert len(compilations) == made
+
+
+def test_many_python_threads_at_once() -> None:
+    inputs = [tuple(random(1, 2, 90 + i, 16) for _ in range(3)) for i in range(8)]
+    expected = [flex_attention(*x, mask_mod=causal, backend="jit") for x in inputs]
+    wrong: list[int] = []
+
+    def work(i: int) -> None:
+        for _ in range(20):
+            if not torch.equal(
+                flex_attention(*inputs[i], mask_mod=causal, backend="jit"), expected[i]
+            ):
+                wrong.append(i)
+
+    workers = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not wrong
+
+
+# --- mistakes ------------------------------------------------------------------------------------
+
+
+def test_an_index_out_of_range_says_what_the_eager_path_says() -> None:
+    q = random(1, 2, 40, 8)
+    table = random(39)
+    messages = []
+    for backend in ("jit", "eager"):
+        with pytest.raises(CapturedIndexError) as error:
+            flex_attention(
+                q, q, q, lambda s, b, h, q_idx, kv_idx: s + table[kv_idx], backend=backend
+            )
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]
+    assert "index 39 is out of bounds for dimension 0 with size 39" in messages[0]
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        lambda h, q_idx, kv_idx: kv_idx,
+        lambda h, q_idx, kv_idx: q_idx,
+        lambda h, q_idx, kv_idx: q_idx + kv_idx - 29,
+        lambda h, q_idx, kv_idx: (q_idx * kv_idx) // 30,
+    ],
+    ids=["key", "query", "both", "irregular"],
+)
+def test_an_index_out_of_range_where_the_mask_is_false_is_nobodys_mistake(index: Any) -> None:
+    q = random(1, 2, 40, 8)
+    table = random(30)
+    mask = lambda b, h, q_idx, kv_idx: (q_idx < 30) & (kv_idx < 30)  # noqa: E731
+    mod = lambda s, b, h, q_idx, kv_idx: s + table[index(h, q_idx, kv_idx)]  # noqa: E731
+    actual = flex_attention(q, q, q, mod, mask_mod=mask, backend="jit")
+    safe = lambda s, b, h, q_idx, kv_idx: (  # noqa: E731
+        s + table[index(h, q_idx, kv_idx).clamp(max=29)]
+    )
+    expected = reference.attention(q, q, q, score_mod=safe, mask_mod=mask).out
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
