@@ -6,7 +6,7 @@ otherwise. Races against torch.compile take a minute of compiling each; --only s
 
 from __future__ import annotations
 
-import ctypes
+import functools
 import os
 import subprocess
 import sys
@@ -15,8 +15,7 @@ import warnings
 
 import torch
 import torch.nn.functional as F
-from race import Table, arguments, race
-from torch import Tensor
+from _race import Table, arguments, race
 
 import quire
 from quire.codegen import jit
@@ -47,8 +46,8 @@ def sdpa(table: Table, seconds: float, threads: int) -> None:
         mask = block_mask(causal, n)
         dense = race(
             {
-                "ours": lambda: quire.flex_attention(q, k, v),
-                "peer": lambda: F.scaled_dot_product_attention(q, k, v),
+                "ours": functools.partial(quire.flex_attention, q, k, v),
+                "peer": functools.partial(F.scaled_dot_product_attention, q, k, v),
             },
             seconds,
         )
@@ -56,8 +55,8 @@ def sdpa(table: Table, seconds: float, threads: int) -> None:
         table.add(f"dense N {n} D {d} threads {threads}", _ratio(dense), "x SDPA", must)
         masked = race(
             {
-                "ours": lambda: quire.flex_attention(q, k, v, block_mask=mask),
-                "peer": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+                "ours": functools.partial(quire.flex_attention, q, k, v, block_mask=mask),
+                "peer": functools.partial(F.scaled_dot_product_attention, q, k, v, is_causal=True),
             },
             seconds,
         )
@@ -66,8 +65,8 @@ def sdpa(table: Table, seconds: float, threads: int) -> None:
     q, k, v = operands(1024, 128, b=4, hq=32, hkv=8)
     times = race(
         {
-            "ours": lambda: quire.flex_attention(q, k, v, enable_gqa=True),
-            "peer": lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),
+            "ours": functools.partial(quire.flex_attention, q, k, v, enable_gqa=True),
+            "peer": functools.partial(F.scaled_dot_product_attention, q, k, v, enable_gqa=True),
         },
         seconds,
     )
@@ -82,8 +81,8 @@ def dtypes(table: Table, seconds: float, threads: int) -> None:
             q, k, v = operands(2048, d, dtype=dtype)
             times = race(
                 {
-                    "ours": lambda: quire.flex_attention(q, k, v),
-                    "peer": lambda: F.scaled_dot_product_attention(q, k, v),
+                    "ours": functools.partial(quire.flex_attention, q, k, v),
+                    "peer": functools.partial(F.scaled_dot_product_attention, q, k, v),
                 },
                 seconds,
             )
@@ -93,8 +92,8 @@ def dtypes(table: Table, seconds: float, threads: int) -> None:
         q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in operands(2048, d))
         times = race(
             {
-                "ours": lambda: quire.flex_attention(q, k, v),
-                "peer": lambda: F.scaled_dot_product_attention(q, k, v),
+                "ours": functools.partial(quire.flex_attention, q, k, v),
+                "peer": functools.partial(F.scaled_dot_product_attention, q, k, v),
             },
             seconds,
         )
@@ -117,8 +116,8 @@ def mods(table: Table, seconds: float, threads: int) -> None:
         for name, (mod, must) in score_mods(2048).items():
             times = race(
                 {
-                    "ours": lambda: quire.flex_attention(q, k, v, mod, mask),
-                    "plain": lambda: quire.flex_attention(q, k, v, block_mask=mask),
+                    "ours": functools.partial(quire.flex_attention, q, k, v, mod, mask),
+                    "plain": functools.partial(quire.flex_attention, q, k, v, block_mask=mask),
                 },
                 seconds,
             )
@@ -144,8 +143,8 @@ def inductor(table: Table, seconds: float, threads: int) -> None:
         theirs = create_block_mask(mask, None, None, n, n, device="cpu")
         times = race(
             {
-                "ours": lambda: quire.flex_attention(q, k, v, mod, ours),
-                "peer": lambda: compiled(q, k, v, mod, theirs),
+                "ours": functools.partial(quire.flex_attention, q, k, v, mod, ours),
+                "peer": functools.partial(compiled, q, k, v, mod, theirs),
             },
             seconds,
         )
@@ -160,8 +159,8 @@ def peak(table: Table, seconds: float, threads: int) -> None:
         q, k, v = operands(n, d)
         times = race(
             {
-                "ours": lambda: quire.flex_attention(q, k, v),
-                "peak": lambda: launch(code.address("multiply"), 0, threads),
+                "ours": functools.partial(quire.flex_attention, q, k, v),
+                "peak": functools.partial(launch, code.address("multiply"), 0, threads),
             },
             seconds,
         )
@@ -243,9 +242,9 @@ def overhead(table: Table, seconds: float, threads: int) -> None:
 
     times = race(
         {
-            "peer": lambda: F.scaled_dot_product_attention(q, k, v),
-            "none": lambda: quire.flex_attention(q, k, v),
-            "mod": lambda: quire.flex_attention(q, k, v, mod),
+            "peer": functools.partial(F.scaled_dot_product_attention, q, k, v),
+            "none": functools.partial(quire.flex_attention, q, k, v),
+            "mod": functools.partial(quire.flex_attention, q, k, v, mod),
         },
         seconds,
     )
@@ -266,7 +265,7 @@ def memory(table: Table, seconds: float, threads: int) -> None:
 
 def _long_call():
     q = torch.randn(1, 1, 32768, 64)
-    return lambda: quire.flex_attention(q, q, q, mask_mod=causal)
+    return functools.partial(quire.flex_attention, q, q, q, mask_mod=causal)
 
 
 def _ratio(times: dict[str, float]) -> float:

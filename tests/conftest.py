@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -45,6 +46,10 @@ _torch_random = _TorchRandom()  # hypothesis holds it weakly
 register_random(_torch_random)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write tests/golden anew")
+
+
 @pytest.hookimpl(tryfirst=True)  # before hypothesis' own plugin reads the options
 def pytest_configure(config: pytest.Config) -> None:
     in_ci = bool(os.environ.get("CI"))
@@ -52,6 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.hypothesis_seed is None:
         config.option.hypothesis_seed = CI_SEED if in_ci else secrets.randbelow(2**32)
     torch.set_num_threads(NUM_THREADS)
+    os.environ.setdefault("QUIRE_CACHE_DIR", tempfile.mkdtemp(prefix="quire-tests-"))
 
 
 def pytest_report_header(config: pytest.Config) -> str:

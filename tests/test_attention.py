@@ -208,7 +208,7 @@ def test_a_mod_outside_of_the_table_warns_once_and_names_op_and_line() -> None:
     plain = torch.ones(3)
 
     def strange(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return torch.lgamma(score.abs() + 1) + torch.stack([weight[0], plain[1]]).sum()
+        return torch.lgamma(score.abs() + 1) + torch.stack([weight, plain]).sum()
 
     with pytest.warns(EagerModWarning, match=r"torch\.lgamma .* at test_attention\.py") as caught:
         problem = prepared(score_mod=strange)

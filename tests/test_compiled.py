@@ -15,9 +15,18 @@ from strategies import DTYPES, LAYOUTS, Case, cases
 from torch import Tensor
 
 import quire
-from quire import AuxRequest, BlockMask, create_block_mask, flex_attention, mods, reference
+from quire import (
+    AuxRequest,
+    BlockMask,
+    compiled,
+    create_block_mask,
+    flex_attention,
+    mods,
+    reference,
+)
 from quire.codegen import jit
-from quire.errors import CapturedIndexError
+from quire.config import config
+from quire.errors import CapturedIndexError, KernelMismatchError
 from quire.runtime import kernels
 from quire.runtime.cache import ObjectCache
 
@@ -313,3 +322,30 @@ def test_an_index_out_of_range_where_the_mask_is_false_is_nobodys_mistake(index:
     )
     expected = reference.attention(q, q, q, score_mod=safe, mask_mod=mask).out
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+# --- checking itself -----------------------------------------------------------------------------
+
+
+def test_a_checked_run_is_the_same_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (random(2, 4, 70, 16) for _ in range(3))
+    plain = flex_attention(q, k, v, mods.softcap(5.0), mask_mod=causal, backend="jit")
+    monkeypatch.setenv("QUIRE_CHECK", "1")
+    config.cache_clear()
+    assert torch.equal(flex_attention(q, k, v, mods.softcap(5.0), mask_mod=causal), plain)
+
+
+def test_a_kernel_that_is_wrong_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_CHECK", "1")
+    config.cache_clear()
+    right = compiled.forward
+
+    def wrong(*args: Any) -> Any:
+        rows, mistake = right(*args)
+        rows.out[..., 0] += 0.01
+        return rows, mistake
+
+    monkeypatch.setattr(compiled, "forward", wrong)
+    q = random(1, 2, 20, 8)
+    with pytest.raises(KernelMismatchError, match="out of batches 0 to 0, heads 0 to 1, queries"):
+        flex_attention(q, q, q, backend="jit")

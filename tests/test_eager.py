@@ -451,26 +451,35 @@ class LargestTensor(TorchDispatchMode):
 
 @pytest.mark.parametrize("opaque", [False, True], ids=["traced", "opaque"])
 def test_nothing_is_larger_than_a_tile_or_an_operand(opaque: bool) -> None:
-    """Not even for second derivatives."""
-    length, tiles = 100, 500
+    """Nor is more kept for second derivatives."""
+    length, kept = 100, 0
     tensors = [random(1, heads, length, 3, dtype=torch.float32) for heads in (4, 2, 2)]
     bias = random(2 * length, dtype=torch.float32)
+    limit = max(tensors[0].numel(), tiling.TILE_ELEMENTS)
+    assert limit < 4 * length * length / 30
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         changed = score + bias[q_idx - kv_idx]
         return torch.asinh(changed) if opaque else changed
 
-    operand = 4 * length * 3
-    assert max(operand, tiles) < 4 * length * length / 30
-    with LargestTensor() as largest:
-        near = lambda b, h, q, kv: (q - kv).abs() < 20  # noqa: E731
+    def near(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (q_idx - kv_idx).abs() < 20
+
+    def count(saved: Tensor) -> Tensor:
+        nonlocal kept
+        kept += saved.numel()
+        return saved
+
+    counted = torch.autograd.graph.saved_tensors_hooks(count, lambda saved: saved)
+    with LargestTensor() as largest, counted:
         out = flex_attention(*tensors, score_mod, mask_mod=near, dropout_p=0.1)
         grads = torch.autograd.grad(out.square().sum(), (*tensors, bias), create_graph=True)
-    assert largest.numel <= max(operand, tiles)
+    assert largest.numel <= limit
+    assert kept < 4 * length * length  # not even one matrix of scores
     if not opaque:
         with LargestTensor() as largest:
             grads[0].sum().backward()
-        assert largest.numel <= max(operand, tiles)
+        assert largest.numel <= limit
 
 
 def test_keys_are_not_repeated_for_the_heads_of_a_group() -> None:

@@ -27,7 +27,7 @@ LAYERS = """
     demo
     integrations
     __init__
-    doctor draw measure why
+    doctor draw measure stages why
     patch
     torch_api
     nested
@@ -37,6 +37,7 @@ LAYERS = """
     mods
     backends
     inductor compiled
+    recheck
     runtime
     eager
     problem

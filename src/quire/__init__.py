@@ -11,6 +11,7 @@ from quire.kernel_options import FlexKernelOptions, KernelOptionWarning
 from quire.memory import Dense
 from quire.mods import and_masks, noop_mask, not_mask, or_masks
 from quire.patch import patch_torch, unpatch_torch
+from quire.stages import kernel
 from quire.torch_api import explain, flex_attention
 
 __version__ = version("quire")
@@ -32,6 +33,7 @@ __all__ = [
     "create_mask",
     "explain",
     "flex_attention",
+    "kernel",
     "mods",
     "noop_mask",
     "not_mask",

@@ -8,11 +8,13 @@ from torch import Tensor
 from quire import eager
 from quire.codegen.lower import check_lowerable
 from quire.codegen.target import Target
+from quire.config import config
 from quire.eager import Operands, Result, output_layout
 from quire.errors import BackendError, CapturedIndexError, UnsupportedOpError
 from quire.ir.trace import Traced, mod_name
 from quire.memory import Dense
 from quire.problem import Call, Problem, ReadyMod
+from quire.recheck import recheck
 from quire.runtime.addressing import dense
 from quire.runtime.forward import forward
 
@@ -78,7 +80,10 @@ def run(
     rows, out_of_range = forward(problem, memory, sink, out)
     if out_of_range:
         _raise_as_eager(problem, operands, sink)
-    return Result(*rows)
+    result = Result(*rows)
+    if config().check:
+        recheck(problem, operands, sink, result)
+    return result
 
 
 def _raise_as_eager(problem: Problem, operands: Operands, sink: Tensor | None) -> None:

@@ -1,7 +1,7 @@
 """Every exception that quire raises.
 
     QuireError
-    ├── ShapeError               sizes that do not fit together                    ValueError
+    ├── ShapeError               sizes that do not fit together                    ValueError, RuntimeError
     ├── RankError                not [B, H, L, D]                                  ValueError, NotImplementedError
     ├── DtypeError               a dtype we do not take                            ValueError, TypeError
     ├── DeviceError              tensors on different or unknown devices           ValueError, RuntimeError
@@ -11,6 +11,7 @@
     ├── OptionError              kernel_options, AuxRequest                        ValueError, RuntimeError, AssertionError
     ├── BackendError             the backend asked for cannot run this             NotImplementedError
     ├── CodegenError             generated code that is malformed: a bug of ours   RuntimeError
+    ├── KernelMismatchError      a kernel computed something else (QUIRE_CHECK=1)  RuntimeError
     ├── BlockMaskError           a block mask that is not one                      RuntimeError, AssertionError, ValueError
     │   ├── BlockMaskShapeError  made for other batches, heads or lengths          (as above)
     │   ├── BlockIndexError      no such batch, head or row of blocks              IndexError
@@ -38,7 +39,7 @@ class QuireError(Exception):
     """The base of everything quire raises on purpose."""
 
 
-class ShapeError(QuireError, ValueError):
+class ShapeError(QuireError, ValueError, RuntimeError):
     """Sizes of tensors that do not fit together."""
 
 
@@ -76,6 +77,10 @@ class BackendError(QuireError, NotImplementedError):
 
 class CodegenError(QuireError, RuntimeError):
     """Generated code that is not well formed, or an object that cannot be loaded: a bug of ours."""
+
+
+class KernelMismatchError(QuireError, RuntimeError):
+    """A compiled kernel and the same computation in float64 do not agree: a bug of ours."""
 
 
 class BlockMaskError(QuireError, RuntimeError, AssertionError, ValueError):

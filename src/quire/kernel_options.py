@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Literal, TypeAlias, TypedDict, get_args
 
-from quire.errors import OptionError
+from quire.errors import ArgumentError, OptionError
 from quire.warn import warn
 
 KernelBackend: TypeAlias = Literal["AUTO", "TRITON", "FLASH", "TRITON_DECODE"]
@@ -55,7 +55,7 @@ def check_kernel_options(options: Mapping[str, object] | None) -> None:
     if options is None:
         return
     if not isinstance(options, Mapping):
-        raise OptionError(
+        raise ArgumentError(
             f"kernel_options must be a dict, but got {type(options).__name__}. See "
             f"FlexKernelOptions."
         )

@@ -26,7 +26,7 @@ from quire.attention import (
 from quire.backends import explain_call
 from quire.config import Backend as BackendName
 from quire.dynamo import instead
-from quire.errors import HeadsError, OptionError
+from quire.errors import BlockMaskError, HeadsError, NotCallableError, OptionError
 from quire.ir.trace import Mod
 from quire.kernel_options import FlexKernelOptions, check_kernel_options
 from quire.memory import Dense
@@ -188,6 +188,7 @@ def _prepare(
     aux: AuxRequest | None,
     kernel_options: FlexKernelOptions | None,
 ) -> Call:
+    _check_masks(mask_mod, block_mask)
     masks: tuple[Mask, ...] = tuple(m for m in (mask_mod, block_mask) if m is not None)
     return prepare(
         query,
@@ -215,8 +216,23 @@ def _aux_request(return_lse: bool, return_aux: AuxRequest | None) -> AuxRequest 
     return return_aux
 
 
+def _check_masks(mask_mod: object, block_mask: object) -> None:
+    if isinstance(mask_mod, torch_flex.BlockMask):
+        raise NotCallableError(
+            "mask_mod must be a function of (b, h, q_idx, kv_idx), but got a BlockMask. Give it as "
+            "block_mask=."
+        )
+    if block_mask is not None and not isinstance(block_mask, torch_flex.BlockMask):
+        raise BlockMaskError(
+            f"block_mask must be a BlockMask, but got a {type(block_mask).__name__}. Give a "
+            f"function as mask_mod=, or make a mask of it with create_block_mask."
+        )
+
+
 def _check_gqa(query: object, key: object, enable_gqa: bool) -> None:
     if enable_gqa or not isinstance(query, Tensor) or not isinstance(key, Tensor):
+        return
+    if query.is_nested or key.is_nested:  # refused later, and without a shape until then
         return
     if query.dim() == key.dim() == 4 and query.shape[1] != key.shape[1]:
         raise HeadsError(

@@ -112,7 +112,7 @@ def assert_lanes(actual: Tensor, expected: Tensor, ulps: int) -> None:
     assert bool((close | same).all()), f"{actual.tolist()} is not {expected.tolist()}"
 
 
-@pytest.mark.parametrize("source", (*FLOATS, *INTS, torch.bool), ids=str)
+@pytest.mark.parametrize("source", [*FLOATS, *INTS, torch.bool], ids=str)
 def test_casts(source: torch.dtype) -> None:
     values = operands("cast", source, 2 * QUERIES)[0][:QUERIES]
     if source.is_floating_point:

@@ -129,6 +129,7 @@ def test_neutral_operands_of_floats(dtype: torch.dtype) -> None:
     assert_becomes(Node("div", (x, one), dtype), x)
     for zero in (const(0.0, dtype), const(-0.0, dtype)):  # -0.0 + 0.0 is 0.0
         assert_stays(Node("add", (x, zero), dtype))
+        assert_stays(Node("add", (zero, x), dtype))
         assert_stays(Node("sub", (x, zero), dtype))
         assert_stays(Node("mul", (x, zero), dtype))  # 0 * inf and 0 * nan are nan
     assert_stays(Node("floordiv", (x, one), dtype))

@@ -311,6 +311,23 @@ def test_a_scalar_parameter_is_captured() -> None:
 
 
 @pytest.mark.parametrize(
+    "mod",
+    [
+        lambda score, b, h, q_idx, kv_idx: SCALE.where(q_idx > kv_idx, score),
+        lambda score, b, h, q_idx, kv_idx: SCALE.masked_fill(q_idx > kv_idx, 0.5) + score,
+        lambda score, b, h, q_idx, kv_idx: SCALE.clamp(max=q_idx) + score,
+        lambda score, b, h, q_idx, kv_idx: SCALE - score,
+        lambda score, b, h, q_idx, kv_idx: torch.pow(SCALE, q_idx) + score,
+    ],
+)
+def test_a_captured_scalar_may_come_first(mod: Callable[..., Any]) -> None:
+    assert_traces_to_torch(mod, "score")
+
+
+SCALE = torch.tensor(1.5)
+
+
+@pytest.mark.parametrize(
     ("source", "error", "message"),
     [
         (
@@ -587,14 +604,15 @@ def test_grad_mode_may_not_change_within_a_mod() -> None:
 @pytest.mark.parametrize(
     ("operand", "what"),
     [
-        ("1j", "a complex"),
-        ("{}", "a dict"),
-        ("2**70", "an integer of more than 64 bits"),
-        ("np.ones(3)", "a ndarray"),
+        ("score + 1j", "a complex"),
+        ("score + {}", "a dict"),
+        ("score + 2**70", "an integer of more than 64 bits"),
+        ("score + np.ones(3)", "a ndarray"),
+        ("np.ones(3) * score", "a ndarray"),
     ],
 )
 def test_operands_that_are_no_numbers(operand: str, what: str) -> None:
-    mod = eval(f"lambda score, b, h, q_idx, kv_idx: score + {operand}", {"np": np})
+    mod = eval(f"lambda score, b, h, q_idx, kv_idx: {operand}", {"np": np})
     assert message_of(UnsupportedOpError, trace, mod, "score") == (
         f"{what} cannot take part in a mod at <string>:1. Use numbers and tensors."
     )

@@ -88,7 +88,10 @@ def test_paged_is_dense(page: int, dtype: torch.dtype) -> None:
 
 
 def test_threads_and_batches_do_not_matter() -> None:
-    q, k, v = (torch.stack(x) for x in zip(*(sequence(300, 300, torch.float32) for _ in range(3))))
+    q, k, v = (
+        torch.stack(x)
+        for x in zip(*(sequence(300, 300, torch.float32) for _ in range(3)), strict=True)
+    )
     results = []
     for threads in (1, 2, 3):
         before = torch.get_num_threads()

@@ -166,7 +166,8 @@ def _sum_over_rows(weights: Tensor, rows: Tensor, read: Tensor, keys: Tensor) ->
 
 def _recorded(tile: Tile, raw: Tensor, only: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The raw and the modified scores, with a record of what lies between the two alone."""
-    raw = raw.view_as(raw) if torch.is_grad_enabled() else raw.detach().requires_grad_()
+    if not torch.is_grad_enabled():
+        raw = raw.detach().requires_grad_()
     with torch.enable_grad():
         return raw, tile.modified(raw, only=only)
 

@@ -33,11 +33,13 @@ def forward(problem: Problem, operands: Operands, sink: Tensor | None) -> Result
     max_scores = torch.empty_like(lse)
     for stripe in stripes(problem, Sizes.of(query, key)):
         at = stripe.rows
-        out[at], lse[at], max_scores[at] = _stripe(problem, operands, stripe, sink)
+        out[at], lse[at], max_scores[at] = forward_stripe(problem, operands, stripe, sink)
     return Result(out, lse, max_scores)
 
 
-def _stripe(problem: Problem, operands: Operands, stripe: Stripe, sink: Tensor | None) -> Result:
+def forward_stripe(
+    problem: Problem, operands: Operands, stripe: Stripe, sink: Tensor | None
+) -> Result:
     """Online softmax: `sums` and `total` are relative to exp(peak), the maximum so far."""
     rows = operands.query[stripe.rows].to(operands.dtype)
     peak = rows.new_full((*rows.shape[:-1], 1), -math.inf)

@@ -13,7 +13,6 @@ from quire.eager.forward import Result, forward
 from quire.eager.tile import Operands
 from quire.problem import Problem
 
-
 Forward: TypeAlias = Callable[[Problem, Operands, Tensor | None], Result]
 
 

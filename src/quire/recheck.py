@@ -1,0 +1,49 @@
+"""QUIRE_CHECK=1: what a kernel computed, computed again in float64 for some rows of it."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from torch import Tensor
+
+from quire.eager import Operands, Result
+from quire.eager.forward import forward_stripe
+from quire.eager.tiling import Sizes, Stripe, stripes
+from quire.errors import KernelMismatchError
+from quire.problem import Problem
+
+NUM_STRIPES = 2
+ROUNDINGS = 256
+"""How many roundings of the largest value a result may be off by."""
+
+
+def recheck(problem: Problem, operands: Operands, sink: Tensor | None, result: Result) -> None:
+    """Compare some stripes of rows, chosen at random, with float64; raise where they differ."""
+    every = list(stripes(problem, Sizes.of(operands.query, operands.key)))
+    exact = Operands(*(tensor.double() for tensor in operands))
+    for stripe in random.sample(every, min(NUM_STRIPES, len(every))):
+        expected = forward_stripe(problem, exact, stripe, sink)
+        for name, ours, theirs in zip(Result._fields, result, expected, strict=True):
+            _compare(name, ours[stripe.rows], theirs, stripe, operands.query.dtype)
+
+
+def _compare(
+    name: str, actual: Tensor, expected: Tensor, stripe: Stripe, dtype: torch.dtype
+) -> None:
+    largest = expected[expected.isfinite()].abs().max().item() if expected.isfinite().any() else 0.0
+    epsilon = torch.finfo(dtype if name == "out" else actual.dtype).eps
+    bound = ROUNDINGS * epsilon * max(1.0, largest)
+    error = (actual.double() - expected).abs()
+    same = (error <= bound) | (actual == expected) | (actual.isnan() & expected.isnan())
+    if not bool(same.all()):
+        raise KernelMismatchError(
+            f"{name} of batches {_range(stripe.batch)}, heads {_range(stripe.heads)}, queries "
+            f"{_range(stripe.queries)} is off by {error.nan_to_num(torch.inf).max():.3g}, and "
+            f"{bound:.3g} is what rounding explains. This is a bug of quire's: use "
+            f"backend='eager', and report it with quire.kernel(...).stages."
+        )
+
+
+def _range(part: slice) -> str:
+    return f"{part.start} to {part.stop - 1}"

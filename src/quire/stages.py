@@ -1,0 +1,115 @@
+"""What a mod becomes on its way to the processor, as text.
+
+    >>> kernel = quire.kernel(mask_mod=quire.mods.causal)
+    >>> print(kernel.stages["graph"])
+    mask:
+      %0 = input kv_idx : int32
+      %1 = input q_idx : int32
+      %2 = le %0, %1 : bool
+
+Three stages: `graph`, the ops; `llvm`, the functions that the kernel calls; `asm`, what the
+processor runs. For a named target they are the same on every machine.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from quire.codegen import jit
+from quire.codegen.mods import CaptureShape, ModArguments
+from quire.codegen.target import Target
+from quire.codegen.tiles import Tile
+from quire.codegen.types import F32, F64
+from quire.eager import working_dtype
+from quire.errors import ArgumentError
+from quire.ir.graph import text
+from quire.ir.trace import Mod, trace
+from quire.problem import Problem
+from quire.runtime.kernels import ModRoots, write_mods
+from quire.runtime.roots import mod_roots
+
+NAMES = ("graph", "llvm", "asm")
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """The code of some mods, stage by stage."""
+
+    roots: ModRoots
+    arguments: ModArguments
+    tile: Tile
+
+    @property
+    def stages(self) -> Mapping[str, str]:
+        """The text of each stage, made when it is looked at."""
+        return _Stages(self)
+
+    @cached_property
+    def graph(self) -> str:
+        """The ops of each mod."""
+        titles = {"score": self.roots.score, "mask": self.roots.always}
+        parts = [
+            f"{title}:\n{textwrap.indent(text(root), '  ')}"
+            for title, root in titles.items()
+            if root is not None
+        ]
+        return "\n".join(parts)
+
+    @cached_property
+    def llvm(self) -> str:
+        """The functions that the forward kernel calls, as LLVM reads them."""
+        return write_mods(self.tile, self.roots, self.arguments).text
+
+    @cached_property
+    def asm(self) -> str:
+        """The same functions as the processor runs them."""
+        return jit.assembly(self.llvm, self.tile.target)
+
+
+class _Stages(Mapping[str, str]):
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel
+
+    def __getitem__(self, name: str) -> str:
+        if name not in NAMES:
+            raise KeyError(f"{name!r} is none of the stages {', '.join(NAMES)}")
+        return str(getattr(self._kernel, name))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(NAMES)
+
+    def __len__(self) -> int:
+        return len(NAMES)
+
+
+def kernel(
+    score_mod: Mod | None = None,
+    mask_mod: Mod | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    target: str | None = None,
+) -> Kernel:
+    """The code for a score_mod, a mask_mod or both, with queries of `dtype`.
+
+    `target` names a processor (x86-64-v3, x86-64-v4, aarch64); without it, it is this one.
+    """
+    if score_mod is None and mask_mod is None:
+        raise ArgumentError(
+            "a score_mod or a mask_mod is needed to show code for, but both are None. Pass one."
+        )
+    wide = working_dtype(dtype)
+    problem = Problem(
+        scale=1.0,
+        score_mod=None if score_mod is None else trace(score_mod, "score", score_dtype=wide),
+        mask_mod=None if mask_mod is None else trace(mask_mod, "mask"),
+    )
+    roots, captures = mod_roots(problem, wide, longest=0, mixed=None)
+    shapes = tuple(map(CaptureShape.of, captures))
+    processor = Target.host() if target is None else Target.named(target)
+    tile = Tile(processor, F64 if wide == torch.float64 else F32)
+    return Kernel(roots, ModArguments.of(roots.all, shapes), tile)
