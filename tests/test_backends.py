@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,10 +20,14 @@ from quire.problem import Call, Problem
 
 
 @pytest.fixture(autouse=True)
-def _two_backends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Later backends have tests of their own; the words below are about these two."""
-    for name in BACKENDS.keys() - {"eager", "inductor"}:
-        monkeypatch.delitem(BACKENDS, name)
+def _two_backends() -> Iterator[None]:
+    """The compiled one has tests of its own; the words below are about these two."""
+    every = dict(BACKENDS)  # restored whole, since its order is what `auto` goes by
+    for name in every.keys() - {"eager", "inductor"}:
+        del BACKENDS[name]
+    yield
+    BACKENDS.clear()
+    BACKENDS.update(every)
 
 
 def qkv() -> list[torch.Tensor]:

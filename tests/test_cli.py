@@ -108,7 +108,7 @@ def test_demo_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
             Outcome(contest[0].name, Reading(1.5, 900_000_000), Reading(0.1, 12_000_000)),
             Outcome(contest[1].name, refused, Reading(0.3, None)),
             Outcome(contest[2].name, Reading(0.01, 10_000_000), Reading(0.15, 41_000_000)),
-            Outcome(contest[3].name, Reading(0.00004, 0), Reading(0.0004, 0)),
+            Outcome(contest[3].name, Reading(0.00004, 100_000), Reading(0.0004, 400_000)),
         ]
 
     monkeypatch.setattr(screen, "measure", measured)

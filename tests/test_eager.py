@@ -319,6 +319,23 @@ def test_a_gradient_has_the_dtype_of_its_tensor(dtype: torch.dtype) -> None:
     torch.testing.assert_close(grad.double(), expected, atol=8 * rounding, rtol=8 * rounding)
 
 
+def test_a_sink_of_minus_infinity_is_none() -> None:
+    """Also in a row that reads nothing else: its log-sum-exp is then -inf as well."""
+    query, key, value = (random(1, 2, 9, 4) for _ in range(3))
+    sink = torch.tensor([-inf, 0.5], dtype=torch.float64, requires_grad=True)
+    out, aux = flex_attention(
+        *(query, key, value),
+        sink=sink,
+        mask_mod=lambda b, h, q, kv: q > kv,
+        return_aux=AuxRequest(lse=True),
+    )
+    assert aux.lse[0, :, 0].tolist() == [-inf, 0.5]
+    (grad,) = torch.autograd.grad(out.square().sum(), sink)
+    assert grad[0] == 0
+    assert grad[1].isfinite()
+    assert grad[1] != 0
+
+
 def test_a_captured_scalar_and_a_module_learn() -> None:
     class Softcap(torch.nn.Module):
         def __init__(self) -> None:
@@ -372,6 +389,16 @@ def test_the_backward_pass_uses_the_tensors_of_the_forward_pass() -> None:
     loss = forward()
     bias = torch.full((9,), 100.0)
     torch.testing.assert_close(torch.autograd.grad(loss, query)[0], expected)
+
+
+def test_the_backward_pass_uses_the_blocks_of_the_forward_pass() -> None:
+    query = random(1, 1, 16, 4)
+    mask = create_block_mask(causal, None, None, 16, 16, BLOCK_SIZE=4)
+    (expected,) = torch.autograd.grad(flex_attention(query, query, query, None, mask).sum(), query)
+    out = flex_attention(query, query, query, None, mask)
+    mask.kv_num_blocks.zero_()
+    mask.full_kv_num_blocks.zero_()
+    assert torch.equal(torch.autograd.grad(out.sum(), query)[0], expected)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from quire import eager
+from quire.checks import DTYPES
 from quire.codegen.lower import check_lowerable
 from quire.codegen.target import Target
 from quire.config import config
@@ -37,6 +38,9 @@ def obstacle(call: Call) -> str | None:
     head_dim = max(call.query.shape[-1], call.value.shape[-1])
     if head_dim > LARGEST_HEAD_DIM:
         return f"its head dim is {head_dim}, and kernels go up to {LARGEST_HEAD_DIM}"
+    for name, dtype in (("keys", call.key.dtype), ("values", call.value.dtype)):
+        if dtype not in DTYPES:
+            return f"{name} are {str(dtype).removeprefix('torch.')}, which kernels do not read"
     if call.query.dtype != torch.float64 and torch.float64 in (call.key.dtype, call.value.dtype):
         return "keys or values are float64 and queries are not"
     return _machine_obstacle()

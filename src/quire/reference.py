@@ -113,7 +113,7 @@ def evaluate(
     *,
     fill: float | bool,
 ) -> Tensor:
-    """A mod at each element of `where` that holds, as PyTorch evaluates it, and `fill` elsewhere."""
+    """A mod, as PyTorch evaluates it, at each element where `where` holds; `fill` elsewhere."""
     at = where.nonzero(as_tuple=True)
     result = torch.full_like(where if scores is None else scores, fill)
     if at[0].numel() == 0:  # torch.vmap refuses to map over nothing

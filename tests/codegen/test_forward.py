@@ -185,8 +185,8 @@ def test_outputs_round_to_nearest_even(dtype: torch.dtype) -> None:
     """With one key, out is the value: every float32 goes through the conversion alone."""
     generator = torch.Generator().manual_seed(0)
     bits = torch.randint(-(2**31), 2**31, (1, 1, 1, 512 * 8), generator=generator)
-    tie = torch.tensor([0x3F808000, 0x3F818000, 0x7F7FFFFF, 0x00000001, 0x38800001, 0x477FF000])
-    for part in [*bits.split(512, -1), tie.view(1, 1, 1, -1)]:
+    edges = [0x3F808000, 0x3F818000, 0x7F7FFFFF, 1, 0x38800001, 0x477FF000, 0x7FFFFFFF, -1]
+    for part in [*bits.split(512, -1), torch.tensor(edges).view(1, 1, 1, -1)]:
         value = part.to(torch.int32).view(torch.float32)
         query = torch.zeros(1, 1, 1, 4)
         out, *_ = Call(query, torch.zeros(1, 1, 1, 4), value, out_dtype=dtype).run()
@@ -288,6 +288,16 @@ def test_lists_and_extents_give_the_bits_of_masking_alone(length: int, dtype: to
             listed = Call(*inputs, tiles=causal_tiles(length, block_q), **options)
             same_bits(listed.run(), expected)
     check(plain, mask_mod=causal_mask)
+
+
+def test_a_masked_block_does_not_even_change_the_sign_of_zero() -> None:
+    """A negative sum that underflows is -0.0, which adding nothing would turn into 0.0."""
+    query, key, value = torch.ones(1, 1, 1, 1), torch.zeros(1, 1, 384, 1), torch.zeros(1, 1, 384, 1)
+    key[0, 0, 128], value[0, 0, :128] = 100.0, -1e-38
+    skipped = Call(query, key, value, tiles=Tiles([[(0, FULL), (1, FULL)]]), scale=1.0)
+    masked = Call(query, key, value, tiles=Tiles([[(0, FULL), (1, FULL), (2, PARTIAL)]]), scale=1.0)
+    masked.partial_mod = mod_code(masked.spec.tile, causal)
+    same_bits(masked.run(), skipped.run())
 
 
 def test_each_head_and_batch_can_have_its_own_tiles() -> None:
@@ -533,6 +543,6 @@ def test_scratch_and_blocks() -> None:
     assert scratch_bytes(spec, 64, 64, 128) % 64 == 0
     assert scratch_bytes(spec, 512, 512, 64) < 2**20
     assert choose_block_q(spec, 64, 64, rows=8 * 8192, threads=2) == 512
-    assert choose_block_q(spec, 128, 128, rows=8 * 8192, threads=2) == 256
+    assert choose_block_q(spec, 512, 512, rows=8 * 8192, threads=2) == 256
     assert choose_block_q(spec, 64, 64, rows=8 * 512, threads=16) == 64
     assert choose_block_q(spec, 64, 64, rows=1, threads=1) == 64

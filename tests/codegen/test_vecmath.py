@@ -125,7 +125,7 @@ def test_float32_within_bound(name: str) -> None:
     assert error <= ULP_F32[name], f"{error} ulp at {where!r}"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", sorted(EXACT))
 def test_float32_within_bound_everywhere(name: str) -> None:

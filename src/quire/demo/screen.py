@@ -20,6 +20,7 @@ from quire.measure import Reading
 
 CHECKED_TOKENS = 1024  # the truth is made of whole score matrices in float64
 PICTURE_SIDE = 16
+NOISE_BYTES = 2_000_000  # pages that come and go by themselves
 
 
 def run(console: Console, tokens: int, seconds: float, threads: int) -> bool:
@@ -113,7 +114,7 @@ def _contest_table(outcomes: list[Outcome]) -> Table:
     table = _table("best time, peak memory")
     for name, theirs, ours in outcomes:
         speed = _ratio(theirs.seconds, ours.seconds, "faster", "slower")
-        saving = _ratio(theirs.peak_bytes, ours.peak_bytes, "less", "more")
+        saving = _ratio(theirs.peak_bytes, ours.peak_bytes, "less", "more", least=NOISE_BYTES)
         table.add_row(name, _time(theirs), _time(ours), speed)
         table.add_row("", _memory(theirs), _memory(ours), saving)
     return table
@@ -135,9 +136,11 @@ def _memory(reading: Reading) -> str:
     return "unknown" if reading.peak_bytes is None else f"{reading.peak_bytes / 1e6:,.0f} MB"
 
 
-def _ratio(theirs: float | None, ours: float | None, better: str, worse: str) -> Text:
-    """How many times better or worse we are; nothing where there is nothing to divide."""
-    if not theirs or not ours or math.inf in (theirs, ours):
+def _ratio(
+    theirs: float | None, ours: float | None, better: str, worse: str, least: float = 0.0
+) -> Text:
+    """How many times better or worse we are; nothing where there is nothing to compare."""
+    if not theirs or not ours or math.inf in (theirs, ours) or max(theirs, ours) < least:
         return Text()
     word, style = (better, "green") if ours <= theirs else (worse, "yellow")
     times = max(ours, theirs) / min(ours, theirs)

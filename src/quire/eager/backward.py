@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from quire.block_mask.rows import BlockRows
 from quire.eager.tile import Operands, Tile, by_group, weighted_sum
 from quire.eager.tiling import Keys, Sizes, Stripe, stripes
 from quire.problem import Problem
@@ -64,13 +65,18 @@ class Gradients(NamedTuple):
     captures: tuple[Tensor | None, ...]
 
 
-def backward(problem: Problem, operands: Operands, wanted: Wanted, above: Above) -> Gradients:
-    """The gradients of query, key, value and captures, in the working dtype."""
+def backward(
+    problem: Problem, operands: Operands, blocks: BlockRows, wanted: Wanted, above: Above
+) -> Gradients:
+    """The gradients of query, key, value and captures, in the working dtype.
+
+    `blocks` are those of the forward pass: the tensors of a block mask may be edited since.
+    """
     sums = _zeros(operands, wanted)
     if not (wanted.scores or wanted.value):
         return sums
     compute = _forgetful(_tile_gradients)
-    for stripe in stripes(problem, Sizes.of(operands.query, operands.key)):
+    for stripe in stripes(problem, Sizes.of(operands.query, operands.key), blocks):
         rows = operands.query[stripe.rows].to(operands.dtype)
         mine = above.at(stripe, operands.dtype)
         for keys in stripe.tiles:

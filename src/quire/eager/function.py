@@ -11,6 +11,7 @@ from torch import Tensor
 from quire.eager.backward import Above, Wanted, backward
 from quire.eager.forward import Result, forward
 from quire.eager.tile import Operands
+from quire.eager.tiling import Sizes, block_rows
 from quire.problem import Problem
 
 Forward: TypeAlias = Callable[[Problem, Operands, Tensor | None], Result]
@@ -64,6 +65,7 @@ class TiledAttention(torch.autograd.Function):
         ctx.mark_non_differentiable(max_scores)
         ctx.save_for_backward(out, lse, *tensors)
         ctx.set_materialize_grads(False)
+        ctx.blocks = block_rows(ctx.problem, Sizes.of(*tensors[:2]))
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Any) -> Any:
@@ -75,7 +77,7 @@ class TiledAttention(torch.autograd.Function):
             problem = ctx.problem.with_captures(captures)
             above = _above(out, lse, grad_out, grad_lse)
             wanted = Wanted(wants_query, wants_key, wants_value, captures)
-            grads = backward(problem, Operands(query, key, value), wanted, above)
+            grads = backward(problem, Operands(query, key, value), ctx.blocks, wanted, above)
             grad_sink = _sink_gradient(sink, above) if wants_sink else None
         found = (grads.query, grads.key, grads.value, grad_sink, *grads.captures)
         inputs = (query, key, value, sink, *captures)

@@ -78,11 +78,11 @@ class Sizes(NamedTuple):
         return self.q_heads // self.kv_heads
 
 
-def stripes(problem: Problem, sizes: Sizes) -> Iterator[Stripe]:
-    """All the work of a call, a stripe at a time."""
+def stripes(problem: Problem, sizes: Sizes, blocks: BlockRows | None = None) -> Iterator[Stripe]:
+    """All the work of a call, a stripe at a time; `blocks` are by default those of the mask now."""
     if 0 in (sizes.batch, sizes.q_heads, sizes.q_len):
         return
-    blocks = _block_rows(problem, sizes)
+    blocks = blocks or block_rows(problem, sizes)
     rows = min(sizes.q_len, TILE_SIDE, blocks.block_size[0])
     keys = max(1, min(sizes.kv_len, TILE_SIDE))
     for batch, heads in _pair_ranges(sizes, blocks, TILE_ELEMENTS // (rows * keys)):
@@ -100,7 +100,7 @@ def stripes(problem: Problem, sizes: Sizes) -> Iterator[Stripe]:
                 yield Stripe(batch, heads, kv_heads, queries, tiles)
 
 
-def _block_rows(problem: Problem, sizes: Sizes) -> BlockRows:
+def block_rows(problem: Problem, sizes: Sizes) -> BlockRows:
     """The block mask as it is walked; without one, all is one full block."""
     lengths = (sizes.q_len, sizes.kv_len)
     if problem.block_mask is not None:

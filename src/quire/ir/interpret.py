@@ -8,12 +8,13 @@ computed once per head.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from quire.errors import CapturedIndexError, DivisionByZeroError
+from quire.errors import CapturedIndexError, DivisionByZeroError, ModError
 from quire.ir.graph import Node, walk
 
 MEANING: dict[str, Callable[..., Tensor]] = {
@@ -115,18 +116,16 @@ def _load(
         except IndexError as error:
             raise CapturedIndexError(f"{error}{where(node)}. Clamp the index.") from error
         return found
-    safe = []
-    for dim, (index, size) in enumerate(zip(indices, tensor.shape, strict=True)):
-        outside = (index < -size) | (index >= size)
-        wrong = _mistakes(outside, live)
-        if wrong is not None:
-            first = index.broadcast_to(wrong.shape)[wrong][0].item()
-            raise CapturedIndexError(
-                f"index {first} is out of bounds for dimension {dim} with size {size} of a "
-                f"captured tensor of shape {list(tensor.shape)}{where(node)}. Clamp the index"
-                f"{_OR_MASK}"
-            )
-        safe.append(torch.where(outside, 0, index).long())
+    safe = [
+        _checked(
+            index.long(),
+            (index < -size) | (index >= size),
+            live,
+            instead=0,
+            complain=functools.partial(_index_error, node, where, tensor, dim, index),
+        )
+        for dim, (index, size) in enumerate(zip(indices, tensor.shape, strict=True))
+    ]
     if tensor.numel() == 0:
         return tensor.new_zeros(torch.broadcast_shapes(*(index.shape for index in safe)))
     return tensor[tuple(safe)]
@@ -135,16 +134,16 @@ def _load(
 def _divisor(
     node: Node, divisor: Tensor, live: Tensor | None, where: Callable[[Node], str]
 ) -> Tensor:
-    """The divisor of integers: not 0 wherever it matters, and 1 where it does not."""
     if _under_vmap():
         return divisor
-    zero = divisor == 0
-    if _mistakes(zero, live) is not None:
-        raise DivisionByZeroError(
+
+    def complain(wrong: Tensor) -> DivisionByZeroError:
+        return DivisionByZeroError(
             f"the divisor of integers must not be 0, but is{where(node)}. Clamp it with "
             f".clamp(min=1){_OR_MASK}"
         )
-    return torch.where(zero, 1, divisor)
+
+    return _checked(divisor, divisor == 0, live, instead=1, complain=complain)
 
 
 def _under_vmap() -> bool:
@@ -152,12 +151,35 @@ def _under_vmap() -> bool:
     return torch._C._functorch.maybe_current_level() is not None
 
 
-def _mistakes(bad: Tensor, live: Tensor | None) -> Tensor | None:
-    """Where a mistake matters, if it does anywhere."""
+def _checked(
+    value: Tensor,
+    bad: Tensor,
+    live: Tensor | None,
+    instead: int,
+    complain: Callable[[Tensor], ModError],
+) -> Tensor:
+    """`value`, if it is nowhere bad that is live; `instead` takes the place of what is bad."""
     if not bool(bad.any()):
-        return None
+        return value
     wrong = bad if live is None else bad & live
-    return wrong if bool(wrong.any()) else None
+    if bool(wrong.any()):
+        raise complain(wrong)
+    return torch.where(bad, instead, value)
+
+
+def _index_error(
+    node: Node,
+    where: Callable[[Node], str],
+    tensor: Tensor,
+    dim: int,
+    index: Tensor,
+    wrong: Tensor,
+) -> CapturedIndexError:
+    first = index.broadcast_to(wrong.shape)[wrong][0].item()
+    return CapturedIndexError(
+        f"index {first} is out of bounds for dimension {dim} with size {tensor.shape[dim]} of a "
+        f"captured tensor of shape {list(tensor.shape)}{where(node)}. Clamp the index{_OR_MASK}"
+    )
 
 
 _OR_MASK = (
