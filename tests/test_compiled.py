@@ -26,7 +26,7 @@ from quire import (
 )
 from quire.codegen import jit
 from quire.config import config
-from quire.errors import CapturedIndexError, KernelMismatchError
+from quire.errors import CapturedIndexError, DivisionByZeroError, KernelMismatchError
 from quire.runtime import kernels
 from quire.runtime.cache import ObjectCache
 
@@ -299,6 +299,21 @@ def test_an_index_out_of_range_says_what_the_eager_path_says() -> None:
         messages.append(str(error.value))
     assert messages[0] == messages[1]
     assert "index 39 is out of bounds for dimension 0 with size 39" in messages[0]
+
+
+def test_dividing_by_zero_says_what_the_eager_path_says() -> None:
+    q = random(1, 2, 40, 8)
+    messages = []
+    for backend in ("jit", "eager"):
+        with pytest.raises(DivisionByZeroError) as error:
+            flex_attention(
+                q, q, q, mask_mod=lambda b, h, q_idx, kv_idx: q_idx % kv_idx == 0, backend=backend
+            )
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]
+    safe = lambda s, b, h, q_idx, kv_idx: s + q_idx // kv_idx  # noqa: E731
+    masked = flex_attention(q, q, q, safe, mask_mod=lambda b, h, q_idx, kv_idx: kv_idx > 0)
+    assert bool(masked.isfinite().all())
 
 
 @pytest.mark.parametrize(

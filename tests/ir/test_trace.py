@@ -768,6 +768,14 @@ def test_composing_simplifies() -> None:
     assert traced.output.args[1] is const(6, I64)
 
 
+def test_a_trace_of_a_trace_numbers_its_captures_alike() -> None:
+    table = torch.randn(H)
+    once = trace(lambda score, b, h, q_idx, kv_idx: SCALE * table[h], "score")
+    again = trace(once, "score")
+    assert again.output is once.output
+    assert all(map(lambda a, b: a is b, once.captures, again.captures))
+
+
 def test_lines_survive_composition() -> None:
     bias = torch.zeros(H, 2)
     inner = trace(biased(bias), "score")

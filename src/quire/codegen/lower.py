@@ -103,8 +103,9 @@ class Captured:
 class Scope:
     """What the nodes of one piece of code can refer to, and what has been computed already.
 
-    `mistakes` are the conditions under which an index into a captured tensor is out of range, by
-    the rate of the load: an i1 for all lanes, or one per lane. Loads go on with index 0.
+    `mistakes` are the conditions under which an index into a captured tensor is out of range or an
+    integer is divided by 0, by the rate of the node: an i1 for all lanes, or one per lane. Loads
+    go on with index 0, divisions with divisor 1.
     """
 
     f: Function
@@ -177,12 +178,21 @@ class Scope:
             case "load":
                 return load(self, node)
         args = [self.lower(arg) for arg in node.args]
+        if node.op in ("floordiv", "mod"):
+            self._note_zero_divisor(node, args[1])
         stepped = self._stepped(node, args)
         if stepped is not None:
             return stepped
         if all(arg.is_uniform for arg in args):
             return Lanes(self._apply(node, [self.as_scalar(arg) for arg in args]))
         return Lanes(vector=self._apply(node, [self.as_vector(arg) for arg in args]))
+
+    def _note_zero_divisor(self, node: Node, divisor: Lanes) -> None:
+        """Dividing an integer by 0 is a mistake like an index out of range."""
+        constant = node.args[1].op == "const" and node.args[1].payload != 0
+        if not constant and not node.dtype.is_floating_point:
+            value = self.as_scalar(divisor) if divisor.is_uniform else self.as_vector(divisor)
+            self.mistakes[self.rate(node)].append(value.equals(0))
 
     def _constant(self, node: Node) -> Value:
         known = self.parameter(node)
@@ -389,7 +399,7 @@ def _quotient_and_remainder(f: Function, a: Value, b: Value) -> tuple[Value, Val
     """The quotient rounded down and what is left, which has the sign of b."""
     if a.type.is_float:
         return _float_division(f, a, b)
-    divisor = f.select(b.equals(0), 1, b)  # PyTorch raises; generated code must not trap
+    divisor = f.select(b.equals(0), 1, b)  # noted as a mistake; code must not trap
     if a.type.bits <= 32:
         quotient = _divide_by_doubles(f, a, divisor)
         return quotient, a - quotient * divisor

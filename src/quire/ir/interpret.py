@@ -122,7 +122,7 @@ def _load(
             (index < -size) | (index >= size),
             live,
             instead=0,
-            complain=functools.partial(_index_error, node, where, tensor, dim, index),
+            complain=functools.partial(_index_error, tensor, dim, index, lambda: where(node)),
         )
         for dim, (index, size) in enumerate(zip(indices, tensor.shape, strict=True))
     ]
@@ -168,17 +168,12 @@ def _checked(
 
 
 def _index_error(
-    node: Node,
-    where: Callable[[Node], str],
-    tensor: Tensor,
-    dim: int,
-    index: Tensor,
-    wrong: Tensor,
+    tensor: Tensor, dim: int, index: Tensor, line: Callable[[], str], wrong: Tensor
 ) -> CapturedIndexError:
     first = index.broadcast_to(wrong.shape)[wrong][0].item()
     return CapturedIndexError(
         f"index {first} is out of bounds for dimension {dim} with size {tensor.shape[dim]} of a "
-        f"captured tensor of shape {list(tensor.shape)}{where(node)}. Clamp the index{_OR_MASK}"
+        f"captured tensor of shape {list(tensor.shape)}{line()}. Clamp the index{_OR_MASK}"
     )
 
 

@@ -97,6 +97,7 @@ class Recorder:
     ) -> Symbol:
         """Another trace's graph inserted into this one, its inputs replaced by `args`."""
         lifted = {name: self.lift(value) for name, value in args.items()}
+        slots = [self.slot(tensor) for tensor in captures]
 
         def visit(node: Node, new: tuple[Node, ...]) -> Node:
             match node.op:
@@ -104,7 +105,7 @@ class Recorder:
                     return self.node(lifted[str(node.payload)], node.dtype)
                 case "load":
                     assert isinstance(node.payload, int)
-                    inserted = Node("load", new, node.dtype, self.slot(captures[node.payload]))
+                    inserted = Node("load", new, node.dtype, slots[node.payload])
                 case _:
                     inserted = simplest(Node(node.op, new, node.dtype, node.payload))
             if node in lines:
