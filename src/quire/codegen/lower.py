@@ -24,6 +24,7 @@ import torch
 
 from quire.codegen import vecmath
 from quire.codegen.builder import Function, Value
+from quire.codegen.staging import storage
 from quire.codegen.types import F16, F32, F64, I1, I8, I16, I32, I64, Type
 from quire.errors import UnsupportedOpError
 from quire.ir.graph import Node, walk
@@ -236,17 +237,9 @@ def rounded(f: Function, value: Value, dtype: torch.dtype) -> Value:
     if dtype == torch.float16:
         return f.convert(f.convert(value, F16), F32)
     if dtype == torch.bfloat16:
-        return f.bitcast(f.zero_extend(bfloat16_bits(f, value), I32) << 16, F32)
+        stored = storage("bfloat16")
+        return stored.read(f, stored.write(f, value), F32)
     return value
-
-
-def bfloat16_bits(f: Function, value: Value) -> Value:
-    """The upper half of a float, rounded to nearest even; NaN stays NaN."""
-    bits = f.bitcast(value, I32)
-    odd = bits.logical_shift(16) & 1
-    up = (bits + odd + 0x7FFF).logical_shift(16)
-    quiet = bits.logical_shift(16) | 0x40
-    return f.convert(f.select(f.is_nan(value), quiet, up), I16)
 
 
 # --- loads ---------------------------------------------------------------------------------------
@@ -278,10 +271,8 @@ def widened(f: Function, value: Value, dtype: torch.dtype) -> Value:
         return value.differs(0)
     if dtype == torch.uint8:
         return f.zero_extend(value, I16)
-    if dtype == torch.float16:
-        return f.convert(value, F32)
-    if dtype == torch.bfloat16:
-        return f.bitcast(f.zero_extend(value, I32) << 16, F32)
+    if dtype in (torch.float16, torch.bfloat16):
+        return storage(str(dtype).removeprefix("torch.")).read(f, value, F32)
     return value
 
 
