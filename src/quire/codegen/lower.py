@@ -1,4 +1,4 @@
-"""From graphs to vector code: one rule per op.
+"""From graphs to vector code: which nodes are computed where, and how captured tensors are read.
 
 Lanes run over queries. A node's value is a `Lanes`: one scalar for all lanes (`b`, `h`, `kv_idx`
 and what follows from them), a scalar that grows by a fixed step from lane to lane (`q_idx` and its
@@ -18,42 +18,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
 
 import torch
 
-from quire.codegen import vecmath
 from quire.codegen.builder import Function, Value
+from quire.codegen.rules import MEMORY, REGISTER, RULES
 from quire.codegen.staging import storage
-from quire.codegen.types import F16, F32, F64, I1, I8, I16, I32, I64, Type
+from quire.codegen.types import F16, F32, I1, I16, I32, I64, Type
 from quire.errors import UnsupportedOpError
 from quire.ir.graph import Node, walk
 
 RATES = UNIFORM, ROW, KEY, ELEMENT = 0, 1, 2, 3
 _INPUT_RATE = {"b": UNIFORM, "h": UNIFORM, "q_idx": ROW, "kv_idx": KEY, "score": ELEMENT}
-
-REGISTER: dict[torch.dtype, Type] = {
-    torch.bool: I1,
-    torch.uint8: I16,
-    torch.int8: I8,
-    torch.int16: I16,
-    torch.int32: I32,
-    torch.int64: I64,
-    torch.float16: F32,
-    torch.bfloat16: F32,
-    torch.float32: F32,
-    torch.float64: F64,
-}
-"""What a dtype is computed in. Narrow floats and uint8 are rounded back after every op."""
-
-MEMORY: dict[torch.dtype, Type] = {
-    **REGISTER,
-    torch.bool: I8,
-    torch.uint8: I8,
-    torch.float16: F16,
-    torch.bfloat16: I16,
-}
-"""What a dtype is loaded as."""
 
 
 def rate(node: Node, known: dict[Node, int]) -> int:
@@ -334,185 +310,6 @@ def _gather(
         element = f.load(memory, captured.pointer, f.extract(offsets, lane))
         result = f.insert(result, element, lane)
     return result, wrong
-
-
-# --- one rule per op -----------------------------------------------------------------------------
-
-Rule: TypeAlias = Callable[..., Value]
-"""(function, node, *operands) -> result; operands have one shape, that of the result."""
-
-
-def _is_bool(value: Value) -> bool:
-    return value.type.kind == "i1"
-
-
-def _add(f: Function, node: Node, a: Value, b: Value) -> Value:
-    return a | b if _is_bool(a) else a + b
-
-
-def _mul(f: Function, node: Node, a: Value, b: Value) -> Value:
-    return a & b if _is_bool(a) else a * b
-
-
-def _min(f: Function, node: Node, a: Value, b: Value) -> Value:
-    if _is_bool(a):
-        return a & b
-    smaller = f.minimum(a, b)
-    return f.select(f.is_nan(a), a, smaller) if a.type.is_float else smaller
-
-
-def _max(f: Function, node: Node, a: Value, b: Value) -> Value:
-    if _is_bool(a):
-        return a | b
-    larger = f.maximum(a, b)
-    return f.select(f.is_nan(a), a, larger) if a.type.is_float else larger
-
-
-def _abs(f: Function, node: Node, a: Value) -> Value:
-    return f.intrinsic("fabs", a) if a.type.is_float else f.select(a < 0, -a, a)
-
-
-def _sign(f: Function, node: Node, a: Value) -> Value:
-    if _is_bool(a):
-        return a
-    return f.select(a > 0, f.value(1, a.type), f.select(a < 0, -1, f.value(0, a.type)))
-
-
-def _floordiv(f: Function, node: Node, a: Value, b: Value) -> Value:
-    return _quotient_and_remainder(f, a, b)[0]
-
-
-def _mod(f: Function, node: Node, a: Value, b: Value) -> Value:
-    return _quotient_and_remainder(f, a, b)[1]
-
-
-def _quotient_and_remainder(f: Function, a: Value, b: Value) -> tuple[Value, Value]:
-    """The quotient rounded down and what is left, which has the sign of b."""
-    if a.type.is_float:
-        return _float_division(f, a, b)
-    divisor = f.select(b.equals(0), 1, b)  # noted as a mistake; code must not trap
-    if a.type.bits <= 32:
-        quotient = _divide_by_doubles(f, a, divisor)
-        return quotient, a - quotient * divisor
-    quotient = a.sdiv(divisor)
-    left = a - quotient * divisor
-    below = left.differs(0) & ((left ^ divisor) < 0)
-    return f.select(below, quotient - 1, quotient), f.select(below, left + divisor, left)
-
-
-def _divide_by_doubles(f: Function, a: Value, b: Value) -> Value:
-    """Integers of at most 32 bits, exactly: (a + 1/2) / b is at least 1 / 2b away from any
-    integer, far more than doubles can be wrong by, so rounding it down gives a // b. For b < 0
-    the half is taken away: both signs change together."""
-    numerator, denominator = f.convert(a, F64), f.convert(b, F64)
-    half = f.select(b < 0, f.value(-0.5, numerator.type), 0.5)
-    return f.convert(f.intrinsic("floor", (numerator + half) / denominator), a.type)
-
-
-def _float_division(f: Function, a: Value, b: Value) -> tuple[Value, Value]:
-    quotient = f.intrinsic("floor", a / b)
-    left = f.fma(-quotient, b, a)
-    negative = b < 0.0
-    below = f.select(negative, left > 0.0, left < 0.0)
-    above = f.select(negative, left <= b, left >= b)
-    quotient = f.select(below, quotient - 1.0, f.select(above, quotient + 1.0, quotient))
-    return quotient, f.select(below, left + b, f.select(above, left - b, left))
-
-
-def _power(f: Function, node: Node, a: Value, b: Value) -> Value:
-    if a.type.is_float:
-        return vecmath.pow(f, a, b)
-    result, base = f.value(1, a.type), a
-    for bit in range(min(6, a.type.bits - 2)):
-        odd = ((b >> bit) & 1).differs(0)
-        result, base = f.select(odd, result * base, result), base * base
-    return f.select(b < 0, 0, result)
-
-
-def _cast(f: Function, node: Node, a: Value) -> Value:
-    target = REGISTER[node.dtype]
-    if node.dtype == torch.bool:
-        return a if _is_bool(a) else a.differs(0)
-    if a.type.is_float and target.is_int:
-        return _saturated(f, a, target)
-    return f.convert(a, target)
-
-
-def _saturated(f: Function, a: Value, target: Type) -> Value:
-    """A float rounded towards zero into what an integer can hold; NaN gives 0."""
-    wide = f.convert(a, F64)
-    low, high = -(2.0 ** (target.bits - 1)), 2.0 ** (target.bits - 1)
-    top = high - 1.0 if target.bits < 64 else 2.0**63 - 1024.0
-    bounded = f.minimum(f.maximum(wide, low), top)
-    return f.convert(f.select(f.is_nan(wide), 0.0, bounded), target)
-
-
-def _lt(f: Function, node: Node, a: Value, b: Value) -> Value:
-    return ~a & b if _is_bool(a) else a < b
-
-
-def _le(f: Function, node: Node, a: Value, b: Value) -> Value:
-    return ~a | b if _is_bool(a) else a <= b
-
-
-def _shl(f: Function, node: Node, a: Value, b: Value) -> Value:
-    wrong = (b < 0) | (b >= a.type.bits)
-    return f.select(wrong, 0, a << f.select(wrong, 0, b))
-
-
-def _shr(f: Function, node: Node, a: Value, b: Value) -> Value:
-    wrong = (b < 0) | (b >= a.type.bits)
-    return a >> f.select(wrong, a.type.bits - 1, b)
-
-
-def _intrinsic(name: str) -> Rule:
-    return lambda f, node, a: f.intrinsic(name, a)
-
-
-def _math(function: Callable[[Function, Value], Value]) -> Rule:
-    return lambda f, node, a: function(f, a)
-
-
-RULES: dict[str, Rule] = {
-    "cast": _cast,
-    "add": _add,
-    "sub": lambda f, node, a, b: a - b,
-    "mul": _mul,
-    "div": lambda f, node, a, b: a / b,
-    "floordiv": _floordiv,
-    "mod": _mod,
-    "pow": _power,
-    "min": _min,
-    "max": _max,
-    "neg": lambda f, node, a: -a,
-    "abs": _abs,
-    "sign": _sign,
-    "floor": _intrinsic("floor"),
-    "ceil": _intrinsic("ceil"),
-    "round": _intrinsic("roundeven"),
-    "trunc": _intrinsic("trunc"),
-    "lt": _lt,
-    "le": _le,
-    "eq": lambda f, node, a, b: a.equals(b),
-    "and": lambda f, node, a, b: a & b,
-    "or": lambda f, node, a, b: a | b,
-    "xor": lambda f, node, a, b: a ^ b,
-    "not": lambda f, node, a: ~a,
-    "shl": _shl,
-    "shr": _shr,
-    "where": lambda f, node, condition, a, b: f.select(condition, a, b),
-    "exp": _math(vecmath.exp),
-    "exp2": _math(vecmath.exp2),
-    "log": _math(vecmath.log),
-    "log2": _math(vecmath.log2),
-    "sqrt": _intrinsic("sqrt"),
-    "tanh": _math(vecmath.tanh),
-    "sigmoid": _math(vecmath.sigmoid),
-    "erf": _math(vecmath.erf),
-    "sin": _math(vecmath.sin),
-    "cos": _math(vecmath.cos),
-}
-"""What each op becomes; `input`, `const` and `load` are handled by `Scope`."""
 
 
 def check_lowerable(root: Node) -> None:

@@ -34,13 +34,13 @@ from quire.codegen.builder import Function, Module, Value
 from quire.codegen.lower import (
     ELEMENT,
     KEY,
-    REGISTER,
     ROW,
     UNIFORM,
     Captured,
     Lanes,
     Scope,
 )
+from quire.codegen.rules import REGISTER
 from quire.codegen.tiles import Tile
 from quire.codegen.types import F64, I1, I64, PTR, Type
 from quire.ir.graph import Node, constants
