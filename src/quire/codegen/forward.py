@@ -115,14 +115,24 @@ class _Kernel:
         """One item, from the queries to the results."""
         for name, record in self.rows.items():
             self.work.describe_rows(item, name, record)
-        self._start(item)
-        with self.work.visit(item) as block:
-            odd_values = self._stage(block)
-            with self.f.range(0, item.q_count, self.tile.width) as q:
-                part = self.work.panel_range(item, block, q)
-                with self.f.when(part.first < part.end):
-                    self._attend_panel(item, block, part, q, odd_values)
-        self._finish(item)
+
+        def attempt(careful: Value) -> Value:
+            self._start(item)
+            with self.work.visit(item) as block:
+                self._stage(block)
+                with self.f.range(0, item.q_count, self.tile.width) as q:
+                    part = self.work.panel_range(item, block, q)
+                    with self.f.when(part.first < part.end):
+                        self._attend_panel(item, block, part, q, careful)
+            return self._finish(item)
+
+        # A value that is not finite reaches queries that do not read it, as 0 times NaN is NaN.
+        # Then all of the item is computed again, carefully.
+        self.f.repeat(
+            lambda tried: tried[0] < 2,
+            lambda tried: [self.f.select(attempt(tried[0].equals(1)), tried[0] + 1, 2)],
+            [self.f.value(0, I64)],
+        )
 
     def _start(self, item: Item) -> None:
         """Queries to panels, and nothing read so far."""
@@ -149,19 +159,17 @@ class _Kernel:
         element = self.tile.element
         return self.f.offset(maxima, q, element), self.f.offset(sums, q, element)
 
-    def _stage(self, block: Block) -> Value:
-        """A block of keys and values to scratch; whether a value is not finite."""
+    def _stage(self, block: Block) -> None:
+        """A block of keys and values to scratch."""
         f = self.f
         begin, end = block.origin + block.begin, block.origin + block.end
-        odd = []
         for name, gather in (("key", self.phases.gather_key), ("value", self.phases.gather_value)):
             stride = self.stride[f"{name}s"]
             into = f.offset(self.scratch[f"{name}s"], block.begin * stride, self.tile.element)
-            odd.append(f.call(gather, self.rows[name], begin, end, into, stride))
-        return odd[1]
+            f.call(gather, self.rows[name], begin, end, into, stride)
 
     def _attend_panel(
-        self, item: Item, block: Block, part: PanelRange, q: Value, odd_values: Value
+        self, item: Item, block: Block, part: PanelRange, q: Value, careful: Value
     ) -> None:
         """One tile: the panel at query q and some keys of a block."""
         f, tile, arg, scratch, phases = self.f, self.tile, self.arg, self.scratch, self.phases
@@ -189,7 +197,7 @@ class _Kernel:
         f.call(phases.multiply_keys, key_rows, keys, queries, depth, scores, maxima, count)
         rewrite(self.work.mod(part.kind))
         f.choose(
-            odd_values | self._odd(running_max) | self._odd(maxima),
+            careful | self._odd(running_max) | self._odd(maxima),
             lambda: accumulate(phases.exponentiate_carefully, phases.multiply_values_carefully),
             lambda: accumulate(phases.exponentiate, phases.multiply_values),
         )
@@ -201,20 +209,26 @@ class _Kernel:
             odd = odd | self.f.any_lane(~(maximum < math.inf))
         return odd
 
-    def _finish(self, item: Item) -> None:
-        """Divide by the sums and write out, lse and max_scores."""
+    def _finish(self, item: Item) -> Value:
+        """Divide by the sums, write out, lse and max_scores; whether out is not finite."""
         f, tile, scratch = self.f, self.tile, self.scratch
         self._close_sums(item)
         rows, stride, depth = scratch["values"], self.stride["values"], self.depth["values"]
-        with f.range(0, item.q_count, self.spec.target.block_kv) as q:
+
+        def write(q: Value, seen: list[Value]) -> list[Value]:
             count = f.minimum(item.q_count - q, self.spec.target.block_kv)
             first = item.q_first + q
             panels = f.offset(scratch["out"], q * depth, tile.element)
             _, factors = self._running(q)
-            f.call(self.phases.unpack, panels, factors, count, depth, rows, stride)
+            odd = f.call(self.phases.unpack, panels, factors, count, depth, rows, stride)
             f.call(self.phases.scatter_out, self.rows["out"], first, first + count, rows, stride)
+            return [seen[0] | odd]
+
+        nothing, step = f.value(False, I1), self.spec.target.block_kv
+        (odd,) = f.loop(0, item.q_count, write, carry=[nothing], step=step)
         self._write_numbers(item, "lse", scratch["lse"])
         self._write_numbers(item, "max_scores", scratch["running_max"])
+        return odd
 
     def _close_sums(self, item: Item) -> None:
         """From the running maximum and sum to lse, to the true maximum, and to 1 / sum.

@@ -94,9 +94,9 @@ def storage(name: str) -> Storage:
 
 
 def write_gather(module: Module, tile: Tile, kind: Storage) -> Function:
-    """Copy the rows at positions [begin, end) into scratch; true if one is not finite."""
+    """Copy the rows at positions [begin, end) into scratch."""
     parameters = {"rows": PTR, "begin": I64, "end": I64, "into": PTR, "stride": I64}
-    with module.function(f"gather_{kind.name}", parameters, I1, internal=True) as f:
+    with module.function(f"gather_{kind.name}", parameters, internal=True) as f:
         rows, begin, end, into, stride = f.parameters
         page_size = f.field(ROWS, rows, "page_size")
         row_stride = f.field(ROWS, rows, "row_stride")
@@ -104,53 +104,30 @@ def write_gather(module: Module, tile: Tile, kind: Storage) -> Function:
         width = f.field(ROWS, rows, "width")
         by_vector = f.select(column_stride.equals(1), width & -tile.lanes, 0)
 
-        def copy(
-            source: Value, target: Value, column: Value, seen: Value, type: Type
-        ) -> Sequence[Value]:
+        def copy(source: Value, target: Value, column: Value, type: Type) -> None:
             raw = f.load(kind.memory.like(type), source, column * column_stride)
-            x = kind.read(f, raw, tile.element)
-            f.store(x, target, column)
-            # x * 0 is NaN where x is not finite; the sign of zero is taken off at the end.
-            return [seen | f.bitcast(x * 0.0, seen.type)]
+            f.store(kind.read(f, raw, tile.element), target, column)
 
-        def copy_row(source: Value, target: Value, seen: list[Value]) -> list[Value]:
-            in_lanes, alone = seen
-            (in_lanes,) = f.loop(
-                0,
-                by_vector,
-                lambda c, s: copy(source, target, c, s[0], tile.vector),
-                carry=[in_lanes],
-                step=tile.lanes,
-            )
-            (alone,) = f.loop(
-                by_vector,
-                width,
-                lambda c, s: copy(source, target, c, s[0], tile.element),
-                carry=[alone],
-            )
+        def copy_row(source: Value, target: Value) -> None:
+            with f.range(0, by_vector, tile.lanes) as c:
+                copy(source, target, c, tile.vector)
+            with f.range(by_vector, width) as c:
+                copy(source, target, c, tile.element)
             with f.range(width, padded(tile, width)) as c:
                 f.store(f.value(0.0, tile.element), target, c)
-            return [in_lanes, alone]
 
         def copy_run(carried: list[Value]) -> list[Value]:
-            position, *seen = carried
+            (position,) = carried
             page = position.udiv(page_size)
             offset = position - page * page_size
             stop = f.minimum(end, position + (page_size - offset))
             source = _page(f, kind, rows, page)
-
-            def each(p: Value, seen: list[Value]) -> list[Value]:
+            with f.range(position, stop) as p:
                 row = f.offset(source, (p - position + offset) * row_stride, kind.memory)
-                return copy_row(row, f.offset(into, (p - begin) * stride, tile.element), seen)
+                copy_row(row, f.offset(into, (p - begin) * stride, tile.element))
+            return [stop]
 
-            return [stop, *f.loop(position, stop, each, carry=seen)]
-
-        bits = tile.element.as_int
-        nothing = [f.value(0, bits.like(tile.vector)), f.value(0, bits)]
-        found = f.repeat(lambda carried: carried[0] < end, copy_run, [begin, *nothing])
-        magnitude = (1 << (bits.bits - 1)) - 1
-        odd = [(x & magnitude).differs(0) for x in found[1:]]
-        f.give_back(f.any_lane(odd[0]) | odd[1])
+        f.repeat(lambda carried: carried[0] < end, copy_run, [begin])
     return f
 
 
@@ -227,7 +204,10 @@ def write_pack(module: Module, tile: Tile) -> Function:
 
 
 def write_unpack(module: Module, tile: Tile) -> Function:
-    """Panels of results to rows in scratch, every column times its entry of `scales`."""
+    """Panels of results to rows in scratch, every column times its entry of `scales`.
+
+    Returns whether one of them is not finite.
+    """
     parameters = {
         "panels": PTR,
         "scales": PTR,
@@ -236,19 +216,36 @@ def write_unpack(module: Module, tile: Tile) -> Function:
         "rows": PTR,
         "stride": I64,
     }
-    with module.function("unpack_out", parameters, internal=True) as f:
+    with module.function("unpack_out", parameters, I1, internal=True) as f:
         panels, scales, count, depth, rows, stride = f.parameters
-        with f.range(0, count, tile.lanes) as first:
+        bits = tile.element.as_int
+
+        def columns(first: Value, panel: Value, d: Value, scale: Value, seen: Value) -> Value:
+            square = [
+                # + 0.0 makes one zero out of two: skipped and masked tiles agree in bits.
+                f.fma(tile.load(f, panel, (d + k) * tile.width), scale, 0.0)
+                for k in range(tile.lanes)
+            ]
+            for r, row in enumerate(transpose(f, square)):
+                f.store(row, f.offset(rows, (first + r) * stride, tile.element), d)
+            for column in square:  # x * 0 is NaN where x is not finite, and else a zero
+                seen = seen | f.bitcast(column * 0.0, seen.type)
+            return seen
+
+        def queries(first: Value, seen: list[Value]) -> list[Value]:
             scale = tile.load(f, scales, first)
             panel = _column_start(f, tile, panels, first, depth)
-            with f.range(0, depth, tile.lanes) as d:
-                columns = [
-                    # + 0.0 makes one zero out of two: skipped and masked tiles agree in bits.
-                    f.fma(tile.load(f, panel, (d + k) * tile.width), scale, 0.0)
-                    for k in range(tile.lanes)
-                ]
-                for r, row in enumerate(transpose(f, columns)):
-                    f.store(row, f.offset(rows, (first + r) * stride, tile.element), d)
+            return f.loop(
+                0,
+                depth,
+                lambda d, seen: [columns(first, panel, d, scale, seen[0])],
+                carry=seen,
+                step=tile.lanes,
+            )
+
+        nothing = f.value(0, bits.like(tile.vector))
+        (seen,) = f.loop(0, count, queries, carry=[nothing], step=tile.lanes)
+        f.give_back(f.any_lane((seen & ((1 << (bits.bits - 1)) - 1)).differs(0)))
     return f
 
 
