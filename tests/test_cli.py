@@ -17,12 +17,14 @@ from typer.testing import CliRunner
 
 import quire
 from quire import cli
+from quire.config import config
 from quire.demo import screen
 from quire.demo.check import Check, Results, check
 from quire.demo.contest import Comparison, Outcome
 from quire.demo.mod import block_mask
 from quire.doctor import report
 from quire.measure import Reading
+from quire.runtime.cache import LIMIT_BYTES, ObjectCache, cache_key
 from quire.show import load
 
 ROOT = Path(__file__).parent.parent
@@ -127,6 +129,50 @@ def test_the_options_of_show(mods: Path) -> None:
     assert exit_code == 0 and "<4 x double>" in output
 
 
+# cache
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObjectCache:
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path / "kernels"))
+    config.cache_clear()
+    return ObjectCache(tmp_path / "kernels")
+
+
+def cache_info() -> dict[str, str]:
+    exit_code, output = invoke("cache", "info")
+    assert exit_code == 0
+    rows = (re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in output.splitlines())
+    return dict(rows)
+
+
+def test_cache_info_and_clear(cache: ObjectCache) -> None:
+    cache.put(cache_key("a"), b"x" * 1000)
+    size = cache.usage().size
+    assert size > 1000
+    assert cache_info() == {
+        "directory": str(cache.directory),
+        "used": "yes",
+        "objects": "1",
+        "size": f"{size:,} bytes",
+        "limit": f"{LIMIT_BYTES:,} bytes",
+    }
+    assert invoke("cache", "clear") == (0, f"removed 1 object from {cache.directory}\n")
+    assert cache_info()["objects"] == "0"
+    assert invoke("cache", "clear") == (0, f"removed 0 objects from {cache.directory}\n")
+
+
+def test_a_cache_that_is_not_used(cache: ObjectCache) -> None:
+    cache.put(cache_key("a"), b"x")
+    cache.directory.chmod(0o755)
+    assert cache_info()["used"] == "no: others may enter it (mode 755, not 700)"
+    refused = run("cache", "clear")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr.startswith("quire: expected a cache directory that quire uses, but it")
+    assert len(list(cache.directory.iterdir())) == 1
+
+
 # demo
 
 
@@ -222,7 +268,7 @@ def invoke(*arguments: str) -> tuple[int, str]:
 
 def test_help_names_the_commands() -> None:
     for _, output in (invoke("--help"), invoke()):
-        assert re.search(r"demo .*doctor .*show ", output, re.DOTALL)
+        assert re.search(r"demo .*doctor .*show .*cache ", output, re.DOTALL)
 
 
 def test_version() -> None:

@@ -79,4 +79,4 @@ def test_the_make_commands_exist() -> None:
 def test_the_quire_commands_exist() -> None:
     pages = "\n".join(page.read_text() for page in PAGES)
     named = set(re.findall(r"(?:^|`)quire ([a-z]+)[^`\n]*[`#]", pages, re.MULTILINE))
-    assert {"demo", "doctor", "show"} <= named <= get_command(app).commands.keys()
+    assert {"demo", "doctor", "show", "cache"} <= named <= get_command(app).commands.keys()

@@ -3,6 +3,7 @@
     quire demo      what quire does, in under a minute
     quire doctor    what this machine has to offer
     quire show      what a mod of yours becomes
+    quire cache     the compiled kernels on disk
 
 A command is a function below. Only the entry point imports this module, so rich and typer stay
 optional for everyone else. It exits with 1 when a check of the demo fails, and with 2 for a mistake
@@ -29,6 +30,7 @@ except ModuleNotFoundError as missing:
 from quire import __version__, demo, show
 from quire.doctor import report
 from quire.errors import QuireError
+from quire.runtime.cache import object_cache
 
 app = typer.Typer(
     help="Attention that you program in plain Python, on any CPU.",
@@ -36,6 +38,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+cache = typer.Typer(help="The compiled kernels on disk: info, clear.", no_args_is_help=True)
+app.add_typer(cache, name="cache")
 
 
 def main() -> None:
@@ -93,6 +97,30 @@ def show_mod(
     show.run(Console(highlight=False), place, kind, dtype, target, stage)
 
 
+@cache.command()
+def info() -> None:
+    """Where compiled kernels are kept, and how much they take."""
+    kept = object_cache()
+    usage, reason = kept.usage(), kept.obstacle()
+    _print_rows(
+        [
+            ("directory", str(kept.directory)),
+            ("used", "yes" if reason is None else f"no: {reason}"),
+            ("objects", f"{usage.files:,}"),
+            ("size", f"{usage.size:,} bytes"),
+            ("limit", f"{kept.limit:,} bytes"),
+        ]
+    )
+
+
+@cache.command()
+def clear() -> None:
+    """Remove the compiled kernels, and nothing else; they are made again when needed."""
+    kept = object_cache()
+    removed = kept.clear()
+    typer.echo(f"removed {removed:,} object{'s' * (removed != 1)} from {kept.directory}")
+
+
 def _print_rows(rows: Iterable[tuple[str, str]]) -> None:
     table = Table.grid(padding=(0, 2))
     for what, finding in rows:
@@ -101,7 +129,7 @@ def _print_rows(rows: Iterable[tuple[str, str]]) -> None:
 
 
 def _finding_style(what: str, finding: str) -> str:
-    if not (what.startswith("backend")):
+    if not (what.startswith("backend") or what == "used"):
         return ""
     return "green" if finding == "yes" else "yellow"
 
