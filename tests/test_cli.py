@@ -17,12 +17,15 @@ from typer.testing import CliRunner
 
 import quire
 from quire import cli
+from quire.config import config
 from quire.demo import screen
 from quire.demo.check import Check, Results, check
 from quire.demo.contest import Comparison, Outcome
 from quire.demo.mod import block_mask
 from quire.doctor import report
 from quire.measure import Reading
+from quire.runtime.cache import LIMIT_BYTES, ObjectCache, cache_key
+from quire.show import load
 
 ROOT = Path(__file__).parent.parent
 SMALL = ("demo", "--tokens", "128", "--seconds", "0.1")
@@ -79,6 +82,95 @@ def test_doctor_wraps_in_a_narrow_terminal_and_keeps_to_no_color() -> None:
     assert max(len(COLOUR.sub("", line)) for line in narrow.splitlines()) <= 50
     plain = run_in_terminal("doctor", columns=50, NO_COLOR="1")
     assert not re.search(r"\x1b\[[0-9;]*3[0-9]", plain)
+
+
+# show
+
+
+@pytest.fixture
+def mods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    path = tmp_path / "mods.py"
+    path.write_text(
+        "def near(b, h, q_idx, kv_idx):\n"
+        "    return q_idx - kv_idx < 8\n\n\n"
+        "def branching(b, h, q_idx, kv_idx):\n"
+        "    return True if q_idx > kv_idx else False\n"
+    )
+    return path
+
+
+def test_show_in_a_pipe(mods: Path) -> None:
+    done = run("show", f"{mods}:near", "--target", "aarch64", "--stage", "llvm")
+    assert (done.returncode, done.stderr) == (0, "")
+    stages = quire.kernel(mask_mod=load(f"{mods}:near"), target="aarch64").stages
+    assert done.stdout.rstrip() == stages["llvm"].rstrip()
+    assert max(map(len, done.stdout.splitlines())) > 80, "long lines are kept"
+
+
+def test_show_in_a_terminal_and_without_colours(mods: Path) -> None:
+    bright = run_in_terminal("show", f"{mods}:near", columns=80)
+    assert "\x1b[1mpython\x1b[0m" in bright and "\x1b[94mlt\x1b[0m" in bright
+    plain = run_in_terminal("show", f"{mods}:near", columns=80, NO_COLOR="1")
+    assert not re.search(r"\x1b\[[0-9;]*[39][0-9]", plain)
+    assert COLOUR.sub("", bright) == COLOUR.sub("", plain)
+
+
+def test_a_mod_at_fault_is_told_with_its_line(mods: Path) -> None:
+    done = run("show", f"{mods}:branching")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("quire: ") and "Traceback" not in done.stderr
+    assert "mods.py:6: `return True if q_idx > kv_idx else False`" in done.stderr
+
+
+def test_the_options_of_show(mods: Path) -> None:
+    options = ("--kind", "mask", "--dtype", "float64", "--target", "x86-64-v3", "--stage", "llvm")
+    exit_code, output = invoke("show", f"{mods}:near", *options)
+    assert exit_code == 0 and "<4 x double>" in output
+
+
+# cache
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObjectCache:
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path / "kernels"))
+    config.cache_clear()
+    return ObjectCache(tmp_path / "kernels")
+
+
+def cache_info() -> dict[str, str]:
+    exit_code, output = invoke("cache", "info")
+    assert exit_code == 0
+    rows = (re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in output.splitlines())
+    return dict(rows)
+
+
+def test_cache_info_and_clear(cache: ObjectCache) -> None:
+    cache.put(cache_key("a"), b"x" * 1000)
+    size = cache.usage().size
+    assert size > 1000
+    assert cache_info() == {
+        "directory": str(cache.directory),
+        "used": "yes",
+        "objects": "1",
+        "size": f"{size:,} bytes",
+        "limit": f"{LIMIT_BYTES:,} bytes",
+    }
+    assert invoke("cache", "clear") == (0, f"removed 1 object from {cache.directory}\n")
+    assert cache_info()["objects"] == "0"
+    assert invoke("cache", "clear") == (0, f"removed 0 objects from {cache.directory}\n")
+
+
+def test_a_cache_that_is_not_used(cache: ObjectCache) -> None:
+    cache.put(cache_key("a"), b"x")
+    cache.directory.chmod(0o755)
+    assert cache_info()["used"] == "no: others may enter it (mode 755, not 700)"
+    refused = run("cache", "clear")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr.startswith("quire: expected a cache directory that quire uses, but it")
+    assert len(list(cache.directory.iterdir())) == 1
 
 
 # demo
@@ -176,7 +268,7 @@ def invoke(*arguments: str) -> tuple[int, str]:
 
 def test_help_names_the_commands() -> None:
     for _, output in (invoke("--help"), invoke()):
-        assert re.search(r"demo .*doctor ", output, re.DOTALL)
+        assert re.search(r"demo .*doctor .*show .*cache ", output, re.DOTALL)
 
 
 def test_version() -> None:
@@ -191,7 +283,7 @@ def test_a_number_out_of_range_is_explained() -> None:
 
 def test_an_error_of_ours_is_one_line_without_a_traceback() -> None:
     done = run(*SMALL, QUIRE_BACKEND="fast")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr.strip().startswith("quire: QUIRE_BACKEND: expected one of auto, eager")
     assert "Traceback" not in done.stderr
 

@@ -24,7 +24,8 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 LAYERS = """
     reference
     cli
-    demo
+    demo show
+    colour
     integrations
     __init__
     doctor draw measure stages why

@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch.nn.attention import flex_attention as torch_flex
+from typer.main import get_command
+
+from quire.cli import app
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "quire"
@@ -71,3 +74,9 @@ def test_the_make_commands_exist() -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = {name for page in PAGES for name in re.findall(r"\bmake ([a-z]+)\b`", page.read_text())}
     assert {"demo", "test"} <= named <= targets
+
+
+def test_the_quire_commands_exist() -> None:
+    pages = "\n".join(page.read_text() for page in PAGES)
+    named = set(re.findall(r"(?:^|`)quire ([a-z]+)[^`\n]*[`#]", pages, re.MULTILINE))
+    assert {"demo", "doctor", "show", "cache"} <= named <= get_command(app).commands.keys()

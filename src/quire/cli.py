@@ -2,14 +2,18 @@
 
     quire demo      what quire does, in under a minute
     quire doctor    what this machine has to offer
+    quire show      what a mod of yours becomes
+    quire cache     the compiled kernels on disk
 
 A command is a function below. Only the entry point imports this module, so rich and typer stay
-optional for everyone else.
+optional for everyone else. It exits with 1 when a check of the demo fails, and with 2 for a mistake
+in what it was asked, told without a traceback.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Annotated
 
 try:
@@ -23,9 +27,10 @@ except ModuleNotFoundError as missing:
         f"Install both with: pip install 'quire[cli]'"
     )
 
-from quire import __version__, demo
+from quire import __version__, demo, show
 from quire.doctor import report
 from quire.errors import QuireError
+from quire.runtime.cache import object_cache
 
 app = typer.Typer(
     help="Attention that you program in plain Python, on any CPU.",
@@ -33,6 +38,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+cache = typer.Typer(help="The compiled kernels on disk: info, clear.", no_args_is_help=True)
+app.add_typer(cache, name="cache")
 
 
 def main() -> None:
@@ -42,7 +49,8 @@ def main() -> None:
     try:
         app()
     except QuireError as error:
-        sys.exit(f"quire: {error}")
+        print(f"quire: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 @app.callback(invoke_without_command=True)
@@ -68,14 +76,60 @@ def show_demo(
 @app.command()
 def doctor() -> None:
     """What this machine has to offer: versions, CPU, threads, cache, backends."""
+    _print_rows(report())
+
+
+@app.command("show")
+def show_mod(
+    place: Annotated[str, typer.Argument(metavar="FILE.py:NAME", help="A mod in a file.")],
+    kind: Annotated[
+        str | None, typer.Option(metavar="score|mask", help="Unset: told by its signature.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Of the queries.")] = "float32",
+    target: Annotated[
+        str, typer.Option(metavar="x86-64-v3|x86-64-v4|aarch64|host", help="The processor.")
+    ] = "host",
+    stage: Annotated[
+        str, typer.Option(metavar="graph|llvm|asm|all", help="One alone can be piped.")
+    ] = "all",
+) -> None:
+    """What a mod of yours becomes: its graph, the code written for it, its assembly."""
+    show.run(Console(highlight=False), place, kind, dtype, target, stage)
+
+
+@cache.command()
+def info() -> None:
+    """Where compiled kernels are kept, and how much they take."""
+    kept = object_cache()
+    usage, reason = kept.usage(), kept.obstacle()
+    _print_rows(
+        [
+            ("directory", str(kept.directory)),
+            ("used", "yes" if reason is None else f"no: {reason}"),
+            ("objects", f"{usage.files:,}"),
+            ("size", f"{usage.size:,} bytes"),
+            ("limit", f"{kept.limit:,} bytes"),
+        ]
+    )
+
+
+@cache.command()
+def clear() -> None:
+    """Remove the compiled kernels, and nothing else; they are made again when needed."""
+    kept = object_cache()
+    removed = kept.clear()
+    typer.echo(f"removed {removed:,} object{'s' * (removed != 1)} from {kept.directory}")
+
+
+def _print_rows(rows: Iterable[tuple[str, str]]) -> None:
     table = Table.grid(padding=(0, 2))
-    for what, finding in report():
+    for what, finding in rows:
         table.add_row(Text(what, style="bold"), Text(finding, style=_finding_style(what, finding)))
     Console(highlight=False).print(table)
 
 
 def _finding_style(what: str, finding: str) -> str:
-    if not what.startswith("backend"):
+    if not (what.startswith("backend") or what == "used"):
         return ""
     return "green" if finding == "yes" else "yellow"
 

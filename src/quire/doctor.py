@@ -10,32 +10,29 @@ A finding that cannot be made says so in its row; nothing here raises, writes or
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import re
 import shutil
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
+import llvmlite.binding as llvm
 import torch
 
-from quire.backends import BACKENDS
-from quire.config import config
+from quire.codegen.target import missing_on
 from quire.errors import ArgumentError
+from quire.runtime.cache import object_cache
 
 _CPUINFO = Path("/proc/cpuinfo")
 _MAPS = Path("/proc/self/maps")
 
-# What a compiled kernel is made of, by machine (the names are LLVM's).
-_NEEDED = {"x86_64": ("avx2", "fma", "f16c"), "aarch64": ("neon",), "arm64": ("neon",)}
+# LLVM's names of what makes kernels fast.
 _WORTH_NAMING = re.compile(r"avx2|fma|f16c|avx512.*|avxvnni|amx.*|neon|fullfp16|bf16|sve2?")
 
 
 def report() -> list[tuple[str, str]]:
     """Every finding, as rows of (what, finding)."""
-    features = _cpu_features()
     return [
         ("quire", _version("quire")),
         ("python", platform.python_version()),
@@ -44,14 +41,14 @@ def report() -> list[tuple[str, str]]:
         ("llvmlite", _version("llvmlite")),
         ("platform", platform.platform()),
         ("cpu", _cpu_name()),
-        ("vector features", _describe(features)),
+        ("vector features", _vector_features()),
         ("torch threads", f"{torch.get_num_threads()} of {os.cpu_count()} logical cores"),
         ("openmp runtime", _openmp_runtime()),
         ("environment", _environment()),
         ("cache directory", _cache_directory()),
         ("backend eager", "yes"),
         ("backend inductor", _verdict(_why_no_inductor())),
-        ("backend jit", _verdict(_why_no_jit(features))),
+        ("backend jit", _verdict(_why_no_jit())),
     ]
 
 
@@ -70,39 +67,13 @@ def _verdict(why_not: str | None) -> str:
 
 
 def _cpu_name() -> str:
-    return _cpuinfo("model name") or platform.processor() or platform.machine() or "unknown"
+    names = (line.partition(":")[2] for line in _lines(_CPUINFO) if line.startswith("model name"))
+    return next(names, "").strip() or platform.processor() or platform.machine() or "unknown"
 
 
-def _cpuinfo(key: str) -> str:
-    """The value of the first line `key : value` of /proc/cpuinfo, or nothing."""
-    for line in _lines(_CPUINFO):
-        name, colon, value = line.partition(":")
-        if colon and name.strip().lower() == key.lower():
-            return value.strip()
-    return ""
-
-
-def _cpu_features() -> frozenset[str]:
-    """LLVM's names of what this CPU can do; empty where nothing will tell."""
-    try:
-        import llvmlite.binding as llvm
-
-        return frozenset(name for name, has in llvm.get_host_cpu_features().items() if has)
-    except (ImportError, OSError, RuntimeError):
-        flags = _cpuinfo("flags") or _cpuinfo("Features")  # x86, arm
-        return frozenset("neon" if flag == "asimd" else flag for flag in flags.split())
-
-
-def _missing(features: Iterable[str]) -> list[str]:
-    return [name for name in _NEEDED.get(platform.machine(), ()) if name not in features]
-
-
-def _describe(features: frozenset[str]) -> str:
-    if not features:
-        return "unknown"
-    found = " ".join(sorted(filter(_WORTH_NAMING.fullmatch, features))) or "none of use"
-    missing = _missing(features)
-    return f"{found} (missing: {' '.join(missing)})" if missing else found
+def _vector_features() -> str:
+    present = {name for name, has in llvm.get_host_cpu_features().items() if has}
+    return " ".join(sorted(filter(_WORTH_NAMING.fullmatch, present))) or "none of use"
 
 
 # Threads and files
@@ -125,13 +96,13 @@ def _environment() -> str:
 
 def _cache_directory() -> str:
     try:
-        path = config().cache_dir
+        cache = object_cache()
     except ArgumentError as error:
         return str(error)
-    existing = next((p for p in (path, *path.parents) if p.exists()), Path(path.anchor))
-    if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
-        return f"{path} (not writable: set QUIRE_CACHE_DIR to a directory that is)"
-    return f"{path} ({'writable' if existing == path else 'will be made when needed'})"
+    if reason := cache.obstacle():
+        return f"{cache.directory} (not used, {reason}: set QUIRE_CACHE_DIR to another)"
+    state = "used" if cache.directory.exists() else "will be made when needed"
+    return f"{cache.directory} ({state})"
 
 
 def _lines(path: Path) -> list[str]:
@@ -153,13 +124,5 @@ def _why_no_inductor() -> str | None:
     return f"torch.compile needs a C++ compiler and {compiler!r} is not on the PATH"
 
 
-def _why_no_jit(features: frozenset[str]) -> str | None:
-    if "jit" not in BACKENDS:
-        return "this version of quire has no compiled kernels"
-    if importlib.util.find_spec("llvmlite") is None:
-        return "llvmlite is not installed"
-    if platform.machine() not in _NEEDED:
-        return f"no kernels for {platform.machine()} processors"
-    if missing := _missing(features):
-        return f"the CPU lacks {' and '.join(missing)}"
-    return None
+def _why_no_jit() -> str | None:
+    return missing_on(llvm.get_process_triple(), llvm.get_host_cpu_features()) or None

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from quire.errors import ArgumentError
 from quire.runtime import cache as cache_module
-from quire.runtime.cache import MAGIC, ObjectCache, cache_key
+from quire.runtime.cache import MAGIC, ObjectCache, Usage, cache_key
 
 IMAGE = b"\x7fELF" + bytes(range(256)) * 8
+A, B, C, D, E = (cache_key(name) for name in "abcde")
 
 
 @pytest.fixture
@@ -21,14 +23,14 @@ def cache(tmp_path: Path) -> ObjectCache:
 
 
 def test_what_was_put_is_got(cache: ObjectCache) -> None:
-    assert cache.get("a") is None
-    cache.put("a", IMAGE)
-    assert cache.get("a") == IMAGE
-    assert cache.get("b") is None
+    assert cache.get(A) is None
+    cache.put(A, IMAGE)
+    assert cache.get(A) == IMAGE
+    assert cache.get(B) is None
     assert cache.directory.stat().st_mode & 0o777 == 0o700
     assert cache.usage().files == 1
     assert cache.clear() == 1
-    assert cache.get("a") is None
+    assert cache.get(A) is None
 
 
 @pytest.mark.parametrize(
@@ -43,93 +45,152 @@ def test_what_was_put_is_got(cache: ObjectCache) -> None:
     ids=["truncated", "empty", "flipped bit", "foreign", "shifted"],
 )
 def test_a_damaged_file_is_ignored_and_rebuilt(cache: ObjectCache, damage) -> None:
-    cache.put("a", IMAGE)
-    path = cache.directory / "a.o"
+    cache.put(A, IMAGE)
+    path = cache.directory / f"{A}.o"
     path.write_bytes(damage(path.read_bytes()))
-    assert cache.get("a") is None
-    cache.put("a", IMAGE)
-    assert cache.get("a") == IMAGE
+    assert cache.get(A) is None
+    cache.put(A, IMAGE)
+    assert cache.get(A) == IMAGE
 
 
 def test_a_symbolic_link_is_not_followed(cache: ObjectCache, tmp_path: Path) -> None:
-    cache.put("a", IMAGE)
+    cache.put(A, IMAGE)
     moved = tmp_path / "elsewhere.o"
-    (cache.directory / "a.o").rename(moved)
-    (cache.directory / "a.o").symlink_to(moved)
-    assert cache.get("a") is None
-    cache.put("a", IMAGE)
-    assert cache.get("a") == IMAGE
-    assert not (cache.directory / "a.o").is_symlink()
+    (cache.directory / f"{A}.o").rename(moved)
+    (cache.directory / f"{A}.o").symlink_to(moved)
+    assert cache.get(A) is None
+    cache.put(A, IMAGE)
+    assert cache.get(A) == IMAGE
+    assert not (cache.directory / f"{A}.o").is_symlink()
 
 
 def test_a_directory_that_others_can_enter_is_not_used(cache: ObjectCache) -> None:
-    cache.put("a", IMAGE)
+    cache.put(A, IMAGE)
     cache.directory.chmod(0o755)
-    assert cache.get("a") is None
-    assert not cache.usage().usable
-    cache.put("b", IMAGE)
-    assert not (cache.directory / "b.o").exists()
+    assert cache.get(A) is None
+    assert cache.obstacle() == "others may enter it (mode 755, not 700)"
+    cache.put(B, IMAGE)
+    assert not (cache.directory / f"{B}.o").exists()
 
 
 def test_a_linked_directory_is_not_used(tmp_path: Path) -> None:
     real = ObjectCache(tmp_path / "real")
-    real.put("a", IMAGE)
+    real.put(A, IMAGE)
     (tmp_path / "link").symlink_to(real.directory)
-    assert ObjectCache(tmp_path / "link").get("a") is None
+    linked = ObjectCache(tmp_path / "link")
+    assert linked.get(A) is None
+    assert linked.obstacle() == "it is not a directory itself, but a file or a link"
 
 
 def test_a_directory_of_another_user_is_not_used(cache: ObjectCache, monkeypatch) -> None:
-    cache.put("a", IMAGE)
+    cache.put(A, IMAGE)
     monkeypatch.setattr(os, "getuid", lambda: os.stat(cache.directory).st_uid + 1)
-    assert cache.get("a") is None
+    assert cache.get(A) is None
+    assert cache.obstacle() == "it belongs to another user"
 
 
 def test_a_directory_that_cannot_be_made_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     cache = ObjectCache(tmp_path / "file" / "kernels")
-    cache.put("a", IMAGE)
-    assert cache.get("a") is None
+    cache.put(A, IMAGE)
+    assert cache.get(A) is None
     assert cache.usage().files == 0
+    assert cache.obstacle() == "it cannot be looked at (Not a directory)"
+
+
+def test_a_directory_that_nobody_may_write_to(cache: ObjectCache, monkeypatch) -> None:
+    assert cache.obstacle() is None  # it will be made
+    asked = []
+    monkeypatch.setattr(os, "access", lambda path, mode: bool(asked.append(path)))
+    assert cache.obstacle() == f"{cache.directory.parent} is not writable"
+    cache.directory.mkdir(mode=0o700)
+    assert cache.obstacle() == f"{cache.directory} is not writable"
+    assert asked == [cache.directory.parent, cache.directory]
+
+
+def test_only_our_own_files_count_and_are_removed(cache: ObjectCache, tmp_path: Path) -> None:
+    cache.put(A, IMAGE)
+    cache.put(B, IMAGE)
+    left_behind = cache.directory / f"{C}.x1_y.tmp"
+    left_behind.write_bytes(b"half an obj")
+    (tmp_path / "precious").write_text("of the user")
+    link, folder = cache.directory / f"{D}.o", cache.directory / f"{E}.o"
+    link.symlink_to(tmp_path / "precious")
+    folder.mkdir()
+    others = [cache.directory / name for name in ("main.o", "notes.tmp", f"{A}.o.bak", f"x{A}.o")]
+    for path in others:
+        path.write_text("of the user")
+
+    size = 2 * (len(MAGIC) + 32 + len(IMAGE)) + len(b"half an obj")
+    assert cache.usage() == Usage(files=3, size=size)
+    assert cache.clear() == 3
+    assert cache.usage() == Usage(files=0, size=0)
+    assert sorted(cache.directory.iterdir()) == sorted([link, folder, *others])
+    assert (tmp_path / "precious").read_text() == "of the user"
+
+
+def test_the_limit_spares_the_files_of_others(tmp_path: Path) -> None:
+    cache = ObjectCache(tmp_path / "kernels", limit=0)
+    cache.directory.mkdir(mode=0o700)
+    (cache.directory / "main.o").write_text("of the user")
+    cache.put(A, IMAGE)
+    assert [path.name for path in cache.directory.iterdir()] == ["main.o"]
+
+
+def test_a_directory_that_is_not_used_is_not_cleared(cache: ObjectCache) -> None:
+    cache.put(A, IMAGE)
+    cache.directory.chmod(0o750)
+    with pytest.raises(
+        ArgumentError, match=r"does not use .*kernels: others may enter .*750.* Set"
+    ):
+        cache.clear()
+    assert (cache.directory / f"{A}.o").exists()
+
+
+def test_a_directory_that_is_not_there_is_empty(cache: ObjectCache) -> None:
+    assert cache.usage() == Usage(files=0, size=0)
+    assert cache.clear() == 0
+    assert not cache.directory.exists()
 
 
 def test_a_full_disk_is_no_error_and_leaves_nothing(cache: ObjectCache, monkeypatch) -> None:
-    cache.put("a", IMAGE)
+    cache.put(A, IMAGE)
 
     def no_space(*unused: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "replace", no_space)
-    cache.put("b", IMAGE)
-    assert cache.get("b") is None
-    assert [path.name for path in cache.directory.iterdir()] == ["a.o"]
+    cache.put(B, IMAGE)
+    assert cache.get(B) is None
+    assert [path.name for path in cache.directory.iterdir()] == [f"{A}.o"]
 
 
 def test_the_oldest_go_when_the_limit_is_reached(tmp_path: Path) -> None:
     cache = ObjectCache(tmp_path / "kernels", limit=3 * (len(IMAGE) + 64))
-    for age, key in enumerate("abcd"):
+    for age, key in enumerate((A, B, C, D)):
         cache.put(key, IMAGE)
         path = cache.directory / f"{key}.o"
         if path.exists():
             os.utime(path, (1000 + age, 1000 + age))
-    cache.put("e", IMAGE)
-    assert cache.get("a") is None
-    assert cache.get("e") == IMAGE
+    cache.put(E, IMAGE)
+    assert cache.get(A) is None
+    assert cache.get(E) == IMAGE
     assert cache.usage().size <= cache.limit
 
 
 def _put_and_get(directory: Path) -> bool:
     cache = ObjectCache(directory)
     for _ in range(20):
-        cache.put("a", IMAGE)
-        if cache.get("a") not in (IMAGE, None):
+        cache.put(A, IMAGE)
+        if cache.get(A) not in (IMAGE, None):
             return False
-    return cache.get("a") == IMAGE
+    return cache.get(A) == IMAGE
 
 
 def test_ten_processes_at_once(cache: ObjectCache) -> None:
     with multiprocessing.get_context("fork").Pool(10) as pool:
         assert all(pool.map(_put_and_get, [cache.directory] * 10))
-    assert [path.name for path in cache.directory.iterdir()] == ["a.o"]
+    assert [path.name for path in cache.directory.iterdir()] == [f"{A}.o"]
 
 
 def test_the_key_depends_on_everything(monkeypatch) -> None:

@@ -63,7 +63,10 @@ class Target:
     def named(name: str) -> Target:
         """A target that is the same on every machine: x86-64-v3, x86-64-v4 or aarch64."""
         if name not in _NAMED:
-            raise ArgumentError(f"expected a target out of {sorted(_NAMED)}, got {name!r}")
+            raise ArgumentError(
+                f"expected a target out of {', '.join(_NAMED)}, got {name!r}. Leave it out for "
+                f"this processor."
+            )
         return _NAMED[name]
 
     @staticmethod

@@ -8,10 +8,10 @@ import torch
 from rich.console import Console, RenderableType
 from rich.padding import Padding
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
+from quire.colour import coloured
 from quire.demo.check import Check, check
 from quire.demo.contest import Outcome, comparisons, measure
 from quire.demo.mod import HEAD_DIM, HEADS, SOURCE, block_mask
@@ -27,7 +27,7 @@ def run(console: Console, tokens: int, seconds: float, threads: int) -> bool:
     """Show everything, measuring each row for `seconds`; True if all checks hold."""
     torch.manual_seed(0)
     torch.set_num_threads(threads)
-    _section(console, "A mod is plain Python", _code(SOURCE))
+    _section(console, "A mod is plain Python", coloured(SOURCE, "python"))
     _section(console, "What it lets attention see", _picture(tokens))
 
     _section(console, "The same numbers as PyTorch")
@@ -50,12 +50,6 @@ def _section(console: Console, title: str, content: RenderableType | None = None
 
 def _print(console: Console, content: RenderableType) -> None:
     console.print(Padding(content, (0, 0, 0, 2), expand=False))
-
-
-def _code(source: str) -> Text:
-    text = Syntax("", "python", theme="ansi_dark").highlight(source)
-    text.rstrip()
-    return text
 
 
 def _picture(tokens: int) -> Table:

@@ -3,9 +3,10 @@
 Code from this directory is run, so it is believed only if nobody else could have put it there: the
 directory belongs to the user with mode 0700, a file is a regular file of the user's, and it begins
 with a digest of the rest. Anything else counts as absent and is written anew. A cache that cannot
-be read or written is no cache, never an error.
+be read or written is no cache, never an error. Files of any other name are never touched.
 
-    <directory>/<key>.o    MAGIC, sha256 of the object, the object
+    <directory>/<key>.o        MAGIC, sha256 of the object, the object
+    <directory>/<key>.*.tmp    the same while it is written, or left behind by a process that ended
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import contextlib
 import functools
 import hashlib
 import os
+import re
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -24,18 +26,18 @@ import quire.codegen
 import quire.ir
 from quire.codegen.jit import llvm_version
 from quire.config import config
+from quire.errors import ArgumentError
 
 MAGIC = b"quire object 1\n"
 LIMIT_BYTES = 256 * 2**20
 _DIGEST_BYTES = hashlib.sha256().digest_size
+_NAME = re.compile(r"[0-9a-f]{64}\.(o|\w+\.tmp)")
 
 
 @dataclass(frozen=True)
 class Usage:
-    """How much a cache holds."""
+    """How much a cache holds, in files and bytes."""
 
-    directory: Path
-    usable: bool
     files: int
     size: int
 
@@ -49,7 +51,7 @@ class ObjectCache:
 
     def get(self, key: str) -> bytes | None:
         """The object that was stored under `key`; None if there is none that can be trusted."""
-        if not self._is_ours():
+        if self._distrust() is not None:
             return None
         with contextlib.suppress(OSError):
             content = _read_own_file(self._path(key))
@@ -63,9 +65,9 @@ class ObjectCache:
         """Store an object. Readers see the old file, or the new one, never a part."""
         with contextlib.suppress(OSError):
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if not self._is_ours():
+            if self._distrust() is not None:
                 return
-            handle, name = tempfile.mkstemp(dir=self.directory, suffix=".tmp")
+            handle, name = tempfile.mkstemp(".tmp", f"{key}.", self.directory)
             try:
                 with os.fdopen(handle, "wb") as file:
                     file.write(MAGIC + hashlib.sha256(image).digest() + image)
@@ -75,10 +77,20 @@ class ObjectCache:
                 raise
             self._evict()
 
+    def obstacle(self) -> str | None:
+        """Why nothing is kept in the directory; None where it is, or will be once it is made."""
+        return self._distrust() or self._unwritable()
+
     def clear(self) -> int:
         """Remove every file of ours; returns how many there were."""
+        reason = self.obstacle()
+        if reason is not None:
+            raise ArgumentError(
+                f"expected a cache directory that quire uses, but it does not use "
+                f"{self.directory}: {reason}. Set QUIRE_CACHE_DIR to another, or empty it by hand."
+            )
         removed = 0
-        for path in self._files():
+        for path, _ in list(self._files()):
             with contextlib.suppress(OSError):
                 path.unlink()
                 removed += 1
@@ -86,55 +98,72 @@ class ObjectCache:
 
     def usage(self) -> Usage:
         """What the directory holds now."""
-        sizes = []
-        for path in self._files():
-            with contextlib.suppress(OSError):
-                sizes.append(path.stat(follow_symlinks=False).st_size)
-        return Usage(self.directory, self._is_ours(), len(sizes), sum(sizes))
+        sizes = [status.st_size for _, status in self._files()]
+        return Usage(len(sizes), sum(sizes))
 
     def _path(self, key: str) -> Path:
-        return self.directory / f"{key}.o"
+        path = self.directory / f"{key}.o"
+        assert _NAME.fullmatch(path.name), f"{key!r} is no result of cache_key"
+        return path
 
-    def _files(self) -> Iterator[Path]:
-        if self._is_ours():
-            yield from self.directory.glob("*.o")
-            yield from self.directory.glob("*.tmp")
+    def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
+        """The files that `put` made, and nothing else that lies beside them."""
+        if self._distrust() is not None:
+            return
+        for path in self.directory.glob("*"):
+            if _NAME.fullmatch(path.name):
+                with contextlib.suppress(OSError):
+                    status = os.lstat(path)
+                    if _is_own_file(status):
+                        yield path, status
 
-    def _is_ours(self) -> bool:
-        """A real directory of this user's that nobody else can write to or look into."""
+    def _distrust(self) -> str | None:
+        """Why others could have put something here; None where they could not, or nothing is."""
         try:
             status = os.lstat(self.directory)
-        except OSError:
-            return False
-        private = stat.S_IMODE(status.st_mode) & 0o077 == 0
-        return stat.S_ISDIR(status.st_mode) and private and _is_own(status)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            return f"it cannot be looked at ({error.strerror})"
+        if not stat.S_ISDIR(status.st_mode):
+            return "it is not a directory itself, but a file or a link"
+        if not _is_own(status):
+            return "it belongs to another user"
+        mode = stat.S_IMODE(status.st_mode)
+        return f"others may enter it (mode {mode:03o}, not 700)" if mode & 0o077 else None
+
+    def _unwritable(self) -> str | None:
+        """Why no file can be made here, or not the directory itself."""
+        upward = (self.directory, *self.directory.parents)
+        existing = next(filter(os.path.lexists, upward), self.directory)
+        usable = os.path.isdir(existing) and os.access(existing, os.W_OK | os.X_OK)
+        return None if usable else f"{existing} is not writable"
 
     def _evict(self) -> None:
         """Drop what was written longest ago until the limit holds."""
-        entries = []
-        for path in self._files():
-            with contextlib.suppress(OSError):
-                status = path.stat(follow_symlinks=False)
-                entries.append((status.st_mtime, status.st_size, path))
-        total = sum(size for _, size, _ in entries)
-        for _, size, path in sorted(entries):
+        files = sorted(self._files(), key=lambda file: file[1].st_mtime)
+        total = sum(status.st_size for _, status in files)
+        for path, status in files:
             if total <= self.limit:
                 return
             with contextlib.suppress(OSError):
                 path.unlink()
-                total -= size
+                total -= status.st_size
 
 
 def _is_own(status: os.stat_result) -> bool:
     return not hasattr(os, "getuid") or status.st_uid == os.getuid()
 
 
+def _is_own_file(status: os.stat_result) -> bool:
+    return stat.S_ISREG(status.st_mode) and _is_own(status)
+
+
 def _read_own_file(path: Path) -> bytes:
     """The bytes of a regular file of this user's; symbolic links are not followed."""
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
     with os.fdopen(handle, "rb") as file:
-        status = os.fstat(handle)
-        if not stat.S_ISREG(status.st_mode) or not _is_own(status):
+        if not _is_own_file(os.fstat(handle)):
             raise OSError(f"{path} is not a file of this user's")
         return file.read()
 
