@@ -220,6 +220,7 @@ class Call:
             "scale": scale * (LOG2_E if self.scores_in_log2 else 1.0),
             "heads": self.query.shape[1],
             "group": self.query.shape[1] // self.key.shape[1],
+            "row_group": 1,
             "head_dim": dim,
             "value_dim": self.value.shape[3],
             "block_q": self.block_q,
@@ -230,9 +231,9 @@ class Call:
         one = {"q_len": self.query.shape[2], "q_start": self.q_start, "kv_row": self.kv_row}
         records = self.sequences or [one | {"kv_begin": self.kv_begin, "kv_end": kv_end}]
         items, packed = 0, b""
-        for record in records:
+        for b, record in enumerate(records):
             packed += SEQUENCE.pack(
-                dict.fromkeys(SEQUENCE.fields, 0) | record | {"first_item": items}
+                dict.fromkeys(SEQUENCE.fields, 0) | record | {"b": b, "first_item": items}
             )
             items += num_items(record["q_len"], self.query.shape[1], self.block_q)
         self._records = ctypes.create_string_buffer(packed)

@@ -70,18 +70,24 @@ def attention(call: Call) -> Result:
     tensors = (*operands, call.sink, *problem.captures)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         return eager.attention(problem, *operands, call.sink, run=run)
-    return run(problem, operands, call.sink, call.query.dtype)
+    return run(problem, operands, call.sink, call.query.dtype, numbers=call.aux is not None)
 
 
 def run(
-    problem: Problem, operands: Operands, sink: Tensor | None, dtype: torch.dtype | None = None
+    problem: Problem,
+    operands: Operands,
+    sink: Tensor | None,
+    dtype: torch.dtype | None = None,
+    *,
+    numbers: bool = True,
 ) -> Result:
     """The forward pass, without a record for autograd; `out` in `dtype` or the working dtype."""
     query, key, value = operands
     shape, strides = output_layout(query, value.shape[-1])
     out = torch.empty_strided(shape, strides, dtype=dtype or operands.dtype)
     memory = dense(query, Dense(key, value, problem.kv_start), problem.q_start)
-    rows, out_of_range = forward(problem, memory, sink, out)
+    numbers = numbers or config().check
+    rows, out_of_range = forward(problem, memory, sink, out, numbers=numbers)
     if out_of_range:
         _raise_as_eager(problem, operands, sink)
     result = Result(*rows)

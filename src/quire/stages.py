@@ -63,7 +63,7 @@ class Kernel:
     @cached_property
     def llvm(self) -> str:
         """The functions that the forward kernel calls, as LLVM reads them."""
-        return write_mods(self.tile, self.roots, self.arguments).text
+        return write_mods("panel", self.tile, self.roots, self.arguments).text
 
     @cached_property
     def asm(self) -> str:

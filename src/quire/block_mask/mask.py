@@ -344,6 +344,13 @@ class BlockMask(torch_flex.BlockMask):
             cells = cells.masked_fill(lists_to_grid(*full, num_columns) != EMPTY, FULL)
         return cells
 
+    def content(self) -> tuple[object, ...]:
+        """All that `rows` reads, as a value: two masks with the same content have the same rows."""
+        lists = self.kv_num_blocks, self.kv_indices, *(self._full_lists() or ())
+        arrays = [tensor.numpy(force=True) for tensor in lists]
+        parts = [(array.shape, array.dtype.str, array.tobytes()) for array in arrays]
+        return (self.seq_lengths, self.BLOCK_SIZE, *parts)
+
     def to_dense(self) -> Tensor:
         """1 for each block that is computed, 0 for the others: int32 [..., rows, columns]."""
         return (self._cells() != EMPTY).to(torch.int32)

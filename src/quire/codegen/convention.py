@@ -1,7 +1,8 @@
 """What the forward kernel is told: the calling convention between runtime and generated code.
 
-The kernel is one function `forward(args)`, run by every thread of a launch with the same `FORWARD`
-record. It is compiled for dtypes and a target; sizes, strides, lengths, masks and mods are
+A kernel is one function `forward(args)`, run by every thread of a launch with the same `FORWARD`
+record. There are two: `forward.py` computes panels of queries, `decode.py` few queries row by row,
+which is the FORM of a kernel and of the mods that it calls. It is compiled for dtypes and a target; sizes, strides, lengths, masks and mods are
 arguments. An item is one block of queries of one head of one sequence; threads take items off a
 shared counter. Items of a sequence are numbered by head, then by block.
 
@@ -20,9 +21,9 @@ panel whose queries read every key is PLAIN and gets `plain_mod`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from quire.codegen.staging import ROWS, padded, scratch_stride
 from quire.codegen.target import Target
@@ -32,10 +33,16 @@ from quire.codegen.values import Signature, Value
 from quire.errors import CodegenError
 
 ENTRY = "forward"
+Form = Literal["panel", "row"]
+MOST_ROWS = 4  # the longest query that is computed row by row
 PARTIAL, FULL, PLAIN = 1, 2, 3  # kinds of tiles: with all masks, with some, with none
 
 REWRITE = Signature("rewrite", (PTR, PTR, PTR, I64, I64, I64, I64, I64, I64))
 """A mod: (scores, maxima, arguments, b, h, q_idx, queries, kv_idx, keys), see `mods.py`."""
+
+
+ROW_REWRITE = Signature("rewrite_row", (PTR, PTR, I64, I64, I64, I64, I64))
+"""The same for one query: (scores, arguments, b, h, q_idx, kv_idx, keys), see `mods.py`."""
 
 
 EXTENT = Signature("extent", (PTR, I64, I64, I64, I64, I64, I64), I64)
@@ -64,8 +71,9 @@ FORWARD = Layout(
         "sink": PTR,  # one number per query head, or null
         "scale": F64,  # times log2(e), unless the mods do that
         # Sizes.
-        "heads": I64,
-        "group": I64,  # query heads per key head
+        "heads": I64,  # of items: query heads, or groups of `row_group` of them
+        "group": I64,  # items' heads per key head
+        "row_group": I64,  # query heads that one item computes
         "head_dim": I64,
         "value_dim": I64,
         "block_q": I64,  # queries of an item: a multiple of the panel's width
@@ -83,7 +91,7 @@ FORWARD = Layout(
         "tile_batch_stride": I64,
         "tile_per_head": I64,  # 1 or 0
         "tile_kind": I64,
-        # Code to call, each a REWRITE or null. weights_mod gets weights in place of scores.
+        # Code to call, each a REWRITE, or a ROW_REWRITE for rows, or null. weights_mod gets weights in place of scores.
         "partial_mod": PTR,
         "full_mod": PTR,
         "plain_mod": PTR,
@@ -100,6 +108,7 @@ FORWARD = Layout(
 SEQUENCE = Layout(
     "sequence",
     {
+        "b": I64,  # its number in the batch; not read where one record stands for all
         "first_item": I64,  # items of the sequences before
         "tile_row": I64,
         "q_row": I64,  # its first row in query, out, lse and max_scores
@@ -165,6 +174,12 @@ def scratch_bytes(spec: ForwardSpec, head_dim: int, value_dim: int, block_q: int
     return regions["end"] * spec.tile.element.size
 
 
+def decode_scratch_bytes(spec: ForwardSpec, head_dim: int, value_dim: int, rows: int) -> int:
+    """What each thread needs for `rows` queries at a time."""
+    regions = dict(decode_regions(spec.tile, head_dim, value_dim, rows))
+    return regions["end"] * spec.tile.element.size
+
+
 Number = TypeVar("Number", int, Value)
 
 
@@ -175,11 +190,8 @@ def scratch_regions(
 
     Python reckons the size with it and generated code the addresses, so it takes both.
     """
-    align = 64 // tile.element.size
-    records = 4 * ROWS.size // tile.element.size
-    start = block_q * 0
-    for name, size in (
-        ("records", records),  # a ROWS each for query, key, value and out
+    sizes = (
+        ("records", 4 * ROWS.size // tile.element.size),  # a ROWS each for query, key, value and out
         ("maxima", tile.width),  # of one panel and one block of keys
         ("alpha", tile.width),  # what the running sums are scaled by
         ("scores", (tile.target.block_kv + SMALL_ROWS) * tile.width),
@@ -190,7 +202,34 @@ def scratch_regions(
         ("values", scratch_stride(tile, value_dim) * tile.target.block_kv),
         ("queries", padded(tile, head_dim) * block_q),
         ("out", padded(tile, value_dim) * block_q),
-        ("end", 0),
-    ):
+    )
+    yield from _placed(tile, sizes, block_q * 0)
+
+
+def decode_regions(
+    tile: Tile, head_dim: Number, value_dim: Number, rows: Number
+) -> Iterator[tuple[str, Number]]:
+    """The same for the kernel of few queries, which has `rows` of them at a time."""
+    sizes = (
+        ("records", 4 * ROWS.size // tile.element.size),
+        ("alpha", tile.lanes),
+        ("scores", tile.target.block_kv),
+        ("running_max", rows * tile.lanes),
+        ("running_sum", rows * tile.lanes),
+        ("keys", scratch_stride(tile, head_dim) * tile.target.block_kv),
+        ("values", scratch_stride(tile, value_dim) * tile.target.block_kv),
+        ("queries", rows * scratch_stride(tile, head_dim)),
+        ("out", rows * scratch_stride(tile, value_dim)),
+    )
+    yield from _placed(tile, sizes, rows * 0)
+
+
+def _placed(
+    tile: Tile, sizes: Sequence[tuple[str, int | Number]], start: Number
+) -> Iterator[tuple[str, Number]]:
+    """Regions one after the other, each at a cache line of its own."""
+    align = 64 // tile.element.size
+    for name, size in sizes:
         yield name, start
         start = start + ((size + (align - 1)) & -align)
+    yield "end", start

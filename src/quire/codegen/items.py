@@ -83,14 +83,16 @@ class Work:
         def divide() -> list[Value]:
             items = self._blocks(arg["sequences"]) * arg["heads"]
             b = number.udiv(items)
-            return [b, number - b * items]
+            return [b, number - b * items, f.value(0, I64)]
 
         def search() -> list[Value]:
-            b = self._last_sequence_at(number)
-            return [b, number - f.field(SEQUENCE, self._sequence(b), "first_item")]
+            place = self._last_sequence_at(number)
+            sequence = self._sequence(place)
+            first = f.field(SEQUENCE, sequence, "first_item")
+            return [f.field(SEQUENCE, sequence, "b"), number - first, place]
 
-        b, place = f.choose(arg["sequence_stride"].equals(0), divide, search)
-        sequence = self._sequence(b)
+        b, place, at = f.choose(arg["sequence_stride"].equals(0), divide, search)
+        sequence = self._sequence(at)
         field = {name: f.field(SEQUENCE, sequence, name) for name in SEQUENCE.fields}
         blocks = self._blocks(sequence)
         h = place.udiv(blocks)
@@ -112,9 +114,8 @@ class Work:
             tile_row=tile_row + h * arg["tile_per_head"] * blocks,
         )
 
-    def _sequence(self, b: Value) -> Value:
-        place = b * self.arg["sequence_stride"] * len(SEQUENCE)
-        return self.f.offset(self.arg["sequences"], place, I64)
+    def _sequence(self, place: Value) -> Value:
+        return self.f.offset(self.arg["sequences"], place * len(SEQUENCE), I64)
 
     def _blocks(self, sequence: Value) -> Value:
         size = self.arg["block_q"]

@@ -26,7 +26,7 @@ from quire.codegen.rules import MEMORY, REGISTER, RULES
 from quire.codegen.staging import storage
 from quire.codegen.types import F16, F32, I1, I16, I32, I64, Type
 from quire.errors import UnsupportedOpError
-from quire.ir.graph import Node, walk
+from quire.ir.graph import Node, inputs, walk
 
 RATES = UNIFORM, ROW, KEY, ELEMENT = 0, 1, 2, 3
 _INPUT_RATE = {"b": UNIFORM, "h": UNIFORM, "q_idx": ROW, "kv_idx": KEY, "score": ELEMENT}
@@ -82,7 +82,7 @@ class Scope:
 
     `mistakes` are the conditions under which an index into a captured tensor is out of range or an
     integer is divided by 0, by the rate of the node: an i1 for all lanes, or one per lane. Loads
-    go on with index 0, divisions with divisor 1.
+    go on with index 0, divisions with divisor 1. The indices of `proven` loads are in range.
     """
 
     f: Function
@@ -95,6 +95,7 @@ class Scope:
         default_factory=lambda: {rate: {} for rate in RATES}
     )
     mistakes: dict[int, list[Value]] = field(default_factory=lambda: {rate: [] for rate in RATES})
+    proven: frozenset[Node] = frozenset()
 
     def rate(self, node: Node) -> int:
         """How often a node has to be computed."""
@@ -228,14 +229,16 @@ def load(scope: Scope, node: Node) -> Lanes:
     indices = [scope.lower(arg) for arg in node.args]
     memory = MEMORY[node.dtype]
     moving = [dim for dim, index in enumerate(indices) if not index.is_uniform]
-    if not moving:
+    if node in scope.proven:
+        value, wrong = _proven(scope, captured, indices, memory), None
+    elif not moving:
         offset, wrong = _uniform_offset(scope, captured, indices)
         value = scope.f.load(memory, captured.pointer, offset)
     elif moving == [captured.unit] and indices[moving[0]].step in (1, -1):
         value, wrong = _contiguous(scope, captured, indices, moving[0], memory)
     else:
         value, wrong = _gather(scope, captured, indices, memory)
-    if node.args:
+    if node.args and wrong is not None:
         scope.mistakes[scope.rate(node)].append(wrong)
     number = widened(scope.f, value, node.dtype)
     return Lanes(vector=number) if moving else Lanes(number)
@@ -293,6 +296,73 @@ def _contiguous(
 
     vector, mistaken = f.choose(inside, at_once, lambda: _gather(scope, captured, indices, memory))
     return vector, mistaken
+
+
+def _proven(
+    scope: Scope, captured: Captured, indices: Sequence[Lanes], memory: Type
+) -> Value:
+    """Lanes whose indices are known to be in range, none of them counted from the end."""
+    f = scope.f
+    offset, steps = f.value(0, I64), []
+    for dim, index in enumerate(indices):
+        assert index.scalar is not None, "an irregular index is never proven"
+        offset = offset + f.convert(index.scalar, I64) * captured.strides[dim]
+        if index.step:
+            steps.append((dim, index.step))
+    if not steps:
+        return f.load(memory, captured.pointer, offset)
+    if len(steps) == 1 and steps[0][0] == captured.unit and abs(steps[0][1]) == 1:
+        backward = steps[0][1] == -1
+        low = offset - (scope.lanes - 1) if backward else offset
+        vector = f.load(memory.vector(scope.lanes), captured.pointer, low)
+        order = list(reversed(range(scope.lanes)))
+        return f.shuffle(vector, vector, order) if backward else vector
+    stride = f.value(0, I64)
+    for dim, step in steps:
+        stride = stride + captured.strides[dim] * step
+    result = f.value(0, memory.vector(scope.lanes))
+    for lane in range(scope.lanes):
+        element = f.load(memory, captured.pointer, offset + stride * lane)
+        result = f.insert(result, element, lane)
+    return result
+
+
+def provable_loads(roots: Sequence[Node]) -> list[Node]:
+    """The loads at every key whose indices are in range for all keys if they are at both ends."""
+    known: dict[Node, int] = {}
+    return [
+        node
+        for node in walk(*roots)
+        if node.op == "load" and rate(node, known) & KEY and all(map(_is_sum, node.args))
+    ]
+
+
+def _is_sum(node: Node) -> bool:
+    """Whether an index is a sum of inputs, and of what does not depend on the key.
+
+    Such an index is monotone in the key, and moves too little between the ends to wrap around.
+    """
+    if node.dtype not in (torch.int32, torch.int64):
+        return False
+    if node.op in ("add", "sub", "neg", "cast"):
+        return all(map(_is_sum, node.args))
+    return "kv_idx" not in inputs(node) or node.op == "input"
+
+
+def in_range(scope: Scope, node: Node) -> Value | None:
+    """Whether the indices of a load are in range in all lanes; None if that cannot be said."""
+    assert isinstance(node.payload, int)
+    f, captured = scope.f, scope.captures[node.payload]
+    result = f.value(True, I1)
+    for size, arg in zip(captured.sizes, node.args, strict=True):
+        index = scope.lower(arg)
+        if index.scalar is None:
+            return None
+        first = f.convert(index.scalar, I64)
+        last = first + index.step * (scope.lanes - 1)
+        low, high = (first, last) if index.step >= 0 else (last, first)
+        result = result & (low >= 0) & (high < size)
+    return result
 
 
 def _gather(

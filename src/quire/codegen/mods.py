@@ -10,6 +10,10 @@ A mod function rewrites one panel of scores in place, once the keys have been mu
     q_idx, kv_idx        positions of the panel's first query and key
     queries              how many queries of the panel exist; the other lanes are never read
 
+A row function does the same for one query, its lanes running over keys:
+
+    rewrite_row(scores, arguments, b, h, q_idx, kv_idx, keys)
+
 An extent function says which keys of a panel any query reads, before anything is multiplied:
 
     extent(arguments, b, h, q_idx, queries, kv_idx, keys) -> first | last << 16 | every << 32
@@ -22,10 +26,11 @@ Scores leave in units of log 2, as the kernel computes powers of two.
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -39,6 +44,8 @@ from quire.codegen.lower import (
     Captured,
     Lanes,
     Scope,
+    in_range,
+    provable_loads,
 )
 from quire.codegen.rules import REGISTER
 from quire.codegen.tiles import Tile
@@ -62,6 +69,10 @@ PARAMETERS: dict[str, Type] = {
 
 EXTENT_PARAMETERS: dict[str, Type] = {
     name: type for name, type in PARAMETERS.items() if name not in ("scores", "maxima")
+}
+
+ROW_PARAMETERS: dict[str, Type] = {
+    name: type for name, type in PARAMETERS.items() if name not in ("maxima", "queries")
 }
 
 
@@ -96,17 +107,21 @@ class ModArguments:
         variable = tuple(node for node in constants(*roots) if not is_literal(node))
         return ModArguments(variable, tuple(captures))
 
+    @functools.cached_property
+    def size(self) -> int:
+        """The bytes of the record."""
+        return 8 + len(self._numbers) + sum(8 + 16 * shape.rank for shape in self.captures)
+
+    @functools.cached_property
+    def _numbers(self) -> bytes:
+        """The constants, which are the same in every record of these graphs."""
+        format = "".join("d" if node.dtype.is_floating_point else "q" for node in self.constants)
+        return struct.pack(f"={format}", *(node.payload for node in self.constants))
+
     def pack(self, captures: Sequence[Tensor], flag: int) -> bytes:
         """The bytes of the record: these constants, and tensors of these shapes."""
-        slots = [struct.pack("=q", flag)]
-        for node in self.constants:
-            assert isinstance(node.payload, int | float)
-            slots.append(struct.pack("=d" if node.dtype.is_floating_point else "=q", node.payload))
-        for tensor in captures:
-            shape, stride = tensor.shape, tensor.stride()
-            count = 1 + 2 * tensor.dim()
-            slots.append(struct.pack(f"={count}q", tensor.data_ptr(), *shape, *stride))
-        return b"".join(slots)
+        tensors = [number for tensor in captures for number in _describe(tensor)]
+        return struct.pack("=q", flag) + self._numbers + struct.pack(f"={len(tensors)}q", *tensors)
 
     def read(self, f: Function, record: Value) -> tuple[dict[Node, Value], list[Captured], Value]:
         """The constants, captured tensors and the flag's address, in a function's first lines."""
@@ -124,6 +139,11 @@ class ModArguments:
             captured.append(Captured(pointer, sizes, strides, shape.unit))
             slot += 1 + 2 * shape.rank
         return parameters, captured, flag
+
+
+def _describe(tensor: Tensor) -> tuple[int, ...]:
+    """Where a captured tensor is, its sizes and its strides."""
+    return (tensor.data_ptr(), *tensor.shape, *tensor.stride())
 
 
 def is_literal(node: Node) -> bool:
@@ -144,21 +164,56 @@ def write_rewrite(
     """A function that applies a score_mod, if any, times `unit`, and the masks."""
     with module.function(name, PARAMETERS) as f:
         scores, maxima, record, b, h, q_idx, queries, kv_idx, keys = f.parameters
-        rows, flag = _scopes(f, tile, arguments, (record, b, h, q_idx))
-        panel = Panel(f, tile, score, unit, tuple(masks), rows, _existing(f, tile, queries))
+        rows, flag = _scopes(f, tile, arguments, (record, b, h), _queries(tile, q_idx))
+        panel = Panel(f, tile, score, unit, tuple(masks), rows)
+        exists = _existing(f, tile, queries)
         wrong_at_once = panel.compute_rows()
-        best = tile.row(f, -math.inf)
-        right = [f.value(0, lane_mask(tile))] * len(rows)
-        carried = f.loop(
-            0,
-            keys,
-            lambda j, carried: panel.rewrite_row(scores, j, kv_idx + j, carried),
-            carry=[*best, *right],
+
+        def rewrite_key(j: Value, carried: list[Value]) -> list[Value]:
+            best, wrong = carried[: len(rows)], carried[len(rows) :]
+            before = tile.load_row(f, scores, j)
+            after, wrong = panel.rewrite(Lanes(kv_idx + j), before, exists, wrong)
+            tile.store_row(f, after, scores, j)
+            return [*(f.maximum(b, s) for b, s in zip(best, after, strict=True)), *wrong]
+
+        carry = [*tile.row(f, -math.inf), *panel.nothing_wrong()]
+        ends = Lanes(kv_idx), Lanes(kv_idx + (keys - 1))
+        carried = panel.choose(ends, lambda: f.loop(0, keys, rewrite_key, carry=carry))
+        tile.store_row(f, carried[: len(rows)], maxima)
+        _report(f, flag, wrong_at_once, carried[len(rows) :])
+
+
+def write_row_rewrite(
+    module: Module,
+    name: str,
+    tile: Tile,
+    arguments: ModArguments,
+    score: Node | None,
+    masks: Sequence[Node],
+    *,
+    unit: float = LOG2_E,
+) -> None:
+    """The same for the scores of one query."""
+    with module.function(name, ROW_PARAMETERS) as f:
+        scores, record, b, h, q_idx, kv_idx, keys = f.parameters
+        rows, flag = _scopes(f, tile, arguments, (record, b, h), [Lanes(q_idx)])
+        panel = Panel(f, tile, score, unit, tuple(masks), rows)
+        wrong_at_once = panel.compute_rows()
+
+        def rewrite_keys(j: Value, wrong: list[Value]) -> list[Value]:
+            exists = _lanes_below(f, tile, keys - j)
+            before = [tile.load(f, scores, j)]
+            after, wrong = panel.rewrite(Lanes(kv_idx + j, 1), before, [exists], wrong)
+            tile.store(f, f.select(exists, after[0], -math.inf), scores, j)
+            return wrong
+
+        nothing, step = panel.nothing_wrong(), tile.lanes
+        last = (keys - 1).udiv(step) * step
+        ends = Lanes(kv_idx, 1), Lanes(kv_idx + last, 1)
+        wrong = panel.choose(
+            ends, lambda: f.loop(0, keys, rewrite_keys, carry=nothing, step=step)
         )
-        tile.store_row(f, carried[: len(best)], maxima)
-        wrong = [f.any_lane(lanes.differs(0)) for lanes in carried[len(best) :]]
-        with f.when(_any(f, [*wrong_at_once, *wrong])):
-            f.store(f.value(1, I64), flag)
+        _report(f, flag, wrong_at_once, wrong)
 
 
 def write_extent(
@@ -167,13 +222,14 @@ def write_extent(
     """A function that says which keys of a panel are read at all, and whether every one is."""
     with module.function(name, EXTENT_PARAMETERS, I64) as f:
         record, b, h, q_idx, queries, kv_idx, keys = f.parameters
-        rows, _ = _scopes(f, tile, arguments, (record, b, h, q_idx))
-        panel = Panel(f, tile, None, 1.0, tuple(masks), rows, _existing(f, tile, queries))
+        rows, _ = _scopes(f, tile, arguments, (record, b, h), _queries(tile, q_idx))
+        panel = Panel(f, tile, None, 1.0, tuple(masks), rows)
+        exists = _existing(f, tile, queries)
         panel.compute_rows()
 
         def one_key(j: Value, carried: list[Value]) -> list[Value]:
             first, last, missed = carried
-            some, unread = panel.reads(kv_idx + j)
+            some, unread = panel.reads(Lanes(kv_idx + j), exists)
             first = f.select(some, f.minimum(first, j), first)
             return [first, f.select(some, j + 1, last), missed | unread]
 
@@ -183,18 +239,23 @@ def write_extent(
         f.give_back(first | (last << 16) | (every << 32))
 
 
+def _queries(tile: Tile, q_idx: Value) -> list[Lanes]:
+    """The positions of a panel's queries, vector by vector."""
+    return [Lanes(q_idx + v * tile.lanes, 1) for v in range(tile.target.vectors)]
+
+
 def _scopes(
-    f: Function, tile: Tile, arguments: ModArguments, place: tuple[Value, Value, Value, Value]
+    f: Function,
+    tile: Tile,
+    arguments: ModArguments,
+    place: tuple[Value, Value, Value],
+    queries: Sequence[Lanes],
 ) -> tuple[list[Scope], Value]:
-    """A scope for each vector of a panel, and the address of the mistake flag."""
-    record, b, h, q_idx = place
+    """A scope for each vector of queries, and the address of the mistake flag."""
+    record, b, h = place
     parameters, captured, flag = arguments.read(f, record)
     scope = Scope(f, tile.lanes, {"b": Lanes(b), "h": Lanes(h)}, parameters.get, captured)
-    rows = [
-        scope.inside({"q_idx": Lanes(q_idx + v * tile.lanes, 1)}, ROW, KEY, ELEMENT)
-        for v in range(tile.target.vectors)
-    ]
-    return rows, flag
+    return [scope.inside({"q_idx": q_idx}, ROW, KEY, ELEMENT) for q_idx in queries], flag
 
 
 def tile_condition(tile: Tile) -> Type:
@@ -209,22 +270,28 @@ def lane_mask(tile: Tile) -> Type:
 
 def _existing(f: Function, tile: Tile, queries: Value) -> list[Value]:
     """For each vector of a panel, which lanes hold a query."""
+    return [_lanes_below(f, tile, queries - v) for v in range(0, tile.width, tile.lanes)]
+
+
+def _lanes_below(f: Function, tile: Tile, count: Value) -> Value:
+    """The lanes whose number is below `count`."""
     lanes = lane_mask(tile)  # as wide as scores, so that no mask has to be converted
-    count = f.convert(f.minimum(queries, tile.width), lanes.scalar)
-    firsts = range(0, tile.width, tile.lanes)
-    return [f.iota(lanes) < f.splat(count - first, lanes) for first in firsts]
+    limit = f.convert(f.maximum(f.minimum(count, tile.lanes), 0), lanes.scalar)
+    return f.iota(lanes) < f.splat(limit, lanes)
 
 
-def _any(f: Function, conditions: Sequence[Value]) -> Value:
-    result = f.value(False, I1)
-    for condition in conditions:
-        result = result | condition
-    return result
+def _report(f: Function, flag: Value, at_once: Sequence[Value], in_lanes: Sequence[Value]) -> None:
+    """Set the mistake flag where something went wrong."""
+    wrong = f.value(False, I1)
+    for condition in (*at_once, *(f.any_lane(lanes.differs(0)) for lanes in in_lanes)):
+        wrong = wrong | condition
+    with f.when(wrong):
+        f.store(f.value(1, I64), flag)
 
 
 @dataclass
 class Panel:
-    """One row of scores at a time, each vector in the scope of its queries.
+    """Scores vector by vector, each in the scope of its queries.
 
     An index of a mask may be out of range for no query that exists, one of the score_mod for none
     whose masks hold. So masks are computed first, and what went wrong is looked at in between.
@@ -236,65 +303,99 @@ class Panel:
     unit: float
     masks: tuple[Node, ...]
     rows: Sequence[Scope]
-    exists: Sequence[Value]
     _mask_mistakes: list[int] = field(default_factory=list)
+    _proven: frozenset[Node] = frozenset()
 
     def compute_rows(self) -> list[Value]:
         """Compute what does not depend on keys; returns the mistakes that concern every query."""
-        scores = [] if self.score is None else [self.score]
         for row in self.rows:
             row.lower_all(self.masks, [UNIFORM, ROW])
             self._mask_mistakes.append(len(row.mistakes[ROW]))
-            row.lower_all(scores, [UNIFORM, ROW])
+            row.lower_all(self._scores, [UNIFORM, ROW])
         return self.rows[0].mistakes[UNIFORM]
 
-    def rewrite_row(
-        self, scores: Value, j: Value, kv_idx: Value, carried: list[Value]
+    @property
+    def _scores(self) -> list[Node]:
+        return [] if self.score is None else [self.score]
+
+    def nothing_wrong(self) -> list[Value]:
+        """No mistake in any lane."""
+        return [self.f.value(0, lane_mask(self.tile))] * len(self.rows)
+
+    def choose(
+        self, ends: tuple[Lanes, Lanes], loop: Callable[[], list[Value]]
     ) -> list[Value]:
-        """Apply the mods to one key's scores. Carried: the maxima, and which lanes went wrong."""
-        f, count = self.f, self.tile.target.vectors
-        best, wrong = carried[:count], carried[count:]
-        before = self.tile.load_row(f, scores, j)
+        """`loop` twice: without looking at indices, where both ends prove them, and looking."""
+        loads = provable_loads([*self.masks, *self._scores])
+        proofs = [
+            in_range(row.inside({"kv_idx": end}, KEY, ELEMENT), node)
+            for node in loads
+            for row in self.rows
+            for end in ends
+        ]
+        held = [proof for proof in proofs if proof is not None]
+        if not loads or len(held) < len(proofs):
+            return loop()
+        safe = self.f.value(True, I1)
+        for proof in held:
+            safe = safe & proof
+
+        def without_looking() -> list[Value]:
+            self._proven = frozenset(loads)
+            results = loop()
+            self._proven = frozenset()
+            return results
+
+        return self.f.choose(safe, without_looking, loop)
+
+    def rewrite(
+        self,
+        kv_idx: Lanes,
+        before: Sequence[Value],
+        exists: Sequence[Value],
+        wrong: Sequence[Value],
+    ) -> tuple[list[Value], list[Value]]:
+        """Scores after the mods, and which lanes went wrong so far."""
+        f = self.f
         scopes = list(self._at_key(kv_idx, before))
-        live = self._mask(scopes)
-        wrong = self._with_mistakes(wrong, scopes, self._mask_mistakes, self.exists)
-        after = before
+        live = self._mask(scopes, exists)
+        wrong = self._with_mistakes(wrong, scopes, self._mask_mistakes, exists)
+        after = list(before)
         if self.score is not None:
             after = [self._modified(scope) for scope in scopes]
             counts = [len(scope.mistakes[ROW]) for scope in scopes]
             wrong = self._with_mistakes(wrong, scopes, counts, live)
         if self.masks:
             after = [f.select(x, s, -math.inf) for x, s in zip(live, after, strict=True)]
-        self.tile.store_row(f, after, scores, j)
-        return [*(f.maximum(b, s) for b, s in zip(best, after, strict=True)), *wrong]
+        return after, wrong
 
-    def reads(self, kv_idx: Value) -> tuple[Value, Value]:
+    def reads(self, kv_idx: Lanes, exists: Sequence[Value]) -> tuple[Value, Value]:
         """Whether any query of the panel reads a key, and which queries do not (a lane mask)."""
         f = self.f
-        live = self._mask(list(self._at_key(kv_idx, None)))
+        live = self._mask(list(self._at_key(kv_idx, None)), exists)
         some, unread = f.value(False, tile_condition(self.tile)), f.value(0, lane_mask(self.tile))
-        for holds, exists in zip(live, self.exists, strict=True):
+        for holds, there in zip(live, exists, strict=True):
             some = some | holds
-            unread = unread | self._lane_mask(exists & ~holds)
+            unread = unread | self._lane_mask(there & ~holds)
         return f.any_lane(some), unread
 
-    def _at_key(self, kv_idx: Value, scores: Sequence[Value] | None) -> Iterator[Scope]:
+    def _at_key(self, kv_idx: Lanes, scores: Sequence[Value] | None) -> Iterator[Scope]:
         """The scope of each vector at one key; what depends on the key alone is shared."""
         shared: Scope | None = None
         for v, row in enumerate(self.rows):
-            inputs = {"kv_idx": Lanes(kv_idx)}
+            inputs = {"kv_idx": kv_idx}
             if scores is not None:
                 inputs["score"] = Lanes(vector=scores[v])
-            here = row.inside(inputs, KEY, ELEMENT)
+            here = replace(row.inside(inputs, KEY, ELEMENT), proven=self._proven)
             if shared is not None:
                 here.values[KEY], here.mistakes[KEY] = shared.values[KEY], shared.mistakes[KEY]
             shared = here
             yield here
 
-    def _mask(self, scopes: Sequence[Scope]) -> list[Value]:
+    def _mask(self, scopes: Sequence[Scope], exists: Sequence[Value]) -> list[Value]:
         """For each vector, the lanes that exist and whose masks hold."""
         live = []
-        for scope, held in zip(scopes, self.exists, strict=True):
+        for scope, held in zip(scopes, exists, strict=True):
             for mask in self.masks:
                 held = held & scope.as_vector(scope.lower(mask))
             live.append(held)

@@ -157,7 +157,11 @@ class Layout:
         >>> Layout("pair", {"first": I64, "second": F64}).pack({"first": 1, "second": 0.5})
         b'\\x01\\x00\\x00\\x00\\x00\\x00\\x00\\x00\\x00\\x00\\x00\\x00\\x00\\x00\\xe0?'
         """
-        if values.keys() != self.fields.keys():
+        try:
+            ordered = self._in_order(values)
+        except KeyError:
+            ordered = ()
+        if not len(ordered) == len(values):
             wrong = sorted(values.keys() ^ self.fields.keys())
             raise CodegenError(f"expected exactly the fields of {self.name}, check {wrong}")
-        return self._struct.pack(*self._in_order(values))
+        return self._struct.pack(*ordered)

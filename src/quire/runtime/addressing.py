@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
+from collections.abc import Sequence as Several
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from quire.codegen.convention import SEQUENCE, num_items
+from quire.codegen.convention import MOST_ROWS, SEQUENCE, Form, num_items
 from quire.codegen.staging import ENDLESS
 from quire.memory import Dense, Paged, Ragged
 
 
-@dataclass(frozen=True, eq=False)
-class Sequence:
-    """One sequence: its rows in the tensors and the positions they stand for."""
+class Sequence(NamedTuple):
+    """One sequence: its number, its rows in the tensors and the positions they stand for."""
 
+    b: int
     q_len: int
     q_start: int
     kv_begin: int
@@ -26,124 +26,129 @@ class Sequence:
     q_row: int = 0
     kv_row: int = 0
 
+    @property
+    def form(self) -> Form:
+        """How its queries are computed. It depends on nothing but its own length."""
+        return "row" if self.q_len <= MOST_ROWS else "panel"
+
+    def record(self, first_item: int) -> bytes:
+        """As the kernel reads it."""
+        return SEQUENCE.pack({**self._asdict(), "first_item": first_item, "tile_row": 0})
+
 
 @dataclass(frozen=True, eq=False)
 class Addressing:
     """The operands of a launch.
 
     query [B, Hq, rows, D], key and value [B, Hkv, rows, D] or, with a page table, pages
-    [P, Hkv, page, D]. One sequence stands for every batch entry; several are packed into rows of
-    the only one, or have a row each of the page table.
+    [P, Hkv, page, D]. One sequence stands for every one of `copies` batch entries; several are
+    packed into rows of the only one, or have a row each of the page table.
     """
 
     query: Tensor
     key: Tensor
     value: Tensor
     sequences: tuple[Sequence, ...]
+    copies: int | None = None
     page_table: Tensor | None = None
 
     @property
-    def shared(self) -> bool:
-        """Whether one sequence describes all."""
-        return len(self.sequences) == 1 and self.page_table is None
-
-    @property
-    def q_len(self) -> int:
-        """The longest query."""
-        return max((s.q_len for s in self.sequences), default=0)
-
-    @property
-    def kv_len(self) -> int:
-        """The largest number of keys."""
-        return max((s.kv_end - s.kv_begin for s in self.sequences), default=0)
+    def lengths(self) -> tuple[int, int]:
+        """The longest query and the largest number of keys."""
+        q_len = max((s.q_len for s in self.sequences), default=0)
+        return q_len, max((s.kv_end - s.kv_begin for s in self.sequences), default=0)
 
     @property
     def longest(self) -> int:
         """A bound of all positions."""
-        ends = (max(s.kv_end, s.q_start + s.q_len) for s in self.sequences)
+        ends = [max(s.kv_end, s.q_start + s.q_len) for s in self.sequences]
         return max(ends, default=0)
 
-    @property
-    def work(self) -> int:
-        """About how many multiplications there are."""
-        count = sum(s.q_len * (s.kv_end - s.kv_begin) for s in self.sequences)
-        batches = self.query.shape[0] if self.shared else 1
-        return count * batches * self.query.shape[1] * self.query.shape[3]
+    def by_form(self) -> list[tuple[Form, tuple[Sequence, ...]]]:
+        """The sequences that are computed in the same form, together."""
+        first = self.sequences[0].form if self.sequences else "panel"
+        if all(s.form == first for s in self.sequences):
+            return [(first, self.sequences)]
+        forms: tuple[Form, Form] = ("row", "panel")
+        return [(form, tuple(s for s in self.sequences if s.form == form)) for form in forms]
 
-    @property
-    def num_rows(self) -> int:
+    def num_rows(self, sequences: Several[Sequence]) -> int:
         """How many query rows there are in all heads."""
-        count = sum(s.q_len for s in self.sequences) * self.query.shape[1]
-        return count * (self.query.shape[0] if self.shared else 1)
+        return sum(s.q_len for s in sequences) * self.query.shape[1] * (self.copies or 1)
 
-    def num_items(self, block_q: int) -> int:
-        """How many pieces of work the threads share."""
-        heads = self.query.shape[1]
-        count = sum(num_items(s.q_len, heads, block_q) for s in self.sequences)
-        return count * (self.query.shape[0] if self.shared else 1)
+    def work(self, sequences: Several[Sequence]) -> int:
+        """About how many multiplications there are."""
+        _, heads, _, head_dim = self.query.shape
+        count = sum(s.q_len * (s.kv_end - s.kv_begin) for s in sequences)
+        return count * (self.copies or 1) * heads * head_dim
 
-    def fields(self, block_q: int) -> dict[str, int]:
+    def records(
+        self, sequences: Several[Sequence], heads: int, block_q: int
+    ) -> tuple[bytes, int]:
+        """The sequences as the kernel reads them, and how many items there are of `heads`."""
+        packed, items = [], 0
+        for sequence in sequences:
+            packed.append(sequence.record(items))
+            items += num_items(sequence.q_len, heads, block_q)
+        return b"".join(packed), items * (self.copies or 1)
+
+    def fields(self) -> dict[str, int]:
         """The part of the kernel's record that says where rows live."""
-        query, key, value = self.query, self.key, self.value
-        heads = query.shape[1]
-        records, first_item = b"", 0
-        for s in self.sequences:
-            records += SEQUENCE.pack(
-                {
-                    "first_item": first_item,
-                    "tile_row": 0,
-                    "q_row": s.q_row,
-                    "q_len": s.q_len,
-                    "q_start": s.q_start,
-                    "kv_row": s.kv_row,
-                    "kv_begin": s.kv_begin,
-                    "kv_end": s.kv_end,
-                }
-            )
-            first_item += num_items(s.q_len, heads, block_q)
-        packed = ctypes.create_string_buffer(records)
-        self._keep(packed)
-        paged = self.page_table is not None
-        result = strides("query", query, "batch", "head", "row", "column")
-        for name, tensor in (("key", key), ("value", value)):
-            axes = ("page" if paged else "batch", "head", "row", "column")
-            unused = f"{name}_batch" if paged else f"{name}_page"
-            result |= strides(name, tensor, *axes) | {unused: 0}
-        return result | {
-            "heads": heads,
-            "group": heads // key.shape[1],
+        query, key, value, table = self.query, self.key, self.value, self.page_table
+        query_strides, key_strides, value_strides = map(strides, (query, key, value))
+        (key_page, value_page), page_size = (0, 0), ENDLESS
+        if table is not None:
+            key_page, value_page, page_size = key.stride(0), value.stride(0), key.shape[2]
+            key_strides, value_strides = (0, *key_strides[1:]), (0, *value_strides[1:])
+        return {
+            "query": query.data_ptr(),
+            "query_batch": query_strides[0],
+            "query_head": query_strides[1],
+            "query_row": query_strides[2],
+            "query_column": query_strides[3],
+            "key": key.data_ptr(),
+            "key_batch": key_strides[0],
+            "key_head": key_strides[1],
+            "key_page": key_page,
+            "key_row": key_strides[2],
+            "key_column": key_strides[3],
+            "value": value.data_ptr(),
+            "value_batch": value_strides[0],
+            "value_head": value_strides[1],
+            "value_page": value_page,
+            "value_row": value_strides[2],
+            "value_column": value_strides[3],
             "head_dim": query.shape[3],
             "value_dim": value.shape[3],
-            "sequences": ctypes.addressof(packed),
-            "sequence_stride": 0 if self.shared else 1,
-            "num_sequences": len(self.sequences),
-            "page_table": 0 if self.page_table is None else self.page_table.data_ptr(),
-            "page_table_stride": 0 if self.page_table is None else self.page_table.stride(0),
-            "page_size": key.shape[2] if paged else ENDLESS,
+            "sequence_stride": 0 if self.copies is not None else 1,
+            "page_table": 0 if table is None else table.data_ptr(),
+            "page_table_stride": 0 if table is None else table.stride(0),
+            "page_size": page_size,
         }
 
-    def _keep(self, packed: Any) -> None:
-        object.__setattr__(self, "_packed", packed)
+
+def strides(tensor: Tensor) -> tuple[int, ...]:
+    """From row to row. A first dimension of 1 is shared by all batches, and by all sequences."""
+    steps = tensor.stride()
+    return steps if tensor.shape[0] > 1 else (0, *steps[1:])
 
 
 def dense(query: Tensor, memory: Dense, q_start: int) -> Addressing:
     """query [B, Hq, L, D], whose first row sits at `q_start` in every batch entry."""
     first, last = memory.start, memory.start + memory.key.shape[2]
-    sequence = Sequence(query.shape[2], q_start, first, last, kv_row=-first)
-    return Addressing(query, memory.key, memory.value, (sequence,))
+    sequence = Sequence(0, query.shape[2], q_start, first, last, kv_row=-first)
+    return Addressing(query, memory.key, memory.value, (sequence,), query.shape[0])
 
 
 def ragged(query: Tensor, memory: Ragged, q_offsets: Tensor) -> Addressing:
     """query [total, Hq, D] in sequences of their own; each ends where its keys end."""
     starts = zip(q_offsets.tolist(), memory.offsets.tolist(), strict=True)
-    sequences = tuple(
-        Sequence(
-            q_end - q_row, (kv_end - kv_row) - (q_end - q_row), 0, kv_end - kv_row, q_row, kv_row
-        )
-        for (q_row, kv_row), (q_end, kv_end) in itertools.pairwise(starts)
-    )
+    sequences = []
+    for b, ((q_row, kv_row), (q_end, kv_end)) in enumerate(itertools.pairwise(starts)):
+        q_len, kv_len = q_end - q_row, kv_end - kv_row
+        sequences.append(Sequence(b, q_len, kv_len - q_len, 0, kv_len, q_row, kv_row))
     key, value = packed(memory.key), packed(memory.value)
-    return Addressing(packed(query), key, value, sequences)
+    return Addressing(packed(query), key, value, tuple(sequences))
 
 
 def packed(rows: Tensor) -> Tensor:
@@ -154,19 +159,9 @@ def packed(rows: Tensor) -> Tensor:
 def paged(query: Tensor, memory: Paged) -> Addressing:
     """query [B, Hq, L, D], the last L positions of each sequence."""
     q_len = query.shape[2]
-    sequences = tuple(
-        Sequence(q_len, length - q_len, 0, length) for length in memory.lengths.tolist()
-    )
+    sequences = [
+        Sequence(b, q_len, length - q_len, 0, length)
+        for b, length in enumerate(memory.lengths.tolist())
+    ]
     table = memory.page_table.to(torch.int32).contiguous()
-    return Addressing(query, memory.key, memory.value, sequences, table)
-
-
-def strides(name: str, tensor: Tensor, *axes: str) -> dict[str, int]:
-    """A tensor's address and strides, as the kernel's record names them.
-
-    A first dimension of 1 is shared by all batches, and by all sequences.
-    """
-    fields = {f"{name}_{axis}": s for axis, s in zip(axes, tensor.stride(), strict=True)}
-    if tensor.shape[0] == 1:
-        fields[f"{name}_{axes[0]}"] = 0
-    return {name: tensor.data_ptr(), **fields}
+    return Addressing(query, memory.key, memory.value, tuple(sequences), page_table=table)

@@ -1,5 +1,7 @@
 """Compiled code, by what it was compiled for: the core once per dtype, the mods once per graph.
 
+Both exist in two forms, for panels of queries and for single rows.
+
 Both are looked up in this process, then on disk, and only then compiled.
 """
 
@@ -15,7 +17,15 @@ import torch
 
 from quire.codegen import jit
 from quire.codegen.builder import Module
-from quire.codegen.convention import ENTRY, ForwardSpec, choose_block_q, scratch_bytes
+from quire.codegen.convention import (
+    ENTRY,
+    Form,
+    ForwardSpec,
+    choose_block_q,
+    decode_scratch_bytes,
+    scratch_bytes,
+)
+from quire.codegen.decode import write_decode
 from quire.codegen.forward import write_forward
 from quire.codegen.mods import (
     CaptureShape,
@@ -23,6 +33,7 @@ from quire.codegen.mods import (
     is_literal,
     write_extent,
     write_rewrite,
+    write_row_rewrite,
 )
 from quire.codegen.target import Target
 from quire.codegen.tiles import Tile
@@ -69,8 +80,9 @@ class ModCode:
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """The forward kernel for some dtypes, and what follows from its shape."""
+    """The kernel of a form for some dtypes, and what follows from its shape."""
 
+    form: Form
     spec: ForwardSpec
     tile: Tile
     code: jit.Code
@@ -78,22 +90,24 @@ class Kernel:
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019  kernels are never freed
     def block_q(self, head_dim: int, value_dim: int, rows: int, threads: int) -> int:
-        """How many queries make an item."""
+        """How many queries make an item, where they are computed in panels."""
         return choose_block_q(self.spec, head_dim, value_dim, rows, threads)
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019
-    def scratch_bytes(self, head_dim: int, value_dim: int, block_q: int) -> int:
-        """What each thread needs."""
-        return scratch_bytes(self.spec, head_dim, value_dim, block_q)
+    def scratch_bytes(self, head_dim: int, value_dim: int, rows: int) -> int:
+        """What each thread needs for `rows` queries at a time."""
+        needs = scratch_bytes if self.form == "panel" else decode_scratch_bytes
+        return needs(self.spec, head_dim, value_dim, rows)
 
 
 @functools.cache
-def kernel(*dtypes: torch.dtype) -> Kernel:
-    """The forward kernel for the dtypes of query, key, value and out."""
+def kernel(form: Form, *dtypes: torch.dtype) -> Kernel:
+    """The kernel of a form for the dtypes of query, key, value and out."""
     spec = ForwardSpec(Target.host(), *(str(dtype).removeprefix("torch.") for dtype in dtypes))
-    image = _object(cache_key("forward", repr(spec)), spec.target, lambda: write_forward(spec).text)
+    write = write_forward if form == "panel" else write_decode
+    image = _object(cache_key(form, repr(spec)), spec.target, lambda: write(spec).text)
     code = jit.load(image, [ENTRY])
-    return Kernel(spec, spec.tile, code, code.address(ENTRY))
+    return Kernel(form, spec, spec.tile, code, code.address(ENTRY))
 
 
 def _object(key: str, target: Target, write: Callable[[], str]) -> bytes:
@@ -106,29 +120,31 @@ def _object(key: str, target: Target, write: Callable[[], str]) -> bytes:
 
 
 @functools.lru_cache(maxsize=512)
-def mod_code(tile: Tile, roots: ModRoots, shapes: tuple[CaptureShape, ...]) -> ModCode:
+def mod_code(
+    form: Form, tile: Tile, roots: ModRoots, shapes: tuple[CaptureShape, ...]
+) -> ModCode:
     """The mods of a problem, looked up by the very nodes.
 
     The same mod gives the same nodes for as long as this cache holds on to them, and graphs that
     differ in their constants alone share their code.
     """
     arguments = ModArguments.of(roots.all, shapes)
-    names = _written(roots)
+    names = _written(form, roots)
     if not names:
         return ModCode(arguments, None, dict.fromkeys(FUNCTIONS, 0))
     literals = [node.payload for node in constants(*roots.all) if is_literal(node)]
     content = "\n".join(
-        [repr(tile), repr(shapes), repr(names), repr(literals), text(*roots.all, values=False)]
+        [form, repr(tile), repr(shapes), repr(names), repr(literals), text(*roots.all, values=False)]
     )
     code = _codes.get(content)
     if code is None:
         image = _object(
             cache_key("mods", content),
             tile.target,
-            lambda: write_mods(tile, roots, arguments).text,
+            lambda: write_mods(form, tile, roots, arguments).text,
         )
         code = _codes[content] = jit.load(image, names)
-    written = {name: _written_as(roots, name) for name in FUNCTIONS}
+    written = {name: _written_as(form, roots, name) for name in FUNCTIONS}
     addresses = {name: code.address(same) if same else 0 for name, same in written.items()}
     return ModCode(arguments, code, addresses)
 
@@ -136,30 +152,31 @@ def mod_code(tile: Tile, roots: ModRoots, shapes: tuple[CaptureShape, ...]) -> M
 _codes: weakref.WeakValueDictionary[str, jit.Code] = weakref.WeakValueDictionary()
 
 
-def _written_as(roots: ModRoots, function: str) -> str | None:
+def _written_as(form: Form, roots: ModRoots, function: str) -> str | None:
     """Which function is written for `function`: itself, an equal one, or none."""
     if function == "drop":
         return "drop" if roots.drop is not None else None
     if function == "extent":
-        return "extent" if roots.masks["partial"] else None
+        return "extent" if form == "panel" and roots.masks["partial"] else None
     masks = roots.masks
     if roots.score is None and not masks[function]:
         return None
     return next(name for name in ("plain", "full", "partial") if masks[name] == masks[function])
 
 
-def _written(roots: ModRoots) -> list[str]:
-    return [name for name in FUNCTIONS if _written_as(roots, name) == name]
+def _written(form: Form, roots: ModRoots) -> list[str]:
+    return [name for name in FUNCTIONS if _written_as(form, roots, name) == name]
 
 
-def write_mods(tile: Tile, roots: ModRoots, arguments: ModArguments) -> Module:
+def write_mods(form: Form, tile: Tile, roots: ModRoots, arguments: ModArguments) -> Module:
     """The module of all the functions that a problem needs."""
     module = Module()
-    for name in _written(roots):
+    write = write_rewrite if form == "panel" else write_row_rewrite
+    for name in _written(form, roots):
         if name == "drop":
-            write_rewrite(module, name, tile, arguments, roots.drop, [], unit=1.0)
+            write(module, name, tile, arguments, roots.drop, [], unit=1.0)
         elif name == "extent":
             write_extent(module, name, tile, arguments, roots.masks["partial"])
         else:
-            write_rewrite(module, name, tile, arguments, roots.score, roots.masks[name])
+            write(module, name, tile, arguments, roots.score, roots.masks[name])
     return module

@@ -1,8 +1,8 @@
 """A block mask as the kernel reads it: for each block of queries the tiles to visit, ascending.
 
 The kernel's tiles need not be the mask's blocks. A tile is full where every block it touches is
-full, absent where every one is, and partial otherwise; `mixed` says that some partial tile touches
-blocks of more than one kind, so that the mask_mod alone cannot tell what holds in it.
+full, absent where every one is, and partial otherwise. Where some partial tile touches blocks of
+more than one kind the mask_mod alone cannot tell what holds in it: `mixed` has the rows then.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.block_mask import BlockRows
+from quire.block_mask import BlockMask, BlockRows
 from quire.block_mask.lists import FULL as FULL_BLOCK
 from quire.codegen.convention import FULL, PARTIAL, tile_entry
 
@@ -24,11 +24,38 @@ class TileLists(NamedTuple):
     entries: NDArray[np.int32]
     batch_stride: int
     per_head: int
-    mixed: bool
+    mixed: BlockRows | None
+    offsets_address: int
+    entries_address: int
+
+
+NO_LISTS = TileLists(np.empty(0, np.int64), np.empty(0, np.int32), 0, 0, None, 0, 0)
+"""No block mask: every tile is visited."""
+
+
+def read_lists(
+    mask: BlockMask, lengths: tuple[int, int], block_q: int, block_kv: int
+) -> TileLists:
+    """The tiles of `block_q` x `block_kv` that a mask asks for.
+
+    A user may edit a mask's tensors at any time, so what was read before is known by its content.
+    """
+    key = (mask.content(), lengths, block_q, block_kv)
+    lists = _known.get(key)
+    if lists is None:
+        lists = tile_lists(mask.rows(*lengths), block_q, block_kv)
+        while len(_known) >= MOST_KNOWN:
+            _known.pop(next(iter(_known)), None)
+        _known[key] = lists
+    return lists
+
+
+MOST_KNOWN = 16
+_known: dict[tuple[object, ...], TileLists] = {}
 
 
 def tile_lists(rows: BlockRows, block_q: int, block_kv: int) -> TileLists:
-    """The tiles of `block_q` x `block_kv` that a block mask asks for."""
+    """The tiles of `block_q` x `block_kv` that rows of blocks ask for."""
     kinds, mixed = _kinds(rows, block_q, block_kv)
     counts = (kinds != 0).sum(-1)
     offsets = np.zeros(counts.size + 1, np.int64)
@@ -41,7 +68,9 @@ def tile_lists(rows: BlockRows, block_q: int, block_kv: int) -> TileLists:
         entries,
         batch_stride=num_heads * num_rows if num_batches > 1 else 0,
         per_head=int(num_heads > 1),
-        mixed=mixed,
+        mixed=rows if mixed else None,
+        offsets_address=offsets.ctypes.data,
+        entries_address=entries.ctypes.data,
     )
 
 
