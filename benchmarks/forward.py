@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from _race import Table, arguments, race
 
 import quire
+from quire import Dense
 from quire.codegen import jit
 from quire.codegen.builder import Module
 from quire.codegen.target import Target
@@ -245,11 +246,12 @@ def overhead(table: Table, seconds: float, threads: int) -> None:
             "peer": functools.partial(F.scaled_dot_product_attention, q, k, v),
             "none": functools.partial(quire.flex_attention, q, k, v),
             "mod": functools.partial(quire.flex_attention, q, k, v, mod),
+            "plan": functools.partial(quire.plan(q, Dense(k, v), score_mod=mod), q, Dense(k, v)),
         },
         seconds,
     )
     peer = times["peer"]
-    for name, must in (("none", "<3"), ("mod", "<5")):
+    for name, must in (("none", "<3"), ("mod", "<5"), ("plan", "<2")):
         case = f"q 1, kv 128, H 8, mod: {name}, threads {threads}"
         table.add(case, times[name] / peer, "x SDPA time", must, sdpa_us=round(peer * 1e6, 1))
 

@@ -355,8 +355,8 @@ def test_a_kernel_that_is_wrong_is_found_out(monkeypatch: pytest.MonkeyPatch) ->
     config.cache_clear()
     right = compiled.forward
 
-    def wrong(*args: Any) -> Any:
-        rows, mistake = right(*args)
+    def wrong(*args: Any, **options: Any) -> Any:
+        rows, mistake = right(*args, **options)
         rows.out[..., 0] += 0.01
         return rows, mistake
 

@@ -30,12 +30,13 @@ LAYERS = """
     __init__
     doctor draw measure stages why
     patch
-    torch_api
+    plan torch_api
     nested
     paged
     kv
     attention
     mods
+    recall
     backends
     inductor compiled
     recheck

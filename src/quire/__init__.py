@@ -11,6 +11,7 @@ from quire.kernel_options import FlexKernelOptions, KernelOptionWarning
 from quire.memory import Dense
 from quire.mods import and_masks, noop_mask, not_mask, or_masks
 from quire.patch import patch_torch, unpatch_torch
+from quire.plan import Plan, plan
 from quire.stages import kernel
 from quire.torch_api import explain, flex_attention
 
@@ -25,6 +26,7 @@ __all__ = [
     "FlexKernelOptions",
     "KernelOptionWarning",
     "OneGraphWarning",
+    "Plan",
     "QuireError",
     "__version__",
     "and_masks",
@@ -39,5 +41,6 @@ __all__ = [
     "not_mask",
     "or_masks",
     "patch_torch",
+    "plan",
     "unpatch_torch",
 ]

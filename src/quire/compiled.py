@@ -82,7 +82,7 @@ def run(
     numbers: bool = True,
 ) -> Result:
     """The forward pass, without a record for autograd; `out` in `dtype` or the working dtype."""
-    query, key, value = operands
+    query, key, value = (tensor.resolve_neg() for tensor in operands)
     shape, strides = output_layout(query, value.shape[-1])
     out = torch.empty_strided(shape, strides, dtype=dtype or operands.dtype)
     memory = dense(query, Dense(key, value, problem.kv_start), problem.q_start)

@@ -20,7 +20,7 @@ from quire.attention import (
     Mask,
     aux_output,
     check_aux_request,
-    launch,
+    compute,
     prepare,
 )
 from quire.backends import explain_call
@@ -30,7 +30,6 @@ from quire.errors import BlockMaskError, HeadsError, NotCallableError, OptionErr
 from quire.ir.trace import Mod
 from quire.kernel_options import FlexKernelOptions, check_kernel_options
 from quire.memory import Dense
-from quire.problem import Call
 from quire.warn import warn
 
 
@@ -131,11 +130,20 @@ def flex_attention(
     aux = _aux_request(return_lse, return_aux)
     check_kernel_options(kernel_options)
     _check_gqa(query, key, enable_gqa)
-    call = _prepare(
-        *(query, key, value, score_mod, block_mask, scale),
-        *(mask_mod, dropout_p, sink, aux, kernel_options),
+    result = compute(
+        query,
+        Dense(key, value),
+        score_mod,
+        _masks(mask_mod, block_mask),
+        scale,
+        dropout_p,
+        sink,
+        0,
+        aux,
+        kernel_options,
+        backend,
+        generator,
     )
-    result = launch(call, backend, generator)
     if return_aux is not None:
         return result.out, aux_output(result, return_aux)
     return (result.out, result.lse) if return_lse else result.out
@@ -168,40 +176,11 @@ def explain(
     aux = _aux_request(return_lse, return_aux)
     check_kernel_options(kernel_options)
     _check_gqa(query, key, enable_gqa)
-    call = _prepare(
-        *(query, key, value, score_mod, block_mask, scale),
-        *(mask_mod, dropout_p, sink, aux, kernel_options),
+    masks = _masks(mask_mod, block_mask)
+    call = prepare(
+        query, Dense(key, value), score_mod, masks, scale, dropout_p, sink, 0, aux, kernel_options
     )
     return explain_call(call, backend)
-
-
-def _prepare(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score_mod: Mod | None,
-    block_mask: torch_flex.BlockMask | None,
-    scale: float | None,
-    mask_mod: Mod | None,
-    dropout_p: float,
-    sink: Tensor | None,
-    aux: AuxRequest | None,
-    kernel_options: FlexKernelOptions | None,
-) -> Call:
-    _check_masks(mask_mod, block_mask)
-    masks: tuple[Mask, ...] = tuple(m for m in (mask_mod, block_mask) if m is not None)
-    return prepare(
-        query,
-        Dense(key, value),
-        score_mod=score_mod,
-        masks=masks,
-        scale=scale,
-        dropout_p=dropout_p,
-        sink=sink,
-        q_start=0,
-        aux=aux,
-        kernel_options=kernel_options,
-    )
 
 
 def _aux_request(return_lse: bool, return_aux: AuxRequest | None) -> AuxRequest | None:
@@ -216,7 +195,9 @@ def _aux_request(return_lse: bool, return_aux: AuxRequest | None) -> AuxRequest 
     return return_aux
 
 
-def _check_masks(mask_mod: object, block_mask: object) -> None:
+def _masks(mask_mod: Mod | None, block_mask: torch_flex.BlockMask | None) -> tuple[Mask, ...]:
+    if mask_mod is None and block_mask is None:
+        return ()
     if isinstance(mask_mod, torch_flex.BlockMask):
         raise NotCallableError(
             "mask_mod must be a function of (b, h, q_idx, kv_idx), but got a BlockMask. Give it as "
@@ -227,6 +208,7 @@ def _check_masks(mask_mod: object, block_mask: object) -> None:
             f"block_mask must be a BlockMask, but got a {type(block_mask).__name__}. Give a "
             f"function as mask_mod=, or make a mask of it with create_block_mask."
         )
+    return tuple(mask for mask in (mask_mod, block_mask) if mask is not None)
 
 
 def _check_gqa(query: object, key: object, enable_gqa: bool) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from quire.ir import graph
+from quire.ir import graph, promote, simplify
 from quire.ir.graph import (
     Node,
     cast,
@@ -64,10 +64,16 @@ def test_constants_are_told_apart_by_their_bits() -> None:
     assert const(True, BOOL) is not const(1, I64)
 
 
+def forget_recent() -> None:
+    """Empty the caches that keep the nodes of recent traces alive."""
+    for cached in (graph._intern, simplify.simplest, promote._node):
+        cached.cache_clear()
+
+
 def test_a_node_that_nobody_holds_is_forgotten() -> None:
     node = Node("neg", (const(123_456_789, I64),), I64)
     alive = weakref.ref(node)
-    graph._recent.clear()
+    forget_recent()
     del node
     gc.collect()
     assert alive() is None
@@ -117,7 +123,7 @@ def test_a_pickled_node_is_the_same_node(protocol: int) -> None:
 
 def test_a_pickled_node_is_rebuilt_where_it_is_unknown() -> None:
     written = pickle.dumps(Node("mul", (Q, const(987_654_321, I64)), I64))
-    graph._recent.clear()
+    forget_recent()
     gc.collect()
     assert text(pickle.loads(written)).splitlines()[-1] == "%2 = mul %0, %1 : int64"
 

@@ -2,9 +2,10 @@
 
 A kernel is one function `forward(args)`, run by every thread of a launch with the same `FORWARD`
 record. There are two: `forward.py` computes panels of queries, `decode.py` few queries row by row,
-which is the FORM of a kernel and of the mods that it calls. It is compiled for dtypes and a target; sizes, strides, lengths, masks and mods are
-arguments. An item is one block of queries of one head of one sequence; threads take items off a
-shared counter. Items of a sequence are numbered by head, then by block.
+which is the form of a kernel and of the mods that it calls. It is compiled for dtypes and a target;
+sizes, strides, lengths, masks and mods are arguments. An item is one block of queries of one head
+of one sequence; threads take items off a shared counter. Items of a sequence are numbered by head,
+then by block.
 
 The blocks of keys that an item attends to are a row of the tile list:
 
@@ -53,57 +54,57 @@ def _strides(name: str, *axes: str) -> dict[str, Type]:
     return {f"{name}_{axis}": I64 for axis in axes}
 
 
-FORWARD = Layout(
-    "forward",
-    {
-        # Tensors, with strides in elements. Key and value have a page stride where they are paged.
-        "query": PTR,
-        **_strides("query", "batch", "head", "row", "column"),
-        "key": PTR,
-        **_strides("key", "batch", "head", "page", "row", "column"),
-        "value": PTR,
-        **_strides("value", "batch", "head", "page", "row", "column"),
-        "out": PTR,
-        **_strides("out", "batch", "head", "row", "column"),
-        "lse": PTR,  # or null
-        "max_scores": PTR,  # or null; has the strides of lse
-        **_strides("lse", "batch", "head", "row"),
-        "sink": PTR,  # one number per query head, or null
-        "scale": F64,  # times log2(e), unless the mods do that
-        # Sizes.
-        "heads": I64,  # of items: query heads, or groups of `row_group` of them
-        "group": I64,  # items' heads per key head
-        "row_group": I64,  # query heads that one item computes
-        "head_dim": I64,
-        "value_dim": I64,
-        "block_q": I64,  # queries of an item: a multiple of the panel's width
-        # Sequences: SEQUENCE records, one for all of them (stride 0) or one each (stride 1).
-        "sequences": PTR,
-        "sequence_stride": I64,
-        "num_sequences": I64,
-        "num_items": I64,
-        "page_table": PTR,  # i32 [sequence, page], or null
-        "page_table_stride": I64,
-        "page_size": I64,  # staging.ENDLESS without pages
-        # The tile list, see above; offsets null: no list.
-        "tile_offsets": PTR,
-        "tile_entries": PTR,
-        "tile_batch_stride": I64,
-        "tile_per_head": I64,  # 1 or 0
-        "tile_kind": I64,
-        # Code to call, each a REWRITE, or a ROW_REWRITE for rows, or null. weights_mod gets weights in place of scores.
-        "partial_mod": PTR,
-        "full_mod": PTR,
-        "plain_mod": PTR,
-        "weights_mod": PTR,
-        "extent": PTR,  # an EXTENT or null
-        "arguments": PTR,
-        # Working memory.
-        "scratch": PTR,  # 64-byte aligned, `scratch_bytes` for each thread
-        "scratch_bytes": I64,
-        "counters": PTR,  # 16 x i64, zero before the launch
-    },
-)
+CALL = {
+    # What changes from call to call: where things are, and how many.
+    "query": PTR,
+    "key": PTR,
+    "value": PTR,
+    "out": PTR,
+    "lse": PTR,  # or null
+    "max_scores": PTR,  # or null; has the strides of lse
+    "sink": PTR,  # one number per query head, or null
+    "sequences": PTR,  # SEQUENCE records
+    "num_sequences": I64,
+    "num_items": I64,
+    "page_table": PTR,  # i32 [sequence, page], or null
+    "tile_offsets": PTR,  # the tile list, see above; null: no list
+    "tile_entries": PTR,
+    "arguments": PTR,  # of the mods
+    "scratch": PTR,  # 64-byte aligned, `scratch_bytes` for each thread
+    "counters": PTR,  # 16 x i64, zero before the launch
+}
+
+PLAN = {
+    # What a plan knows. Strides are in elements; paged keys and values have one for pages.
+    **_strides("query", "batch", "head", "row", "column"),
+    **_strides("key", "batch", "head", "page", "row", "column"),
+    **_strides("value", "batch", "head", "page", "row", "column"),
+    **_strides("out", "batch", "head", "row", "column"),
+    **_strides("lse", "batch", "head", "row"),
+    "scale": F64,  # times log2(e), unless the mods do that
+    "heads": I64,  # of items: query heads, or groups of `row_group` of them
+    "group": I64,  # items' heads per key head
+    "row_group": I64,  # query heads that one item computes
+    "head_dim": I64,
+    "value_dim": I64,
+    "block_q": I64,  # queries of an item: a multiple of the panel's width
+    "sequence_stride": I64,  # 0: one SEQUENCE stands for all; 1: each has its own
+    "page_table_stride": I64,
+    "page_size": I64,  # staging.ENDLESS without pages
+    "tile_batch_stride": I64,
+    "tile_per_head": I64,  # 1 or 0
+    "tile_kind": I64,
+    # Code to call, each a REWRITE, or a ROW_REWRITE for rows, or null.
+    "partial_mod": PTR,
+    "full_mod": PTR,
+    "plain_mod": PTR,
+    "weights_mod": PTR,  # gets weights in place of scores
+    "extent": PTR,  # an EXTENT or null
+    "scratch_bytes": I64,
+}
+
+FORWARD = Layout("forward", CALL | PLAN)
+CALL_PART, PLAN_PART = Layout("call", CALL), Layout("plan", PLAN)
 
 SEQUENCE = Layout(
     "sequence",
@@ -191,7 +192,10 @@ def scratch_regions(
     Python reckons the size with it and generated code the addresses, so it takes both.
     """
     sizes = (
-        ("records", 4 * ROWS.size // tile.element.size),  # a ROWS each for query, key, value and out
+        (
+            "records",
+            4 * ROWS.size // tile.element.size,
+        ),  # a ROWS each for query, key, value and out
         ("maxima", tile.width),  # of one panel and one block of keys
         ("alpha", tile.width),  # what the running sums are scaled by
         ("scores", (tile.target.block_kv + SMALL_ROWS) * tile.width),

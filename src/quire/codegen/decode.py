@@ -81,11 +81,9 @@ def _write_phases(module: Module, spec: ForwardSpec) -> _Phases:
     gathers = {name: write_gather(module, tile, storage(name)) for name in kinds}
     places = {name: write_place(module, tile, storage(name)) for name in {spec.key, spec.value}}
 
-    def product(write: Callable[[Module, Tile, Storage], Function], name: str) -> list[Function]:
-        own = storage(name)
-        first = write(module, tile, own)
-        return [first, first if own.memory == tile.element else write(module, tile, near)]
-
+    key, value = storage(spec.key), storage(spec.value)
+    multiply_keys = write_multiply_keys(module, tile, key)
+    multiply_values = write_multiply_values(module, tile, value)
     return _Phases(
         gathers[spec.query],
         gathers[spec.key],
@@ -93,9 +91,13 @@ def _write_phases(module: Module, spec: ForwardSpec) -> _Phases:
         write_scatter(module, tile, storage(spec.out)),
         places[spec.key],
         places[spec.value],
-        *product(write_multiply_keys, spec.key),
+        multiply_keys,
+        multiply_keys if key.memory == tile.element else write_multiply_keys(module, tile, near),
         write_exponentiate(module, tile),
-        *product(write_multiply_values, spec.value),
+        multiply_values,
+        multiply_values
+        if value.memory == tile.element
+        else write_multiply_values(module, tile, near),
     )
 
 
@@ -208,7 +210,9 @@ def write_multiply_values(module: Module, tile: Tile, kind: Storage) -> Function
         def multiply(d: Value, vectors: int) -> None:
             def add(j: Value, sums: list[Value]) -> list[Value]:
                 weight = f.load(tile.element, weights, j)
-                unread = f.bitcast(weight, bits).equals(f.bitcast(f.value(UNREAD, tile.element), bits))
+                unread = f.bitcast(weight, bits).equals(
+                    f.bitcast(f.value(UNREAD, tile.element), bits)
+                )
 
                 def read() -> list[Value]:
                     wide = f.splat(weight, tile.vector)

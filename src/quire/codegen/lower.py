@@ -82,7 +82,8 @@ class Scope:
 
     `mistakes` are the conditions under which an index into a captured tensor is out of range or an
     integer is divided by 0, by the rate of the node: an i1 for all lanes, or one per lane. Loads
-    go on with index 0, divisions with divisor 1. The indices of `proven` loads are in range.
+    go on with index 0, divisions with divisor 1. Proven loads are in range, and
+    proven clamps do nothing.
     """
 
     f: Function
@@ -155,6 +156,8 @@ class Scope:
                 return Lanes(self._constant(node))
             case "load":
                 return load(self, node)
+            case "min" | "max" if node in self.proven:
+                return self.lower(_clamped(node)[0])
         args = [self.lower(arg) for arg in node.args]
         if node.op in ("floordiv", "mod"):
             self._note_zero_divisor(node, args[1])
@@ -298,9 +301,7 @@ def _contiguous(
     return vector, mistaken
 
 
-def _proven(
-    scope: Scope, captured: Captured, indices: Sequence[Lanes], memory: Type
-) -> Value:
+def _proven(scope: Scope, captured: Captured, indices: Sequence[Lanes], memory: Type) -> Value:
     """Lanes whose indices are known to be in range, none of them counted from the end."""
     f = scope.f
     offset, steps = f.value(0, I64), []
@@ -327,42 +328,72 @@ def _proven(
     return result
 
 
-def provable_loads(roots: Sequence[Node]) -> list[Node]:
-    """The loads at every key whose indices are in range for all keys if they are at both ends."""
+def provable(roots: Sequence[Node]) -> list[Node]:
+    """The loads at every key whose indices are in range for all keys if they are at both ends.
+
+    With them the clamps within their indices, which do nothing at any key if they do nothing at
+    both ends.
+    """
     known: dict[Node, int] = {}
-    return [
-        node
-        for node in walk(*roots)
-        if node.op == "load" and rate(node, known) & KEY and all(map(_is_sum, node.args))
-    ]
+    found: dict[Node, None] = {}
+    for node in walk(*roots):
+        if node.op == "load" and rate(node, known) & KEY and all(map(_is_sum, node.args)):
+            clamps = (below for below in walk(*node.args) if below.op in ("min", "max"))
+            found.update(dict.fromkeys(below for below in clamps if _depends_on_key(below)))
+            found[node] = None
+    return list(found)
 
 
 def _is_sum(node: Node) -> bool:
-    """Whether an index is a sum of inputs, and of what does not depend on the key.
+    """Whether an index is a sum of inputs, perhaps clamped, and of what does not depend on the key.
 
     Such an index is monotone in the key, and moves too little between the ends to wrap around.
     """
     if node.dtype not in (torch.int32, torch.int64):
         return False
-    if node.op in ("add", "sub", "neg", "cast"):
-        return all(map(_is_sum, node.args))
-    return "kv_idx" not in inputs(node) or node.op == "input"
+    if not _depends_on_key(node) or node.op == "input":
+        return True
+    if node.op in ("min", "max"):
+        return _is_sum(_clamped(node)[0]) and not all(map(_depends_on_key, node.args))
+    return node.op in ("add", "sub", "neg", "cast") and all(map(_is_sum, node.args))
 
 
-def in_range(scope: Scope, node: Node) -> Value | None:
-    """Whether the indices of a load are in range in all lanes; None if that cannot be said."""
+def _depends_on_key(node: Node) -> bool:
+    return "kv_idx" in inputs(node)
+
+
+def _clamped(node: Node) -> tuple[Node, Node]:
+    """What a min or max clamps, and the limit."""
+    first, second = node.args
+    return (first, second) if _depends_on_key(first) else (second, first)
+
+
+def proof(scope: Scope, node: Node) -> Value | None:
+    """Whether a load is in range, or a clamp does nothing, in all lanes; None if none can say."""
+    f, result = scope.f, scope.f.value(True, I1)
+    if node.op != "load":
+        inner, limit = map(scope.lower, _clamped(node))
+        if inner.scalar is None or limit.scalar is None or limit.step:
+            return None
+        low, high = _ends(scope, inner)
+        bound = f.convert(limit.scalar, I64)
+        return high <= bound if node.op == "min" else low >= bound
     assert isinstance(node.payload, int)
-    f, captured = scope.f, scope.captures[node.payload]
-    result = f.value(True, I1)
-    for size, arg in zip(captured.sizes, node.args, strict=True):
+    for size, arg in zip(scope.captures[node.payload].sizes, node.args, strict=True):
         index = scope.lower(arg)
         if index.scalar is None:
             return None
-        first = f.convert(index.scalar, I64)
-        last = first + index.step * (scope.lanes - 1)
-        low, high = (first, last) if index.step >= 0 else (last, first)
+        low, high = _ends(scope, index)
         result = result & (low >= 0) & (high < size)
     return result
+
+
+def _ends(scope: Scope, lanes: Lanes) -> tuple[Value, Value]:
+    """The lowest and the highest of numbers that grow, or fall, by a step."""
+    assert lanes.scalar is not None, "irregular lanes have no ends"
+    first = scope.f.convert(lanes.scalar, I64)
+    last = first + lanes.step * (scope.lanes - 1)
+    return (first, last) if lanes.step >= 0 else (last, first)
 
 
 def _gather(

@@ -44,8 +44,8 @@ from quire.codegen.lower import (
     Captured,
     Lanes,
     Scope,
-    in_range,
-    provable_loads,
+    proof,
+    provable,
 )
 from quire.codegen.rules import REGISTER
 from quire.codegen.tiles import Tile
@@ -86,8 +86,13 @@ class CaptureShape:
     @staticmethod
     def of(tensor: Tensor) -> CaptureShape:
         """Read off a tensor."""
-        units = [dim for dim, stride in enumerate(tensor.stride()) if stride == 1]
-        return CaptureShape(tensor.dim(), units[-1] if units else None)
+        return _shape_of(tensor.stride())
+
+
+@functools.lru_cache(maxsize=1024)
+def _shape_of(strides: tuple[int, ...]) -> CaptureShape:
+    units = [dim for dim, stride in enumerate(strides) if stride == 1]
+    return CaptureShape(len(strides), units[-1] if units else None)
 
 
 @dataclass(frozen=True)
@@ -210,9 +215,7 @@ def write_row_rewrite(
         nothing, step = panel.nothing_wrong(), tile.lanes
         last = (keys - 1).udiv(step) * step
         ends = Lanes(kv_idx, 1), Lanes(kv_idx + last, 1)
-        wrong = panel.choose(
-            ends, lambda: f.loop(0, keys, rewrite_keys, carry=nothing, step=step)
-        )
+        wrong = panel.choose(ends, lambda: f.loop(0, keys, rewrite_keys, carry=nothing, step=step))
         _report(f, flag, wrong_at_once, wrong)
 
 
@@ -322,26 +325,25 @@ class Panel:
         """No mistake in any lane."""
         return [self.f.value(0, lane_mask(self.tile))] * len(self.rows)
 
-    def choose(
-        self, ends: tuple[Lanes, Lanes], loop: Callable[[], list[Value]]
-    ) -> list[Value]:
+    def choose(self, ends: tuple[Lanes, Lanes], loop: Callable[[], list[Value]]) -> list[Value]:
         """`loop` twice: without looking at indices, where both ends prove them, and looking."""
-        loads = provable_loads([*self.masks, *self._scores])
-        proofs = [
-            in_range(row.inside({"kv_idx": end}, KEY, ELEMENT), node)
-            for node in loads
+        nodes = provable([*self.masks, *self._scores])
+        scopes = [
+            replace(row.inside({"kv_idx": end}, KEY, ELEMENT), proven=frozenset(nodes))
             for row in self.rows
             for end in ends
         ]
-        held = [proof for proof in proofs if proof is not None]
-        if not loads or len(held) < len(proofs):
-            return loop()
+        proofs = [proof(scope, node) for scope in scopes for node in nodes]
         safe = self.f.value(True, I1)
-        for proof in held:
-            safe = safe & proof
+        for each in proofs:
+            if each is None:
+                return loop()
+            safe = safe & each
+        if not nodes:
+            return loop()
 
         def without_looking() -> list[Value]:
-            self._proven = frozenset(loads)
+            self._proven = frozenset(nodes)
             results = loop()
             self._proven = frozenset()
             return results

@@ -135,6 +135,7 @@ class Layout:
                 raise CodegenError(f"expected a field of 8 bytes, got {type} {name}.{field_name}")
         format = "".join("d" if type == F64 else "q" for type in self.fields.values())
         self._struct = struct.Struct(f"={format}")
+        self.pack_in_order = self._struct.pack
         self._in_order = operator.itemgetter(*self.fields)
 
     def __len__(self) -> int:
@@ -161,7 +162,7 @@ class Layout:
             ordered = self._in_order(values)
         except KeyError:
             ordered = ()
-        if not len(ordered) == len(values):
+        if len(ordered) != len(values):
             wrong = sorted(values.keys() ^ self.fields.keys())
             raise CodegenError(f"expected exactly the fields of {self.name}, check {wrong}")
         return self._struct.pack(*ordered)

@@ -122,6 +122,9 @@ def _is_full_slice(item: object) -> bool:
 def _getitem(tensor: Any, index: object) -> Symbol | PartialLoad:
     if isinstance(tensor, Symbol | PartialLoad):
         return tensor[index]
+    if type(index) is Symbol and tensor.dim() == 1 and index.dtype is torch.int64:  # nearly always
+        slot = index.recorder.slot(tensor)
+        return index.recorder.symbol("load", (index.node,), tensor.dtype, slot)
     recorder = find_recorder([index])
     assert recorder is not None, "an index without a symbol"
     return PartialLoad(tensor, (None,) * tensor.dim(), recorder)[index]

@@ -13,11 +13,11 @@ named by its roots; `text` prints it in a stable form and `key` is the hash of i
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import itertools
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
@@ -34,7 +34,6 @@ Row: TypeAlias = tuple[str, tuple[int, ...], torch.dtype, Payload]
 
 _interned: weakref.WeakValueDictionary[tuple[object, ...], Node] = weakref.WeakValueDictionary()
 _interning = threading.RLock()  # the collector may run a finaliser that traces, in our midst
-_recent: deque[Node] = deque(maxlen=4096)  # the same mods are traced again and again
 _set = object.__setattr__
 
 
@@ -54,20 +53,7 @@ class Node:
         """The one node with this content."""
         # hex() tells 0.0 from -0.0 and makes NaN equal to itself.
         content = payload.hex() if isinstance(payload, float) else payload
-        identity = (op, args, dtype, content)
-        with _interning:
-            node = _interned.get(identity)
-            if node is None:
-                arity = OPS[op].arity
-                assert arity is None or arity == len(args), f"{op} takes {arity} operands"
-                node = object.__new__(cls)
-                _set(node, "op", op)
-                _set(node, "args", args)
-                _set(node, "dtype", dtype)
-                _set(node, "payload", payload)
-                _interned[identity] = node
-                _recent.append(node)
-        return node
+        return _intern(op, args, dtype, content, payload)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"a Node is frozen: {name} cannot be set")
@@ -86,6 +72,25 @@ class Node:
 
     def __repr__(self) -> str:
         return f"<Node {text(self).splitlines()[-1].partition(' = ')[2]}>"
+
+
+@functools.lru_cache(maxsize=4096)  # the same mods are traced again and again
+def _intern(
+    op: str, args: tuple[Node, ...], dtype: torch.dtype, content: Payload, payload: Payload
+) -> Node:
+    identity = (op, args, dtype, content)
+    with _interning:
+        node = _interned.get(identity)
+        if node is None:
+            arity = OPS[op].arity
+            assert arity is None or arity == len(args), f"{op} takes {arity} operands"
+            node = object.__new__(Node)
+            _set(node, "op", op)
+            _set(node, "args", args)
+            _set(node, "dtype", dtype)
+            _set(node, "payload", payload)
+            _interned[identity] = node
+    return node
 
 
 def const(value: Number, dtype: torch.dtype) -> Node:

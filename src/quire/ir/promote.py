@@ -11,48 +11,61 @@ from collections.abc import Sequence
 
 import torch
 
-from quire.ir.graph import Node, Number
+from quire.ir.graph import Node, Number, cast
 from quire.ir.ops import COMPARE, DTYPES, FLOAT, OPS, WHERE
-from quire.ir.symbol import Recorder, Symbol, find_recorder, unsupported
+from quire.ir.simplify import simplest
+from quire.ir.symbol import Symbol, as_node, find_recorder, unsupported
 
 
 def apply(op: str, *operands: object) -> Symbol:
     """The op on operands of any kind, promoted as PyTorch promotes scalars."""
     recorder = find_recorder(operands)
     assert recorder is not None, "an op without a symbol"
-    values = [recorder.lift(value) for value in operands]
+    values: list[Node | Number | str] = []
+    for operand in operands:
+        value = recorder.lift(operand)
+        if isinstance(value, Symbol):
+            values.append(value.node)
+        else:  # 0.0 equals -0.0, and must not be taken for it
+            values.append(value.hex() if type(value) is float and value == 0.0 else value)
+    return recorder.record(_node(op, torch.get_default_dtype(), *values))
+
+
+@functools.lru_cache(maxsize=4096, typed=True)
+def _node(op: str, default: torch.dtype, *values: Node | Number | str) -> Node:
+    """The op on nodes and numbers. The same mods are traced again and again."""
+    operands = [float.fromhex(value) if isinstance(value, str) else value for value in values]
     typing = OPS[op].typing
-    condition = (_condition(values.pop(0), recorder),) if typing is WHERE else ()
-    dtype = promote(values)
+    condition = (_condition(operands.pop(0)),) if typing is WHERE else ()
+    dtype = promote(operands)
     if typing is FLOAT and not dtype.is_floating_point:
-        dtype = torch.get_default_dtype()
+        dtype = default
     if dtype not in typing.operands:
         raise unsupported(f"{op} of {dtype}")
+    args = tuple([as_node(value, dtype) for value in operands])
     if dtype in WORKING:
-        narrow = (Symbol(recorder.node(value, dtype), recorder) for value in values)
-        wide = (converted(value, WORKING[dtype]) for value in narrow)
-        result = apply(op, *(Symbol(node, recorder) for node in condition), *wide)
-        return result if typing is COMPARE else converted(result, dtype)
-    args = tuple([recorder.node(value, dtype) for value in values])
-    return recorder.symbol(op, condition + args, torch.bool if typing is COMPARE else dtype)
+        wide = [simplest(cast(arg, WORKING[dtype])) for arg in args]
+        result = _node(op, default, *condition, *wide)
+        return result if typing is COMPARE else simplest(cast(result, dtype))
+    return simplest(Node(op, condition + args, torch.bool if typing is COMPARE else dtype))
 
 
-def _condition(value: Symbol | Number, recorder: Recorder) -> Node:
-    if isinstance(value, Symbol) and value.dtype is not torch.bool:
+def _condition(value: Node | Number) -> Node:
+    if isinstance(value, Node) and value.dtype is not torch.bool:
         raise unsupported(f"where with a condition of {value.dtype}")
-    return recorder.node(value, torch.bool)
+    return as_node(value, torch.bool)
 
 
 WORKING = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 """What narrow floats are computed in."""
 
 
-def promote(values: Sequence[Symbol | Number]) -> torch.dtype:
+def promote(values: Sequence[Symbol | Node | Number]) -> torch.dtype:
     """The common dtype: symbols promote each other, Python numbers only lift the category."""
     result = torch.bool
     for value in values:
-        if isinstance(value, Symbol) and value.node.dtype is not result:
-            dtype = value.node.dtype
+        if isinstance(value, Symbol | Node) and value.dtype is not result:
+            dtype = value.dtype
             result = dtype if result is torch.bool else _common_dtype(result, dtype)
     for value in values:
         if isinstance(value, float) and not result.is_floating_point:

@@ -6,6 +6,7 @@ gives a better node or None. Rules keep every value, NaN and signed zero include
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -130,6 +131,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
 """The rules that can apply to an op. Every other op is only folded."""
 
 
+@functools.lru_cache(maxsize=4096)
 def simplest(node: Node) -> Node:
     """A node whose operands are simple, rewritten until no rule applies."""
     while node.op not in _ATOMS:

@@ -39,10 +39,13 @@ class Recorder:
     def symbol(
         self, op: str, args: tuple[Node, ...], dtype: torch.dtype, payload: Payload = None
     ) -> Symbol:
-        """A new node in its simplest form, with the line that wrote it."""
+        """A new node in its simplest form."""
+        return self.record(simplest(Node(op, args, dtype, payload)))
+
+    def record(self, node: Node) -> Symbol:
+        """A node with the line that wrote it."""
         if torch.is_grad_enabled() is not self._grad_mode:
             raise unsupported("torch.no_grad or torch.enable_grad inside a mod")
-        node = simplest(Node(op, args, dtype, payload))
         if node not in self.lines:
             self.lines[node] = user_location()
         return Symbol(node, self)
@@ -83,10 +86,7 @@ class Recorder:
 
     def node(self, value: Symbol | Number, dtype: torch.dtype) -> Node:
         """A lifted operand as a node of some dtype."""
-        if not isinstance(value, Symbol):
-            return const(value, dtype)
-        node = value.node
-        return node if node.dtype is dtype else simplest(cast(node, dtype))
+        return as_node(value.node if isinstance(value, Symbol) else value, dtype)
 
     def splice(
         self,
@@ -113,6 +113,13 @@ class Recorder:
             return inserted
 
         return Symbol(rewrite(output, visit), self)
+
+
+def as_node(value: Node | Number, dtype: torch.dtype) -> Node:
+    """A node or a number as a node of some dtype."""
+    if not isinstance(value, Node):
+        return const(value, dtype)
+    return value if value.dtype is dtype else simplest(cast(value, dtype))
 
 
 class Recorded:
@@ -252,9 +259,11 @@ def find_recorder(values: Iterable[object]) -> Recorder | None:
 
 def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A torch function. If it meets a symbol, its name is looked up in `FORMS`; else it runs."""
-    recorder = find_recorder(args) or find_recorder(kwargs.values())
+    recorder = find_recorder(args) or (find_recorder(kwargs.values()) if kwargs else None)
     if recorder is None:
         return func(*args, **kwargs)
+    if func is _GETITEM:
+        return FORMS["getitem"](*args)
     name = getattr(func, "__name__", str(func))
     bare = _bare(name)
     if bare not in FORMS:
@@ -267,6 +276,7 @@ def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 
 _LIFTED = (Tensor, Recorded)
+_GETITEM = Tensor.__getitem__
 
 
 @functools.lru_cache(maxsize=1024)

@@ -106,6 +106,7 @@ def _restored(
     return Traced(nodes[-1], captures, kind, name, known)
 
 
+_CPU = torch.device("cpu")
 _SIGNATURES = {
     kind: inspect.Signature(
         [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in names]
@@ -127,15 +128,18 @@ def trace(
     the table does not have, a result that is no scalar, a wrong number of arguments.
     """
     check_signature(mod, kind)
-    recorder = Recorder(device or torch.device("cpu"))
-    symbols = [
-        Symbol(Node("input", (), score_dtype if name == "score" else torch.int64, name), recorder)
-        for name in INPUTS[kind]
-    ]
+    recorder = Recorder(device or _CPU)
+    symbols = [Symbol(node, recorder) for node in _input_nodes(kind, score_dtype)]
     result = _run(mod, kind, symbols)
     wanted = score_dtype if kind == "score" else torch.bool
     output = _result_node(result, wanted, recorder, mod)
     return Traced(output, tuple(recorder.captures), kind, mod_name(mod), recorder.lines)
+
+
+@functools.cache
+def _input_nodes(kind: Kind, score_dtype: torch.dtype) -> tuple[Node, ...]:
+    dtypes = {"score": score_dtype}
+    return tuple(Node("input", (), dtypes.get(name, torch.int64), name) for name in INPUTS[kind])
 
 
 def _run(mod: Mod, kind: Kind, symbols: list[Symbol]) -> Any:

@@ -33,7 +33,10 @@ class Sequence(NamedTuple):
 
     def record(self, first_item: int) -> bytes:
         """As the kernel reads it."""
-        return SEQUENCE.pack({**self._asdict(), "first_item": first_item, "tile_row": 0})
+        b, q_len, q_start, kv_begin, kv_end, q_row, kv_row = self
+        return SEQUENCE.pack_in_order(
+            b, first_item, 0, q_row, q_len, q_start, kv_row, kv_begin, kv_end
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,9 +85,7 @@ class Addressing:
         count = sum(s.q_len * (s.kv_end - s.kv_begin) for s in sequences)
         return count * (self.copies or 1) * heads * head_dim
 
-    def records(
-        self, sequences: Several[Sequence], heads: int, block_q: int
-    ) -> tuple[bytes, int]:
+    def records(self, sequences: Several[Sequence], heads: int, block_q: int) -> tuple[bytes, int]:
         """The sequences as the kernel reads them, and how many items there are of `heads`."""
         packed, items = [], 0
         for sequence in sequences:
@@ -92,39 +93,32 @@ class Addressing:
             items += num_items(sequence.q_len, heads, block_q)
         return b"".join(packed), items * (self.copies or 1)
 
-    def fields(self) -> dict[str, int]:
-        """The part of the kernel's record that says where rows live."""
+    def layout(self) -> dict[str, int]:
+        """The part of a plan that says where rows live."""
         query, key, value, table = self.query, self.key, self.value, self.page_table
-        query_strides, key_strides, value_strides = map(strides, (query, key, value))
-        (key_page, value_page), page_size = (0, 0), ENDLESS
-        if table is not None:
-            key_page, value_page, page_size = key.stride(0), value.stride(0), key.shape[2]
-            key_strides, value_strides = (0, *key_strides[1:]), (0, *value_strides[1:])
-        return {
-            "query": query.data_ptr(),
-            "query_batch": query_strides[0],
-            "query_head": query_strides[1],
-            "query_row": query_strides[2],
-            "query_column": query_strides[3],
-            "key": key.data_ptr(),
-            "key_batch": key_strides[0],
-            "key_head": key_strides[1],
-            "key_page": key_page,
-            "key_row": key_strides[2],
-            "key_column": key_strides[3],
-            "value": value.data_ptr(),
-            "value_batch": value_strides[0],
-            "value_head": value_strides[1],
-            "value_page": value_page,
-            "value_row": value_strides[2],
-            "value_column": value_strides[3],
+        result = dict(zip(_NAMES["query"], strides(query), strict=True))
+        for name, tensor in (("key", key), ("value", value)):
+            batch, head, row, column = strides(tensor)
+            page = tensor.stride(0) if table is not None else 0
+            steps = (batch if table is None else 0, head, page, row, column)
+            result.update(zip(_NAMES[name], steps, strict=True))
+        return result | {
             "head_dim": query.shape[3],
             "value_dim": value.shape[3],
             "sequence_stride": 0 if self.copies is not None else 1,
-            "page_table": 0 if table is None else table.data_ptr(),
             "page_table_stride": 0 if table is None else table.stride(0),
-            "page_size": page_size,
+            "page_size": ENDLESS if table is None else key.shape[2],
         }
+
+
+_NAMES = {
+    name: [f"{name}_{axis}" for axis in axes]
+    for name, axes in {
+        "query": ("batch", "head", "row", "column"),
+        "key": ("batch", "head", "page", "row", "column"),
+        "value": ("batch", "head", "page", "row", "column"),
+    }.items()
+}
 
 
 def strides(tensor: Tensor) -> tuple[int, ...]:

@@ -120,9 +120,7 @@ def _object(key: str, target: Target, write: Callable[[], str]) -> bytes:
 
 
 @functools.lru_cache(maxsize=512)
-def mod_code(
-    form: Form, tile: Tile, roots: ModRoots, shapes: tuple[CaptureShape, ...]
-) -> ModCode:
+def mod_code(form: Form, tile: Tile, roots: ModRoots, shapes: tuple[CaptureShape, ...]) -> ModCode:
     """The mods of a problem, looked up by the very nodes.
 
     The same mod gives the same nodes for as long as this cache holds on to them, and graphs that
@@ -134,7 +132,14 @@ def mod_code(
         return ModCode(arguments, None, dict.fromkeys(FUNCTIONS, 0))
     literals = [node.payload for node in constants(*roots.all) if is_literal(node)]
     content = "\n".join(
-        [form, repr(tile), repr(shapes), repr(names), repr(literals), text(*roots.all, values=False)]
+        [
+            form,
+            repr(tile),
+            repr(shapes),
+            repr(names),
+            repr(literals),
+            text(*roots.all, values=False),
+        ]
     )
     code = _codes.get(content)
     if code is None:

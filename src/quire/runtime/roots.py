@@ -32,7 +32,7 @@ class CaptureList:
         if mod is None:
             return None
         first = len(self.tensors)
-        self.tensors.extend(mod.captures)
+        self.tensors.extend(tensor.resolve_neg() for tensor in mod.captures)
         return _ready(mod.output, first, self.bits)
 
 

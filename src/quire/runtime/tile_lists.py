@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from quire.block_mask import BlockMask, BlockRows
 from quire.block_mask.lists import FULL as FULL_BLOCK
 from quire.codegen.convention import FULL, PARTIAL, tile_entry
+from quire.runtime.known import Known
 
 
 class TileLists(NamedTuple):
@@ -33,25 +34,17 @@ NO_LISTS = TileLists(np.empty(0, np.int64), np.empty(0, np.int32), 0, 0, None, 0
 """No block mask: every tile is visited."""
 
 
-def read_lists(
-    mask: BlockMask, lengths: tuple[int, int], block_q: int, block_kv: int
-) -> TileLists:
+def read_lists(mask: BlockMask, lengths: tuple[int, int], block_q: int, block_kv: int) -> TileLists:
     """The tiles of `block_q` x `block_kv` that a mask asks for.
 
     A user may edit a mask's tensors at any time, so what was read before is known by its content.
     """
     key = (mask.content(), lengths, block_q, block_kv)
     lists = _known.get(key)
-    if lists is None:
-        lists = tile_lists(mask.rows(*lengths), block_q, block_kv)
-        while len(_known) >= MOST_KNOWN:
-            _known.pop(next(iter(_known)), None)
-        _known[key] = lists
-    return lists
+    return lists or _known.keep(key, tile_lists(mask.rows(*lengths), block_q, block_kv))
 
 
-MOST_KNOWN = 16
-_known: dict[tuple[object, ...], TileLists] = {}
+_known: Known[tuple[object, ...], TileLists] = Known(16)
 
 
 def tile_lists(rows: BlockRows, block_q: int, block_kv: int) -> TileLists:

@@ -1,0 +1,117 @@
+"""A plan: attention with its mods traced and its code looked up, for those who count microseconds.
+
+    step = quire.plan(query, Dense(keys[:, :, :1], values[:, :, :1]), mask=causal)
+    for position in range(1, 4096):
+        out = step(query, Dense(keys[:, :, :position], values[:, :, :position]))
+
+What a plan was given stays as it was: it does not see that a mod, a closure or a number has changed
+since. What captured tensors hold is read at every call.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as torch_flex
+
+from quire import compiled
+from quire.attention import Mask, first_position, prepare
+from quire.block_mask import BlockMask
+from quire.eager import working_dtype
+from quire.errors import BackendError, DtypeError
+from quire.ir.trace import Kind, Mod, Traced, trace
+from quire.memory import Dense
+from quire.problem import Call
+from quire.recall import Recalled, Signature, layout
+from quire.runtime.known import Known
+
+
+def plan(
+    query: Tensor,
+    memory: Dense,
+    *,
+    score_mod: Mod | None = None,
+    mask: Mask | None = None,
+    scale: float | None = None,
+    q_start: int | None = None,
+) -> Plan:
+    """Attention as `attention(query, memory, ...)` would compute it, ready to be repeated.
+
+    The plan takes other queries and memories: of any length, unless a block mask fixes them.
+    It computes no gradients.
+    """
+    return Plan(query, memory, score_mod, mask, scale, q_start)
+
+
+class Plan:
+    """What `plan` returns: a function of a query and a memory."""
+
+    def __init__(
+        self,
+        query: Tensor,
+        memory: Dense,
+        score_mod: Mod | None,
+        mask: Mask | None,
+        scale: float | None,
+        q_start: int | None,
+    ) -> None:
+        call = prepare(
+            query, memory, score_mod, () if mask is None else (mask,), scale, 0.0, None, q_start
+        )
+        reason = compiled.obstacle(call)
+        if reason is not None:
+            raise BackendError(
+                f"a plan runs compiled code, but {reason}. Call quire.attention, which finds "
+                f"another way."
+            )
+        self._dtype, self._scale, self._q_start = query.dtype, scale, q_start
+        self._score_mod = None if score_mod is None else _traced(score_mod, "score", query)
+        self._masks = () if mask is None else (_kept(mask, query),)
+        self._fixed = call.problem.block_mask is not None  # for some lengths and positions alone
+        self._captures = call.problem.captures
+        self._known: Known[Signature, Recalled] = Known(64)
+
+    def __call__(self, query: Tensor, memory: Dense) -> Tensor:
+        """The attention of `query` over `memory`."""
+        key, value = memory.key, memory.value
+        with torch.no_grad():
+            tensors = layout(query, key, value)
+            if tensors is not None and memory.start == 0:
+                first = first_position(self._q_start, query, memory)
+                signature = (*tensors, first, key.shape[2]) if self._fixed else tensors
+                known = self._known.get(signature)
+                if known is None:
+                    known = Recalled.of(self._checked(query, memory))
+                    if known is not None:
+                        self._known.keep(signature, known)
+                out = None if known is None else known.run(query, key, value, first, self._captures)
+                if out is not None:
+                    return out
+            return compiled.attention(self._checked(query, memory)).out
+
+    def _checked(self, query: Tensor, memory: Dense) -> Call:
+        """The call that this would be, checked."""
+        if isinstance(query, Tensor) and query.dtype != self._dtype:
+            raise DtypeError(
+                f"this plan was made for queries of {self._dtype}, but got {query.dtype}. Make a "
+                f"plan for each dtype."
+            )
+        return prepare(
+            *(query, memory, self._score_mod, self._masks),
+            *(self._scale, 0.0, None, self._q_start),
+        )
+
+
+def _traced(mod: Mod, kind: Kind, query: Tensor) -> Traced:
+    return trace(mod, kind, score_dtype=working_dtype(query.dtype), device=query.device)
+
+
+def _kept(mask: Mask, query: Tensor) -> Mask:
+    """A mask that its owner's changes do not reach."""
+    if not isinstance(mask, torch_flex.BlockMask):
+        return _traced(mask, "mask", query)
+    kept = copy.deepcopy(BlockMask.from_torch(mask))
+    kept.mask_mod = _traced(mask.mask_mod, "mask", query)
+    return kept

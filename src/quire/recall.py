@@ -1,0 +1,170 @@
+"""Calls like an earlier one: what was checked and planned once is only looked up.
+
+A signature says all that checks and plans depend on: how tensors are laid out, the graphs of the
+mods, traced anew for every call, and what a block mask contains. It leaves out the number of keys,
+so a cache of keys that grows in place has one signature. Whatever is out of the ordinary has none,
+and takes the long way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as torch_flex
+
+from quire.block_mask import BlockMask
+from quire.checks import DTYPES
+from quire.codegen.mods import CaptureShape
+from quire.config import config
+from quire.eager import output_layout, working_dtype
+from quire.ir.trace import Mod, Traced, trace
+from quire.memory import Dense
+from quire.problem import Call
+from quire.runtime.addressing import Sequence, dense
+from quire.runtime.forward import plan_for
+from quire.runtime.known import Known
+from quire.runtime.plan import Plan, Rows
+from quire.runtime.tile_lists import TileLists
+
+Signature: TypeAlias = tuple[object, ...]
+
+MOST_KEYS = 2**19  # beyond it the graphs of mods are others, and microseconds do not matter
+MOST_BYTES = 2**16  # of a block mask
+
+
+def layout(query: Tensor, key: Tensor, value: Tensor) -> Signature | None:
+    """How ordinary tensors are laid out; None where one is not ordinary, or something watches."""
+    for tensor in (query, key, value):
+        if (
+            type(tensor) is not Tensor
+            or not tensor.is_cpu
+            or tensor.is_nested
+            or tensor.layout is not torch.strided
+            or tensor.dim() != 4
+            or tensor.dtype not in DTYPES
+            or tensor.is_neg()
+        ):
+            return None
+    grad = torch.is_grad_enabled()
+    if (
+        (grad and (query.requires_grad or key.requires_grad or value.requires_grad))
+        or torch.is_autocast_enabled("cpu")
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or config().check
+    ):
+        return None
+    batch, heads, keys, head_dim = key.shape
+    if keys > MOST_KEYS or query.shape[2] > MOST_KEYS or value.shape[:3] != key.shape[:3]:
+        return None
+    return (
+        *(query.shape, query.stride(), query.dtype),
+        *(batch, heads, head_dim, key.stride(), key.dtype),
+        *(value.shape[3], value.stride(), value.dtype),
+        torch.get_num_threads(),
+    )
+
+
+def familiar(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Mod | None,
+    masks: tuple[Mod | torch_flex.BlockMask, ...],
+    scale: float | None,
+) -> Familiar | None:
+    """A call with its signature; None where it has none."""
+    tensors = layout(query, key, value)
+    if tensors is None or not (scale is None or type(scale) is float):
+        return None
+    if score_mod is None and not masks:
+        return Familiar((*tensors, scale))
+    signature: list[object] = [*tensors, scale]
+    captures: list[Tensor] = []
+
+    def add(mod: Traced) -> None:
+        signature.append(mod.output)
+        signature.extend(map(CaptureShape.of, mod.captures))
+        captures.extend(mod.captures)
+
+    try:
+        if score_mod is not None:
+            add(trace(score_mod, "score", score_dtype=working_dtype(query.dtype)))
+        for mask in masks:
+            signature.append("mask")
+            if not isinstance(mask, torch_flex.BlockMask):
+                add(trace(mask, "mask"))
+            elif isinstance(mask, BlockMask) and mask.kv_indices.nbytes <= MOST_BYTES:
+                signature += (mask.content(), key.shape[2])
+                add(trace(mask.mask_mod, "mask"))
+            else:
+                return None
+    except Exception:  # the long way says what is wrong
+        return None
+    grad = torch.is_grad_enabled()
+    for tensor in captures:
+        if not tensor.is_cpu or tensor.is_neg() or (grad and tensor.requires_grad):
+            return None
+    return Familiar(tuple(signature), tuple(captures))
+
+
+@dataclass(frozen=True, eq=False)
+class Recalled:
+    """A call that was checked and planned, ready for other tensors of its signature."""
+
+    plan: Plan
+    out_shape: tuple[int, ...]
+    out_strides: tuple[int, ...]
+    items: int
+    work: int  # for each key
+    lists: TileLists
+
+    @staticmethod
+    def of(call: Call) -> Recalled | None:
+        """What a call is planned to be; None where there is nothing to do, or too much."""
+        query, problem = call.query, call.problem
+        shape, strides = output_layout(query, call.value.shape[3])
+        results = Rows(torch.empty_strided(shape, strides, dtype=query.dtype))
+        operands = dense(query, Dense(call.key, call.value), problem.q_start)
+        ((form, sequences),) = operands.by_form()
+        plan, _, lists = plan_for(problem, operands, form, sequences, results)
+        _, items = operands.records(sequences, plan.heads, plan.block_q)
+        if items == 0 or lists.mixed is not None:
+            return None
+        batch, heads, q_len, head_dim = query.shape
+        return Recalled(plan, shape, strides, items, batch * heads * q_len * head_dim, lists)
+
+    def run(
+        self, query: Tensor, key: Tensor, value: Tensor, q_start: int, captures: tuple[Tensor, ...]
+    ) -> Tensor | None:
+        """The output; None where the long way has to say what is wrong."""
+        out = torch.empty_strided(self.out_shape, self.out_strides, dtype=query.dtype)
+        keys = key.shape[2]
+        record = Sequence(0, query.shape[2], q_start, 0, keys).record(0)
+        addresses = (query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(), 0, 0, 0)
+        work = self.work * keys
+        wrong = self.plan.launch_at(addresses, record, 1, self.items, work, captures, self.lists)
+        return None if wrong else out
+
+
+_known: Known[Signature, Recalled] = Known(256)
+
+
+class Familiar(NamedTuple):
+    """A call that may be like an earlier one: its signature, and what its mods load from."""
+
+    signature: Signature
+    captures: tuple[Tensor, ...] = ()
+
+    def again(self, query: Tensor, key: Tensor, value: Tensor, q_start: int) -> Tensor | None:
+        """The output; None where nothing is known, or the long way has to say what is wrong."""
+        known = _known.get(self.signature)
+        return None if known is None else known.run(query, key, value, q_start, self.captures)
+
+    def remember(self, call: Call) -> None:
+        """Keep what a call that went well was planned to be."""
+        recalled = Recalled.of(call)
+        if recalled is not None:
+            _known.keep(self.signature, recalled)

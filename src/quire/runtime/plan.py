@@ -1,0 +1,213 @@
+"""What a launch needs, apart from where its tensors are and how long: made once, used many times.
+
+A plan is keyed without the lengths of keys, so a cache that grows by a token at every step has the
+same plan at every step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections import deque
+from collections.abc import Sequence as Several
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.block_mask import BlockMask
+from quire.codegen.convention import CALL_PART, FULL, PARTIAL, PLAN_PART, Form
+from quire.codegen.mods import LOG2_E, CaptureShape
+from quire.runtime.addressing import Addressing, Sequence, strides
+from quire.runtime.kernels import Kernel, ModCode, ModRoots, kernel, mod_code
+from quire.runtime.launch import launch, num_threads
+from quire.runtime.tile_lists import NO_LISTS, TileLists
+
+SMALLEST_BLOCK = 64
+SMALL_WORK = 2**19
+"""Multiplications below which starting threads costs more than it saves."""
+
+NOTHING = torch.empty(0)
+
+
+class Rows(NamedTuple):
+    """What a kernel gives for each query: out [.., Dv], and if wanted lse and max_scores."""
+
+    out: Tensor
+    lse: Tensor = NOTHING
+    max_scores: Tensor = NOTHING
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A kernel, the code of the mods, and the part of its record that stays the same."""
+
+    kernel: Kernel
+    code: ModCode
+    heads: int  # that items are counted by
+    block_q: int
+    scratch_bytes: int
+    record: bytes
+
+    def launch(
+        self,
+        memory: Addressing,
+        sequences: Several[Sequence],
+        captures: Several[Tensor],
+        sink: Tensor | None,
+        lists: TileLists,
+        results: Rows,
+    ) -> bool:
+        """Run the kernel; whether an index into a captured tensor was out of range."""
+        records, items = memory.records(sequences, self.heads, self.block_q)
+        if items == 0:
+            return False
+        if sink is not None:
+            sink = sink.to(wide_dtype(memory.query)).contiguous()
+        table = memory.page_table
+        addresses = (
+            memory.query.data_ptr(),
+            memory.key.data_ptr(),
+            memory.value.data_ptr(),
+            results.out.data_ptr(),
+            results.lse.data_ptr(),
+            results.max_scores.data_ptr(),
+            0 if sink is None else sink.data_ptr(),
+        )
+        pages = 0 if table is None else table.data_ptr()
+        work = memory.work(sequences)
+        return self.launch_at(
+            addresses, records, len(sequences), items, work, captures, lists, pages
+        )
+
+    def launch_at(
+        self,
+        addresses: tuple[int, ...],
+        records: bytes,
+        num_sequences: int,
+        items: int,
+        work: int,
+        captures: Several[Tensor],
+        lists: TileLists = NO_LISTS,
+        page_table: int = 0,
+    ) -> bool:
+        """The same, `addresses` being those of query, key, value, out, lse, max_scores and sink."""
+        threads = min(num_threads(), items) if work > SMALL_WORK else 1
+        arguments = self.code.arguments
+        block = ctypes.create_string_buffer(_SEQUENCES + len(records) + arguments.size)
+        address = ctypes.addressof(block)
+        with Scratch(self.scratch_bytes * threads + 64) as scratch:
+            call = CALL_PART.pack_in_order(
+                *addresses,
+                address + _SEQUENCES,
+                num_sequences,
+                items,
+                page_table,
+                lists.offsets_address,
+                lists.entries_address,
+                address + _SEQUENCES + len(records),
+                scratch.address,
+                address + _COUNTERS,
+            )
+            packed = arguments.pack(captures, address + _FLAG)
+            content = b"".join((call, self.record, _ZEROS, records, packed))
+            ctypes.memmove(address, content, len(content))
+            launch(self.kernel.address, address, threads)
+        return block[_FLAG] != b"\0"
+
+
+# One piece of memory for each launch:
+# [ call | plan | counters: 16 x i64 | mistake flag: i64 | sequences | arguments of the mods ]
+_COUNTERS = CALL_PART.size + PLAN_PART.size
+_FLAG = _COUNTERS + 16 * 8
+_SEQUENCES = _FLAG + 8
+_ZEROS = bytes(_SEQUENCES - _COUNTERS)
+
+
+def wide_dtype(query: Tensor) -> torch.dtype:
+    """What lse, max_scores and sinks are held in."""
+    return torch.float64 if query.dtype == torch.float64 else torch.float32
+
+
+def make_plan(
+    form: Form,
+    memory: Addressing,
+    roots: ModRoots,
+    captures: Several[Tensor],
+    lists: TileLists,
+    block_q: int,
+    scale: float,
+    results: Rows,
+) -> Plan:
+    """The plan for operands and results that are laid out like these."""
+    query, key, value, out = memory.query, memory.key, memory.value, results.out
+    made = kernel(form, query.dtype, key.dtype, value.dtype, out.dtype)
+    code = mod_code(form, made.tile, roots, tuple(map(CaptureShape.of, captures)))
+    heads, head_dim, value_dim = query.shape[1], query.shape[3], value.shape[3]
+    group = heads // key.shape[1]
+    row_group = group if form == "row" and not lists.per_head else 1
+    scratch_bytes = made.scratch_bytes(head_dim, value_dim, block_q * row_group)
+    lse = strides(results.lse) if results.lse is not NOTHING else (0, 0, 0)
+    record = {
+        **memory.layout(),
+        **dict(zip(("out_batch", "out_head", "out_row", "out_column"), strides(out), strict=True)),
+        **dict(zip(("lse_batch", "lse_head", "lse_row"), lse, strict=True)),
+        "scale": scale * (LOG2_E if roots.score is None else 1.0),
+        "heads": heads // row_group,
+        "group": group // row_group,
+        "row_group": row_group,
+        "block_q": block_q,
+        "tile_batch_stride": lists.batch_stride,
+        "tile_per_head": lists.per_head,
+        "tile_kind": FULL if roots.always is None else PARTIAL,
+        "plain_mod": code.addresses["plain"],
+        "full_mod": code.addresses["full"],
+        "partial_mod": code.addresses["partial"],
+        "weights_mod": code.addresses["drop"],
+        "extent": code.addresses["extent"],
+        "scratch_bytes": scratch_bytes,
+    }
+    return Plan(made, code, heads // row_group, block_q, scratch_bytes, PLAN_PART.pack(record))
+
+
+def queries_of_item(
+    form: Form, memory: Addressing, sequences: Several[Sequence], mask: BlockMask | None
+) -> int:
+    """How many queries are computed together."""
+    if form == "row":
+        return max(1, max((s.q_len for s in sequences), default=1))
+    query, value = memory.query, memory.value
+    made = kernel(form, query.dtype, memory.key.dtype, value.dtype, query.dtype)
+    rows = memory.num_rows(sequences)
+    block_q = made.block_q(query.shape[3], value.shape[3], rows, num_threads())
+    if mask is None:
+        return block_q
+    # Blocks of queries that do not straddle the blocks of a mask, unless they became tiny.
+    divisor = math.gcd(block_q, mask.BLOCK_SIZE[0])
+    return divisor if divisor >= SMALLEST_BLOCK else block_q
+
+
+_free: deque[Tensor] = deque(maxlen=8)
+
+
+class Scratch:
+    """Working memory for one call. What a call gives back, the next one may have."""
+
+    __slots__ = ("_memory", "_size", "address")
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __enter__(self) -> Scratch:
+        try:
+            self._memory = _free.pop()
+        except IndexError:
+            self._memory = NOTHING
+        if self._memory.nbytes < self._size:
+            self._memory = torch.empty(self._size, dtype=torch.uint8)
+        self.address = (self._memory.data_ptr() + 63) // 64 * 64
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        _free.append(self._memory)
