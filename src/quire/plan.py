@@ -76,20 +76,20 @@ class Plan:
     def __call__(self, query: Tensor, memory: Dense) -> Tensor:
         """The attention of `query` over `memory`."""
         key, value = memory.key, memory.value
+        tensors = layout(query, key, value, grad=False)
+        if tensors is not None and memory.start == 0:
+            first = first_position(self._q_start, query, memory)
+            signature = (*tensors, first, key.shape[2]) if self._fixed else tensors
+            known = self._known.get(signature) or self._learn(signature, query, memory)
+            out = None if known is None else known.run(query, key, value, first, self._captures)
+            if out is not None:
+                return out
         with torch.no_grad():
-            tensors = layout(query, key, value)
-            if tensors is not None and memory.start == 0:
-                first = first_position(self._q_start, query, memory)
-                signature = (*tensors, first, key.shape[2]) if self._fixed else tensors
-                known = self._known.get(signature)
-                if known is None:
-                    known = Recalled.of(self._checked(query, memory))
-                    if known is not None:
-                        self._known.keep(signature, known)
-                out = None if known is None else known.run(query, key, value, first, self._captures)
-                if out is not None:
-                    return out
             return compiled.attention(self._checked(query, memory)).out
+
+    def _learn(self, signature: Signature, query: Tensor, memory: Dense) -> Recalled | None:
+        recalled = Recalled.of(self._checked(query, memory))
+        return None if recalled is None else self._known.keep(signature, recalled)
 
     def _checked(self, query: Tensor, memory: Dense) -> Call:
         """The call that this would be, checked."""

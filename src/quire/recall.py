@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
 from quire.block_mask import BlockMask
-from quire.checks import DTYPES
 from quire.codegen.mods import CaptureShape
 from quire.config import config
 from quire.eager import output_layout, working_dtype
@@ -35,34 +34,43 @@ MOST_KEYS = 2**19  # beyond it the graphs of mods are others, and microseconds d
 MOST_BYTES = 2**16  # of a block mask
 
 
-def layout(query: Tensor, key: Tensor, value: Tensor) -> Signature | None:
-    """How ordinary tensors are laid out; None where one is not ordinary, or something watches."""
+def layout(query: Tensor, key: Tensor, value: Tensor, grad: bool) -> Signature | None:
+    """How ordinary tensors are laid out; None where one is not ordinary, or something watches.
+
+    With `grad` their gradients count.
+    """
     for tensor in (query, key, value):
         if (
             type(tensor) is not Tensor
             or not tensor.is_cpu
             or tensor.is_nested
             or tensor.layout is not torch.strided
-            or tensor.dim() != 4
-            or tensor.dtype not in DTYPES
             or tensor.is_neg()
+            or (grad and tensor.requires_grad)
         ):
             return None
-    grad = torch.is_grad_enabled()
+    q_shape, k_shape, v_shape = query.shape, key.shape, value.shape
     if (
-        (grad and (query.requires_grad or key.requires_grad or value.requires_grad))
+        not len(q_shape) == len(k_shape) == len(v_shape) == 4
+        or k_shape[:3] != v_shape[:3]
+        or k_shape[2] > MOST_KEYS
+        or q_shape[2] > MOST_KEYS
         or torch.is_autocast_enabled("cpu")
         or torch._C._functorch.peek_interpreter_stack() is not None
         or config().check
     ):
         return None
-    batch, heads, keys, head_dim = key.shape
-    if keys > MOST_KEYS or query.shape[2] > MOST_KEYS or value.shape[:3] != key.shape[:3]:
-        return None
     return (
-        *(query.shape, query.stride(), query.dtype),
-        *(batch, heads, head_dim, key.stride(), key.dtype),
-        *(value.shape[3], value.stride(), value.dtype),
+        q_shape,
+        query.stride(),
+        query.dtype,
+        k_shape[:2],
+        k_shape[3],
+        key.stride(),
+        key.dtype,
+        v_shape[3],
+        value.stride(),
+        value.dtype,
         torch.get_num_threads(),
     )
 
@@ -76,7 +84,8 @@ def familiar(
     scale: float | None,
 ) -> Familiar | None:
     """A call with its signature; None where it has none."""
-    tensors = layout(query, key, value)
+    grad = torch.is_grad_enabled()
+    tensors = layout(query, key, value, grad)
     if tensors is None or not (scale is None or type(scale) is float):
         return None
     if score_mod is None and not masks:
@@ -103,7 +112,6 @@ def familiar(
                 return None
     except Exception:  # the long way says what is wrong
         return None
-    grad = torch.is_grad_enabled()
     for tensor in captures:
         if not tensor.is_cpu or tensor.is_neg() or (grad and tensor.requires_grad):
             return None

@@ -29,6 +29,7 @@ from __future__ import annotations
 import functools
 import math
 import struct
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -125,8 +126,11 @@ class ModArguments:
 
     def pack(self, captures: Sequence[Tensor], flag: int) -> bytes:
         """The bytes of the record: these constants, and tensors of these shapes."""
+        head = flag.to_bytes(8, sys.byteorder) + self._numbers
+        if not captures:
+            return head
         tensors = [number for tensor in captures for number in _describe(tensor)]
-        return struct.pack("=q", flag) + self._numbers + struct.pack(f"={len(tensors)}q", *tensors)
+        return head + struct.pack(f"={len(tensors)}q", *tensors)
 
     def read(self, f: Function, record: Value) -> tuple[dict[Node, Value], list[Captured], Value]:
         """The constants, captured tensors and the flag's address, in a function's first lines."""
