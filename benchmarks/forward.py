@@ -227,6 +227,7 @@ def start(table: Table, seconds: float, threads: int) -> None:
 
 def _cold_start(cache: str) -> tuple[float, float]:
     environment = {**os.environ, "QUIRE_CACHE_DIR": cache}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has its bytecode
     command = [sys.executable, "-c", COLD_START, "128"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     first, second = map(float, done.stdout.split())

@@ -1,19 +1,27 @@
 """quire: attention that you program in plain Python, on any CPU."""
 
+import gc
 from importlib.metadata import version
 
-from quire import mods
-from quire.attention import AuxOutput, AuxRequest, EagerModWarning, attention
-from quire.block_mask import BlockMask, create_block_mask, create_mask
-from quire.dynamo import OneGraphWarning
-from quire.errors import QuireError
-from quire.kernel_options import FlexKernelOptions, KernelOptionWarning
-from quire.memory import Dense
-from quire.mods import and_masks, noop_mask, not_mask, or_masks
-from quire.patch import patch_torch, unpatch_torch
-from quire.plan import Plan, plan
-from quire.stages import kernel
-from quire.torch_api import explain, flex_attention
+# What importing makes stays. Looking for garbage in it, and in all of torch, would take longer.
+_collecting = gc.isenabled()
+gc.disable()
+try:
+    from quire import mods
+    from quire.attention import AuxOutput, AuxRequest, EagerModWarning, attention
+    from quire.block_mask import BlockMask, create_block_mask, create_mask
+    from quire.dynamo import OneGraphWarning
+    from quire.errors import QuireError
+    from quire.kernel_options import FlexKernelOptions, KernelOptionWarning
+    from quire.memory import Dense
+    from quire.mods import and_masks, noop_mask, not_mask, or_masks
+    from quire.patch import patch_torch, unpatch_torch
+    from quire.plan import Plan, plan
+    from quire.stages import kernel
+    from quire.torch_api import explain, flex_attention
+finally:
+    if _collecting:
+        gc.enable()
 
 __version__ = version("quire")
 

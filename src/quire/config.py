@@ -15,9 +15,8 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar, get_args
+from typing import Literal, NamedTuple, TypeVar, get_args
 
 from quire.errors import ArgumentError
 
@@ -32,8 +31,7 @@ _FALSE = ("0", "false", "no", "off")
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Config:
+class Config(NamedTuple):
     """The settings of a process.
 
     >>> Config.read({"QUIRE_THREADS": "4"}).threads

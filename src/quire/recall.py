@@ -8,7 +8,6 @@ and takes the long way.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -118,8 +117,7 @@ def familiar(
     return Familiar(tuple(signature), tuple(captures))
 
 
-@dataclass(frozen=True, eq=False)
-class Recalled:
+class Recalled(NamedTuple):
     """A call that was checked and planned, ready for other tensors of its signature."""
 
     plan: Plan

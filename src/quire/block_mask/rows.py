@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -21,8 +20,7 @@ class Span(NamedTuple):
     full: bool
 
 
-@dataclass(frozen=True)
-class BlockRows:
+class BlockRows(NamedTuple):
     """A block mask as attention walks it, read once per call.
 
     >>> rows = block_mask.rows()

@@ -13,15 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from quire.codegen.types import I1, I64, VOID, Type, literal
 from quire.codegen.values import Operand, Signature, Value
 from quire.errors import CodegenError
 
 
-@dataclass(frozen=True)
-class _Loop:
+class _Loop(NamedTuple):
     """A loop that is being written: where it starts and what goes around."""
 
     label: str

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 
@@ -44,8 +45,7 @@ def rate(node: Node, known: dict[Node, int]) -> int:
     return known[node]
 
 
-@dataclass(frozen=True)
-class Lanes:
+class Lanes(NamedTuple):
     """One number per lane: a scalar, a scalar plus `step` for each lane, or a vector."""
 
     scalar: Value | None = None
@@ -58,8 +58,7 @@ class Lanes:
         return self.scalar is not None and self.step == 0
 
 
-@dataclass(frozen=True)
-class Captured:
+class Captured(NamedTuple):
     """A captured tensor as generated code sees it: where it is, and each dimension's extent.
 
     `unit` is the dimension whose elements lie side by side, known when the code is generated.

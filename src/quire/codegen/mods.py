@@ -32,6 +32,7 @@ import struct
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,8 +78,7 @@ ROW_PARAMETERS: dict[str, Type] = {
 }
 
 
-@dataclass(frozen=True)
-class CaptureShape:
+class CaptureShape(NamedTuple):
     """What generated code knows of a captured tensor: its rank, and which stride is 1."""
 
     rank: int

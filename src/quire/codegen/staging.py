@@ -16,8 +16,7 @@ the rows and columns that the record names.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from quire.codegen.builder import Function, Module, Value
 from quire.codegen.tiles import SMALL_ROWS, Tile
@@ -52,8 +51,7 @@ def scratch_stride(tile: Tile, width: Number) -> Number:
     return padded(tile, width) + max(tile.lanes, SMALL_ROWS)
 
 
-@dataclass(frozen=True)
-class Storage:
+class Storage(NamedTuple):
     """A dtype of user memory: how it lies there, and how it becomes a number."""
 
     name: str

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from quire.codegen import vecmath
 from quire.codegen.builder import Function, Module, Operand, Value
@@ -34,8 +34,7 @@ SMALL_ROWS = 4  # the rows of a second micro kernel, which takes what the large 
 UNREAD = -0.0  # the weight of a key that is not read, in the careful form
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """The shape of a tile: a target, and the type that scratch memory holds."""
 
     target: Target

@@ -6,8 +6,7 @@ either side and become constants of the value's type; two values must have the s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from quire.codegen.types import I1, VOID, Type
 from quire.errors import CodegenError
@@ -16,8 +15,7 @@ if TYPE_CHECKING:
     from quire.codegen.blocks import Blocks
 
 
-@dataclass(frozen=True)
-class Signature:
+class Signature(NamedTuple):
     """What a call needs to know of the function called."""
 
     name: str

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from quire.codegen import coefficients as fitted
 from quire.codegen.builder import Function, Operand, Value
@@ -26,8 +26,7 @@ LN_2_HIGH_F64, LN_2_LOW_F64 = 0.6931471804855391, 7.440617110012397e-11
 HALF_PI = (1.5707963267948966, 6.123233995736766e-17, -1.4973849048591698e-33)
 
 
-@dataclass(frozen=True)
-class _Format:
+class _Format(NamedTuple):
     """How a float type is laid out, and what belongs to it."""
 
     integer: Type

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence as Several
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -39,8 +38,7 @@ class Sequence(NamedTuple):
         )
 
 
-@dataclass(frozen=True, eq=False)
-class Addressing:
+class Addressing(NamedTuple):
     """The operands of a launch.
 
     query [B, Hq, rows, D], key and value [B, Hkv, rows, D] or, with a page table, pages

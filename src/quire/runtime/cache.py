@@ -19,8 +19,8 @@ import re
 import stat
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import quire.codegen
 import quire.ir
@@ -34,8 +34,7 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 _NAME = re.compile(r"[0-9a-f]{64}\.(o|\w+\.tmp)")
 
 
-@dataclass(frozen=True)
-class Usage:
+class Usage(NamedTuple):
     """How much a cache holds, in files and bytes."""
 
     files: int

@@ -69,8 +69,7 @@ class ModRoots(NamedTuple):
 FUNCTIONS = ("plain", "full", "partial", "drop", "extent")
 
 
-@dataclass(frozen=True, eq=False)
-class ModCode:
+class ModCode(NamedTuple):
     """The mods of a problem as machine code. A function without anything to do has address 0."""
 
     arguments: ModArguments

@@ -10,7 +10,6 @@ import ctypes
 import math
 from collections import deque
 from collections.abc import Sequence as Several
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -39,8 +38,7 @@ class Rows(NamedTuple):
     max_scores: Tensor = NOTHING
 
 
-@dataclass(frozen=True, eq=False)
-class Plan:
+class Plan(NamedTuple):
     """A kernel, the code of the mods, and the part of its record that stays the same."""
 
     kernel: Kernel
