@@ -102,9 +102,14 @@ def _results(case: Case, dtype: torch.dtype, attend: Attend) -> Named:
     operands = {name: leaves[name] for name in case.operands()}
     for name in narrow:
         operands[name] = LAYOUTS[case.layout](operands[name])
-    outputs = attend(case, operands, {name: leaves[name] for name in case.captures()})
-    loss = sum(_random_sum(case, outputs[name], seed) for seed, name in enumerate(("out", "lse")))
-    grads = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
+    captures = {name: leaves[name] for name in case.captures()}
+    torch.set_default_dtype(wide)  # in which mods divide integers
+    try:
+        outputs = attend(case, operands, captures)
+        sums = [_random_sum(case, outputs[name], n) for n, name in enumerate(("out", "lse"))]
+        grads = torch.autograd.grad(sum(sums), list(leaves.values()), materialize_grads=True)
+    finally:
+        torch.set_default_dtype(torch.float32)
     results = {name: tensor.detach() for name, tensor in outputs.items()}
     return results | {f"d {name}": grad for name, grad in zip(leaves, grads, strict=True)}
 

@@ -261,4 +261,5 @@ class Call:
             "plain_mod": self.plain_mod,
             "weights_mod": self.weights_mod,
             "extent": self.extent,
+            "verdict": 0,
         }

@@ -94,7 +94,8 @@ def familiar(
 
     def add(mod: Traced) -> None:
         signature.append(mod.output)
-        signature.extend(map(CaptureShape.of, mod.captures))
+        for tensor in mod.captures:
+            signature.extend((CaptureShape.of(tensor), tensor.shape))
         captures.extend(mod.captures)
 
     try:

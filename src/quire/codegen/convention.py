@@ -14,10 +14,11 @@ The blocks of keys that an item attends to are a row of the tile list:
 
     row = tile_row of the sequence + b * tile_batch_stride + (h * blocks if tile_per_head) + block
 
-Where there is no list, every block is visited and has the kind `tile_kind`. What is FULL gets
-`full_mod`, what is PARTIAL gets `partial_mod`, and null pointers stand for nothing to do. Before a
-panel attends to a PARTIAL block it asks `extent`, if there is one, which keys it reads at all; a
-panel whose queries read every key is PLAIN and gets `plain_mod`.
+Where there is no list, every block has the kind `tile_kind`, unless there is a `verdict`, which is
+asked about wide spans first, then about blocks, then about panels. What is FULL gets `full_mod`,
+what is PARTIAL `partial_mod`, what is PLAIN `plain_mod`, and null pointers stand for nothing to
+do. Before a panel attends to a PARTIAL block it asks `extent`, if there is one, which keys it reads
+at all; a panel whose queries read every key is PLAIN.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from quire.errors import CodegenError
 ENTRY = "forward"
 Form = Literal["panel", "row"]
 MOST_ROWS = 4  # the longest query that is computed row by row
-PARTIAL, FULL, PLAIN = 1, 2, 3  # kinds of tiles: with all masks, with some, with none
+EMPTY, PARTIAL, FULL, PLAIN = range(4)  # kinds of tiles: nothing to do, all masks, some, none
 
 REWRITE = Signature("rewrite", (PTR, PTR, PTR, I64, I64, I64, I64, I64, I64))
 """A mod: (scores, maxima, arguments, b, h, q_idx, queries, kv_idx, keys), see `mods.py`."""
@@ -48,6 +49,9 @@ ROW_REWRITE = Signature("rewrite_row", (PTR, PTR, I64, I64, I64, I64, I64))
 
 EXTENT = Signature("extent", (PTR, I64, I64, I64, I64, I64, I64), I64)
 """Which keys: (arguments, b, h, q_idx, queries, kv_idx, keys), see `mods.py`."""
+
+VERDICT = Signature("verdict", (PTR, I64, I64, I64, I64, I64, I64), I64)
+"""What a tile is: (arguments, b, h, q_low, q_high, kv_low, kv_high), see `mods.py`."""
 
 
 def _strides(name: str, *axes: str) -> dict[str, Type]:
@@ -100,6 +104,7 @@ PLAN = {
     "plain_mod": PTR,
     "weights_mod": PTR,  # gets weights in place of scores
     "extent": PTR,  # an EXTENT or null
+    "verdict": PTR,  # a VERDICT or null; null where there is a tile list
     "scratch_bytes": I64,
 }
 

@@ -34,9 +34,11 @@ from quire.codegen.mods import (
     write_extent,
     write_rewrite,
     write_row_rewrite,
+    write_verdict,
 )
 from quire.codegen.target import Target
 from quire.codegen.tiles import Tile
+from quire.ir.bound import Bounds
 from quire.ir.graph import Node, constants, text
 from quire.runtime.cache import cache_key, object_cache
 
@@ -45,18 +47,22 @@ class ModRoots(NamedTuple):
     """The graphs of one problem, over one list of captured tensors.
 
     `always` is the mask that holds in full tiles too, `partial` holds in the others as well.
-    `drop` is dropout as a graph that rewrites a weight, its input `score`.
+    `drop` is dropout as a graph that rewrites a weight, its input `score`. `bounds` are those of
+    `always`, where no block mask says which tiles there are.
     """
 
     score: Node | None = None
     always: Node | None = None
     partial: Node | None = None
     drop: Node | None = None
+    bounds: Bounds | None = None
 
     @property
     def all(self) -> list[Node]:
         """Those that there are."""
-        return [root for root in self if root is not None]
+        graphs = [self.score, self.always, self.partial, self.drop]
+        bounds = [] if self.bounds is None else [self.bounds.can, self.bounds.must]
+        return [root for root in (*graphs, *bounds) if root is not None]
 
     @property
     def masks(self) -> dict[str, list[Node]]:
@@ -66,7 +72,7 @@ class ModRoots(NamedTuple):
         return {"plain": [], "full": always, "partial": both}
 
 
-FUNCTIONS = ("plain", "full", "partial", "drop", "extent")
+FUNCTIONS = ("plain", "full", "partial", "drop", "extent", "verdict")
 
 
 class ModCode(NamedTuple):
@@ -160,6 +166,8 @@ def _written_as(form: Form, roots: ModRoots, function: str) -> str | None:
     """Which function is written for `function`: itself, an equal one, or none."""
     if function == "drop":
         return "drop" if roots.drop is not None else None
+    if function == "verdict":
+        return "verdict" if roots.bounds is not None else None
     if function == "extent":
         return "extent" if form == "panel" and roots.masks["partial"] else None
     masks = roots.masks
@@ -181,6 +189,9 @@ def write_mods(form: Form, tile: Tile, roots: ModRoots, arguments: ModArguments)
             write(module, name, tile, arguments, roots.drop, [], unit=1.0)
         elif name == "extent":
             write_extent(module, name, tile, arguments, roots.masks["partial"])
+        elif name == "verdict":
+            assert roots.bounds is not None
+            write_verdict(module, name, tile, arguments, roots.bounds.can, roots.bounds.must)
         else:
             write(module, name, tile, arguments, roots.score, roots.masks[name])
     return module

@@ -18,6 +18,8 @@ from torch import Tensor
 from quire.block_mask import BlockMask
 from quire.codegen.convention import CALL_PART, FULL, PARTIAL, PLAN_PART, Form
 from quire.codegen.mods import LOG2_E, CaptureShape
+from quire.ir.bound import Pyramid
+from quire.runtime import pyramids
 from quire.runtime.addressing import Addressing, Sequence, strides
 from quire.runtime.kernels import Kernel, ModCode, ModRoots, kernel, mod_code
 from quire.runtime.launch import launch, num_threads
@@ -47,6 +49,7 @@ class Plan(NamedTuple):
     block_q: int
     scratch_bytes: int
     record: bytes
+    pyramids: tuple[Pyramid, ...]
 
     def launch(
         self,
@@ -92,6 +95,8 @@ class Plan(NamedTuple):
     ) -> bool:
         """The same, `addresses` being those of query, key, value, out, lse, max_scores and sink."""
         threads = min(num_threads(), items) if work > SMALL_WORK else 1
+        if self.pyramids:
+            captures = [*captures, *pyramids.build(captures, self.pyramids)]
         arguments = self.code.arguments
         block = ctypes.create_string_buffer(_SEQUENCES + len(records) + arguments.size)
         address = ctypes.addressof(block)
@@ -141,7 +146,9 @@ def make_plan(
     """The plan for operands and results that are laid out like these."""
     query, key, value, out = memory.query, memory.key, memory.value, results.out
     made = kernel(form, query.dtype, key.dtype, value.dtype, out.dtype)
-    code = mod_code(form, made.tile, roots, tuple(map(CaptureShape.of, captures)))
+    built = () if roots.bounds is None else roots.bounds.pyramids
+    shapes = (*map(CaptureShape.of, captures), *pyramids.shapes(captures, built))
+    code = mod_code(form, made.tile, roots, shapes)
     heads, head_dim, value_dim = query.shape[1], query.shape[3], value.shape[3]
     group = heads // key.shape[1]
     row_group = group if form == "row" and not lists.per_head else 1
@@ -164,9 +171,11 @@ def make_plan(
         "partial_mod": code.addresses["partial"],
         "weights_mod": code.addresses["drop"],
         "extent": code.addresses["extent"],
+        "verdict": code.addresses["verdict"],
         "scratch_bytes": scratch_bytes,
     }
-    return Plan(made, code, heads // row_group, block_q, scratch_bytes, PLAN_PART.pack(record))
+    packed = PLAN_PART.pack(record)
+    return Plan(made, code, heads // row_group, block_q, scratch_bytes, packed, built)
 
 
 def queries_of_item(
