@@ -331,11 +331,9 @@ class _Tile:
             if found is None:
                 return None
             first, last = found if times > 0 else (found.high, found.low)
-            factor = const(times, I64)
-            low = _op("add", low, _op("mul", first, factor))
-            high = (
-                low if found.exact and low is high else _op("add", high, _op("mul", last, factor))
-            )
+            same = found.exact and low is high
+            low = _plus(low, first, times)
+            high = low if same else _plus(high, last, times)
         return Interval(low, high)
 
     def _product(self, node: Node) -> Interval | None:
@@ -441,6 +439,13 @@ def _places(index: Interval, length: int, leaves: int) -> tuple[Node, Node]:
     # Counted from the end, or out of range, which raises elsewhere: anything may come of it.
     strange = _either(_op("lt", low, const(0, I64)), _op("lt", const(length - 1, I64), high))
     return _where(strange, one, first), _where(strange, one, last)
+
+
+def _plus(total: Node, part: Node, times: int) -> Node:
+    """total + times * part."""
+    if times < 0:
+        return _op("sub", total, _op("mul", part, const(-times, I64)))
+    return _op("add", total, _op("mul", part, const(times, I64)))
 
 
 def _added(

@@ -38,7 +38,7 @@ from quire.codegen.mods import (
 )
 from quire.codegen.target import Target
 from quire.codegen.tiles import Tile
-from quire.ir.bound import Bounds
+from quire.ir.bound import Bounds, Pyramid
 from quire.ir.graph import Node, constants, text
 from quire.runtime.cache import cache_key, object_cache
 
@@ -63,6 +63,11 @@ class ModRoots(NamedTuple):
         graphs = [self.score, self.always, self.partial, self.drop]
         bounds = [] if self.bounds is None else [self.bounds.can, self.bounds.must]
         return [root for root in (*graphs, *bounds) if root is not None]
+
+    @property
+    def pyramids(self) -> tuple[Pyramid, ...]:
+        """What the bounds load from besides the captured tensors."""
+        return () if self.bounds is None else self.bounds.pyramids
 
     @property
     def masks(self) -> dict[str, list[Node]]:

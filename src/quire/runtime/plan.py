@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quire.block_mask import BlockMask
 from quire.codegen.convention import CALL_PART, FULL, PARTIAL, PLAN_PART, Form
-from quire.codegen.mods import LOG2_E, CaptureShape
+from quire.codegen.mods import LOG2_E
 from quire.ir.bound import Pyramid
 from quire.runtime import pyramids
 from quire.runtime.addressing import Addressing, Sequence, strides
@@ -146,9 +146,8 @@ def make_plan(
     """The plan for operands and results that are laid out like these."""
     query, key, value, out = memory.query, memory.key, memory.value, results.out
     made = kernel(form, query.dtype, key.dtype, value.dtype, out.dtype)
-    built = () if roots.bounds is None else roots.bounds.pyramids
-    shapes = (*map(CaptureShape.of, captures), *pyramids.shapes(captures, built))
-    code = mod_code(form, made.tile, roots, shapes)
+    built = roots.pyramids
+    code = mod_code(form, made.tile, roots, pyramids.capture_shapes(captures, built))
     heads, head_dim, value_dim = query.shape[1], query.shape[3], value.shape[3]
     group = heads // key.shape[1]
     row_group = group if form == "row" and not lists.per_head else 1

@@ -10,10 +10,12 @@ from quire.codegen.mods import CaptureShape
 from quire.ir.bound import Pyramid, heap
 
 
-def shapes(captures: Sequence[Tensor], pyramids: Sequence[Pyramid]) -> list[CaptureShape]:
-    """What generated code knows of the pyramids of some tensors."""
+def capture_shapes(
+    captures: Sequence[Tensor], pyramids: Sequence[Pyramid]
+) -> tuple[CaptureShape, ...]:
+    """What generated code knows of captured tensors and of pyramids of them."""
     ranks = [captures[pyramid.slot].dim() for pyramid in pyramids]
-    return [CaptureShape(rank, rank - 1) for rank in ranks]
+    return (*map(CaptureShape.of, captures), *(CaptureShape(rank, rank - 1) for rank in ranks))
 
 
 def build(captures: Sequence[Tensor], pyramids: Sequence[Pyramid]) -> list[Tensor]:
