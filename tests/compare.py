@@ -81,6 +81,8 @@ def assert_matches_reference(case: Case, backend: Backend = "eager") -> None:
         # The gradient of a tensor adds up those of the scores that it takes part in.
         numbers_added = case.num_scores / max(1, exact.numel()) if name.startswith("d ") else 1
         size = math.sqrt(max(1, numbers_added))
+        if name == "entropy":  # a difference of scores, however large they are
+            size = max([1.0, *truth["max_scores"].nan_to_num(0.0, 0.0, 0.0).abs().flatten()])
         assert_as_good_as(actual[name], peer[name], exact, name, size=size)
 
 
@@ -89,7 +91,7 @@ Attend = Callable[[Case, Named, Named], Named]
 
 
 def _results(case: Case, dtype: torch.dtype, attend: Attend) -> Named:
-    """out, lse, max_scores and the gradient of a random function of the first two."""
+    """out, lse, max_scores, entropy and the gradient of a random function of the first two."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     narrow = {"query": dtype, "key": dtype, "value": dtype}
     # Whatever the dtype, the numbers are those that the case's own dtype can hold.
@@ -136,12 +138,12 @@ def _ours(case: Case, operands: Named, captures: Named, *, backend: Backend) -> 
         **_block_mask(case, captures),
         scale=case.scale,
         enable_gqa=True,
-        return_aux=AuxRequest(lse=True, max_scores=True),
+        return_aux=AuxRequest(lse=True, max_scores=True, entropy=True),
         dropout_p=case.dropout_p,
         generator=torch.Generator().manual_seed(case.seed),
         backend=backend,
     )
-    return {"out": out, "lse": aux.lse, "max_scores": aux.max_scores}
+    return {"out": out, "lse": aux.lse, "max_scores": aux.max_scores, "entropy": aux.entropy}
 
 
 def _reference(case: Case, operands: Named, captures: Named) -> Named:
@@ -158,4 +160,5 @@ def _reference(case: Case, operands: Named, captures: Named) -> Named:
         keep=keep,
         dropout_p=case.dropout_p,
     )
-    return {"out": result.out, "lse": result.lse, "max_scores": result.max_scores}
+    names = ("out", "lse", "max_scores", "entropy")
+    return {name: getattr(result, name) for name in names}

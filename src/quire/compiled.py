@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from quire import eager
+from quire.aux_outputs import NO_AUX, AuxRequest
 from quire.checks import DTYPES
 from quire.codegen.lower import check_lowerable
 from quire.codegen.target import Target
@@ -69,8 +70,9 @@ def attention(call: Call) -> Result:
     problem, operands = call.problem, Operands(call.query, call.key, call.value)
     tensors = (*operands, call.sink, *problem.captures)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        return eager.attention(problem, *operands, call.sink, run=run)
-    return run(problem, operands, call.sink, call.query.dtype, numbers=call.aux is not None)
+        return eager.attention(problem, *operands, call.sink, wanted=call.aux, run=run)
+    wanted = call.aux or NO_AUX
+    return run(problem, operands, call.sink, call.query.dtype, wanted=wanted)
 
 
 def run(
@@ -79,15 +81,16 @@ def run(
     sink: Tensor | None,
     dtype: torch.dtype | None = None,
     *,
-    numbers: bool = True,
+    wanted: AuxRequest,
 ) -> Result:
     """The forward pass, without a record for autograd; `out` in `dtype` or the working dtype."""
     query, key, value = (tensor.resolve_neg() for tensor in operands)
     shape, strides = output_layout(query, value.shape[-1])
     out = torch.empty_strided(shape, strides, dtype=dtype or operands.dtype)
     memory = dense(query, Dense(key, value, problem.kv_start), problem.q_start)
-    numbers = numbers or config().check
-    rows, out_of_range = forward(problem, memory, sink, out, numbers=numbers)
+    if config().check:
+        wanted = wanted._replace(lse=True, max_scores=True)
+    rows, out_of_range = forward(problem, memory, sink, out, wanted)
     if out_of_range:
         _raise_as_eager(problem, operands, sink)
     result = Result(*rows)

@@ -150,7 +150,8 @@ class Recalled(NamedTuple):
         out = torch.empty_strided(self.out_shape, self.out_strides, dtype=query.dtype)
         keys = key.shape[2]
         record = Sequence(0, query.shape[2], q_start, 0, keys).record(0)
-        addresses = (query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(), 0, 0, 0)
+        operands = (query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr())
+        addresses = (*operands, 0, 0, 0, 0, 0)
         work = self.work * keys
         wrong = self.plan.launch_at(addresses, record, 1, self.items, work, captures, self.lists)
         return None if wrong else out

@@ -54,6 +54,10 @@ VERDICT = Signature("verdict", (PTR, I64, I64, I64, I64, I64, I64), I64)
 """What a tile is: (arguments, b, h, q_low, q_high, kv_low, kv_high), see `mods.py`."""
 
 
+OBSERVE = Signature("observe", (PTR, PTR, PTR, PTR, PTR, I64, I64))
+"""Sees scores: (scores, running_sum, best, place, surprise, first, keys), see `observe.py`."""
+
+
 def _strides(name: str, *axes: str) -> dict[str, Type]:
     return {f"{name}_{axis}": I64 for axis in axes}
 
@@ -65,7 +69,9 @@ CALL = {
     "value": PTR,
     "out": PTR,
     "lse": PTR,  # or null
-    "max_scores": PTR,  # or null; has the strides of lse
+    "max_scores": PTR,  # or null, as the next two; all have the strides of lse
+    "argmax": PTR,  # i64; this and entropy need `observe`
+    "entropy": PTR,
     "sink": PTR,  # one number per query head, or null
     "sequences": PTR,  # SEQUENCE records
     "num_sequences": I64,
@@ -105,6 +111,7 @@ PLAN = {
     "weights_mod": PTR,  # gets weights in place of scores
     "extent": PTR,  # an EXTENT or null
     "verdict": PTR,  # a VERDICT or null; null where there is a tile list
+    "observe": PTR,  # an OBSERVE or null
     "scratch_bytes": I64,
 }
 
@@ -117,7 +124,7 @@ SEQUENCE = Layout(
         "b": I64,  # its number in the batch; not read where one record stands for all
         "first_item": I64,  # items of the sequences before
         "tile_row": I64,
-        "q_row": I64,  # its first row in query, out, lse and max_scores
+        "q_row": I64,  # its first row in query, out, lse and the like
         "q_len": I64,
         "q_start": I64,  # the position of its first query
         "kv_row": I64,  # the row that position 0 has, or would have, in key and value
@@ -143,7 +150,7 @@ class ForwardSpec:
 
     @property
     def tile(self) -> Tile:
-        """Scratch, lse and max_scores are float32; float64 if the queries are."""
+        """Scratch, lse, max_scores and entropy are float32; float64 if the queries are."""
         return Tile(self.target, F64 if self.query == "float64" else F32)
 
 
@@ -207,6 +214,9 @@ def scratch_regions(
         ("running_max", block_q),
         ("running_sum", block_q),
         ("lse", block_q),
+        ("best", block_q),  # this and the next two for `observe` alone
+        ("place", block_q),
+        ("surprise", block_q),
         ("keys", scratch_stride(tile, head_dim) * tile.target.block_kv),
         ("values", scratch_stride(tile, value_dim) * tile.target.block_kv),
         ("queries", padded(tile, head_dim) * block_q),
@@ -225,6 +235,9 @@ def decode_regions(
         ("scores", tile.target.block_kv),
         ("running_max", rows * tile.lanes),
         ("running_sum", rows * tile.lanes),
+        ("best", rows * tile.lanes),
+        ("place", rows * tile.lanes),
+        ("surprise", rows * tile.lanes),
         ("keys", scratch_stride(tile, head_dim) * tile.target.block_kv),
         ("values", scratch_stride(tile, value_dim) * tile.target.block_kv),
         ("queries", rows * scratch_stride(tile, head_dim)),

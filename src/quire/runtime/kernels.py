@@ -1,8 +1,8 @@
 """Compiled code, by what it was compiled for: the core once per dtype, the mods once per graph.
 
-Both exist in two forms, for panels of queries and for single rows.
+Both exist in two forms, for panels of queries and for single rows, as does what observes scores.
 
-Both are looked up in this process, then on disk, and only then compiled.
+All are looked up in this process, then on disk, and only then compiled.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from quire.codegen import jit
 from quire.codegen.builder import Module
 from quire.codegen.convention import (
     ENTRY,
+    OBSERVE,
     Form,
     ForwardSpec,
     choose_block_q,
@@ -36,6 +37,7 @@ from quire.codegen.mods import (
     write_row_rewrite,
     write_verdict,
 )
+from quire.codegen.observe import write_observe
 from quire.codegen.target import Target
 from quire.codegen.tiles import Tile
 from quire.ir.bound import Bounds, Pyramid
@@ -118,6 +120,14 @@ def kernel(form: Form, *dtypes: torch.dtype) -> Kernel:
     image = _object(cache_key(form, repr(spec)), spec.target, lambda: write(spec).text)
     code = jit.load(image, [ENTRY])
     return Kernel(form, spec, spec.tile, code, code.address(ENTRY))
+
+
+@functools.cache
+def observer(form: Form, tile: Tile) -> jit.Code:
+    """The function that a kernel calls where an argmax or an entropy is wanted."""
+    key = cache_key("observe", form, repr(tile))
+    image = _object(key, tile.target, lambda: write_observe(form, tile).text)
+    return jit.load(image, [OBSERVE.name])
 
 
 def _object(key: str, target: Target, write: Callable[[], str]) -> bytes:
