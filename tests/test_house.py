@@ -49,7 +49,7 @@ LAYERS = """
     checks kernel_options
     codegen
     ir
-    config dynamo
+    arguments config dynamo
     errors warn
 """
 ROW = {name: row for row, line in enumerate(LAYERS.split("\n")) for name in line.split()}

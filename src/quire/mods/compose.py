@@ -12,9 +12,9 @@ from typing import TypeAlias, TypeVar, cast
 
 from torch import Tensor
 
+from quire.arguments import tensor_of, whole_number
 from quire.errors import NotCallableError
 from quire.ir.trace import mod_kind, mod_name
-from quire.mods.arguments import tensor_of, whole_number
 
 MaskMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """`(b, h, q_idx, kv_idx)` to the truth: may this query see this key?"""

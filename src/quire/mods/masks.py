@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from quire.arguments import lengths_tensor, prefix_number, tensor_of, whole_number
 from quire.errors import ShapeError
-from quire.mods.arguments import lengths_tensor, prefix_number, tensor_of, whole_number
 from quire.mods.compose import MaskMod, named
 
 

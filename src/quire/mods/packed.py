@@ -11,9 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from quire.arguments import lengths_tensor, offsets_tensor, prefix_number, tensor_of
+from quire.block_mask.packed import LENGTHS_ADVICE, OFFSETS_ADVICE, ids_of_lengths
 from quire.errors import ArgumentError, ShapeError
 from quire.ir.trace import mod_name
-from quire.mods.arguments import lengths_tensor, offsets_tensor, prefix_number, tensor_of
 from quire.mods.compose import MaskMod, check_callables, named
 
 
@@ -90,14 +91,12 @@ def shared_prefix(
     `prefix_document_id[d]`; a prompt continues itself.
     """
     advice = "Give the document that each document continues, and for a prompt its own number."
-    bounds = offsets_tensor(
-        offsets, "Give where each document starts, and where the last one ends."
-    )
+    bounds = offsets_tensor(offsets, OFFSETS_ADVICE)
     prefixes = tensor_of("integers", "prefix_document_id", prefix_document_id, advice=advice).long()
     _check_prefixes(prefixes, num_documents=len(bounds) - 1, advice=advice)
 
     starts, ends = bounds[:-1], bounds[1:]
-    owner = _ids_of_lengths(ends - starts)
+    owner = ids_of_lengths(ends - starts)
     # A prompt has no prefix: an empty range stands for it.
     continues = prefixes != torch.arange(len(prefixes), device=prefixes.device)
     own_start = starts[owner].int()
@@ -169,19 +168,13 @@ def _document_ids(
             "Give ids [S] or [B, S], or the documents' lengths, or their offsets."
         )
     if lengths is not None:
-        return _ids_of_lengths(lengths_tensor(lengths, "Give the tokens of each document."))
+        return ids_of_lengths(lengths_tensor(lengths, LENGTHS_ADVICE))
     if offsets is not None:
-        advice = "Give where each document starts, and where the last one ends."
-        bounds = offsets_tensor(offsets, advice)
-        return _ids_of_lengths(bounds[1:] - bounds[:-1])
+        bounds = offsets_tensor(offsets, OFFSETS_ADVICE)
+        return ids_of_lengths(bounds[1:] - bounds[:-1])
     assert ids is not None
     advice = "Give the number of the document of each position, [S] or [B, S]."
     return tensor_of("integers", "ids", ids, ranks=(1, 2), advice=advice)
-
-
-def _ids_of_lengths(lengths: Tensor) -> Tensor:
-    numbers = torch.arange(len(lengths), dtype=torch.int32, device=lengths.device)
-    return torch.repeat_interleave(numbers, lengths.long())
 
 
 def _first_positions(ids: Tensor) -> Tensor:

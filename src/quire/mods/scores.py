@@ -11,8 +11,8 @@ import math
 import torch
 from torch import Tensor
 
+from quire.arguments import finite_positive, tensor_of, whole_number
 from quire.errors import ShapeError
-from quire.mods.arguments import finite_positive, tensor_of, whole_number
 from quire.mods.compose import ScoreMod, named
 
 

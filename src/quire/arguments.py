@@ -1,4 +1,4 @@
-"""What the factories of mods accept. Each check gives the argument back, or says what is wrong.
+"""What factories accept. Each check gives the argument back, or says what is wrong with it.
 
 Every message has three parts: what the argument must be, what came, and `advice` on what to give.
 """
