@@ -1027,7 +1027,7 @@ def test_masks_of_one_or_equal_batches_and_heads_fit(batch: tuple[int, int]) -> 
         ((2, 4, 31, 20, CPU), BlockMaskShapeError, r"q_len=31 .*shape=\(2, 4, 30, 20\).*smaller"),
         ((2, 4, 30, 21, CPU), BlockMaskShapeError, r"kv_len=21.*smaller length: create a new"),
         ((2, 4, 29, 21, CPU), BlockMaskShapeError, r"smaller length: create a new"),
-        ((2, 4, 29, 20, CPU), BlockMaskShapeError, r"larger length.*_adjust\(29, 20\)"),
+        ((2, 4, 29, 20, CPU), BlockMaskShapeError, r"larger length.*resize\(29, 20\)"),
         ((2, 4, 30, 20, META), DeviceError, r"same device but got meta and cpu.*to\('meta'\)"),
     ],
 )

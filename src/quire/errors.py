@@ -16,7 +16,8 @@
     │   ├── BlockMaskShapeError  made for other batches, heads or lengths          (as above)
     │   ├── BlockIndexError      no such batch, head or row of blocks              IndexError
     │   ├── SlicedMaskError      the mask_mod of a slice was used                  (as above)
-    │   └── MaskPickleError      its mask_mod cannot be written down               pickle.PicklingError
+    │   ├── MaskPickleError      its mask_mod cannot be written down               pickle.PicklingError
+    │   └── MaskFileError        a file that holds none, or a damaged one          (as above)
     └── ModError                 a score_mod or mask_mod is at fault
         ├── NotCallableError     given as a mod, but no function                   RuntimeError, TypeError
         ├── ModSignatureError    takes the wrong number of arguments               AssertionError, TypeError
@@ -101,6 +102,10 @@ class SlicedMaskError(BlockMaskError):
 
 class MaskPickleError(BlockMaskError, pickle.PicklingError):
     """A block mask whose mask_mod cannot be traced, so that nothing can be written down."""
+
+
+class MaskFileError(BlockMaskError):
+    """A file that was to hold a block mask and does not, or is damaged."""
 
 
 class ModError(QuireError):

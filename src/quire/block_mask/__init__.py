@@ -6,12 +6,14 @@
     print(block_mask)
 
 Reading order: lists (the format), mask (the class), index, mask_mods and rows (its parts), create
-(from a mask_mod), fit (against the tensors of a call).
+(from a mask_mod), fit (against the tensors of a call); elements, algebra (masks made of masks),
+parts (other lengths, some queries), packed (documents) and files.
 """
 
 from quire.block_mask.create import create_block_mask, create_mask
 from quire.block_mask.fit import check_fits
-from quire.block_mask.mask import NOOP_BLOCK_SIZE, BlockMask
+from quire.block_mask.lists import NOOP_BLOCK_SIZE
+from quire.block_mask.mask import BlockMask
 from quire.block_mask.rows import BlockRows, Span
 
 __all__ = [

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from quire.block_mask.mask import NOOP_BLOCK_SIZE, BlockMask
+from quire.block_mask.lists import NOOP_BLOCK_SIZE
+from quire.block_mask.mask import BlockMask
 from quire.block_mask.mask_mods import sliced_mask_mod
 from quire.errors import BlockMaskShapeError, DeviceError
 
@@ -51,15 +52,10 @@ def _check_lengths(block_mask: BlockMask, q_len: int, kv_len: int) -> None:
         )
     if made_for == (q_len, kv_len):
         return
-    if q_len > made_for[0] or kv_len > made_for[1]:
-        advice = "It was created for a smaller length: create a new block mask for this one."
-    else:
-        advice = (
-            f"It was created for a larger length: create a new block mask, or crop this one to its "
-            f"upper left corner with block_mask._adjust({q_len}, {kv_len}) if its mask_mod does "
-            f"not depend on the lengths."
-        )
+    other = "smaller" if q_len > made_for[0] or kv_len > made_for[1] else "larger"
     raise BlockMaskShapeError(
         f"expected a block mask for q_len={q_len} and kv_len={kv_len}, got one that "
-        f"was created for block_mask.shape={block_mask.shape}. {advice}"
+        f"was created for block_mask.shape={block_mask.shape}. It was created for a {other} "
+        f"length: create a new block mask for this one, or call block_mask.resize({q_len}, "
+        f"{kv_len}) if its mask_mod does not depend on the lengths."
     )

@@ -26,6 +26,9 @@ EMPTY: Final = 0
 PARTIAL: Final = 1
 FULL: Final = 2
 
+NOOP_BLOCK_SIZE: Final = 1 << 30
+"""Blocks of this size in both directions mark a mask that is good for every length."""
+
 INDEX_DTYPES = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
 

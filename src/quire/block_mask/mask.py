@@ -9,6 +9,8 @@ state: a user may edit them and `seq_lengths` in place, so nothing that is deriv
 from __future__ import annotations
 
 import copy
+import os
+from collections.abc import Sequence
 from typing import Any, Self, TypeAlias
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import noop_mask
 
+from quire.block_mask import algebra, files, packed, parts
 from quire.block_mask.index import expand_index
 from quire.block_mask.lists import (
     EMPTY,
@@ -54,8 +57,6 @@ from quire.ir.trace import mod_name
 BlockIndex: TypeAlias = Any  # int, slice, Tensor, list or ..., alone or in a tuple
 
 DEFAULT_BLOCK_SIZE = 128
-NOOP_BLOCK_SIZE = 1 << 30
-"""Blocks of this size in both directions mark a mask that is good for every length."""
 
 
 class BlockMask(torch_flex.BlockMask):
@@ -237,6 +238,48 @@ class BlockMask(torch_flex.BlockMask):
             compute_q_blocks=compute_q_blocks,
         )
 
+    @classmethod
+    def from_lengths(
+        cls,
+        lengths: int | Sequence[int] | Tensor,
+        causal: bool = False,
+        BLOCK_SIZE: int | tuple[int, int] = DEFAULT_BLOCK_SIZE,
+        *,
+        device: Device | None = None,
+    ) -> Self:
+        """The mask of documents packed into one sequence, of which none sees another.
+
+        >>> BlockMask.from_lengths([300, 0, 212], causal=True).shape
+        (1, 1, 512, 512)
+
+        `device` None is that of the lengths, and the CPU for numbers.
+        """
+        return packed.from_lengths(cls, lengths, causal, BLOCK_SIZE, device)
+
+    @classmethod
+    def from_offsets(
+        cls,
+        offsets: Sequence[int] | Tensor,
+        causal: bool = False,
+        BLOCK_SIZE: int | tuple[int, int] = DEFAULT_BLOCK_SIZE,
+        *,
+        device: Device | None = None,
+    ) -> Self:
+        """As `from_lengths`, from where each document starts and the last one ends."""
+        return packed.from_offsets(cls, offsets, causal, BLOCK_SIZE, device)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], device: Device = "cpu") -> Self:
+        """The mask that `save` wrote. A damaged file is refused, and no code of it is run."""
+        return files.load(cls, path).to(device)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the mask to one file: its blocks, and the graph and tensors of its mask_mod.
+
+        What orders the backward pass on a GPU (`dq_*`) is not kept.
+        """
+        files.save(self, path)
+
     @property
     def is_sliced(self) -> bool:
         """Whether this is a slice that has not been given a mask_mod of its own."""
@@ -268,6 +311,40 @@ class BlockMask(torch_flex.BlockMask):
         if order is not None:
             order = order.expand(*self.kv_num_blocks.shape[:-1], -1)[where[:-1]]
         return sliced._keep_order_of(self, order)
+
+    def for_queries(self, start: int, stop: int) -> Self:
+        """The mask of the queries from `start` up to `stop`, over the same keys.
+
+        >>> step = block_mask.for_queries(t, t + 1)
+        >>> flex_attention(query[:, :, t : t + 1], key, value, block_mask=step)
+
+        Its mask_mod is that of the whole, moved by `start`, so it can be used as it is. Any token
+        can be the first, also one in the middle of a block.
+        """
+        return parts.for_queries(self, start, stop)
+
+    def resize(self, q_len: int, kv_len: int) -> Self:
+        """The mask for other lengths, shorter or longer, as if its mask_mod had made it for them.
+
+        Blocks listed by hand, of which the mask_mod knows nothing, can be cropped and not extended.
+        """
+        return parts.resize(self, q_len, kv_len)
+
+    def __and__(self, other: torch_flex.BlockMask) -> Self:
+        """The mask of what both allow. A B or H of 1 serves every one of the other's."""
+        if not isinstance(other, torch_flex.BlockMask):
+            return NotImplemented
+        return algebra.intersection(self, BlockMask.from_torch(other))
+
+    def __or__(self, other: torch_flex.BlockMask) -> Self:
+        """The mask of what at least one of them allows."""
+        if not isinstance(other, torch_flex.BlockMask):
+            return NotImplemented
+        return algebra.union(self, BlockMask.from_torch(other))
+
+    def __invert__(self) -> Self:
+        """The mask of what this one does not allow."""
+        return algebra.complement(self)
 
     def _num_queries(self, rows: slice | Tensor) -> int:
         num_rows, block = self.kv_indices.shape[-2], self.BLOCK_SIZE[0]

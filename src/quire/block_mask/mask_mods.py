@@ -20,9 +20,9 @@ def sliced_mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tens
     """Stand in for the mask_mod of a slice, whose positions have moved: always raises."""
     raise SlicedMaskError(
         "Cannot use mask_mod from a sliced BlockMask: expected one that counts positions from the "
-        "slice's first query, got none, since slicing moves them. Set it from the whole mask: "
-        "part = mask[:, :, row]; part.mask_mod = lambda b, h, q, kv: "
-        "mask.mask_mod(b, h, q + row * mask.BLOCK_SIZE[0], kv)."
+        "slice's first query, got none, since slicing moves them. Take the queries by "
+        "mask.for_queries(start, stop), or set it from the whole mask: part = mask[:, :, row]; "
+        "part.mask_mod = lambda b, h, q, kv: mask.mask_mod(b, h, q + row * mask.BLOCK_SIZE[0], kv)."
     )
 
 
