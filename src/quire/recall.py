@@ -8,10 +8,12 @@ and takes the long way.
 
 from __future__ import annotations
 
+import operator
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn.attention import flex_attention as torch_flex
 
 from quire.block_mask import BlockMask
@@ -20,7 +22,7 @@ from quire.config import config
 from quire.eager import output_layout, working_dtype
 from quire.ir.trace import Mod, Traced, trace
 from quire.memory import Dense
-from quire.problem import Call
+from quire.problem import Call, Problem
 from quire.runtime.addressing import Sequence, dense
 from quire.runtime.forward import plan_for
 from quire.runtime.known import Known
@@ -29,7 +31,7 @@ from quire.runtime.tile_lists import TileLists
 
 Signature: TypeAlias = tuple[object, ...]
 
-MOST_KEYS = 2**19  # beyond it the graphs of mods are others, and microseconds do not matter
+MOST_KEYS = 2**19  # beyond that position the graphs of mods are others, and microseconds do not matter
 MOST_BYTES = 2**16  # of a block mask
 
 
@@ -56,6 +58,7 @@ def layout(query: Tensor, key: Tensor, value: Tensor, grad: bool) -> Signature |
         or q_shape[2] > MOST_KEYS
         or torch.is_autocast_enabled("cpu")
         or torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
         or config().check
     ):
         return None
@@ -104,7 +107,11 @@ def familiar(
             signature.append("mask")
             if not isinstance(mask, torch_flex.BlockMask):
                 add(trace(mask, "mask"))
-            elif isinstance(mask, BlockMask) and mask.kv_indices.nbytes <= MOST_BYTES:
+            elif (
+                isinstance(mask, BlockMask)
+                and mask.kv_num_blocks.is_cpu
+                and mask.kv_indices.nbytes <= MOST_BYTES
+            ):
                 signature += (mask.content(), key.shape[2])
                 add(trace(mask.mask_mod, "mask"))
             else:
@@ -132,7 +139,7 @@ class Recalled(NamedTuple):
         """What a call is planned to be; None where there is nothing to do, or too much."""
         query, problem = call.query, call.problem
         shape, strides = output_layout(query, call.value.shape[3])
-        results = Rows(torch.empty_strided(shape, strides, dtype=query.dtype))
+        results = Rows(torch.empty_strided(shape, strides, dtype=query.dtype, device="cpu"))
         operands = dense(query, Dense(call.key, call.value), problem.q_start)
         ((form, sequences),) = operands.by_form()
         plan, _, lists = plan_for(problem, operands, form, sequences, results)
@@ -146,12 +153,18 @@ class Recalled(NamedTuple):
         self, query: Tensor, key: Tensor, value: Tensor, q_start: int, captures: tuple[Tensor, ...]
     ) -> Tensor | None:
         """The output; None where the long way has to say what is wrong."""
-        out = torch.empty_strided(self.out_shape, self.out_strides, dtype=query.dtype)
+        out = torch.empty_strided(
+            self.out_shape, self.out_strides, dtype=query.dtype, device="cpu"
+        )
         keys = key.shape[2]
         record = Sequence(0, query.shape[2], q_start, 0, keys).record(0)
-        addresses = (query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(), 0, 0, 0)
+        addresses = (query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr())
+        if 0 in addresses:  # a tensor that is empty, or is somewhere else
+            return None
         work = self.work * keys
-        wrong = self.plan.launch_at(addresses, record, 1, self.items, work, captures, self.lists)
+        wrong = self.plan.launch_at(
+            (*addresses, 0, 0, 0), record, 1, self.items, work, captures, self.lists
+        )
         return None if wrong else out
 
 
@@ -166,11 +179,21 @@ class Familiar(NamedTuple):
 
     def again(self, query: Tensor, key: Tensor, value: Tensor, q_start: int) -> Tensor | None:
         """The output; None where nothing is known, or the long way has to say what is wrong."""
-        known = _known.get(self.signature)
+        known = _known.get(self.signature) if q_start <= MOST_KEYS else None
         return None if known is None else known.run(query, key, value, q_start, self.captures)
 
     def remember(self, call: Call) -> None:
         """Keep what a call that went well was planned to be."""
         recalled = Recalled.of(call)
-        if recalled is not None:
+        if recalled is not None and self._describes(call.problem):
             _known.keep(self.signature, recalled)
+
+    def _describes(self, problem: Problem) -> bool:
+        """Whether mods and block mask were the same when the signature was read."""
+        mods = problem.score_mod, problem.mask_mod, problem.partial_mod
+        parts: list[object] = [mod.output for mod in mods if isinstance(mod, Traced)]
+        if problem.block_mask is not None:
+            parts.append(problem.block_mask.content())
+        return all(part in self.signature for part in parts) and all(
+            map(operator.is_, self.captures, problem.captures)
+        )

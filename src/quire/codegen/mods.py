@@ -26,6 +26,7 @@ Scores leave in units of log 2, as the kernel computes powers of two.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 import struct
@@ -151,8 +152,15 @@ class ModArguments:
 
 
 def _describe(tensor: Tensor) -> tuple[int, ...]:
-    """Where a captured tensor is, its sizes and its strides."""
-    return (tensor.data_ptr(), *tensor.shape, *tensor.stride())
+    """Where a captured tensor is, its sizes and its strides. Any index of an empty one is wrong."""
+    address = tensor.data_ptr()
+    if address == 0:
+        return (ctypes.addressof(_NOWHERE), *(0,) * (2 * tensor.dim()))
+    return (address, *tensor.shape, *tensor.stride())
+
+
+_NOWHERE = ctypes.create_string_buffer(8)
+"""What a load with a wrong index reads where there is nothing to read."""
 
 
 def is_literal(node: Node) -> bool:
@@ -376,13 +384,19 @@ class Panel:
         return after, wrong
 
     def reads(self, kv_idx: Lanes, exists: Sequence[Value]) -> tuple[Value, Value]:
-        """Whether any query of the panel reads a key, and which queries do not (a lane mask)."""
+        """Whether any query of the panel reads a key, and which queries do not (a lane mask).
+
+        A key whose mask went wrong is read, and by no query for sure: `rewrite` has to see it.
+        """
         f = self.f
-        live = self._mask(list(self._at_key(kv_idx, None)), exists)
+        scopes = list(self._at_key(kv_idx, None))
+        live = self._mask(scopes, exists)
         some, unread = f.value(False, tile_condition(self.tile)), f.value(0, lane_mask(self.tile))
-        for holds, there in zip(live, exists, strict=True):
+        for v, (holds, there) in enumerate(zip(live, exists, strict=True)):
             some = some | holds
             unread = unread | self._lane_mask(there & ~holds)
+            for mistake in self._mistakes(scopes[v], self._mask_mistakes[v], there):
+                some, unread = some | mistake, unread | self._lane_mask(mistake)
         return f.any_lane(some), unread
 
     def _at_key(self, kv_idx: Lanes, scores: Sequence[Value] | None) -> Iterator[Scope]:
@@ -426,9 +440,13 @@ class Panel:
         """`wrong` with the live lanes that have had an index out of range so far."""
         result = []
         for known, scope, count, lanes in zip(wrong, scopes, row_mistakes, live, strict=True):
-            found = (*scope.mistakes[ROW][:count], *scope.mistakes[KEY], *scope.mistakes[ELEMENT])
-            for mistake in found:
-                each = mistake if mistake.type.lanes else self.f.splat(mistake, lanes.type)
-                known = known | self._lane_mask(each & lanes)
+            for mistake in self._mistakes(scope, count, lanes):
+                known = known | self._lane_mask(mistake)
             result.append(known)
         return result
+
+    def _mistakes(self, scope: Scope, row_mistakes: int, lanes: Value) -> Iterator[Value]:
+        """The mistakes of a scope so far, in some lanes."""
+        of_rows = scope.mistakes[ROW][:row_mistakes]
+        for mistake in (*of_rows, *scope.mistakes[KEY], *scope.mistakes[ELEMENT]):
+            yield (mistake if mistake.type.lanes else self.f.splat(mistake, lanes.type)) & lanes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Several
 
-import torch
 from torch import Tensor
 
 from quire.codegen.convention import Form
@@ -26,7 +25,7 @@ def forward(
     results = Rows(out)
     if numbers:
         shape, wide = memory.query.shape[:3], wide_dtype(memory.query)
-        results = Rows(out, torch.empty(shape, dtype=wide), torch.empty(shape, dtype=wide))
+        results = Rows(out, *(out.new_empty(shape, dtype=wide) for _ in range(2)))
     wrong = False
     for form, sequences in memory.by_form():
         plan, captures, lists = plan_for(problem, memory, form, sequences, results)

@@ -27,7 +27,7 @@ SMALLEST_BLOCK = 64
 SMALL_WORK = 2**19
 """Multiplications below which starting threads costs more than it saves."""
 
-NOTHING = torch.empty(0)
+NOTHING = torch.empty(0, device="cpu")
 
 
 class Rows(NamedTuple):
@@ -203,7 +203,7 @@ class Scratch:
         except IndexError:
             self._memory = NOTHING
         if self._memory.nbytes < self._size:
-            self._memory = torch.empty(self._size, dtype=torch.uint8)
+            self._memory = torch.empty(self._size, dtype=torch.uint8, device="cpu")
         self.address = (self._memory.data_ptr() + 63) // 64 * 64
         return self
 
