@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn import Parameter
 from torch.nn.attention import flex_attention as torch_flex
 
 from quire.block_mask import BlockMask
@@ -31,7 +32,9 @@ from quire.runtime.tile_lists import TileLists
 
 Signature: TypeAlias = tuple[object, ...]
 
-MOST_KEYS = 2**19  # beyond that position the graphs of mods are others, and microseconds do not matter
+MOST_KEYS = (
+    2**19
+)  # beyond that position the graphs of mods are others, and microseconds do not matter
 MOST_BYTES = 2**16  # of a block mask
 
 
@@ -119,7 +122,12 @@ def familiar(
     except Exception:  # the long way says what is wrong
         return None
     for tensor in captures:
-        if not tensor.is_cpu or tensor.is_neg() or (grad and tensor.requires_grad):
+        if (
+            type(tensor) not in (Tensor, Parameter)
+            or not tensor.is_cpu
+            or tensor.is_neg()
+            or (grad and tensor.requires_grad)
+        ):
             return None
     return Familiar(tuple(signature), tuple(captures))
 
@@ -153,13 +161,13 @@ class Recalled(NamedTuple):
         self, query: Tensor, key: Tensor, value: Tensor, q_start: int, captures: tuple[Tensor, ...]
     ) -> Tensor | None:
         """The output; None where the long way has to say what is wrong."""
-        out = torch.empty_strided(
-            self.out_shape, self.out_strides, dtype=query.dtype, device="cpu"
-        )
+        out = torch.empty_strided(self.out_shape, self.out_strides, dtype=query.dtype, device="cpu")
+        if type(out) is not Tensor:  # a mode is active that makes others
+            return None
         keys = key.shape[2]
         record = Sequence(0, query.shape[2], q_start, 0, keys).record(0)
         addresses = (query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr())
-        if 0 in addresses:  # a tensor that is empty, or is somewhere else
+        if 0 in addresses:  # a tensor that is empty, or has no memory
             return None
         work = self.work * keys
         wrong = self.plan.launch_at(

@@ -16,6 +16,7 @@ The graph splits by rate, and since no LLVM pass hoists for us this split is wha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -334,27 +335,46 @@ def provable(roots: Sequence[Node]) -> list[Node]:
     both ends.
     """
     known: dict[Node, int] = {}
+    paces: dict[Node, float] = {}
     found: dict[Node, None] = {}
     for node in walk(*roots):
-        if node.op == "load" and rate(node, known) & KEY and all(map(_is_sum, node.args)):
+        if (
+            node.op == "load"
+            and rate(node, known) & KEY
+            and all(_pace(arg, paces) <= FASTEST for arg in node.args)
+        ):
             clamps = (below for below in walk(*node.args) if below.op in ("min", "max"))
             found.update(dict.fromkeys(below for below in clamps if _depends_on_key(below)))
             found[node] = None
     return list(found)
 
 
-def _is_sum(node: Node) -> bool:
-    """Whether an index is a sum of inputs, perhaps clamped, and of what does not depend on the key.
+FASTEST = 2**16  # what moves no faster does not wrap around between the ends of a block of keys
 
-    Such an index is monotone in the key, and moves too little between the ends to wrap around.
+
+def _pace(node: Node, known: dict[Node, float]) -> float:
+    """How much an index moves from key to key, at most; infinite unless it moves evenly.
+
+    It does where it is a sum of inputs, perhaps clamped, and of what does not depend on the key.
     """
-    if node.dtype not in (torch.int32, torch.int64):
-        return False
-    if not _depends_on_key(node) or node.op == "input":
-        return True
+    if node not in known:
+        known[node] = math.inf
+        if node.dtype in (torch.int32, torch.int64):
+            known[node] = _integer_pace(node, known)
+    return known[node]
+
+
+def _integer_pace(node: Node, known: dict[Node, float]) -> float:
+    if not _depends_on_key(node):
+        return 0
+    if node.op == "input":
+        return 1
     if node.op in ("min", "max"):
-        return _is_sum(_clamped(node)[0]) and not all(map(_depends_on_key, node.args))
-    return node.op in ("add", "sub", "neg", "cast") and all(map(_is_sum, node.args))
+        both = all(map(_depends_on_key, node.args))
+        return math.inf if both else _pace(_clamped(node)[0], known)
+    if node.op in ("add", "sub", "neg", "cast"):
+        return sum(_pace(arg, known) for arg in node.args)
+    return math.inf
 
 
 def _depends_on_key(node: Node) -> bool:
