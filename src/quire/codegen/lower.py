@@ -46,6 +46,9 @@ def rate(node: Node, known: dict[Node, int]) -> int:
     return known[node]
 
 
+FASTEST = 2**16  # what moves no faster from key to key, or lane to lane, does not wrap around
+
+
 class Lanes(NamedTuple):
     """One number per lane: a scalar, a scalar plus `step` for each lane, or a vector."""
 
@@ -202,8 +205,9 @@ class Scope:
             return None
         scalars = [arg.scalar for arg in args if arg.scalar is not None]
         steps = [arg.step for arg in args]
-        step = {"add": sum(steps), "sub": steps[0] - sum(steps[1:]), "neg": -steps[0]}
-        return Lanes(self._apply(node, scalars), step.get(node.op, steps[0]))
+        sums = {"add": sum(steps), "sub": steps[0] - sum(steps[1:]), "neg": -steps[0]}
+        step = sums.get(node.op, steps[0])
+        return Lanes(self._apply(node, scalars), step) if abs(step) <= FASTEST else None
 
     def _apply(self, node: Node, values: list[Value]) -> Value:
         result = RULES[node.op](self.f, node, *values)
@@ -347,9 +351,6 @@ def provable(roots: Sequence[Node]) -> list[Node]:
             found.update(dict.fromkeys(below for below in clamps if _depends_on_key(below)))
             found[node] = None
     return list(found)
-
-
-FASTEST = 2**16  # what moves no faster does not wrap around between the ends of a block of keys
 
 
 def _pace(node: Node, known: dict[Node, float]) -> float:
