@@ -232,6 +232,24 @@ def test_tables_that_are_just_long_enough(index: str, dtype: torch.dtype, q_len:
 
 
 @pytest.mark.parametrize("q_len", [4, 20])
+@pytest.mark.parametrize("limit", [0, 1, 7, 8, 127, 128, 148, 149, 500])
+def test_clamps_of_indices_that_a_table_would_hold(q_len: int, limit: int) -> None:
+    """The limit is reached at the first key of a block, within it, at its last one, or never."""
+    q, k, v = operands(q_len, KEYS)
+    table = torch.randn(600)
+
+    def above(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        place = (kv_idx - q_idx + q_len).clamp(max=limit + q_len)
+        return score + table[place] + place * 0.01
+
+    def below(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score + table[(q_idx - kv_idx + KEYS).clamp(min=limit)]
+
+    assert_matches(q, k, v, score_mod=above)
+    assert_matches(q, k, v, score_mod=below)
+
+
+@pytest.mark.parametrize("q_len", [4, 20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_tables_of_two_dimensions(q_len: int, dtype: torch.dtype) -> None:
     q, k, v = operands(q_len, KEYS, dtype=dtype)
