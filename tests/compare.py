@@ -81,6 +81,8 @@ def assert_matches_reference(case: Case, backend: Backend = "eager") -> None:
         # The gradient of a tensor adds up those of the scores that it takes part in.
         numbers_added = case.num_scores / max(1, exact.numel()) if name.startswith("d ") else 1
         size = math.sqrt(max(1, numbers_added))
+        if name == "entropy":  # a difference of scores, however large they are
+            size = max([1.0, *truth["max_scores"].nan_to_num(0.0, 0.0, 0.0).abs().flatten()])
         assert_as_good_as(actual[name], peer[name], exact, name, size=size)
 
 
@@ -89,7 +91,7 @@ Attend = Callable[[Case, Named, Named], Named]
 
 
 def _results(case: Case, dtype: torch.dtype, attend: Attend) -> Named:
-    """out, lse, max_scores and the gradient of a random function of the first two."""
+    """out, lse, max_scores, entropy and the gradient of a random function of the first two."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     narrow = {"query": dtype, "key": dtype, "value": dtype}
     # Whatever the dtype, the numbers are those that the case's own dtype can hold.
@@ -102,9 +104,14 @@ def _results(case: Case, dtype: torch.dtype, attend: Attend) -> Named:
     operands = {name: leaves[name] for name in case.operands()}
     for name in narrow:
         operands[name] = LAYOUTS[case.layout](operands[name])
-    outputs = attend(case, operands, {name: leaves[name] for name in case.captures()})
-    loss = sum(_random_sum(case, outputs[name], seed) for seed, name in enumerate(("out", "lse")))
-    grads = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
+    captures = {name: leaves[name] for name in case.captures()}
+    torch.set_default_dtype(wide)  # in which mods divide integers
+    try:
+        outputs = attend(case, operands, captures)
+        sums = [_random_sum(case, outputs[name], n) for n, name in enumerate(("out", "lse"))]
+        grads = torch.autograd.grad(sum(sums), list(leaves.values()), materialize_grads=True)
+    finally:
+        torch.set_default_dtype(torch.float32)
     results = {name: tensor.detach() for name, tensor in outputs.items()}
     return results | {f"d {name}": grad for name, grad in zip(leaves, grads, strict=True)}
 
@@ -131,12 +138,12 @@ def _ours(case: Case, operands: Named, captures: Named, *, backend: Backend) -> 
         **_block_mask(case, captures),
         scale=case.scale,
         enable_gqa=True,
-        return_aux=AuxRequest(lse=True, max_scores=True),
+        return_aux=AuxRequest(lse=True, max_scores=True, entropy=True),
         dropout_p=case.dropout_p,
         generator=torch.Generator().manual_seed(case.seed),
         backend=backend,
     )
-    return {"out": out, "lse": aux.lse, "max_scores": aux.max_scores}
+    return {"out": out, "lse": aux.lse, "max_scores": aux.max_scores, "entropy": aux.entropy}
 
 
 def _reference(case: Case, operands: Named, captures: Named) -> Named:
@@ -153,4 +160,5 @@ def _reference(case: Case, operands: Named, captures: Named) -> Named:
         keep=keep,
         dropout_p=case.dropout_p,
     )
-    return {"out": result.out, "lse": result.lse, "max_scores": result.max_scores}
+    names = ("out", "lse", "max_scores", "entropy")
+    return {name: getattr(result, name) for name in names}

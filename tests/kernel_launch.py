@@ -207,6 +207,8 @@ class Call:
         return values | {
             "lse": self.lse.data_ptr(),
             "max_scores": self.max_scores.data_ptr(),
+            "argmax": 0,
+            "entropy": 0,
             "lse_batch": 0 if ragged else batch,
             "lse_head": head,
             "lse_row": row,
@@ -261,4 +263,6 @@ class Call:
             "plain_mod": self.plain_mod,
             "weights_mod": self.weights_mod,
             "extent": self.extent,
+            "verdict": 0,
+            "observe": 0,
         }

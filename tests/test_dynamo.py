@@ -108,6 +108,7 @@ def test_the_function_itself_compiled(graphs: Graphs, fullgraph: bool) -> None:
         {"sink": torch.zeros(2)},
         {"dropout_p": 0.5, "generator": torch.Generator()},
         {"return_aux": quire.AuxRequest(lse=True)},
+        {"return_aux": quire.AuxRequest(argmax=True, entropy=True)},
         {"mask_mod": causal, "kernel_options": {"BLOCK_M": 64}, "scale": 0.5},
     ],
 )
@@ -174,14 +175,34 @@ def test_in_one_graph_block_masks_are_made(graphs: Graphs) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::quire.OneGraphWarning")
+@pytest.mark.parametrize("kind", ["quire", "torch"])
+def test_in_one_graph_a_request_is_answered_in_its_class(graphs: Graphs, kind: str) -> None:
+    owner: Any = quire if kind == "quire" else torch_flex
+
+    def run(*operands: Tensor) -> Any:
+        return quire.flex_attention(*operands, return_aux=owner.AuxRequest())
+
+    _, aux = torch.compile(run, backend=graphs, fullgraph=True)(*qkv())
+    assert type(aux) is owner.AuxOutput
+    assert not any(aux)
+    assert graphs.uses_torch
+
+
+@pytest.mark.filterwarnings("ignore::quire.OneGraphWarning")
 @pytest.mark.parametrize(
-    ("options", "lacking"), [({"sink": torch.zeros(2)}, "sink"), ({"dropout_p": 0.1}, "dropout")]
+    ("options", "lacking"),
+    [
+        ({"sink": torch.zeros(2)}, "has no sink"),
+        ({"dropout_p": 0.1}, "has no dropout"),
+        ({"return_aux": quire.AuxRequest(argmax=True)}, "does not return argmax"),
+        ({"return_aux": quire.AuxRequest(entropy=True)}, "does not return entropy"),
+    ],
 )
 def test_what_the_operator_lacks_is_said(options: dict[str, Any], lacking: str) -> None:
     def run(*operands: Tensor) -> Tensor:
         return quire.flex_attention(*operands, **options)
 
-    with pytest.raises(torch._dynamo.exc.Unsupported, match=rf"BackendError.*has no {lacking}, "):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=rf"BackendError.*{lacking}, "):
         torch.compile(run, backend="eager", fullgraph=True)(*qkv())
 
 

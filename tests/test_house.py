@@ -44,7 +44,7 @@ LAYERS = """
     eager
     problem
     block_mask
-    memory
+    aux_outputs memory
     dropout vectorise
     checks kernel_options
     codegen

@@ -55,6 +55,8 @@ SLOPES = torch.zeros(2, requires_grad=True)
         ({"dropout_p": 0.1}, "has no dropout, and dropout_p is not 0"),
         ({"aux": quire.AuxRequest(lse=True)}, "on cpu does not return lse"),
         ({"aux": quire.AuxRequest(max_scores=True)}, "on cpu does not return max_scores"),
+        ({"aux": quire.AuxRequest(argmax=True)}, "does not return argmax"),
+        ({"aux": quire.AuxRequest(lse=True, entropy=True)}, "does not return entropy"),
         ({"sink": torch.zeros(2)}, "on cpu does not return lse, which a sink needs"),
         (
             {"score_mod": learned},
@@ -107,6 +109,8 @@ def test_other_devices(device: str, can_learn: bool) -> None:
     for options in ({}, {"aux": quire.AuxRequest(lse=True)}, {"sink": tensor}):
         reason = obstacle(Call(Problem(1.0), tensor, tensor, tensor, **options))  # type: ignore[arg-type]
         assert (reason is None) == can_learn
+    reason = obstacle(Call(Problem(1.0), tensor, tensor, tensor, aux=quire.AuxRequest(argmax=True)))
+    assert reason == "PyTorch's flex_attention does not return argmax"
 
 
 @pytest.mark.parametrize("entry", ["flex_attention", "attention"])

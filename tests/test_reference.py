@@ -70,6 +70,67 @@ def test_scores_far_apart() -> None:
     assert result.lse.item() == 1e4
 
 
+# Argmax and entropy
+
+
+def test_argmax_and_entropy_by_hand() -> None:
+    result = one_row([0.0, math.log(3), math.log(4)], [1.0, 1.0, 1.0])
+    assert result.argmax.item() == 2
+    assert result.argmax.dtype == torch.int64
+    expected = math.log(8) - (3 * math.log(3) + 4 * math.log(4)) / 8
+    assert result.entropy.item() == pytest.approx(expected)
+    assert not result.entropy.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("scores", "place"),
+    [
+        ([1.0, 3.0, 3.0], 1),
+        ([-inf, -5.0, -inf], 1),
+        ([1.0, inf, inf], 1),
+        ([inf, 1.0, nan, nan], 2),
+        ([-inf, -inf], -1),
+    ],
+)
+def test_the_argmax_is_the_first_of_equals_and_nan_is_largest(
+    scores: list[float], place: int
+) -> None:
+    mod = lambda score, b, h, q_idx, kv_idx: torch.tensor(scores, dtype=score.dtype)[kv_idx]  # noqa: E731
+    keys = [0.0] * len(scores)
+    assert one_row(keys, keys, score_mod=mod).argmax.item() == place
+
+
+def test_the_argmax_is_an_absolute_position_of_a_key_that_is_read() -> None:
+    options: dict[str, Any] = {"kv_start": 10, "q_start": 12}
+    assert one_row([1.0, 0.0, 3.0, 9.0], [1.0] * 4, **options).argmax.item() == 13
+    masked = one_row([1.0, 0.0, 3.0, 9.0], [1.0] * 4, mask_mod=causal, **options)
+    assert masked.argmax.item() == 12
+
+
+def test_equal_probabilities_have_the_largest_entropy() -> None:
+    result = one_row([7.0] * 5, [1.0] * 5)
+    assert result.argmax.item() == 0
+    assert result.entropy.item() == pytest.approx(math.log(5))
+    assert one_row([1e4, -1e4], [1.0, 1.0]).entropy.item() == 0.0
+
+
+def test_a_sink_takes_its_share_of_the_entropy_and_adds_no_term() -> None:
+    result = one_row([0.0, 0.0], [1.0, 1.0], sink=torch.tensor([math.log(2)]))
+    assert result.entropy.item() == pytest.approx(0.5 * math.log(4))
+    assert result.argmax.item() == 0
+
+
+def test_dropout_changes_neither() -> None:
+    keep = torch.tensor([True, False]).view(1, 1, 1, 2)
+    result = one_row([0.0, 0.0], [1.0, 1.0], keep=keep, dropout_p=0.5)
+    assert result.entropy.item() == pytest.approx(math.log(2))
+
+
+@pytest.mark.parametrize("bad", [nan, inf])
+def test_the_entropy_of_a_row_that_is_nan(bad: float) -> None:
+    assert one_row([0.0, bad], [1.0, 1.0]).entropy.isnan().all()
+
+
 # Rows that read nothing
 
 
@@ -91,6 +152,8 @@ def test_a_row_that_may_attend_nowhere_is_zero(options: dict[str, Any]) -> None:
     assert not result.out.any()
     assert (result.lse == -inf).all()
     assert (result.max_scores == -inf).all()
+    assert (result.argmax == -1).all()
+    assert (result.entropy == 0).all()
     loss = result.out.sum() + result.out.square().sum()
     for grad in torch.autograd.grad(loss, tensors, materialize_grads=True):
         assert not grad.any()
@@ -103,6 +166,8 @@ def test_no_queries_or_no_keys(q_len: int, kv_len: int) -> None:
     assert not result.out.any()
     assert (result.lse == -inf).all()
     assert (result.max_scores == -inf).all()
+    assert (result.argmax == -1).all()
+    assert (result.entropy == 0).all()
 
 
 def test_a_sink_alone() -> None:
@@ -110,6 +175,7 @@ def test_a_sink_alone() -> None:
     assert result.out.item() == 0.0
     assert result.lse.item() == 2.0
     assert result.max_scores.item() == -inf
+    assert (result.argmax.item(), result.entropy.item()) == (-1, 0.0)
 
 
 # What is not finite

@@ -8,7 +8,8 @@ _collecting = gc.isenabled()
 gc.disable()
 try:
     from quire import mods
-    from quire.attention import AuxOutput, AuxRequest, EagerModWarning, attention
+    from quire.attention import EagerModWarning, attention
+    from quire.aux_outputs import AuxOutput, AuxRequest
     from quire.block_mask import BlockMask, create_block_mask, create_mask
     from quire.dynamo import OneGraphWarning
     from quire.errors import QuireError

@@ -8,10 +8,9 @@ from typing import TypeAlias, overload
 import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
-from torch.nn.attention.flex_attention import AuxOutput as AuxOutput
-from torch.nn.attention.flex_attention import AuxRequest as AuxRequest
 
 from quire import checks, compiled
+from quire.aux_outputs import AuxOutput, AuxRequest, checked_request
 from quire.backends import choose
 from quire.block_mask import BlockMask, check_fits
 from quire.config import Backend as BackendName
@@ -19,13 +18,13 @@ from quire.config import config
 from quire.dropout import check_dropout
 from quire.dynamo import never_traced
 from quire.eager import Result, working_dtype
-from quire.errors import ArgumentError, OptionError, QuireError, UnsupportedOpError
+from quire.errors import ArgumentError, QuireError, UnsupportedOpError
 from quire.ir.trace import Kind, Mod, mod_name, trace
 from quire.kernel_options import FlexKernelOptions
 from quire.memory import Dense
 from quire.problem import Call, Problem, ReadyMod
 from quire.recall import familiar
-from quire.runtime.plan import NOTHING
+from quire.runtime.plan import Rows
 from quire.vectorise import Opaque
 from quire.warn import warn
 
@@ -70,6 +69,23 @@ def attention(
 ) -> tuple[Tensor, AuxOutput]: ...
 
 
+@overload
+def attention(
+    query: Tensor,
+    memory: Dense,
+    *,
+    score_mod: Mod | None = ...,
+    mask: Mask | None = ...,
+    scale: float | None = ...,
+    return_aux: torch_flex.AuxRequest,
+    dropout_p: float = ...,
+    generator: torch.Generator | None = ...,
+    sink: Tensor | None = ...,
+    q_start: int | None = ...,
+    backend: BackendName = ...,
+) -> tuple[Tensor, torch_flex.AuxOutput]: ...
+
+
 @never_traced
 def attention(
     query: Tensor,
@@ -78,13 +94,13 @@ def attention(
     score_mod: Mod | None = None,
     mask: Mask | None = None,
     scale: float | None = None,
-    return_aux: AuxRequest | None = None,
+    return_aux: AuxRequest | torch_flex.AuxRequest | None = None,
     dropout_p: float = 0.0,
     generator: torch.Generator | None = None,
     sink: Tensor | None = None,
     q_start: int | None = None,
     backend: BackendName = "auto",
-) -> Tensor | tuple[Tensor, AuxOutput]:
+) -> Tensor | tuple[Tensor, AuxOutput | torch_flex.AuxOutput]:
     """Softmax attention of `query` [B, Hq, L, D] over the keys and values in `memory`.
 
         attention(query, Dense(key, value), mask=causal)
@@ -97,7 +113,7 @@ def attention(
 
     Returns [B, Hq, L, Dv], and an `AuxOutput` as well where `return_aux` asks for one.
     """
-    check_aux_request(return_aux)
+    aux = checked_request(return_aux)
     result = compute(
         query,
         memory,
@@ -107,7 +123,7 @@ def attention(
         dropout_p,
         sink,
         q_start,
-        return_aux,
+        aux,
         None,
         backend,
         generator,
@@ -147,7 +163,7 @@ def compute(
         first = first_position(q_start, query, memory)
         out = known.again(query, memory.key, memory.value, first)
         if out is not None:
-            return Result(out, NOTHING, NOTHING)
+            return Result(*Rows(out))
     call = prepare(
         query, memory, score_mod, masks, scale, dropout_p, sink, q_start, aux, kernel_options
     )
@@ -210,21 +226,13 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)
 
 
-def check_aux_request(request: object) -> None:
-    """Refuse a `return_aux` that is no AuxRequest."""
-    if request is not None and not isinstance(request, AuxRequest):
-        raise OptionError(
-            f"return_aux must be an AuxRequest, but got {type(request).__name__}. Use "
-            f"return_aux=AuxRequest(lse=True)."
-        )
-
-
-def aux_output(result: Result, request: AuxRequest) -> AuxOutput:
+def aux_output(
+    result: Result, request: AuxRequest | torch_flex.AuxRequest
+) -> AuxOutput | torch_flex.AuxOutput:
     """What was asked for; None for the rest."""
-    return AuxOutput(
-        lse=result.lse if request.lse else None,
-        max_scores=result.max_scores if request.max_scores else None,
-    )
+    kind = AuxOutput if isinstance(request, AuxRequest) else torch_flex.AuxOutput
+    wanted = request._asdict().items()
+    return kind(**{name: getattr(result, name) for name, asked in wanted if asked})
 
 
 def first_position(q_start: int | None, query: Tensor, memory: Dense) -> int:

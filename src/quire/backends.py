@@ -49,7 +49,8 @@ class Eager:
 
     def run(self, call: Call) -> Result:
         """Stripe by stripe."""
-        return eager.attention(call.problem, call.query, call.key, call.value, call.sink)
+        operands = call.query, call.key, call.value, call.sink
+        return eager.attention(call.problem, *operands, wanted=call.aux)
 
 
 class Inductor:

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from quire import eager
+from quire.aux_outputs import NO_AUX, AuxRequest
 from quire.checks import DTYPES
 from quire.codegen.lower import check_lowerable
 from quire.codegen.target import Target
@@ -85,8 +86,9 @@ def attention(call: Call) -> Result:
         torch.is_grad_enabled()
         and any(tensor.requires_grad for tensor in (*_operands(call), *problem.captures))
     ):
-        return eager.attention(problem, *operands, call.sink, run=run)
-    return run(problem, operands, call.sink, call.query.dtype, numbers=call.aux is not None)
+        return eager.attention(problem, *operands, call.sink, wanted=call.aux, run=run)
+    wanted = call.aux or NO_AUX
+    return run(problem, operands, call.sink, call.query.dtype, wanted=wanted)
 
 
 def _is_transformed() -> bool:
@@ -101,7 +103,7 @@ def run(
     sink: Tensor | None,
     dtype: torch.dtype | None = None,
     *,
-    numbers: bool = True,
+    wanted: AuxRequest,
 ) -> Result:
     """The forward pass, without a record for autograd; `out` in `dtype` or the working dtype."""
     query, key, value = (tensor.resolve_neg() for tensor in operands)
@@ -113,8 +115,9 @@ def run(
             f"{type(out).__name__} of every new one. Call attention outside of it."
         )
     memory = dense(query, Dense(key, value, problem.kv_start), problem.q_start)
-    numbers = numbers or config().check
-    rows, out_of_range = forward(problem, memory, sink, out, numbers=numbers)
+    if config().check:
+        wanted = wanted._replace(lse=True, max_scores=True)
+    rows, out_of_range = forward(problem, memory, sink, out, wanted)
     if out_of_range:
         _raise_as_eager(problem, operands, sink)
     result = Result(*rows)

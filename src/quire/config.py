@@ -15,8 +15,9 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeVar, get_args
+from typing import Literal, TypeVar, get_args
 
 from quire.errors import ArgumentError
 
@@ -31,7 +32,8 @@ _FALSE = ("0", "false", "no", "off")
 T = TypeVar("T")
 
 
-class Config(NamedTuple):
+@dataclass(frozen=True)
+class Config:
     """The settings of a process.
 
     >>> Config.read({"QUIRE_THREADS": "4"}).threads

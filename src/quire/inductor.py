@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
-from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
+from quire.aux_outputs import NO_AUX, AuxOutput, AuxRequest
 from quire.dynamo import own
 from quire.eager import Result
 from quire.errors import BackendError
@@ -50,6 +50,8 @@ def obstacle(call: Call) -> str | None:
         return "PyTorch's flex_attention has no dropout, and dropout_p is not 0"
     if call.query.shape[2] == 0 or call.key.shape[2] == 0:
         return "PyTorch's flex_attention takes no sequences of length 0"
+    for output in _unknown(_aux(call)):
+        return f"PyTorch's flex_attention does not return {output}"
     reason = _backward_obstacle(call) if device in FORWARD_ONLY else None
     if reason is None and device == "cpu":
         reason = _cpu_obstacle(call)
@@ -104,26 +106,33 @@ def attention(call: Call) -> Result:
             call.problem.scale,
             enable_gqa=query.shape[1] != key.shape[1],
             kernel_options=call.kernel_options,
-            return_aux=aux._replace(lse=aux.lse or call.sink is not None),
+            return_aux=torch_flex.AuxRequest(aux.lse or call.sink is not None, aux.max_scores),
         )
     lse, max_scores = (out.new_empty(0) if x is None else x for x in found)
     if call.sink is not None:
         out, lse = with_sink(out, lse, call.sink)
-    return Result(out, lse, max_scores)
+    nothing = out.new_empty(0)
+    return Result(out, lse, max_scores, nothing, nothing)
 
 
 def _aux(call: Call) -> AuxRequest:
-    return call.aux or AuxRequest()
+    return call.aux or NO_AUX
 
 
-def _operator(*args: Any, **kwargs: Any) -> tuple[Tensor, AuxOutput]:
+def _unknown(aux: AuxRequest) -> list[str]:
+    """What is asked for and PyTorch has no name for."""
+    known = torch_flex.AuxRequest._fields
+    return [name for name, wanted in aux._asdict().items() if wanted and name not in known]
+
+
+def _operator(*args: Any, **kwargs: Any) -> tuple[Tensor, torch_flex.AuxOutput]:
     """A frame of ours, so that what we compile does not count against the user's own limit."""
-    result: tuple[Tensor, AuxOutput] = torch_attention(*args, **kwargs)
+    result: tuple[Tensor, torch_flex.AuxOutput] = torch_attention(*args, **kwargs)
     return result
 
 
 @functools.cache
-def _compiled() -> Callable[..., tuple[Tensor, AuxOutput]]:
+def _compiled() -> Callable[..., tuple[Tensor, torch_flex.AuxOutput]]:
     options: dict[str, Any] = {"recompile_limit": RECOMPILE_LIMIT}  # not in torch's annotations
     return torch.compile(_operator, fullgraph=True, **options)
 
@@ -212,7 +221,7 @@ def flex_attention(
     return_lse: bool = False,
     kernel_options: Any = None,
     *,
-    return_aux: AuxRequest | None = None,
+    return_aux: AuxRequest | torch_flex.AuxRequest | None = None,
     mask_mod: Mod | None = None,
     dropout_p: float = 0.0,
     generator: torch.Generator | None = None,
@@ -226,7 +235,17 @@ def flex_attention(
             f"{'sink' if dropout_p == 0.0 else 'dropout'}, but one was given. Compile without "
             f"fullgraph=True."
         )
-    return torch_attention(
+    asked = return_aux
+    if isinstance(return_aux, AuxRequest):
+        lse, max_scores, argmax, entropy = return_aux
+        if argmax or entropy:
+            raise BackendError(
+                f"PyTorch's operator, which computes under fullgraph=True and torch.export, does "
+                f"not return {'argmax' if argmax else 'entropy'}, but it was asked for. Compile "
+                f"without fullgraph=True."
+            )
+        asked = torch_flex.AuxRequest(lse, max_scores)
+    result = torch_attention(
         query,
         key,
         value,
@@ -236,5 +255,9 @@ def flex_attention(
         enable_gqa,
         return_lse,
         kernel_options,
-        return_aux=return_aux,
+        return_aux=asked,
     )
+    if isinstance(return_aux, AuxRequest):
+        out, aux = result
+        return out, AuxOutput(aux.lse, aux.max_scores)
+    return result

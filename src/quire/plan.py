@@ -80,7 +80,9 @@ class Plan:
         tensors = layout(query, key, value, grad=False)
         if tensors is not None and check_position("Dense.start", memory.start) == 0:
             first = first_position(self._q_start, query, memory)
-            signature = (*tensors, *map(CaptureShape.of, self._captures))
+            signature = tensors
+            for tensor in self._captures:
+                signature += (CaptureShape.of(tensor), tensor.shape)
             if self._fixed:
                 signature += (first, key.shape[2])
             known = self._known.get(signature) or self._learn(signature, query, memory)

@@ -8,8 +8,8 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest
 
+from quire.aux_outputs import AuxRequest
 from quire.block_mask import BlockMask
 from quire.dropout import Dropout
 from quire.ir.trace import Mod, Traced

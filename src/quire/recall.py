@@ -100,7 +100,8 @@ def familiar(
 
     def add(mod: Traced) -> None:
         signature.append(mod.output)
-        signature.extend(map(CaptureShape.of, mod.captures))
+        for tensor in mod.captures:
+            signature.extend((CaptureShape.of(tensor), tensor.shape))
         captures.extend(mod.captures)
 
     try:
@@ -166,13 +167,12 @@ class Recalled(NamedTuple):
             return None
         keys = key.shape[2]
         record = Sequence(0, query.shape[2], q_start, 0, keys).record(0)
-        addresses = (query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr())
-        if 0 in addresses:  # a tensor that is empty, or has no memory
+        operands = (query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr())
+        if 0 in operands:  # a tensor that is empty, or has no memory
             return None
+        addresses = (*operands, 0, 0, 0, 0, 0)
         work = self.work * keys
-        wrong = self.plan.launch_at(
-            (*addresses, 0, 0, 0), record, 1, self.items, work, captures, self.lists
-        )
+        wrong = self.plan.launch_at(addresses, record, 1, self.items, work, captures, self.lists)
         return None if wrong else out
 
 

@@ -18,6 +18,10 @@ tracer. Whole score matrices are made; nothing here is meant to be fast.
   that probability = exp(score - lse) holds with and without it; it is no part of the maximum.
 - Dropout drops probabilities after the softmax and scales the kept ones by 1 / (1 - p).
 - A score of NaN makes its row NaN, and so does one of inf, though the log-sum-exp is inf.
+- The argmax of a row is the absolute position of the key with the largest score after the mods, of
+  equals the first; NaN counts as largest. It is -1 where nothing is read.
+- The entropy of a row is -sum p ln p over the probabilities of its keys before dropout. A sink has
+  its share of the probability and adds no term. It is 0 where nothing is read and has no gradient.
 """
 
 from __future__ import annotations
@@ -34,12 +38,14 @@ from quire.vectorise import IndexByTensors
 
 
 class Reference(NamedTuple):
-    """out [B, Hq, L, Dv], lse and max_scores [B, Hq, L], probabilities [B, Hq, L, S]."""
+    """out [B, Hq, L, Dv], probabilities [B, Hq, L, S], the others [B, Hq, L]."""
 
     out: Tensor
     lse: Tensor
     max_scores: Tensor
     probabilities: Tensor
+    argmax: Tensor
+    entropy: Tensor
 
 
 def attention(
@@ -96,13 +102,16 @@ def attention(
     safe = torch.where(empty, 0.0, logits)
     lse = torch.where(empty.squeeze(-1), -math.inf, torch.logsumexp(safe, -1))
     probabilities = torch.where(read, torch.softmax(safe, -1)[..., : shape[3]], 0.0)
+    entropy = torch.special.entr(probabilities.detach()).sum(-1)
     if keep is not None:
         factor = 0.0 if dropout_p == 1.0 else 1.0 / (1.0 - dropout_p)
         probabilities = torch.where(keep, probabilities * factor, 0.0)
     out = _weighted_sum(probabilities.to(query.dtype), values.to(query.dtype), read, finite)
     lowest = scores.new_full((*shape[:3], 1), -math.inf)  # the maximum of no keys at all
-    max_scores = torch.cat([scores, lowest], -1).amax(-1).detach()
-    return Reference(out, lse, max_scores, probabilities)
+    candidates = torch.cat([scores, lowest], -1).detach()
+    max_scores = candidates.amax(-1)
+    argmax = torch.where(read.any(-1), candidates.argmax(-1) + kv_start, -1)
+    return Reference(out, lse, max_scores, probabilities, argmax, entropy)
 
 
 def evaluate(

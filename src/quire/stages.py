@@ -21,7 +21,7 @@ from functools import cached_property
 import torch
 
 from quire.codegen import jit
-from quire.codegen.mods import CaptureShape, ModArguments
+from quire.codegen.mods import ModArguments
 from quire.codegen.target import Target
 from quire.codegen.tiles import Tile
 from quire.codegen.types import F32, F64
@@ -31,6 +31,7 @@ from quire.ir.graph import text
 from quire.ir.trace import Mod, trace
 from quire.problem import Problem
 from quire.runtime.kernels import ModRoots, write_mods
+from quire.runtime.pyramids import capture_shapes
 from quire.runtime.roots import mod_roots
 
 NAMES = ("graph", "llvm", "asm")
@@ -51,8 +52,10 @@ class Kernel:
 
     @cached_property
     def graph(self) -> str:
-        """The ops of each mod."""
+        """The ops of each mod, and of what a mask can and must be in a tile."""
         titles = {"score": self.roots.score, "mask": self.roots.always}
+        if self.roots.bounds is not None:
+            titles |= {"can": self.roots.bounds.can, "must": self.roots.bounds.must}
         parts = [
             f"{title}:\n{textwrap.indent(text(root), '  ')}"
             for title, root in titles.items()
@@ -109,7 +112,7 @@ def kernel(
         mask_mod=None if mask_mod is None else trace(mask_mod, "mask"),
     )
     roots, captures = mod_roots(problem, wide, longest=0, mixed=None)
-    shapes = tuple(map(CaptureShape.of, captures))
+    shapes = capture_shapes(captures, roots.pyramids)
     processor = Target.host() if target is None else Target.named(target)
     tile = Tile(processor, F64 if wide == torch.float64 else F32)
     return Kernel(roots, ModArguments.of(roots.all, shapes), tile)

@@ -14,15 +14,8 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
 from quire import inductor
-from quire.attention import (
-    AuxOutput,
-    AuxRequest,
-    Mask,
-    aux_output,
-    check_aux_request,
-    compute,
-    prepare,
-)
+from quire.attention import Mask, aux_output, compute, prepare
+from quire.aux_outputs import AuxOutput, AuxRequest, checked_request
 from quire.backends import explain_call
 from quire.config import Backend as BackendName
 from quire.dynamo import instead
@@ -96,6 +89,27 @@ def flex_attention(
 ) -> tuple[Tensor, AuxOutput]: ...
 
 
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Mod | None = ...,
+    block_mask: torch_flex.BlockMask | None = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    return_lse: bool = ...,
+    kernel_options: FlexKernelOptions | None = ...,
+    *,
+    return_aux: torch_flex.AuxRequest,
+    mask_mod: Mod | None = ...,
+    dropout_p: float = ...,
+    generator: torch.Generator | None = ...,
+    sink: Tensor | None = ...,
+    backend: BackendName = ...,
+) -> tuple[Tensor, torch_flex.AuxOutput]: ...
+
+
 @instead(inductor.flex_attention)
 def flex_attention(
     query: Tensor,
@@ -108,13 +122,13 @@ def flex_attention(
     return_lse: bool = False,
     kernel_options: FlexKernelOptions | None = None,
     *,
-    return_aux: AuxRequest | None = None,
+    return_aux: AuxRequest | torch_flex.AuxRequest | None = None,
     mask_mod: Mod | None = None,
     dropout_p: float = 0.0,
     generator: torch.Generator | None = None,
     sink: Tensor | None = None,
     backend: BackendName = "auto",
-) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput | torch_flex.AuxOutput]:
     """Attention with programmable scores, as `torch.nn.attention.flex_attention.flex_attention`.
 
         flex_attention(query, key, value, score_mod=alibi, mask_mod=causal)
@@ -160,7 +174,7 @@ def explain(
     return_lse: bool = False,
     kernel_options: FlexKernelOptions | None = None,
     *,
-    return_aux: AuxRequest | None = None,
+    return_aux: AuxRequest | torch_flex.AuxRequest | None = None,
     mask_mod: Mod | None = None,
     dropout_p: float = 0.0,
     generator: torch.Generator | None = None,
@@ -183,16 +197,16 @@ def explain(
     return explain_call(call, backend)
 
 
-def _aux_request(return_lse: bool, return_aux: AuxRequest | None) -> AuxRequest | None:
-    check_aux_request(return_aux)
-    if return_lse and return_aux is not None:
+def _aux_request(return_lse: bool, return_aux: object) -> AuxRequest | None:
+    request = checked_request(return_aux)
+    if return_lse and request is not None:
         raise OptionError(
             "return_lse and return_aux were both given. Use return_aux=AuxRequest(lse=True) alone."
         )
     if return_lse:
         warn("return_lse is deprecated. Use return_aux=AuxRequest(lse=True).", FutureWarning)
         return AuxRequest(lse=True)
-    return return_aux
+    return request
 
 
 def _masks(mask_mod: Mod | None, block_mask: torch_flex.BlockMask | None) -> tuple[Mask, ...]:

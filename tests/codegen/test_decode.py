@@ -99,6 +99,21 @@ def test_groups_of_heads(group: int, q_len: int) -> None:
     assert_matches(q, k, v, sink=bias)
 
 
+@pytest.mark.parametrize("q_len", LENGTHS)
+@pytest.mark.parametrize("group", [1, 2, 4])
+def test_heads_of_a_group_that_read_other_keys(q_len: int, group: int) -> None:
+    q, k, v = operands(q_len, 300, group=group)
+    lengths = torch.tensor([10, 290, 0, 150, 299, 3, 128, 256])
+    masks: list[Callable[..., Any]] = [
+        lambda b, h, q_idx, kv_idx: h >= 2,
+        lambda b, h, q_idx, kv_idx: kv_idx < h * 60,
+        lambda b, h, q_idx, kv_idx: kv_idx < lengths[h],
+        lambda b, h, q_idx, kv_idx: kv_idx >= lengths[h] + q_idx,
+    ]
+    for mask in masks:
+        assert_matches(q, k, v, mask_mod=mask)
+
+
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize("per_batch", [False, True])
 @pytest.mark.parametrize("size", [(128, 128), (2, 16), (1, 50)])

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.aux_outputs import AuxRequest
 from quire.ir.trace import trace
 from quire.memory import Dense, Paged, Ragged
 from quire.problem import Problem
@@ -30,7 +31,7 @@ def causal_alibi(dtype: torch.dtype) -> Problem:
 
 
 def run(memory: Addressing, out: Tensor) -> tuple[Tensor, Tensor]:
-    rows, wrong = forward(causal_alibi(out.dtype), memory, None, out)
+    rows, wrong = forward(causal_alibi(out.dtype), memory, None, out, AuxRequest(lse=True))
     assert not wrong
     return rows.out, rows.lse
 

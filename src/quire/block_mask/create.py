@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
-from quire.block_mask.lists import FULL, as_block_size, as_count
+from quire.block_mask.classify import classify
+from quire.block_mask.lists import as_block_size, as_count
 from quire.block_mask.mask import DEFAULT_BLOCK_SIZE, BlockMask
 from quire.block_mask.mask_mods import Device, MaskMod
-from quire.block_mask.tiles import Sizes, count_blocks, evaluate_tiles, fastest_form
+from quire.block_mask.tiles import Sizes, evaluate_tiles, fastest_form
 from quire.dynamo import instead, own
 from quire.errors import ArgumentError, ModSignatureError
 from quire.ir.trace import mod_kind, mod_name
@@ -67,10 +68,7 @@ def create_block_mask(
         )
     block_size, sizes = as_block_size(BLOCK_SIZE), _sizes(B, H, Q_LEN, KV_LEN)
     place = _device(device)
-    counts = count_blocks(fastest_form(mask_mod, "mask", place), sizes, block_size, place)
-    # As in PyTorch, a block that reaches beyond the last query or key is never full.
-    full = counts == block_size[0] * block_size[1]
-    cells = (counts > 0).to(torch.int32).masked_fill(full, FULL)
+    cells = classify(fastest_form(mask_mod, "mask", place), sizes, block_size, place)
     mask = BlockMask._from_cells(
         cells,
         separate_full_blocks,

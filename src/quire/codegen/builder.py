@@ -100,6 +100,11 @@ class Function(Blocks):
         signature = Signature(f"llvm.{name}.{type.suffix}", (type,) * len(operands), type)
         return self.call(self._module.declare(signature), *operands)
 
+    def leading_zeros(self, x: Value) -> Value:
+        """How many bits of an integer are 0 before the first that is not."""
+        signature = Signature(f"llvm.ctlz.{x.type.suffix}", (x.type, I1), x.type)
+        return self.call(self._module.declare(signature), x, self.value(False, I1))
+
     def fma(self, a: Value, b: Operand, c: Operand) -> Value:
         """`a * b + c`, rounded once."""
         return self.intrinsic("fma", a, self.value(b, a.type), self.value(c, a.type))

@@ -14,10 +14,11 @@ The blocks of keys that an item attends to are a row of the tile list:
 
     row = tile_row of the sequence + b * tile_batch_stride + (h * blocks if tile_per_head) + block
 
-Where there is no list, every block is visited and has the kind `tile_kind`. What is FULL gets
-`full_mod`, what is PARTIAL gets `partial_mod`, and null pointers stand for nothing to do. Before a
-panel attends to a PARTIAL block it asks `extent`, if there is one, which keys it reads at all; a
-panel whose queries read every key is PLAIN and gets `plain_mod`.
+Where there is no list, every block has the kind `tile_kind`, unless there is a `verdict`, which is
+asked about wide spans first, then about blocks, then about panels. What is FULL gets `full_mod`,
+what is PARTIAL `partial_mod`, what is PLAIN `plain_mod`, and null pointers stand for nothing to
+do. Before a panel attends to a PARTIAL block it asks `extent`, if there is one, which keys it reads
+at all; a panel whose queries read every key is PLAIN.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from quire.errors import CodegenError
 ENTRY = "forward"
 Form = Literal["panel", "row"]
 MOST_ROWS = 4  # the longest query that is computed row by row
-PARTIAL, FULL, PLAIN = 1, 2, 3  # kinds of tiles: with all masks, with some, with none
+EMPTY, PARTIAL, FULL, PLAIN = range(4)  # kinds of tiles: nothing to do, all masks, some, none
 
 REWRITE = Signature("rewrite", (PTR, PTR, PTR, I64, I64, I64, I64, I64, I64))
 """A mod: (scores, maxima, arguments, b, h, q_idx, queries, kv_idx, keys), see `mods.py`."""
@@ -48,6 +49,13 @@ ROW_REWRITE = Signature("rewrite_row", (PTR, PTR, I64, I64, I64, I64, I64))
 
 EXTENT = Signature("extent", (PTR, I64, I64, I64, I64, I64, I64), I64)
 """Which keys: (arguments, b, h, q_idx, queries, kv_idx, keys), see `mods.py`."""
+
+VERDICT = Signature("verdict", (PTR, I64, I64, I64, I64, I64, I64), I64)
+"""What a tile is: (arguments, b, h, q_low, q_high, kv_low, kv_high), see `mods.py`."""
+
+
+OBSERVE = Signature("observe", (PTR, PTR, PTR, PTR, PTR, I64, I64))
+"""Sees scores: (scores, running_sum, best, place, surprise, first, keys), see `observe.py`."""
 
 
 def _strides(name: str, *axes: str) -> dict[str, Type]:
@@ -61,7 +69,9 @@ CALL = {
     "value": PTR,
     "out": PTR,
     "lse": PTR,  # or null
-    "max_scores": PTR,  # or null; has the strides of lse
+    "max_scores": PTR,  # or null, as the next two; all have the strides of lse
+    "argmax": PTR,  # i64; this and entropy need `observe`
+    "entropy": PTR,
     "sink": PTR,  # one number per query head, or null
     "sequences": PTR,  # SEQUENCE records
     "num_sequences": I64,
@@ -100,6 +110,8 @@ PLAN = {
     "plain_mod": PTR,
     "weights_mod": PTR,  # gets weights in place of scores
     "extent": PTR,  # an EXTENT or null
+    "verdict": PTR,  # a VERDICT or null; null where there is a tile list
+    "observe": PTR,  # an OBSERVE or null
     "scratch_bytes": I64,
 }
 
@@ -112,7 +124,7 @@ SEQUENCE = Layout(
         "b": I64,  # its number in the batch; not read where one record stands for all
         "first_item": I64,  # items of the sequences before
         "tile_row": I64,
-        "q_row": I64,  # its first row in query, out, lse and max_scores
+        "q_row": I64,  # its first row in query, out, lse and the like
         "q_len": I64,
         "q_start": I64,  # the position of its first query
         "kv_row": I64,  # the row that position 0 has, or would have, in key and value
@@ -138,7 +150,7 @@ class ForwardSpec:
 
     @property
     def tile(self) -> Tile:
-        """Scratch, lse and max_scores are float32; float64 if the queries are."""
+        """Scratch, lse, max_scores and entropy are float32; float64 if the queries are."""
         return Tile(self.target, F64 if self.query == "float64" else F32)
 
 
@@ -202,6 +214,9 @@ def scratch_regions(
         ("running_max", block_q),
         ("running_sum", block_q),
         ("lse", block_q),
+        ("best", block_q),  # this and the next two for `observe` alone
+        ("place", block_q),
+        ("surprise", block_q),
         ("keys", scratch_stride(tile, head_dim) * tile.target.block_kv),
         ("values", scratch_stride(tile, value_dim) * tile.target.block_kv),
         ("queries", padded(tile, head_dim) * block_q),
@@ -220,6 +235,9 @@ def decode_regions(
         ("scores", tile.target.block_kv),
         ("running_max", rows * tile.lanes),
         ("running_sum", rows * tile.lanes),
+        ("best", rows * tile.lanes),
+        ("place", rows * tile.lanes),
+        ("surprise", rows * tile.lanes),
         ("keys", scratch_stride(tile, head_dim) * tile.target.block_kv),
         ("values", scratch_stride(tile, value_dim) * tile.target.block_kv),
         ("queries", rows * scratch_stride(tile, head_dim)),

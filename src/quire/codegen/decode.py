@@ -23,9 +23,9 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from quire.codegen import vecmath
+from quire.codegen import observe, vecmath
 from quire.codegen.builder import Function, Module, Value
-from quire.codegen.convention import ENTRY, ROW_REWRITE, ForwardSpec, decode_regions
+from quire.codegen.convention import ENTRY, OBSERVE, ROW_REWRITE, ForwardSpec, decode_regions
 from quire.codegen.forward import LN_2, LOG2_E
 from quire.codegen.items import Block, Item, Work
 from quire.codegen.staging import (
@@ -39,7 +39,7 @@ from quire.codegen.staging import (
     write_place,
     write_scatter,
 )
-from quire.codegen.tiles import UNREAD, Tile
+from quire.codegen.tiles import UNREAD, Tile, across
 from quire.codegen.types import I1, I8, I64, PTR
 
 COLUMNS = 8  # vectors of values that one pass over the keys adds up
@@ -182,15 +182,6 @@ def write_exponentiate(module: Module, tile: Tile) -> Function:
     return f
 
 
-def across(f: Function, vector: Value, combine: Callable[[Value, Value], Value]) -> Value:
-    """All lanes combined, in every lane: neighbours first, in a fixed tree."""
-    lanes, step = vector.type.lanes or 1, 1
-    while step < lanes:
-        vector = combine(vector, f.shuffle(vector, vector, [lane ^ step for lane in range(lanes)]))
-        step *= 2
-    return vector
-
-
 def write_multiply_values(module: Module, tile: Tile, kind: Storage) -> Function:
     """out[d] = out[d] * alpha + weights . values[:, d], without the keys that are not read."""
     parameters = {
@@ -326,9 +317,15 @@ class _Kernel:
                 tile.store(f, f.value(0.0, tile.vector), self._at("out", row.place), d)
             tile.store(f, f.value(-math.inf, tile.vector), self._at("running_max", row.place))
             tile.store(f, f.value(0.0, tile.vector), self._at("running_sum", row.place))
+            with f.when(self.arg["observe"].differs(f.null())):
+                observe.forget(f, tile, *self._observed(row.place))
 
         self._each_head(item, gather)
         self._each_row(item, clear)
+
+    def _observed(self, row: Value) -> list[Value]:
+        """What a row of scratch has for the argmax and the entropy."""
+        return [self._at(name, row) for name in ("best", "place", "surprise")]
 
     def _stage(self, block: Block, name: str) -> _Staged:
         """Keys or values of a block: where they are, or copied to scratch."""
@@ -385,6 +382,10 @@ class _Kernel:
         )
         rewrite(self.work.mod(block.kind))
         running = self._at("running_max", row.place), self._at("running_sum", row.place)
+        with f.when(arg["observe"].differs(f.null())):
+            first = block.origin + block.begin - item.kv_begin
+            state = (running[1], *self._observed(row.place))
+            f.call_pointer(arg["observe"], OBSERVE, scores, *state, first, count)
         with f.when(f.call(phases.exponentiate, scores, *running, alpha, count)):
             rewrite(arg["weights_mod"])
             out, columns = self._at("out", row.place), self.depth["value"]
@@ -396,7 +397,7 @@ class _Kernel:
             )
 
     def _finish(self, item: Item, head: Value, first: Value) -> None:
-        """Divide by the sums and write out, lse and max_scores of one head."""
+        """Divide by the sums and write out, lse and the like of one head."""
         f, tile, arg = self.f, self.tile, self.arg
         (sink,) = f.choose(
             arg["sink"].differs(f.null()),
@@ -414,7 +415,8 @@ class _Kernel:
             shift = f.select(f.intrinsic("fabs", top).equals(math.inf), 0.0, top)
             kept = vecmath.exp2(f, best - shift)
             whole = f.fma(total, kept, vecmath.exp2(f, extra - shift))
-            lse = (shift + vecmath.log2(f, whole)) * LN_2
+            log_sum = vecmath.log2(f, whole)
+            lse = (shift + log_sum) * LN_2
             peak = f.select(f.is_nan(total), total, best * LN_2)
             scale = f.select(whole.equals(0.0), 0.0, kept / whole)
             with f.range(0, self.depth["value"], tile.lanes) as d:
@@ -424,6 +426,14 @@ class _Kernel:
             for name, value in (("lse", lse), ("max_scores", peak)):
                 with f.when(arg[name].differs(f.null())):
                     f.store(f.extract(value, 0), arg[name], place)
+            scores, places, surprises = self._observed(row)
+            with f.when(arg["argmax"].differs(f.null())):
+                key = observe.first_of_best(f, tile, scores, places)
+                f.store(observe.position(f, key, item.kv_begin), arg["argmax"], place)
+            with f.when(arg["entropy"].differs(f.null())):
+                surprise = across(f, tile.load(f, surprises), lambda a, b: a + b)
+                nats = observe.entropy(f, surprise, total, kept, best - shift - log_sum, scale)
+                f.store(f.extract(nats, 0), arg["entropy"], place)
         self.work.describe_rows(item._replace(h=head), "out", self.rows["out"])
         begin, end = item.q_first, item.q_first + item.q_count
         source, stride = self._at("out", first), self.stride["value"]

@@ -22,9 +22,9 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from quire.codegen import vecmath
+from quire.codegen import observe, vecmath
 from quire.codegen.builder import Function, Module, Value
-from quire.codegen.convention import ENTRY, REWRITE, ForwardSpec, scratch_regions
+from quire.codegen.convention import ENTRY, OBSERVE, REWRITE, ForwardSpec, scratch_regions
 from quire.codegen.items import Block, Item, PanelRange, Work
 from quire.codegen.staging import (
     ROWS,
@@ -152,6 +152,16 @@ class _Kernel:
             panel = f.offset(scratch["out"], q * depth["values"], tile.element)
             with f.range(0, depth["values"]) as d:
                 tile.store_row(f, tile.row(f, 0.0), panel, d)
+        with (
+            f.when(self.arg["observe"].differs(f.null())),
+            f.range(0, item.q_count, tile.lanes) as q,
+        ):
+            observe.forget(f, tile, *self._observed(q))
+
+    def _observed(self, q: Value) -> list[Value]:
+        """What the queries from q on have for the argmax and the entropy."""
+        regions = [self.scratch[name] for name in ("best", "place", "surprise")]
+        return [self.f.offset(region, q, self.tile.element) for region in regions]
 
     def _running(self, q: Value) -> tuple[Value, Value]:
         """The running maximum and sum of the queries from q on."""
@@ -196,6 +206,10 @@ class _Kernel:
 
         f.call(phases.multiply_keys, key_rows, keys, queries, depth, scores, maxima, count)
         rewrite(self.work.mod(part.kind))
+        with f.when(arg["observe"].differs(f.null())):
+            first = block.origin + part.first - item.kv_begin
+            state = (running_sum, *self._observed(q))
+            f.call_pointer(arg["observe"], OBSERVE, scores, *state, first, count)
         f.choose(
             careful | self._odd(running_max) | self._odd(maxima),
             lambda: accumulate(phases.exponentiate_carefully, phases.multiply_values_carefully),
@@ -210,7 +224,7 @@ class _Kernel:
         return odd
 
     def _finish(self, item: Item) -> Value:
-        """Divide by the sums, write out, lse and max_scores; whether out is not finite."""
+        """Divide by the sums, write out, lse and the like; whether out is not finite."""
         f, tile, scratch = self.f, self.tile, self.scratch
         self._close_sums(item)
         rows, stride, depth = scratch["values"], self.stride["values"], self.depth["values"]
@@ -228,10 +242,12 @@ class _Kernel:
         (odd,) = f.loop(0, item.q_count, write, carry=[nothing], step=step)
         self._write_numbers(item, "lse", scratch["lse"])
         self._write_numbers(item, "max_scores", scratch["running_max"])
+        self._write_numbers(item, "entropy", scratch["surprise"])
+        self._write_numbers(item, "argmax", scratch["place"])
         return odd
 
     def _close_sums(self, item: Item) -> None:
-        """From the running maximum and sum to lse, to the true maximum, and to 1 / sum.
+        """From the running maximum and sum to lse, to the true maximum, 1 / sum and entropy.
 
         A sink is one more score of every row, without a value.
         """
@@ -249,9 +265,15 @@ class _Kernel:
             shift = f.select(f.intrinsic("fabs", top).equals(math.inf), 0.0, top)
             kept = vecmath.exp2(f, best - shift)
             whole = f.fma(total, kept, vecmath.exp2(f, extra - shift))
-            tile.store(f, (shift + vecmath.log2(f, whole)) * LN_2, self.scratch["lse"], q)
+            log_sum = vecmath.log2(f, whole)
+            tile.store(f, (shift + log_sum) * LN_2, self.scratch["lse"], q)
             tile.store(f, f.select(f.is_nan(total), total, best * LN_2), maxima)
-            tile.store(f, f.select(whole.equals(0.0), 0.0, kept / whole), sums)
+            share = f.select(whole.equals(0.0), 0.0, kept / whole)
+            tile.store(f, share, sums)
+            with f.when(arg["entropy"].differs(f.null())):
+                surprise = tile.load(f, self.scratch["surprise"], q)
+                nats = observe.entropy(f, surprise, total, kept, best - shift - log_sum, share)
+                tile.store(f, nats, self.scratch["surprise"], q)
 
     def _write_numbers(self, item: Item, name: str, source: Value) -> None:
         """One number per query, where the caller wants it."""
@@ -259,6 +281,10 @@ class _Kernel:
         with f.when(arg[name].differs(f.null())):
             start = item.b * arg["lse_batch"] + item.h * arg["lse_head"]
             first = start + (item.q_row + item.q_first) * arg["lse_row"]
-            target = f.offset(arg[name], first, element)
             with f.range(0, item.q_count) as q:
-                f.store(f.load(element, source, q), target, q * arg["lse_row"])
+                if name == "argmax":
+                    number = f.load(element.as_int, source, q)
+                    value = observe.position(f, number, item.kv_begin)
+                else:
+                    value = f.load(element, source, q)
+                f.store(value, arg[name], first + q * arg["lse_row"])

@@ -6,22 +6,26 @@ These are the parts of the forward kernel that know about sequences, memories an
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
 from quire.codegen.builder import Function, Value
 from quire.codegen.convention import (
+    EMPTY,
     EXTENT,
     FORWARD,
     FULL,
     PARTIAL,
     PLAIN,
     SEQUENCE,
+    VERDICT,
     ForwardSpec,
 )
 from quire.codegen.staging import ENDLESS, ROWS, storage
 from quire.codegen.types import I32, I64
+
+SPAN = 64  # blocks of keys that are skipped at once
 
 
 class Item(NamedTuple):
@@ -162,7 +166,7 @@ class Work:
     def visit(self, item: Item) -> Iterator[Block]:
         """The blocks of keys that an item attends to, in ascending order.
 
-        This is all that knows the tile list; a compiled bound of the mask would answer here.
+        This is all that knows the tile list, and asks the bounds of the mask.
         """
         f, arg, size = self.f, self.arg, self.spec.target.block_kv
         listed = arg["tile_offsets"].differs(f.null())
@@ -177,31 +181,64 @@ class Work:
             entry = f.convert(f.load(I32, arg["tile_entries"], t), I64)
             return [entry >> 2, entry & 3]
 
+        asked = arg["verdict"].differs(f.null())
+        queries = (item.q_idx, item.q_idx + (item.q_count - 1))
+
+        def about(first: Value, last: Value) -> Callable[[], list[Value]]:
+            return lambda: [self._verdict(item, queries, first * size, last * size)]
+
         first, last = f.choose(listed, listed_places, all_places)
-        with f.range(first, last) as t:
-            block, kind = f.choose(listed, listed_block, lambda: [t, arg["tile_kind"]])
-            origin = block * size
-            begin = f.maximum(item.kv_begin - origin, 0)
-            end = f.minimum(item.kv_end - origin, size)
-            with f.when(begin < end):
-                yield Block(origin, begin, end, kind)
+        with f.range(first, last, SPAN) as start:
+            stop = f.minimum(start + SPAN, last)
+            (span,) = f.choose(asked, about(start, stop), lambda: [arg["tile_kind"]])
+            with f.when(span.differs(EMPTY) | listed), f.range(start, stop) as t:
+                found, kind = f.choose(listed, listed_block, lambda: [t, span])
+                (kind,) = f.choose(
+                    asked & kind.equals(PARTIAL), about(found, found + 1), lambda: [kind]
+                )
+                origin = found * size
+                begin = f.maximum(item.kv_begin - origin, 0)
+                end = f.minimum(item.kv_end - origin, size)
+                with f.when((begin < end) & kind.differs(EMPTY)):
+                    yield Block(origin, begin, end, kind)
+
+    def _verdict(
+        self, item: Item, queries: tuple[Value, Value], kv_first: Value, kv_stop: Value
+    ) -> Value:
+        """What is known of some queries and the keys from kv_first up to kv_stop."""
+        f, arg = self.f, self.arg
+        low = f.maximum(kv_first, item.kv_begin)
+        high = f.minimum(kv_stop, item.kv_end) - 1
+        place = (arg["arguments"], item.b, item.h, *queries, low, high)
+        return f.call_pointer(arg["verdict"], VERDICT, *place)
 
     def panel_range(self, item: Item, block: Block, q: Value) -> PanelRange:
         """The part of a block that the panel at query q of an item attends to."""
         f, arg = self.f, self.arg
+        queries = f.minimum(item.q_count - q, self.spec.tile.width)
+        q_idx, kv_idx = item.q_idx + q, block.origin + block.begin
+        whole = [block.begin, block.end, block.kind]
 
-        def ask() -> list[Value]:
-            place = (item.b, item.h, item.q_idx + q, item.q_count - q)
-            keys = (block.origin + block.begin, block.end - block.begin)
-            answer = f.call_pointer(arg["extent"], EXTENT, arg["arguments"], *place, *keys)
+        def look() -> list[Value]:
+            place = (item.b, item.h, q_idx, queries, kv_idx, block.end - block.begin)
+            answer = f.call_pointer(arg["extent"], EXTENT, arg["arguments"], *place)
             first, last = answer & 0xFFFF, (answer >> 16) & 0xFFFF
             every = (answer >> 32).differs(0)
             kind = f.select(every, PLAIN, block.kind)
             return [block.begin + first, block.begin + last, kind]
 
-        asked = block.kind.equals(PARTIAL) & arg["extent"].differs(f.null())
-        whole = [block.begin, block.end, block.kind]
-        return PanelRange(*f.choose(asked, ask, lambda: whole))
+        def judge() -> list[Value]:
+            ends = (q_idx, q_idx + (queries - 1))
+            return [self._verdict(item, ends, kv_idx, block.origin + block.end)]
+
+        (kind,) = f.choose(
+            block.kind.equals(PARTIAL) & arg["verdict"].differs(f.null()),
+            judge,
+            lambda: [block.kind],
+        )
+        asked = kind.equals(PARTIAL) & arg["extent"].differs(f.null())
+        first, last, kind = f.choose(asked, look, lambda: [*whole[:2], kind])
+        return PanelRange(first, f.select(kind.equals(EMPTY), first, last), kind)
 
     def mod(self, kind: Value) -> Value:
         """The code that rewrites the scores of a tile."""

@@ -31,14 +31,14 @@ from quire.errors import UnsupportedOpError
 from quire.ir.graph import Node, inputs, walk
 
 RATES = UNIFORM, ROW, KEY, ELEMENT = 0, 1, 2, 3
-_INPUT_RATE = {"b": UNIFORM, "h": UNIFORM, "q_idx": ROW, "kv_idx": KEY, "score": ELEMENT}
+_INPUT_RATE = {"q_idx": ROW, "kv_idx": KEY, "score": ELEMENT}  # all others are UNIFORM
 
 
 def rate(node: Node, known: dict[Node, int]) -> int:
     """How often a node has to be computed. `known` remembers."""
     if node not in known:
         if node.op == "input":
-            known[node] = _INPUT_RATE[str(node.payload)]
+            known[node] = _INPUT_RATE.get(str(node.payload), UNIFORM)
         else:
             known[node] = 0
             for arg in node.args:

@@ -20,6 +20,11 @@ An extent function says which keys of a panel any query reads, before anything i
 
 where `every` is 1 if every query reads every key, so that no mask is needed.
 
+A verdict function says from the mask's bounds (`ir/bound.py`) what all elements of a tile have in
+common, the ends being part of it: EMPTY, PARTIAL or PLAIN.
+
+    verdict(arguments, b, h, q_low, q_high, kv_low, kv_high)
+
 Constants and captured tensors are arguments, so that another window or bias runs the same code.
 Scores leave in units of log 2, as the kernel computes powers of two.
 """
@@ -39,6 +44,7 @@ import torch
 from torch import Tensor
 
 from quire.codegen.builder import Function, Module, Value
+from quire.codegen.convention import EMPTY, PARTIAL, PLAIN
 from quire.codegen.lower import (
     ELEMENT,
     KEY,
@@ -72,6 +78,11 @@ PARAMETERS: dict[str, Type] = {
 
 EXTENT_PARAMETERS: dict[str, Type] = {
     name: type for name, type in PARAMETERS.items() if name not in ("scores", "maxima")
+}
+
+VERDICT_PARAMETERS: dict[str, Type] = {
+    "arguments": PTR,
+    **dict.fromkeys(("b", "h", "q_low", "q_high", "kv_low", "kv_high"), I64),
 }
 
 ROW_PARAMETERS: dict[str, Type] = {
@@ -252,6 +263,22 @@ def write_extent(
         first, last, missed = f.loop(0, keys, one_key, carry=carry)
         every = f.convert(~f.any_lane(missed.differs(0)), I64)
         f.give_back(first | (last << 16) | (every << 32))
+
+
+def write_verdict(
+    module: Module, name: str, tile: Tile, arguments: ModArguments, can: Node, must: Node
+) -> None:
+    """A function that says what is known of a tile."""
+    with module.function(name, VERDICT_PARAMETERS, I64) as f:
+        record, *places = f.parameters
+        parameters, captured, _ = arguments.read(f, record)
+        names = list(VERDICT_PARAMETERS)[1:]
+        inputs = {name: Lanes(place) for name, place in zip(names, places, strict=True)}
+        scope = Scope(f, tile.lanes, inputs, parameters.get, captured)
+        some, every = (scope.as_scalar(scope.lower(node)) for node in (can, must))
+        f.give_back(
+            f.select(every, f.value(PLAIN, I64), f.select(some, f.value(PARTIAL, I64), EMPTY))
+        )
 
 
 def _queries(tile: Tile, q_idx: Value) -> list[Lanes]:

@@ -201,6 +201,7 @@ RULES: dict[str, Rule] = {
     "not": lambda f, node, a: ~a,
     "shl": _shl,
     "shr": _shr,
+    "bits": lambda f, node, a: f.select(a < 1, 0, a.type.bits - f.leading_zeros(a)),
     "where": lambda f, node, condition, a, b: f.select(condition, a, b),
     "exp": _math(vecmath.exp),
     "exp2": _math(vecmath.exp2),

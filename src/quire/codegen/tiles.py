@@ -81,6 +81,15 @@ class Tile(NamedTuple):
         f.store(value, pointer, index, align=self.target.vector_bits // 8)
 
 
+def across(f: Function, vector: Value, combine: Callable[[Value, Value], Value]) -> Value:
+    """All lanes combined, in every lane: neighbours first, in a fixed tree."""
+    lanes, step = vector.type.lanes or 1, 1
+    while step < lanes:
+        vector = combine(vector, f.shuffle(vector, vector, [lane ^ step for lane in range(lanes)]))
+        step *= 2
+    return vector
+
+
 def outer_product(
     f: Function,
     tile: Tile,

@@ -8,20 +8,32 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from quire.aux_outputs import NO_AUX, AuxRequest
+from quire.eager.observe import Observed
 from quire.eager.tile import Operands, Tile, by_group, weighted_sum
 from quire.eager.tiling import Sizes, Stripe, stripes
 from quire.problem import Problem
 
 
 class Result(NamedTuple):
-    """Attention and what is known about each row: out [B, Hq, L, Dv], the others [B, Hq, L]."""
+    """Attention and what is known about each row: out [B, Hq, L, Dv], the others [B, Hq, L].
+
+    What nobody wants may be an empty tensor.
+    """
 
     out: Tensor
     lse: Tensor
     max_scores: Tensor
+    argmax: Tensor
+    entropy: Tensor
 
 
-def forward(problem: Problem, operands: Operands, sink: Tensor | None) -> Result:
+def forward(
+    problem: Problem,
+    operands: Operands,
+    sink: Tensor | None,
+    wanted: AuxRequest = NO_AUX,
+) -> Result:
     """Compute a stripe at a time, in the working dtype.
 
     The output lies in memory as the query does.
@@ -30,21 +42,30 @@ def forward(problem: Problem, operands: Operands, sink: Tensor | None) -> Result
     shape, strides = output_layout(query, value.shape[-1])
     out = torch.empty_strided(shape, strides, dtype=operands.dtype, device=query.device)
     lse = out.new_empty(query.shape[:-1])
-    max_scores = torch.empty_like(lse)
+    observed = query.shape[:-1] if wanted.argmax or wanted.entropy else (0,)
+    argmax = torch.empty(observed, dtype=torch.int64, device=query.device)
+    result = Result(out, lse, torch.empty_like(lse), argmax, out.new_empty(observed))
     for stripe in stripes(problem, Sizes.of(query, key)):
-        at = stripe.rows
-        out[at], lse[at], max_scores[at] = forward_stripe(problem, operands, stripe, sink)
-    return Result(out, lse, max_scores)
+        part = forward_stripe(problem, operands, stripe, sink, wanted)
+        for whole, rows in zip(result, part, strict=True):
+            if whole.dim() > 1:
+                whole[stripe.rows] = rows
+    return result
 
 
 def forward_stripe(
-    problem: Problem, operands: Operands, stripe: Stripe, sink: Tensor | None
+    problem: Problem,
+    operands: Operands,
+    stripe: Stripe,
+    sink: Tensor | None,
+    wanted: AuxRequest = NO_AUX,
 ) -> Result:
     """Online softmax: `sums` and `total` are relative to exp(peak), the maximum so far."""
     rows = operands.query[stripe.rows].to(operands.dtype)
     peak = rows.new_full((*rows.shape[:-1], 1), -math.inf)
     total = torch.zeros_like(peak)
     sums = rows.new_zeros((*rows.shape[:-1], operands.value.shape[-1]))
+    observed = Observed.nothing(peak) if wanted.argmax or wanted.entropy else None
     for keys in stripe.tiles:
         tile = Tile(problem, operands, stripe, keys)
         if tile.is_empty:
@@ -54,16 +75,22 @@ def forward_stripe(
         weights = torch.exp(scores - _subtrahend(higher))
         rescale = torch.exp(peak - _subtrahend(higher))
         read = by_group(scores != -math.inf, tile.values)
+        if observed is not None:
+            shift = _subtrahend(higher)
+            observed = observed.after(scores, tile.indices[3], weights, peak, total, shift)
         tile_sums = weighted_sum(by_group(tile.dropped(weights), tile.values), tile.values, read)
         total = total * rescale + weights.sum(-1, keepdim=True)
         sums = sums * rescale + tile_sums.view_as(sums)
         peak = higher
-    return _normalised(sums, total, peak, None if sink is None else sink[stripe.heads])
+    sink = None if sink is None else sink[stripe.heads]
+    return _normalised(sums, total, peak, sink, observed)
 
 
-def _normalised(sums: Tensor, total: Tensor, peak: Tensor, sink: Tensor | None) -> Result:
+def _normalised(
+    sums: Tensor, total: Tensor, peak: Tensor, sink: Tensor | None, observed: Observed | None
+) -> Result:
     """Divide by the sum of weights, which the sink joins once."""
-    top = peak
+    top, kept = peak, total
     if sink is not None:
         logit = sink.to(sums.dtype).view(1, -1, 1, 1)
         top = torch.maximum(peak, logit)
@@ -72,7 +99,10 @@ def _normalised(sums: Tensor, total: Tensor, peak: Tensor, sink: Tensor | None) 
         sums = sums * rescale
     lse = torch.where(top.isinf(), top, top + torch.log(total))
     out = torch.where(top == -math.inf, 0.0, sums / total)
-    return Result(out, lse.squeeze(-1), peak.squeeze(-1))
+    place = entropy = total.new_empty(0, 1)
+    if observed is not None:
+        place, entropy = observed.place, observed.entropy(kept, total, peak - _subtrahend(top))
+    return Result(*(out, *(x.squeeze(-1) for x in (lse, peak, place, entropy))))
 
 
 def _subtrahend(peak: Tensor) -> Tensor:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from quire.aux_outputs import NO_AUX, AuxRequest
 from quire.eager.backward import Above, Wanted, backward
 from quire.eager.forward import Result, forward
 from quire.eager.tile import Operands
 from quire.eager.tiling import Sizes, block_rows
 from quire.problem import Problem
 
-Forward: TypeAlias = Callable[[Problem, Operands, Tensor | None], Result]
+Forward: TypeAlias = Callable[..., Result]
+"""run(problem, operands, sink, *, wanted), as `forward`."""
 
 
 def attention(
@@ -24,6 +27,7 @@ def attention(
     value: Tensor,
     sink: Tensor | None = None,
     *,
+    wanted: AuxRequest | None = None,
     run: Forward = forward,
 ) -> Result:
     """query [B, Hq, L, D], key [B or 1, Hkv, S, D], value [B or 1, Hkv, S, Dv], sink [Hq].
@@ -31,12 +35,13 @@ def attention(
     `run` computes the forward pass; the backward pass needs no more of it than its results.
     """
     apply: Any = TiledAttention.apply
-    out, lse, max_scores = apply(run, problem, query, key, value, sink, *problem.captures)
-    return Result(out.to(query.dtype), lse, max_scores)
+    run = functools.partial(run, wanted=(wanted or NO_AUX)._replace(lse=True))
+    out, *numbers = apply(run, problem, query, key, value, sink, *problem.captures)
+    return Result(out.to(query.dtype), *numbers)
 
 
 class TiledAttention(torch.autograd.Function):
-    """Inputs: run, problem, query, key, value, sink, *captures. Outputs: out, lse, max_scores.
+    """Inputs: run, problem, query, key, value, sink, *captures. Outputs: those of a Result.
 
     The output is in the working dtype, since the backward pass needs all of its digits.
     The captures of the problem are inputs of their own, so that they have gradients, and so that
@@ -61,14 +66,14 @@ class TiledAttention(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         """Keep what the backward pass needs."""
         _, ctx.problem, *tensors = inputs
-        out, lse, max_scores = output
-        ctx.mark_non_differentiable(max_scores)
+        out, lse, *others = output
+        ctx.mark_non_differentiable(*others)
         ctx.save_for_backward(out, lse, *tensors)
         ctx.set_materialize_grads(False)
         ctx.blocks = block_rows(ctx.problem, Sizes.of(*tensors[:2]))
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Any) -> Any:
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: Any) -> Any:
         """The gradients of the inputs that need one."""
         out, lse, query, key, value, sink, *captures = ctx.saved_tensors
         _, _, wants_query, wants_key, wants_value, wants_sink, *learns = ctx.needs_input_grad

@@ -17,6 +17,15 @@ from torch import Tensor
 from quire.errors import CapturedIndexError, DivisionByZeroError, ModError
 from quire.ir.graph import Node, walk
 
+
+def _bits(x: Tensor) -> Tensor:
+    """How many bits a number has; none if it is below 1."""
+    half = torch.bitwise_right_shift(x, x.dtype.itemsize * 4)  # doubles are exact only up to 2**53
+    low = x - torch.bitwise_left_shift(half, x.dtype.itemsize * 4)
+    high, low = (torch.frexp(part.double()).exponent.to(x.dtype) for part in (half, low))
+    return torch.where(x < 1, 0, torch.where(half > 0, high + x.dtype.itemsize * 4, low))
+
+
 MEANING: dict[str, Callable[..., Tensor]] = {
     "add": torch.add,
     "sub": torch.sub,
@@ -43,6 +52,7 @@ MEANING: dict[str, Callable[..., Tensor]] = {
     "not": torch.bitwise_not,
     "shl": torch.bitwise_left_shift,
     "shr": torch.bitwise_right_shift,
+    "bits": _bits,
     "where": torch.where,
     "exp": torch.exp,
     "exp2": torch.exp2,

@@ -55,6 +55,7 @@ RULES: dict[str, Callable[..., Range | None]] = {
     "neg": lambda a: (-a[1], -a[0]),
     "abs": _absolute,
     "sign": lambda a: (-1, 1),
+    "bits": lambda a: (0, max(a[1], 0).bit_length()),
     "where": lambda _, a, b: (min(a[0], b[0]), max(a[1], b[1])),
 }
 """The range of an op from the ranges of its operands; None where it can be anything."""

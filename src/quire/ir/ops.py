@@ -84,6 +84,7 @@ _ROWS = (
     Op("not", 1, BITS),
     Op("shl", 2, SHIFT),
     Op("shr", 2, SHIFT),  # keeps the sign
+    Op("bits", 1, SHIFT),  # how many bits a number has, none if below 1; only bounds write it
     Op("where", 3, WHERE),
     Op("exp", 1, FLOAT),
     Op("exp2", 1, FLOAT),

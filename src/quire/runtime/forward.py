@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Several
 
+import torch
 from torch import Tensor
 
+from quire.aux_outputs import AuxRequest
 from quire.codegen.convention import Form
 from quire.codegen.target import Target
 from quire.problem import Problem
@@ -16,16 +18,25 @@ from quire.runtime.tile_lists import NO_LISTS, TileLists, read_lists
 
 
 def forward(
-    problem: Problem, memory: Addressing, sink: Tensor | None, out: Tensor, *, numbers: bool = True
+    problem: Problem,
+    memory: Addressing,
+    sink: Tensor | None,
+    out: Tensor,
+    wanted: AuxRequest,
 ) -> tuple[Rows, bool]:
     """Attention into `out`, and whether some index into a captured tensor was out of range.
 
-    Without `numbers` neither lse nor max_scores is computed.
+    Of the other results those exist that are `wanted`.
     """
     results = Rows(out)
-    if numbers:
+    if any(wanted):
         shape, wide = memory.query.shape[:3], wide_dtype(memory.query)
-        results = Rows(out, *(out.new_empty(shape, dtype=wide) for _ in range(2)))
+        numbers = {
+            name: out.new_empty(shape, dtype=torch.int64 if name == "argmax" else wide)
+            for name, asked in wanted._asdict().items()
+            if asked
+        }
+        results = Rows(out, **numbers)
     wrong = False
     for form, sequences in memory.by_form():
         plan, captures, lists = plan_for(problem, memory, form, sequences, results)

@@ -1,8 +1,8 @@
 """Compiled code, by what it was compiled for: the core once per dtype, the mods once per graph.
 
-Both exist in two forms, for panels of queries and for single rows.
+Both exist in two forms, for panels of queries and for single rows, as does what observes scores.
 
-Both are looked up in this process, then on disk, and only then compiled.
+All are looked up in this process, then on disk, and only then compiled.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from quire.codegen import jit
 from quire.codegen.builder import Module
 from quire.codegen.convention import (
     ENTRY,
+    OBSERVE,
     Form,
     ForwardSpec,
     choose_block_q,
@@ -34,10 +35,13 @@ from quire.codegen.mods import (
     write_extent,
     write_rewrite,
     write_row_rewrite,
+    write_verdict,
 )
+from quire.codegen.observe import write_observe
 from quire.codegen.target import Target
 from quire.codegen.tiles import Tile
-from quire.ir.graph import Node, constants, text
+from quire.ir.bound import Bounds, Pyramid
+from quire.ir.graph import Node, constants, inputs, text
 from quire.runtime.cache import cache_key, object_cache
 
 
@@ -45,18 +49,32 @@ class ModRoots(NamedTuple):
     """The graphs of one problem, over one list of captured tensors.
 
     `always` is the mask that holds in full tiles too, `partial` holds in the others as well.
-    `drop` is dropout as a graph that rewrites a weight, its input `score`.
+    `drop` is dropout as a graph that rewrites a weight, its input `score`. `bounds` are those of
+    `always`, where no block mask says which tiles there are.
     """
 
     score: Node | None = None
     always: Node | None = None
     partial: Node | None = None
     drop: Node | None = None
+    bounds: Bounds | None = None
 
     @property
     def all(self) -> list[Node]:
         """Those that there are."""
-        return [root for root in self if root is not None]
+        graphs = [self.score, self.always, self.partial, self.drop]
+        bounds = [] if self.bounds is None else [self.bounds.can, self.bounds.must]
+        return [root for root in (*graphs, *bounds) if root is not None]
+
+    @property
+    def judges_heads(self) -> bool:
+        """Whether heads may skip other tiles than their neighbours."""
+        return self.bounds is not None and "h" in inputs(self.bounds.can, self.bounds.must)
+
+    @property
+    def pyramids(self) -> tuple[Pyramid, ...]:
+        """What the bounds load from besides the captured tensors."""
+        return () if self.bounds is None else self.bounds.pyramids
 
     @property
     def masks(self) -> dict[str, list[Node]]:
@@ -66,7 +84,7 @@ class ModRoots(NamedTuple):
         return {"plain": [], "full": always, "partial": both}
 
 
-FUNCTIONS = ("plain", "full", "partial", "drop", "extent")
+FUNCTIONS = ("plain", "full", "partial", "drop", "extent", "verdict")
 
 
 class ModCode(NamedTuple):
@@ -107,6 +125,14 @@ def kernel(form: Form, *dtypes: torch.dtype) -> Kernel:
     image = _object(cache_key(form, repr(spec)), spec.target, lambda: write(spec).text)
     code = jit.load(image, [ENTRY])
     return Kernel(form, spec, spec.tile, code, code.address(ENTRY))
+
+
+@functools.cache
+def observer(form: Form, tile: Tile) -> jit.Code:
+    """The function that a kernel calls where an argmax or an entropy is wanted."""
+    key = cache_key("observe", form, repr(tile))
+    image = _object(key, tile.target, lambda: write_observe(form, tile).text)
+    return jit.load(image, [OBSERVE.name])
 
 
 def _object(key: str, target: Target, write: Callable[[], str]) -> bytes:
@@ -160,6 +186,8 @@ def _written_as(form: Form, roots: ModRoots, function: str) -> str | None:
     """Which function is written for `function`: itself, an equal one, or none."""
     if function == "drop":
         return "drop" if roots.drop is not None else None
+    if function == "verdict":
+        return "verdict" if roots.bounds is not None else None
     if function == "extent":
         return "extent" if form == "panel" and roots.masks["partial"] else None
     masks = roots.masks
@@ -181,6 +209,9 @@ def write_mods(form: Form, tile: Tile, roots: ModRoots, arguments: ModArguments)
             write(module, name, tile, arguments, roots.drop, [], unit=1.0)
         elif name == "extent":
             write_extent(module, name, tile, arguments, roots.masks["partial"])
+        elif name == "verdict":
+            assert roots.bounds is not None
+            write_verdict(module, name, tile, arguments, roots.bounds.can, roots.bounds.must)
         else:
             write(module, name, tile, arguments, roots.score, roots.masks[name])
     return module

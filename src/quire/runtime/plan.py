@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from quire.block_mask import BlockMask
-from quire.codegen.convention import CALL_PART, FULL, PARTIAL, PLAN_PART, Form
-from quire.codegen.mods import LOG2_E, CaptureShape
+from quire.codegen.convention import CALL_PART, FULL, OBSERVE, PARTIAL, PLAN_PART, Form
+from quire.codegen.mods import LOG2_E
+from quire.ir.bound import Pyramid
+from quire.runtime import pyramids
 from quire.runtime.addressing import Addressing, Sequence, strides
-from quire.runtime.kernels import Kernel, ModCode, ModRoots, kernel, mod_code
+from quire.runtime.kernels import Kernel, ModCode, ModRoots, kernel, mod_code, observer
 from quire.runtime.launch import launch, num_threads
 from quire.runtime.tile_lists import NO_LISTS, TileLists
 
@@ -31,11 +33,19 @@ NOTHING = torch.empty(0, device="cpu")
 
 
 class Rows(NamedTuple):
-    """What a kernel gives for each query: out [.., Dv], and if wanted lse and max_scores."""
+    """What a kernel gives for each query: out [.., Dv], and of the rest what is wanted."""
 
     out: Tensor
     lse: Tensor = NOTHING
     max_scores: Tensor = NOTHING
+    argmax: Tensor = NOTHING
+    entropy: Tensor = NOTHING
+
+    @property
+    def number_strides(self) -> tuple[int, ...]:
+        """From row to row of what has one number for each query."""
+        given = (tensor for tensor in self[1:] if tensor is not NOTHING)
+        return next(map(strides, given), (0, 0, 0))
 
 
 class Plan(NamedTuple):
@@ -47,6 +57,7 @@ class Plan(NamedTuple):
     block_q: int
     scratch_bytes: int
     record: bytes
+    pyramids: tuple[Pyramid, ...]
 
     def launch(
         self,
@@ -71,6 +82,8 @@ class Plan(NamedTuple):
             results.out.data_ptr(),
             results.lse.data_ptr(),
             results.max_scores.data_ptr(),
+            results.argmax.data_ptr(),
+            results.entropy.data_ptr(),
             0 if sink is None else sink.data_ptr(),
         )
         pages = 0 if table is None else table.data_ptr()
@@ -90,8 +103,10 @@ class Plan(NamedTuple):
         lists: TileLists = NO_LISTS,
         page_table: int = 0,
     ) -> bool:
-        """The same, `addresses` being those of query, key, value, out, lse, max_scores and sink."""
+        """The same, `addresses` being those of query, key, value, the five of Rows and sink."""
         threads = min(num_threads(), items) if work > SMALL_WORK else 1
+        if self.pyramids:
+            captures = [*captures, *pyramids.build(captures, self.pyramids)]
         arguments = self.code.arguments
         block = ctypes.create_string_buffer(_SEQUENCES + len(records) + arguments.size)
         address = ctypes.addressof(block)
@@ -124,7 +139,7 @@ _ZEROS = bytes(_SEQUENCES - _COUNTERS)
 
 
 def wide_dtype(query: Tensor) -> torch.dtype:
-    """What lse, max_scores and sinks are held in."""
+    """What lse, max_scores, entropies and sinks are held in."""
     return torch.float64 if query.dtype == torch.float64 else torch.float32
 
 
@@ -141,16 +156,17 @@ def make_plan(
     """The plan for operands and results that are laid out like these."""
     query, key, value, out = memory.query, memory.key, memory.value, results.out
     made = kernel(form, query.dtype, key.dtype, value.dtype, out.dtype)
-    code = mod_code(form, made.tile, roots, tuple(map(CaptureShape.of, captures)))
+    built = roots.pyramids
+    code = mod_code(form, made.tile, roots, pyramids.capture_shapes(captures, built))
     heads, head_dim, value_dim = query.shape[1], query.shape[3], value.shape[3]
     group = heads // key.shape[1]
-    row_group = group if form == "row" and not lists.per_head else 1
+    row_group = 1 if form == "panel" or lists.per_head or roots.judges_heads else group
     scratch_bytes = made.scratch_bytes(head_dim, value_dim, block_q * row_group)
-    lse = strides(results.lse) if results.lse is not NOTHING else (0, 0, 0)
+    observes = results.argmax is not NOTHING or results.entropy is not NOTHING
     record = {
         **memory.layout(),
         **dict(zip(("out_batch", "out_head", "out_row", "out_column"), strides(out), strict=True)),
-        **dict(zip(("lse_batch", "lse_head", "lse_row"), lse, strict=True)),
+        **dict(zip(("lse_batch", "lse_head", "lse_row"), results.number_strides, strict=True)),
         "scale": scale * (LOG2_E if roots.score is None else 1.0),
         "heads": heads // row_group,
         "group": group // row_group,
@@ -164,9 +180,12 @@ def make_plan(
         "partial_mod": code.addresses["partial"],
         "weights_mod": code.addresses["drop"],
         "extent": code.addresses["extent"],
+        "verdict": code.addresses["verdict"],
+        "observe": observer(form, made.tile).address(OBSERVE.name) if observes else 0,
         "scratch_bytes": scratch_bytes,
     }
-    return Plan(made, code, heads // row_group, block_q, scratch_bytes, PLAN_PART.pack(record))
+    packed = PLAN_PART.pack(record)
+    return Plan(made, code, heads // row_group, block_q, scratch_bytes, packed, built)
 
 
 def queries_of_item(

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import functools
+from typing import overload
 
 import torch
 from torch import Tensor
 
 from quire.block_mask import BlockRows
 from quire.block_mask.lists import FULL, PARTIAL
+from quire.ir.bound import FALSE, TRUE, Bounds, bound
 from quire.ir.graph import Node, cast, const, rebuild, rewrite
-from quire.ir.narrow import narrow
+from quire.ir.narrow import Range, narrow
 from quire.ir.simplify import simplify
 from quire.ir.trace import Traced
-from quire.problem import Problem
+from quire.problem import Problem, ReadyMod
 from quire.runtime.kernels import ModRoots
 
 _POSITION_BITS = (20, 31, 62)
@@ -40,9 +42,12 @@ class CaptureList:
 def _ready(root: Node, first: int, bits: int) -> Node:
     if first:
         root = rewrite(root, functools.partial(_shifted, first))
+    return narrow(root, _ranges(bits))
+
+
+def _ranges(bits: int) -> dict[str, Range]:
     positions, places = (0, 2**bits - 1), (0, 2**31 - 1)
-    ranges = {"b": places, "h": places, "q_idx": positions, "kv_idx": positions}
-    return narrow(root, ranges)
+    return {"b": places, "h": places, "q_idx": positions, "kv_idx": positions}
 
 
 def _shifted(first: int, node: Node, args: tuple[Node, ...]) -> Node:
@@ -70,10 +75,37 @@ def mod_roots(
     drop = None
     if problem.dropout is not None:
         drop = captures.root(_drop(problem.dropout.keep, problem.dropout.factor, dtype))
-    return ModRoots(score, always, partial, drop), tuple(captures.tensors)
+    tensors = tuple(captures.tensors)
+    bounds = None
+    if problem.block_mask is None and problem.mask_mod is not None:
+        output = _traced(problem.mask_mod).output
+        first = 0 if problem.score_mod is None else len(problem.score_mod.captures)
+        shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+        bounds = _bounds(output, first, captures.bits, shapes)
+    return ModRoots(score, always, partial, drop, bounds), tensors
 
 
-def _traced(mod: object) -> Traced | None:
+@functools.lru_cache(maxsize=1024)
+def _bounds(
+    root: Node, first: int, bits: int, shapes: tuple[tuple[int, ...], ...]
+) -> Bounds | None:
+    """What a mask can and must be in a tile; None where nothing is ever known."""
+    if first:
+        root = rewrite(root, functools.partial(_shifted, first))
+    bounds = bound(root, shapes, _ranges(bits))
+    known = bounds.can is not TRUE or bounds.must is not FALSE
+    return bounds if known else None
+
+
+@overload
+def _traced(mod: None) -> None: ...
+
+
+@overload
+def _traced(mod: ReadyMod) -> Traced: ...
+
+
+def _traced(mod: ReadyMod | None) -> Traced | None:
     assert mod is None or isinstance(mod, Traced), "untraced mods do not come here"
     return mod
 

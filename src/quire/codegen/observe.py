@@ -1,0 +1,165 @@
+"""A function that watches scores go by, for the argmax and the entropy of each row.
+
+    observe(scores, running_sum, best, place, surprise, first, keys)
+
+It is code of its own that a kernel calls through a pointer, and only where someone asks: after the
+mods and before scores become weights. Scores are in units of log 2, `first` is the number of the
+tile's first key among the row's, and the rest is a row's state:
+
+    running_sum   of the weights exp2(score - best) of the tiles before
+    best, place   the largest score so far and the number of its key; of equals the first, NaN is
+                  larger than all. They start at -inf and -1
+    surprise      the sum of weight * (score - best), from which the entropy follows
+
+In a panel the state is a vector per vector of queries. For a single row lanes run over keys, each
+lane has a state of its own, and `first_of_best` makes one of them at the end.
+
+A key that is not read adds 0, so neither result depends on what is skipped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from quire.codegen import vecmath
+from quire.codegen.builder import Function, Module, Value
+from quire.codegen.convention import OBSERVE, Form
+from quire.codegen.tiles import Tile, across
+from quire.codegen.types import I64, Type
+
+LN_2 = math.log(2.0)
+PARAMETERS = ("scores", "running_sum", "best", "place", "surprise", "first", "keys")
+
+
+def write_observe(form: Form, tile: Tile) -> Module:
+    """A module that exports an OBSERVE function for a form of kernel."""
+    module = Module()
+    write = _write_panel if form == "panel" else _write_row
+    with module.function(OBSERVE.name, dict(zip(PARAMETERS, OBSERVE.parameters, strict=True))) as f:
+        write(f, tile)
+    return module
+
+
+def _write_panel(f: Function, tile: Tile) -> None:
+    *pointers, first, keys = f.parameters
+
+    with f.range(0, tile.width, tile.lanes) as at:
+        scores, *state = (f.offset(pointer, at, tile.element) for pointer in pointers)
+
+        def score(j: Value) -> Value:
+            return tile.load(f, scores, j * tile.width)
+
+        def number(j: Value) -> Value:
+            place = f.convert(first + j, tile.element.as_int)
+            return f.splat(place, places(tile))
+
+        _observe(f, tile, keys, 1, state, score, number, lambda best: best)
+
+
+def _write_row(f: Function, tile: Tile) -> None:
+    scores, *state, first, keys = f.parameters
+
+    def score(j: Value) -> Value:
+        return tile.load(f, scores, j)
+
+    def number(j: Value) -> Value:
+        place = f.convert(first + j, tile.element.as_int)
+        return f.splat(place, places(tile)) + f.iota(places(tile))
+
+    def best_of_row(best: Value) -> Value:
+        return across(f, best, f.maximum)
+
+    _observe(f, tile, keys, tile.lanes, state, score, number, best_of_row)
+
+
+def _observe(
+    f: Function,
+    tile: Tile,
+    keys: Value,
+    step: int,
+    state: list[Value],
+    score: Callable[[Value], Value],
+    number: Callable[[Value], Value],
+    of_softmax: Callable[[Value], Value],
+) -> None:
+    """Bring the state of one vector up to date; `of_softmax` is the maximum that weights are of."""
+    running_sum, best, place, surprise = state
+
+    def look(j: Value, carried: list[Value]) -> list[Value]:
+        here, (best, place) = score(j), carried
+        higher = (here > best) | (f.is_nan(here) & ~f.is_nan(best))
+        return [f.select(higher, here, best), f.select(higher, number(j), place)]
+
+    old = tile.load(f, best)
+    start = [old, _load_places(f, tile, place)]
+    new, at = f.loop(0, keys, look, carry=start, step=step)
+    before, after = of_softmax(old), of_softmax(new)
+    shift = f.select(f.intrinsic("fabs", after).equals(math.inf), 0.0, after)
+
+    def add(j: Value, sums: list[Value]) -> list[Value]:
+        above = score(j) - shift
+        weight = vecmath.exp2(f, above)
+        return [f.fma(weight, f.select(weight.equals(0.0), 0.0, above), sums[0])]
+
+    nothing = f.value(0.0, tile.vector)
+    (terms,) = f.loop(0, keys, add, carry=[nothing], step=step)
+    alpha = vecmath.exp2(f, before - shift)
+    moved = alpha * f.fma(tile.load(f, running_sum), before - shift, tile.load(f, surprise))
+    tile.store(f, new, best)
+    tile.store(f, at, place)
+    tile.store(f, f.select(alpha.equals(0.0), 0.0, moved) + terms, surprise)
+
+
+# --- in the kernels ------------------------------------------------------------------------------
+
+
+def places(tile: Tile) -> Type:
+    """A vector of numbers of keys, as wide as scores."""
+    return tile.element.as_int.vector(tile.lanes)
+
+
+def _load_places(f: Function, tile: Tile, pointer: Value) -> Value:
+    return f.load(places(tile), pointer, align=tile.target.vector_bits // 8)
+
+
+def forget(f: Function, tile: Tile, best: Value, place: Value, surprise: Value) -> None:
+    """Let one vector of rows have seen nothing."""
+    tile.store(f, f.value(-math.inf, tile.vector), best)
+    tile.store(f, f.value(-1, places(tile)), place)
+    tile.store(f, f.value(0.0, tile.vector), surprise)
+
+
+def entropy(
+    f: Function, surprise: Value, total: Value, kept: Value, level: Value, share: Value
+) -> Value:
+    """That of the probabilities, in nats.
+
+    `total` is the sum of the weights, `kept` what remains of them as a sink joins, `level` the log2
+    of the largest probability and `share` the factor from weights to probabilities.
+    """
+    terms = f.select(kept.equals(0.0), 0.0, f.fma(total, level, surprise))
+    nats = 0.0 - share * terms * LN_2
+    return f.select(nats < 0.0, 0.0, nats)
+
+
+def position(f: Function, number: Value, kv_begin: Value) -> Value:
+    """The position of a key of a row, whose first is at `kv_begin`; -1 stays -1."""
+    wide = f.convert(number, I64)
+    return f.select(wide < 0, wide, wide + kv_begin)
+
+
+def first_of_best(f: Function, tile: Tile, scores: Value, numbers: Value) -> Value:
+    """The number of the key with the largest score of all lanes, of equals the first."""
+    best, place = tile.load(f, scores), _load_places(f, tile, numbers)
+    step = 1
+    while step < tile.lanes:
+        picks = [lane ^ step for lane in range(tile.lanes)]
+        other, there = f.shuffle(best, best, picks), f.shuffle(place, place, picks)
+        odd, other_odd = f.is_nan(best), f.is_nan(other)
+        higher = (other > best) | (other_odd & ~odd)
+        equal = other.equals(best) | (other_odd & odd)
+        take = higher | (equal & (there < place))
+        best, place = f.select(take, other, best), f.select(take, there, place)
+        step *= 2
+    return f.extract(place, 0)

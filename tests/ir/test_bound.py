@@ -1,0 +1,234 @@
+"""Bounds are never wrong, whatever the mask, and precise for the masks that people use."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from quire import mods
+from quire.ir.bound import LARGEST, Bounds, bound, heap
+from quire.ir.interpret import interpret
+from quire.ir.trace import Traced, trace
+
+ZERO = torch.zeros(1, 1, dtype=torch.int64)
+
+
+def elements(mask: Traced, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    """The mask at [queries, keys]."""
+    env = {"b": ZERO, "h": ZERO, "q_idx": q_idx[:, None], "kv_idx": kv_idx[None, :]}
+    return interpret(mask.output, env, mask.captures).expand(len(q_idx), len(kv_idx))
+
+
+def bounds_of(mask: Traced, bits: int = 31) -> Bounds:
+    positions = (0, 2**bits - 1)
+    ranges = dict.fromkeys(("b", "h", "q_idx", "kv_idx"), positions)
+    return bound(mask.output, [tuple(tensor.shape) for tensor in mask.captures], ranges)
+
+
+def verdicts(mask: Traced, q_ends: Tensor, kv_ends: Tensor) -> tuple[Tensor, Tensor]:
+    """(can, must) of the tiles between ends [rows, 2] and [columns, 2], the last included."""
+    bounds = bounds_of(mask)
+    captures = [*mask.captures, *(heap(mask.captures[p.slot], p) for p in bounds.pyramids)]
+    env = {"b": ZERO, "h": ZERO}
+    for place, name in enumerate(("low", "high")):
+        env |= {f"q_{name}": q_ends[:, None, place], f"kv_{name}": kv_ends[None, :, place]}
+    shape = len(q_ends), len(kv_ends)
+    can, must = (interpret(graph, env, captures) for graph in (bounds.can, bounds.must))
+    return can.expand(shape), must.expand(shape)
+
+
+def blocks(length: int, size: int, start: int = 0) -> Tensor:
+    low = torch.arange(0, length, size)
+    return torch.stack([low, (low + size).clamp(max=length) - 1], -1) + start
+
+
+def truth(found: Tensor, q_ends: Tensor, kv_ends: Tensor) -> tuple[Tensor, Tensor]:
+    """(some element holds, every element holds) in each tile."""
+    some = torch.empty(len(q_ends), len(kv_ends), dtype=torch.bool)
+    every = torch.empty_like(some)
+    q_start, kv_start = q_ends[0, 0], kv_ends[0, 0]
+    for row, (q_low, q_high) in enumerate((q_ends - q_start).tolist()):
+        for column, (kv_low, kv_high) in enumerate((kv_ends - kv_start).tolist()):
+            part = found[q_low : q_high + 1, kv_low : kv_high + 1]
+            some[row, column], every[row, column] = part.any(), part.all()
+    return some, every
+
+
+# --- precision: the masks that people use
+
+N = 1024
+LENGTHS = [100, 7, 200, 1, 300, 50, 266, 100]
+ALL_OF_THEM: dict[str, Callable[..., Any]] = {
+    "causal": mods.causal,
+    "sliding_window": mods.sliding_window(100),
+    "dilated_sliding_window": mods.dilated_sliding_window(10, 3),
+    "global_sliding_window": mods.global_sliding_window(50, torch.arange(N) % 97 == 0),
+    "prefix_lm": mods.prefix_lm(77),
+    "padding": mods.padding([900]),
+    "neighbourhood of a line": mods.neighbourhood(N, 5),
+    "neighbourhood of a plane": mods.neighbourhood((32, 32), (5, 5)),
+    "neighbourhood of a space": mods.neighbourhood((16, 8, 8), (3, 3, 3)),
+    "block_diffusion": mods.block_diffusion(512, 16),
+    "document": mods.document(lengths=LENGTHS),
+    "causal in documents": mods.and_masks(mods.document(lengths=LENGTHS), mods.causal),
+    "not": mods.not_mask(mods.causal),
+    "or": mods.or_masks(mods.sliding_window(30), mods.prefix_lm(60)),
+    "lengths": lambda b, h, q_idx, kv_idx: kv_idx < torch.tensor([700])[b],
+    "float": lambda b, h, q_idx, kv_idx: torch.exp(-(q_idx - kv_idx).abs() / 64.0) > 0.1,
+    "blocks": lambda b, h, q_idx, kv_idx: q_idx // 48 >= kv_idx // 48,
+}
+
+
+@pytest.mark.parametrize("size", [(16, 16), (16, 128), (64, 32), (128, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("name", ALL_OF_THEM)
+def test_tiles_that_are_empty_or_full_are_known_to_be(name: str, size: tuple[int, int]) -> None:
+    mask = trace(ALL_OF_THEM[name], "mask")
+    q_ends, kv_ends = blocks(N, size[0]), blocks(N, size[1])
+    positions = torch.arange(N)
+    some, every = truth(elements(mask, positions, positions), q_ends, kv_ends)
+    can, must = verdicts(mask, q_ends, kv_ends)
+    assert not (some & ~can).any() and not (must & ~every).any(), "a wrong verdict"
+    missed = (~some & can) | (every & ~must)
+    allowed = 0.1 if name.startswith("neighbourhood of a") else 0.02
+    assert missed.sum() <= allowed * (~some | every).sum()
+
+
+# --- soundness: any mask
+
+_NUMBERS = (
+    "q_idx",
+    "kv_idx",
+    "(q_idx - kv_idx)",
+    "(kv_idx + q_idx)",
+    "{a} + {b}",
+    "{a} - {b}",
+    "{a} * {c}",
+    "-{a}",
+    "{a} // {c}",
+    "{a} % {c}",
+    "({a} & 7)",
+    "({a} >> 2)",
+    "abs({a})",
+    "torch.minimum({a}, {b})",
+    "torch.maximum({a}, {b})",
+    "torch.clamp({a}, -3, 40)",
+    "torch.where({m}, {a}, {b})",
+    "ints[({a}) % 50]",
+    "narrow[({a}) % 50].long()",
+    "wraps[({a}) % 9 - 4]",
+    "h * {a}",
+    "({m}).long()",
+)
+_FLOATS = (
+    "({a}) / {c}",
+    "floats[({a}) % 50]",
+    "torch.exp(({a}) / 30.0)",
+    "torch.tanh({f})",
+    "torch.sqrt({f})",
+    "torch.log({f})",
+    "torch.sin({f})",
+    "({f}) * ({a})",
+    "({f}) - ({a})",
+    "torch.floor({f})",
+    "torch.sigmoid({f}) * 3",
+    "abs({f})",
+    "torch.where({m}, {f}, 1.5)",
+)
+_MASKS = (
+    "({a} <= {b})",
+    "({a} < {c})",
+    "({a} == {b})",
+    "({a} != {c})",
+    "({f} > 0.5)",
+    "({f} <= {a})",
+    "({f} == {f})",
+    "({m} & {m})",
+    "({m} | {m})",
+    "({m} ^ {m})",
+    "(~{m})",
+    "bools[({a}) % 50]",
+    "torch.where({m}, {m}, {m})",
+    "({a}).bool()",
+    "(ints[q_idx % 50] == ints[kv_idx % 50])",
+)
+
+
+@st.composite
+def masks(draw: st.DrawFn) -> str:
+    def write(forms: tuple[str, ...], depth: int) -> str:
+        leaves = {_NUMBERS: 4, _MASKS: 2, _FLOATS: 1}[forms]
+        form = draw(st.sampled_from(forms if depth else forms[:leaves]))
+        for hole, inner in (("a", _NUMBERS), ("b", _NUMBERS), ("f", _FLOATS), ("m", _MASKS)):
+            while f"{{{hole}}}" in form:
+                part = write(inner, max(0, depth - 1))
+                form = form.replace(f"{{{hole}}}", part, 1)
+        while "{c}" in form:
+            form = form.replace("{c}", str(draw(st.sampled_from([-7, -1, 1, 2, 5, 16]))), 1)
+        return form
+
+    return write(_MASKS, 3)
+
+
+def captured(seed: int) -> dict[str, Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    floats = torch.randn(50, generator=random) * 3
+    floats[seed % 50] = [math.nan, math.inf, -math.inf, 0.0][seed % 4]
+    return {
+        "ints": torch.randint(-20, 20, (50,), generator=random),
+        "narrow": torch.randint(-20, 20, (50,), generator=random, dtype=torch.int32),
+        "wraps": torch.arange(10) * 3 - 10,
+        "bools": torch.randint(0, 2, (50,), generator=random).bool(),
+        "floats": floats,
+    }
+
+
+@given(masks(), st.integers(0, 2**20), st.integers(1, 20), st.integers(1, 20), st.integers(0, 99))
+def test_no_element_contradicts_its_tile(
+    source: str, start: int, height: int, width: int, seed: int
+) -> None:
+    program = f"lambda b, h, q_idx, kv_idx: {source}"
+    mask = trace(eval(program, {"torch": torch, **captured(seed)}), "mask")
+    q_start, kv_start = (start, start // 2) if seed % 2 else (start % 40, 0)
+    q_ends, kv_ends = blocks(40, height, q_start), blocks(40, width, kv_start)
+    q_idx, kv_idx = torch.arange(40) + q_start, torch.arange(40) + kv_start
+    some, every = truth(elements(mask, q_idx, kv_idx), q_ends, kv_ends)
+    can, must = verdicts(mask, q_ends, kv_ends)
+    assert not (some & ~can).any(), f"called empty: {source}"
+    assert not (must & ~every).any(), f"called full: {source}"
+
+
+def test_integers_that_may_wrap_around_are_unknown() -> None:
+    huge = torch.tensor([2**62, 2**62])
+    mask = trace(lambda b, h, q, kv: huge[q % 2] + huge[kv % 2] < 0, "mask")
+    can, must = verdicts(mask, blocks(8, 4), blocks(8, 4))
+    assert can.all() and not must.any()
+    assert elements(mask, torch.arange(8), torch.arange(8)).all(), "the sum wraps"
+    assert max(LARGEST.values()) < 2**62
+
+
+def test_what_occurs_twice_cancels() -> None:
+    mask = trace(lambda b, h, q, kv: q - (q - kv) < 8, "mask")
+    can, must = verdicts(mask, blocks(64, 16), blocks(16, 8))
+    assert can.tolist() == must.tolist() == [[True, False]] * 4
+
+
+def test_a_mask_that_no_rule_knows_is_unknown() -> None:
+    mask = trace(lambda b, h, q, kv: torch.pow(q, kv) > 7, "mask")
+    bounds = bounds_of(mask)
+    assert (bounds.can.payload, bounds.must.payload) == (True, False)
+
+
+def test_a_heap_has_the_extremes_of_all_ranges() -> None:
+    mask = trace(lambda b, h, q, kv: torch.tensor([5, 2, 9])[q] > kv, "mask")
+    smallest, largest = bounds_of(mask).pyramids
+    entries = heap(mask.captures[0], largest)
+    assert (smallest.largest, largest.largest, largest.leaves) == (False, True, 4)
+    low = torch.iinfo(torch.int64).min
+    assert entries.tolist()[1:] == [9, 5, 9, 5, 2, 9, low]
