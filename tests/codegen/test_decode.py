@@ -290,13 +290,18 @@ def test_tables_of_two_dimensions(q_len: int, dtype: torch.dtype) -> None:
 def test_a_mistake_in_a_mask_is_found_whatever_was_read_instead(q_len: int, first: int) -> None:
     q, k, v = operands(q_len)
     table = torch.full((KEYS - 1,), first)
-    with pytest.raises(CapturedIndexError, match=f"index {KEYS - 1} is out of bounds"):
-        flex_attention(
-            *(q, k, v),
-            mask_mod=lambda b, h, q_idx, kv_idx: table[kv_idx] > 0,
-            enable_gqa=True,
-            backend="jit",
-        )
+    heads = table[: q.shape[1] - 1]
+    rows = table[: q_len - 1]
+    masks: list[Callable[..., Any]] = [
+        lambda b, h, q_idx, kv_idx: table[kv_idx] > 0,
+        lambda b, h, q_idx, kv_idx: heads[h] > 0,
+        lambda b, h, q_idx, kv_idx: rows[q_idx] > 0,
+        lambda b, h, q_idx, kv_idx: table[kv_idx] == table[q_idx],
+        lambda b, h, q_idx, kv_idx: table[(kv_idx * 7 + q_idx) % KEYS] > 0,
+    ]
+    for mask in masks:
+        with pytest.raises(CapturedIndexError, match="out of bounds"):
+            flex_attention(q, k, v, mask_mod=mask, enable_gqa=True, backend="jit")
 
 
 @pytest.mark.parametrize("q_len", [3, 20])

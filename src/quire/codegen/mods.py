@@ -251,7 +251,7 @@ def write_extent(
         rows, _ = _scopes(f, tile, arguments, (record, b, h), _queries(tile, q_idx))
         panel = Panel(f, tile, None, 1.0, tuple(masks), rows)
         exists = _existing(f, tile, queries)
-        panel.compute_rows()
+        wrong_at_once = panel.compute_rows()
 
         def one_key(j: Value, carried: list[Value]) -> list[Value]:
             first, last, missed = carried
@@ -262,6 +262,9 @@ def write_extent(
         carry = [keys, f.value(0, I64), f.value(0, lane_mask(tile))]
         first, last, missed = f.loop(0, keys, one_key, carry=carry)
         every = f.convert(~f.any_lane(missed.differs(0)), I64)
+        for wrong in wrong_at_once:  # `rewrite` has to see it
+            first, last = f.select(wrong, 0, first), f.select(wrong, keys, last)
+            every = f.select(wrong, 0, every)
         f.give_back(first | (last << 16) | (every << 32))
 
 
