@@ -105,7 +105,7 @@ def familiar(
             signature.append("mask")
             if not isinstance(mask, torch_flex.BlockMask):
                 add(trace(mask, "mask"))
-            elif isinstance(mask, BlockMask) and mask.kv_indices.nbytes <= MOST_BYTES:
+            elif isinstance(mask, BlockMask) and mask.nbytes <= MOST_BYTES:
                 signature += (mask.content(), key.shape[2])
                 add(trace(mask.mask_mod, "mask"))
             else:
