@@ -141,6 +141,8 @@ class Grid:
         kind = torch.full_like(row, UNSURE)
         for sides in ((TRIED, TRIED), self.block_size):
             left = (kind == UNSURE).nonzero().flatten()
+            if len(left) == 0:
+                break
             for at in left.split(max(1, TILE_ELEMENTS // (sides[0] * sides[1]))):
                 kind[at] = self._tried(row[at], column[at], sides)
         return kind
