@@ -206,6 +206,14 @@ def test_a_block_mask_of_another_length_is_refused() -> None:
         flex_attention(q, k[:, :, :200], v[:, :, :200], block_mask=mask)
 
 
+def test_a_block_mask_on_another_device_is_refused() -> None:
+    q, k, v = operands(4, 256)
+    mask = create_block_mask(causal, None, None, 4, 256)
+    flex_attention(q, k, v, block_mask=mask)
+    with pytest.raises(DeviceError, match="on the same device"):
+        flex_attention(q, k, v, block_mask=mask.to("meta"))
+
+
 def test_a_mod_that_changes_while_it_is_checked_leaves_nothing_behind() -> None:
     q, k, v = operands()
     factors = iter([2.0, 3.0])

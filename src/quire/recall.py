@@ -113,8 +113,8 @@ def familiar(
                 add(trace(mask, "mask"))
             elif (
                 isinstance(mask, BlockMask)
-                and mask.kv_num_blocks.is_cpu
-                and mask.kv_indices.nbytes <= MOST_BYTES
+                and mask.device == query.device
+                and mask.nbytes <= MOST_BYTES
             ):
                 signature += (mask.content(), key.shape[2])
                 add(trace(mask.mask_mod, "mask"))

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from quire import create_block_mask
 from quire.block_mask import BlockRows
+from quire.block_mask.runs import Runs
 from quire.codegen.convention import FULL, PARTIAL
 from quire.runtime.tile_lists import read_lists, tile_lists
 
@@ -22,7 +23,7 @@ def test_tiles_say_what_the_elements_say(data: st.DataObject) -> None:
     shape = (batches, heads, -(-q_len // blocks[0]), -(-kv_len // blocks[1]))
     seed = data.draw(st.integers(0, 2**32 - 1))
     cells = np.random.default_rng(seed).integers(0, 3, shape, np.int32)
-    lists = tile_lists(BlockRows(cells, blocks, (q_len, kv_len)), *tiles)
+    lists = tile_lists(BlockRows(Runs.of_cells(cells), blocks, (q_len, kv_len)), *tiles)
 
     elements = cells.repeat(blocks[0], 2).repeat(blocks[1], 3)[:, :, :q_len, :kv_len]
     mixed = False
