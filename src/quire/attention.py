@@ -156,7 +156,7 @@ def compute(
         and generator is None
         and type(memory) is Dense
         and checks.check_position("Dense.start", memory.start) == 0
-        and (q_start == 0 or not masks)
+        and (q_start == 0 or not any(isinstance(m, torch_flex.BlockMask) for m in masks))
     ):
         known = familiar(query, memory.key, memory.value, score_mod, masks, scale)
     if known is not None:

@@ -20,7 +20,7 @@ from quire import compiled
 from quire.attention import Mask, first_position, prepare
 from quire.block_mask import BlockMask
 from quire.checks import check_position
-from quire.codegen.mods import CaptureShape
+from quire.codegen.arguments import CaptureShape
 from quire.eager import working_dtype
 from quire.errors import ArgumentError, BackendError, DtypeError
 from quire.ir.trace import Kind, Mod, Traced, trace

@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from torch.nn.attention import flex_attention as torch_flex
 
 from quire.block_mask import BlockMask
-from quire.codegen.mods import CaptureShape
+from quire.codegen.arguments import CaptureShape
 from quire.config import config
 from quire.eager import output_layout, working_dtype
 from quire.ir.trace import Mod, Traced, trace
@@ -32,9 +32,7 @@ from quire.runtime.tile_lists import TileLists
 
 Signature: TypeAlias = tuple[object, ...]
 
-MOST_KEYS = (
-    2**19
-)  # beyond that position the graphs of mods are others, and microseconds do not matter
+MOST_KEYS = 2**19  # farther positions have other graphs, and microseconds do not matter there
 MOST_BYTES = 2**16  # of a block mask
 
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from quire.codegen import jit
+from quire.codegen.arguments import CaptureShape, ModArguments, is_literal
 from quire.codegen.builder import Module
 from quire.codegen.convention import (
     ENTRY,
@@ -28,15 +29,7 @@ from quire.codegen.convention import (
 )
 from quire.codegen.decode import write_decode
 from quire.codegen.forward import write_forward
-from quire.codegen.mods import (
-    CaptureShape,
-    ModArguments,
-    is_literal,
-    write_extent,
-    write_rewrite,
-    write_row_rewrite,
-    write_verdict,
-)
+from quire.codegen.mods import write_extent, write_rewrite, write_row_rewrite, write_verdict
 from quire.codegen.observe import write_observe
 from quire.codegen.target import Target
 from quire.codegen.tiles import Tile
