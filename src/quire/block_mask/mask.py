@@ -12,6 +12,7 @@ place, so nothing that is derived from them is kept.
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any, NamedTuple, Self, TypeAlias
 
 import numpy as np
@@ -72,6 +73,9 @@ _LISTS = (
 BlockIndex: TypeAlias = Any  # int, slice, Tensor, list or ..., alone or in a tuple
 
 DEFAULT_BLOCK_SIZE = 128
+MOST_AT_ONCE = 2**16
+"""Blocks of a mask up to which its tensors are made with it."""
+
 NOOP_BLOCK_SIZE = 1 << 30
 """Blocks of this size in both directions mark a mask that is good for every length."""
 
@@ -266,7 +270,10 @@ class BlockMask(torch_flex.BlockMask):
         seq_lengths: tuple[int, int],
         device: torch.device,
     ) -> Self:
-        """A mask whose tensors are made when one of them is asked for."""
+        """A mask whose tensors are made when one of them is asked for; at once if they are small.
+
+        Dynamo can follow a mask that has its tensors into PyTorch's operator.
+        """
         mask = object.__new__(cls)
         mask.__dict__.update(
             seq_lengths=seq_lengths,
@@ -279,6 +286,8 @@ class BlockMask(torch_flex.BlockMask):
             _made_of=_MadeOf(runs if separate_full_blocks else runs.all_partial(), device),
             _separate_full_blocks=separate_full_blocks,
         )
+        if math.prod(runs.shape) <= MOST_AT_ONCE:
+            _ = mask.kv_indices
         return mask
 
     def __getattr__(self, name: str) -> Any:
