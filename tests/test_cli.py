@@ -221,7 +221,7 @@ def test_demo_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_picture_of_the_demo_is_its_mask() -> None:
     mask = quire.create_mask(block_mask(64).mask_mod, None, None, 64, 64, "cpu")[0, 0]
-    cells = block_mask(64, 4).rows().cells[0, 0]
+    cells = block_mask(64, 4).rows().runs.cells()[0, 0]
     counts = mask.view(16, 4, 16, 4).sum((1, 3))
     assert cells.tolist() == torch.where(counts == 16, 2, (counts > 0).int()).tolist()
 

@@ -149,14 +149,14 @@ def compute(
     known = None
     if (
         backend == config().backend == "auto"
-        and dropout_p == 0.0
+        and check_dropout(dropout_p) is None
         and sink is None
         and aux is None
         and kernel_options is None
         and generator is None
         and type(memory) is Dense
-        and memory.start == 0
-        and (q_start == 0 or not masks)
+        and checks.check_position("Dense.start", memory.start) == 0
+        and (q_start == 0 or not any(isinstance(m, torch_flex.BlockMask) for m in masks))
     ):
         known = familiar(query, memory.key, memory.value, score_mod, masks, scale)
     if known is not None:

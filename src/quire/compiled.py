@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from quire import eager
 from quire.aux_outputs import NO_AUX, AuxRequest
@@ -12,7 +13,7 @@ from quire.codegen.lower import check_lowerable
 from quire.codegen.target import Target
 from quire.config import config
 from quire.eager import Operands, Result, output_layout
-from quire.errors import BackendError, CapturedIndexError, UnsupportedOpError
+from quire.errors import BackendError, CapturedIndexError, TensorKindError, UnsupportedOpError
 from quire.ir.trace import Traced, mod_name
 from quire.memory import Dense
 from quire.problem import Call, Problem, ReadyMod
@@ -36,6 +37,9 @@ def obstacle(call: Call) -> str | None:
         reason = None if mod is None else _mod_obstacle(kind, mod)
         if reason is not None:
             return reason
+    for tensor in (*_operands(call), *problem.captures):
+        if not has_memory(tensor):
+            return f"a {type(tensor).__name__} on {tensor.device} has no memory that it could read"
     head_dim = max(call.query.shape[-1], call.value.shape[-1])
     if head_dim > LARGEST_HEAD_DIM:
         return f"its head dim is {head_dim}, and kernels go up to {LARGEST_HEAD_DIM}"
@@ -45,6 +49,16 @@ def obstacle(call: Call) -> str | None:
     if call.query.dtype != torch.float64 and torch.float64 in (call.key.dtype, call.value.dtype):
         return "keys or values are float64 and queries are not"
     return _machine_obstacle()
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether a tensor, perhaps within a transform of torch.func, is in memory of the CPU."""
+    plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+    return plain and tensor.is_cpu and not tensor._is_zerotensor()
+
+
+def _operands(call: Call) -> tuple[Tensor, ...]:
+    return (call.query, call.key, call.value, *(() if call.sink is None else (call.sink,)))
 
 
 def _mod_obstacle(kind: str, mod: ReadyMod) -> str | None:
@@ -68,11 +82,19 @@ def _machine_obstacle() -> str | None:
 def attention(call: Call) -> Result:
     """Compute on a generated kernel, the backward pass in tiles of torch ops."""
     problem, operands = call.problem, Operands(call.query, call.key, call.value)
-    tensors = (*operands, call.sink, *problem.captures)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+    if _is_transformed() or (
+        torch.is_grad_enabled()
+        and any(tensor.requires_grad for tensor in (*_operands(call), *problem.captures))
+    ):
         return eager.attention(problem, *operands, call.sink, wanted=call.aux, run=run)
     wanted = call.aux or NO_AUX
     return run(problem, operands, call.sink, call.query.dtype, wanted=wanted)
+
+
+def _is_transformed() -> bool:
+    """Whether torch.func or forward-mode AD may stand behind a tensor; autograd knows how."""
+    inside = torch._C._functorch.peek_interpreter_stack() is not None
+    return inside or forward_ad._current_level >= 0
 
 
 def run(
@@ -86,7 +108,12 @@ def run(
     """The forward pass, without a record for autograd; `out` in `dtype` or the working dtype."""
     query, key, value = (tensor.resolve_neg() for tensor in operands)
     shape, strides = output_layout(query, value.shape[-1])
-    out = torch.empty_strided(shape, strides, dtype=dtype or operands.dtype)
+    out = torch.empty_strided(shape, strides, dtype=dtype or operands.dtype, device="cpu")
+    if not has_memory(out):
+        raise TensorKindError(
+            f"expected to compute into a plain tensor, but a mode that is active makes a "
+            f"{type(out).__name__} of every new one. Call attention outside of it."
+        )
     memory = dense(query, Dense(key, value, problem.kv_start), problem.q_start)
     if config().check:
         wanted = wanted._replace(lse=True, max_scores=True)

@@ -26,7 +26,9 @@ class Dropout:
 
     def seeded(self, generator: torch.Generator | None) -> Dropout:
         """The same with a seed drawn from `generator`, or from torch's default one."""
-        low, high = torch.randint(-(2**31), 2**31, (2,), generator=generator).tolist()
+        device = torch.device("cpu") if generator is None else generator.device
+        numbers = torch.randint(-(2**31), 2**31, (2,), generator=generator, device=device)
+        low, high = numbers.tolist()
         return Dropout(self.p, (low, high))
 
     @functools.cached_property

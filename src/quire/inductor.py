@@ -95,14 +95,16 @@ def attention(call: Call) -> Result:
     key, value = (x.expand(batch, -1, -1, -1) for x in (call.key, call.value))
     if not torch.is_grad_enabled():  # PyTorch looks at requires_grad alone
         query, key, value = query.detach(), key.detach(), value.detach()
-    aux = _aux(call)
+    aux, mask = _aux(call), call.problem.block_mask
+    if mask is not None:
+        _ = mask.kv_indices  # Dynamo cannot follow how the tensors of a long mask are made
     with _torch_errors():
         out, found = _compiled()(
             query,
             key,
             value,
             folded(_at_positions(call, call.score_mod), _at_positions(call, call.mask_mod)),
-            call.problem.block_mask,
+            mask,
             call.problem.scale,
             enable_gqa=query.shape[1] != key.shape[1],
             kernel_options=call.kernel_options,

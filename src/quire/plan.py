@@ -19,8 +19,10 @@ from torch.nn.attention import flex_attention as torch_flex
 from quire import compiled
 from quire.attention import Mask, first_position, prepare
 from quire.block_mask import BlockMask
+from quire.checks import check_position
+from quire.codegen.arguments import CaptureShape
 from quire.eager import working_dtype
-from quire.errors import BackendError, DtypeError
+from quire.errors import ArgumentError, BackendError, DtypeError
 from quire.ir.trace import Kind, Mod, Traced, trace
 from quire.memory import Dense
 from quire.problem import Call
@@ -60,26 +62,29 @@ class Plan:
         call = prepare(
             query, memory, score_mod, () if mask is None else (mask,), scale, 0.0, None, q_start
         )
-        reason = compiled.obstacle(call)
-        if reason is not None:
-            raise BackendError(
-                f"a plan runs compiled code, but {reason}. Call quire.attention, which finds "
-                f"another way."
-            )
+        _check_compiled(call)
         self._dtype, self._scale, self._q_start = query.dtype, scale, q_start
         self._score_mod = None if score_mod is None else _traced(score_mod, "score", query)
         self._masks = () if mask is None else (_kept(mask, query),)
         self._fixed = call.problem.block_mask is not None  # for some lengths and positions alone
         self._captures = call.problem.captures
+        self._kinds = tuple(map(_kind, self._captures))
         self._known: Known[Signature, Recalled] = Known(64)
 
     def __call__(self, query: Tensor, memory: Dense) -> Tensor:
         """The attention of `query` over `memory`."""
+        self._check_captures()
+        if not isinstance(memory, Dense):
+            self._checked(query, memory)
         key, value = memory.key, memory.value
         tensors = layout(query, key, value, grad=False)
-        if tensors is not None and memory.start == 0:
+        if tensors is not None and check_position("Dense.start", memory.start) == 0:
             first = first_position(self._q_start, query, memory)
-            signature = (*tensors, first, key.shape[2]) if self._fixed else tensors
+            signature = tensors
+            for tensor in self._captures:
+                signature += (CaptureShape.of(tensor), tensor.shape)
+            if self._fixed:
+                signature += (first, key.shape[2])
             known = self._known.get(signature) or self._learn(signature, query, memory)
             out = None if known is None else known.run(query, key, value, first, self._captures)
             if out is not None:
@@ -98,9 +103,33 @@ class Plan:
                 f"this plan was made for queries of {self._dtype}, but got {query.dtype}. Make a "
                 f"plan for each dtype."
             )
-        return prepare(
+        call = prepare(
             *(query, memory, self._score_mod, self._masks),
             *(self._scale, 0.0, None, self._q_start),
+        )
+        _check_compiled(call)
+        return call
+
+    def _check_captures(self) -> None:
+        for tensor, made_for in zip(self._captures, self._kinds, strict=True):
+            if _kind(tensor) != made_for:
+                raise ArgumentError(
+                    f"this plan was made for a captured tensor of dtype, dimensions and device "
+                    f"{made_for}, which now has {_kind(tensor)}. Make a new plan."
+                )
+
+
+def _kind(tensor: Tensor) -> tuple[object, ...]:
+    """What must not change of a captured tensor. Its sizes and strides may."""
+    return tensor.dtype, tensor.dim(), tensor.device
+
+
+def _check_compiled(call: Call) -> None:
+    reason = compiled.obstacle(call)
+    if reason is not None:
+        raise BackendError(
+            f"a plan runs compiled code, but {reason}. Call quire.attention, which finds "
+            f"another way."
         )
 
 

@@ -8,19 +8,22 @@ and takes the long way.
 
 from __future__ import annotations
 
+import operator
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import Parameter
 from torch.nn.attention import flex_attention as torch_flex
 
 from quire.block_mask import BlockMask
-from quire.codegen.mods import CaptureShape
+from quire.codegen.arguments import CaptureShape
 from quire.config import config
 from quire.eager import output_layout, working_dtype
 from quire.ir.trace import Mod, Traced, trace
 from quire.memory import Dense
-from quire.problem import Call
+from quire.problem import Call, Problem
 from quire.runtime.addressing import Sequence, dense
 from quire.runtime.forward import plan_for
 from quire.runtime.known import Known
@@ -29,7 +32,7 @@ from quire.runtime.tile_lists import TileLists
 
 Signature: TypeAlias = tuple[object, ...]
 
-MOST_KEYS = 2**19  # beyond it the graphs of mods are others, and microseconds do not matter
+MOST_KEYS = 2**19  # farther positions have other graphs, and microseconds do not matter there
 MOST_BYTES = 2**16  # of a block mask
 
 
@@ -56,6 +59,7 @@ def layout(query: Tensor, key: Tensor, value: Tensor, grad: bool) -> Signature |
         or q_shape[2] > MOST_KEYS
         or torch.is_autocast_enabled("cpu")
         or torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
         or config().check
     ):
         return None
@@ -105,7 +109,11 @@ def familiar(
             signature.append("mask")
             if not isinstance(mask, torch_flex.BlockMask):
                 add(trace(mask, "mask"))
-            elif isinstance(mask, BlockMask) and mask.kv_indices.nbytes <= MOST_BYTES:
+            elif (
+                isinstance(mask, BlockMask)
+                and mask.device == query.device
+                and mask.nbytes <= MOST_BYTES
+            ):
                 signature += (mask.content(), key.shape[2])
                 add(trace(mask.mask_mod, "mask"))
             else:
@@ -113,7 +121,12 @@ def familiar(
     except Exception:  # the long way says what is wrong
         return None
     for tensor in captures:
-        if not tensor.is_cpu or tensor.is_neg() or (grad and tensor.requires_grad):
+        if (
+            type(tensor) not in (Tensor, Parameter)
+            or not tensor.is_cpu
+            or tensor.is_neg()
+            or (grad and tensor.requires_grad)
+        ):
             return None
     return Familiar(tuple(signature), tuple(captures))
 
@@ -133,7 +146,7 @@ class Recalled(NamedTuple):
         """What a call is planned to be; None where there is nothing to do, or too much."""
         query, problem = call.query, call.problem
         shape, strides = output_layout(query, call.value.shape[3])
-        results = Rows(torch.empty_strided(shape, strides, dtype=query.dtype))
+        results = Rows(torch.empty_strided(shape, strides, dtype=query.dtype, device="cpu"))
         operands = dense(query, Dense(call.key, call.value), problem.q_start)
         ((form, sequences),) = operands.by_form()
         plan, _, lists = plan_for(problem, operands, form, sequences, results)
@@ -147,10 +160,14 @@ class Recalled(NamedTuple):
         self, query: Tensor, key: Tensor, value: Tensor, q_start: int, captures: tuple[Tensor, ...]
     ) -> Tensor | None:
         """The output; None where the long way has to say what is wrong."""
-        out = torch.empty_strided(self.out_shape, self.out_strides, dtype=query.dtype)
+        out = torch.empty_strided(self.out_shape, self.out_strides, dtype=query.dtype, device="cpu")
+        if type(out) is not Tensor:  # a mode is active that makes others
+            return None
         keys = key.shape[2]
         record = Sequence(0, query.shape[2], q_start, 0, keys).record(0)
         operands = (query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr())
+        if 0 in operands:  # a tensor that is empty, or has no memory
+            return None
         addresses = (*operands, 0, 0, 0, 0, 0)
         work = self.work * keys
         wrong = self.plan.launch_at(addresses, record, 1, self.items, work, captures, self.lists)
@@ -168,11 +185,21 @@ class Familiar(NamedTuple):
 
     def again(self, query: Tensor, key: Tensor, value: Tensor, q_start: int) -> Tensor | None:
         """The output; None where nothing is known, or the long way has to say what is wrong."""
-        known = _known.get(self.signature)
+        known = _known.get(self.signature) if q_start <= MOST_KEYS else None
         return None if known is None else known.run(query, key, value, q_start, self.captures)
 
     def remember(self, call: Call) -> None:
         """Keep what a call that went well was planned to be."""
         recalled = Recalled.of(call)
-        if recalled is not None:
+        if recalled is not None and self._describes(call.problem):
             _known.keep(self.signature, recalled)
+
+    def _describes(self, problem: Problem) -> bool:
+        """Whether mods and block mask were the same when the signature was read."""
+        mods = problem.score_mod, problem.mask_mod, problem.partial_mod
+        parts: list[object] = [mod.output for mod in mods if isinstance(mod, Traced)]
+        if problem.block_mask is not None:
+            parts.append(problem.block_mask.content())
+        return all(part in self.signature for part in parts) and all(
+            map(operator.is_, self.captures, problem.captures)
+        )

@@ -21,7 +21,7 @@ from functools import cached_property
 import torch
 
 from quire.codegen import jit
-from quire.codegen.mods import ModArguments
+from quire.codegen.arguments import ModArguments
 from quire.codegen.target import Target
 from quire.codegen.tiles import Tile
 from quire.codegen.types import F32, F64

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from quire.codegen import jit
+from quire.codegen.arguments import CaptureShape, ModArguments
 from quire.codegen.builder import Module
-from quire.codegen.mods import CaptureShape, ModArguments, write_rewrite
+from quire.codegen.mods import write_rewrite
 from quire.codegen.target import Target
 from quire.codegen.tiles import Tile
 from quire.codegen.types import F32, F64

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import struct
 from collections.abc import Callable
 
 import numpy as np
@@ -328,3 +329,11 @@ def test_a_layout_packs_all_of_its_fields() -> None:
         layout.index("third")
     with pytest.raises(CodegenError, match=r"expected a field of 8 bytes, got float pair\.x"):
         Layout("pair", {"x": F32})
+
+
+def test_a_record_packed_in_order_is_the_record_packed_by_name() -> None:
+    layout = Layout("three", {"first": I64, "second": F64, "third": PTR})
+    by_name = layout.pack({"third": 7, "first": -1, "second": 0.5})
+    assert layout.pack_in_order(-1, 0.5, 7) == by_name
+    with pytest.raises(struct.error, match="expected 3 items"):
+        layout.pack_in_order(-1, 0.5)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire import create_block_mask
 from quire.block_mask import BlockRows
+from quire.block_mask.runs import Runs
 from quire.codegen.convention import FULL, PARTIAL
-from quire.runtime.tile_lists import tile_lists
+from quire.runtime.tile_lists import read_lists, tile_lists
 
 
 @given(st.data())
@@ -20,7 +23,7 @@ def test_tiles_say_what_the_elements_say(data: st.DataObject) -> None:
     shape = (batches, heads, -(-q_len // blocks[0]), -(-kv_len // blocks[1]))
     seed = data.draw(st.integers(0, 2**32 - 1))
     cells = np.random.default_rng(seed).integers(0, 3, shape, np.int32)
-    lists = tile_lists(BlockRows(cells, blocks, (q_len, kv_len)), *tiles)
+    lists = tile_lists(BlockRows(Runs.of_cells(cells), blocks, (q_len, kv_len)), *tiles)
 
     elements = cells.repeat(blocks[0], 2).repeat(blocks[1], 3)[:, :, :q_len, :kv_len]
     mixed = False
@@ -44,3 +47,18 @@ def test_tiles_say_what_the_elements_say(data: st.DataObject) -> None:
     rows_per_head = -(-q_len // tiles[0])
     assert lists.batch_stride == (heads * rows_per_head if batches > 1 else 0)
     assert lists.per_head == (heads > 1)
+
+
+def test_lists_are_known_by_what_a_mask_contains() -> None:
+    def mask_mod(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> object:
+        return q >= k
+
+    mask, equal = (create_block_mask(mask_mod, None, None, 300, 300) for _ in range(2))
+    lists = read_lists(mask, (300, 300), 128, 128)
+    assert read_lists(equal, (300, 300), 128, 128) is lists
+    assert read_lists(mask, (300, 300), 64, 128) is not lists
+    assert lists.entries_address == lists.entries.ctypes.data
+    mask.kv_num_blocks.numpy()[:] = 0
+    edited = read_lists(mask, (300, 300), 128, 128)
+    assert len(edited.entries) < len(lists.entries)
+    assert read_lists(equal, (300, 300), 128, 128) is lists

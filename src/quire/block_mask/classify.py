@@ -1,42 +1,63 @@
 """What each block of a mask is: empty, partial or full, exactly.
 
-Bounds decide most blocks at once. The elements of the others are looked at, a bounded number at a
-time. A mask_mod that has no graph is evaluated everywhere.
+Bounds decide most blocks: first wide spans of a row, then single blocks. Of a block that they leave
+open some elements are tried, since one that holds and one that does not make it partial; what is
+open even then is looked at element by element. All of it in bounded memory. A mask_mod that has no
+graph is evaluated everywhere.
 """
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from quire.block_mask.lists import EMPTY, FULL, PARTIAL, ceil_div
-from quire.block_mask.mask_mods import MaskMod
+from quire.block_mask.runs import Runs
 from quire.block_mask.tiles import TILE_ELEMENTS, Sizes, count_blocks
 from quire.ir.bound import bound, heap
-from quire.ir.graph import inputs
+from quire.ir.graph import Node, inputs
 from quire.ir.interpret import interpret
-from quire.ir.trace import Traced
+from quire.ir.trace import Mod, Traced
+
+SPAN = 64  # blocks that are asked about at once
+TRIED = 4  # elements that are tried along each side of a block
+UNSURE = 3  # a block that is not decided yet
 
 
-def classify(
-    mod: MaskMod | Traced, sizes: Sizes, block_size: tuple[int, int], device: torch.device
-) -> Tensor:
-    """EMPTY, PARTIAL or FULL for each block: int32 [B, H, rows, columns].
-
-    As in PyTorch, a block that reaches beyond the last query or key is never full.
-    """
+def classify(mod: Mod, sizes: Sizes, block_size: tuple[int, int], device: torch.device) -> Runs:
+    """The blocks of a mask that are not empty. One that reaches past an end is never full."""
     if not isinstance(mod, Traced) or 0 in sizes:
         counts = count_blocks(mod, sizes, block_size, device)
         full = counts == block_size[0] * block_size[1]
-        return (counts > 0).to(torch.int32).masked_fill(full, FULL)
+        cells = (counts > 0).to(torch.int32).masked_fill(full, FULL)
+        return Runs.of_cells(cells.cpu().numpy())
     reads = inputs(mod.output)
     # A mask that is the same for every batch or head is looked at once.
-    batches, heads = (size if name in reads else 1 for size, name in zip(sizes, "bh", strict=False))
-    grid = _Grid(mod, (batches, heads, *sizes[2:]), block_size, device)
-    return grid.cells().expand(sizes[0], sizes[1], -1, -1)
+    once = (sizes[0] if "b" in reads else 1, sizes[1] if "h" in reads else 1, *sizes[2:])
+    runs = Grid(mod, once, block_size, device).runs()
+    return _repeated(runs, sizes[0], sizes[1])
 
 
-class _Grid:
+def _repeated(runs: Runs, batches: int, heads: int) -> Runs:
+    """The same runs for more batches and heads."""
+    if runs.shape[:2] == (batches, heads):
+        return runs
+    _, _, num_rows, columns = runs.shape
+    offsets = runs.offsets[:-1].reshape(*runs.shape[:2], num_rows)
+    sources = np.broadcast_to(
+        np.arange(offsets.size).reshape(offsets.shape), (batches, heads, num_rows)
+    ).ravel()
+    counts = np.diff(runs.offsets)[sources]
+    ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+    picked = np.arange(ends[-1]) + np.repeat(runs.offsets[sources] - ends[:-1], counts)
+    parts = (part[picked] for part in runs[2:])
+    return Runs((batches, heads, num_rows, columns), ends, *parts)
+
+
+class Grid:
     """The blocks of a traced mask."""
 
     def __init__(
@@ -44,75 +65,110 @@ class _Grid:
     ) -> None:
         self.mask, self.sizes, self.block_size, self.device = mask, sizes, block_size, device
         self.num_rows, self.num_columns = map(ceil_div, sizes[2:], block_size)
-        ends = dict(zip(("b", "h", "q_idx", "kv_idx"), sizes, strict=True))
-        ranges = {name: (0, size - 1) for name, size in ends.items()}
+        names = ("b", "h", "q_idx", "kv_idx")
+        ranges = {name: (0, size - 1) for name, size in zip(names, sizes, strict=True)}
         self.bounds = bound(mask.output, [tuple(t.shape) for t in mask.captures], ranges)
         pyramids = [heap(mask.captures[p.slot], p) for p in self.bounds.pyramids]
         self.captures = [*mask.captures, *pyramids]
 
-    def cells(self) -> Tensor:
-        """What each block is, some rows of blocks at a time."""
-        batches, heads = self.sizes[:2]
-        shape = (batches, heads, self.num_rows, self.num_columns)
-        cells = torch.empty(shape, dtype=torch.int32, device=self.device)
-        step = max(1, TILE_ELEMENTS // max(1, batches * heads * self.num_columns))
-        for first in range(0, self.num_rows, step):
-            rows = torch.arange(first, min(first + step, self.num_rows), device=self.device)
-            cells[:, :, first : first + step] = self._bounded(rows)
-        self._look_at(cells, (cells == UNSURE).nonzero())
-        return cells
+    def runs(self) -> Runs:
+        """What there is, from wide spans down to elements."""
+        span = SPAN if self.num_columns > 2 * SPAN else 1
+        rows, spans = math.prod(self.sizes[:2]) * self.num_rows, ceil_div(self.num_columns, span)
+        decided: list[Tensor] = []
+        for first in range(0, rows, max(1, TILE_ELEMENTS // spans)):
+            last = min(rows, first + max(1, TILE_ELEMENTS // spans))
+            row = torch.arange(first, last, device=self.device).view(-1, 1)
+            start = torch.arange(spans, device=self.device) * span
+            stop = (start + span).clamp(max=self.num_columns)
+            decided += self._decided(row, start, stop)
+        segments = torch.cat(decided) if decided else torch.empty(0, 4, dtype=torch.int64)
+        segments = segments[(segments[:, 0] * (self.num_columns + 1) + segments[:, 1]).argsort()]
+        row, start, stop, kind = segments.cpu().numpy().T
+        shape = (*self.sizes[:2], self.num_rows, self.num_columns)
+        return Runs.of_segments(shape, row, start, stop, kind.astype(np.int8))
 
-    def _axis(self, name: str, index: Tensor, dim: int) -> dict[str, Tensor]:
-        """The first and the last position of blocks."""
-        place = 0 if name == "q" else 1
-        length, size = self.sizes[2 + place], self.block_size[place]
-        low = index * size
-        high = (low + size).clamp(max=length) - 1
-        shape = [-1 if d == dim else 1 for d in range(4)]
-        return {f"{name}_low": low.view(shape), f"{name}_high": high.view(shape)}
+    def _decided(self, row: Tensor, start: Tensor, stop: Tensor) -> list[Tensor]:
+        """Segments [n, 4]: row, start, stop and kind, of what is not empty in some spans."""
+        row, start, stop = (part.flatten() for part in torch.broadcast_tensors(row, start, stop))
+        kind = self._bounded(row, start, stop)
+        wide = (kind == UNSURE) & (stop - start > 1)
+        result = []
+        if wide.any():
+            inner = start[wide].view(-1, 1) + torch.arange(SPAN, device=self.device)
+            kept = inner < stop[wide].view(-1, 1)
+            blocks = inner[kept]
+            rows = row[wide].view(-1, 1).expand_as(inner)[kept]
+            for some, first in zip(
+                rows.split(TILE_ELEMENTS), blocks.split(TILE_ELEMENTS), strict=True
+            ):
+                result += self._decided(some, first, first + 1)
+        single = (kind == UNSURE) & ~wide
+        kind[single] = self._looked_at(row[single], start[single])
+        present = (kind != EMPTY) & ~wide
+        parts = (row[present], start[present], stop[present], kind[present])
+        return [*result, torch.stack(parts, -1)]
 
-    def _bounded(self, rows: Tensor) -> Tensor:
-        """EMPTY, FULL, or UNSURE by the bounds alone."""
-        batches, heads, *lengths = self.sizes
-        columns = torch.arange(self.num_columns, device=self.device)
+    def _place(self, row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Batch, head and row of blocks of a row among all of them."""
+        pair = row // self.num_rows
+        return pair // self.sizes[1], pair % self.sizes[1], row % self.num_rows
+
+    def _bounded(self, row: Tensor, start: Tensor, stop: Tensor) -> Tensor:
+        """EMPTY, FULL, PARTIAL or UNSURE by the bounds alone."""
+        (q_size, kv_size), (q_len, kv_len) = self.block_size, self.sizes[2:]
+        b, h, q = self._place(row)
         env = {
-            "b": torch.arange(batches, device=self.device).view(-1, 1, 1, 1),
-            "h": torch.arange(heads, device=self.device).view(1, -1, 1, 1),
-            **self._axis("q", rows, 2),
-            **self._axis("kv", columns, 3),
+            "b": b,
+            "h": h,
+            "q_low": q * q_size,
+            "q_high": ((q + 1) * q_size).clamp(max=q_len) - 1,
+            "kv_low": start * kv_size,
+            "kv_high": (stop * kv_size).clamp(max=kv_len) - 1,
         }
-        can, must = (interpret(g, env, self.captures) for g in (self.bounds.can, self.bounds.must))
-        whole_rows = ((rows + 1) * self.block_size[0] <= lengths[0]).view(-1, 1)
-        whole = whole_rows & ((columns + 1) * self.block_size[1] <= lengths[1])
-        kind = torch.where(must, torch.where(whole, FULL, PARTIAL), UNSURE)
-        kind = torch.where(can, kind, EMPTY)
-        return kind.expand(batches, heads, len(rows), self.num_columns)
+        can, must = (self._at(g, env, row) for g in (self.bounds.can, self.bounds.must))
+        whole = ((q + 1) * q_size <= q_len) & (stop * kv_size <= kv_len)
+        # A span that reaches past the end has full blocks and a partial one.
+        ragged = torch.where(stop - start > 1, UNSURE, PARTIAL)
+        kind = torch.where(must, torch.where(whole, FULL, ragged), UNSURE)
+        return torch.where(can, kind, EMPTY)
 
-    def _look_at(self, cells: Tensor, unsure: Tensor) -> None:
-        """Decide the blocks [n, 4] that bounds could not decide, element by element."""
-        count = max(1, TILE_ELEMENTS // (self.block_size[0] * self.block_size[1]))
-        for at in unsure.split(count):
-            b, h, row, column = at.unbind(-1)
-            q_idx, exists_q = self._positions(row, 0)
-            kv_idx, exists_kv = self._positions(column, 1)
-            env = {
-                "b": b.view(-1, 1, 1),
-                "h": h.view(-1, 1, 1),
-                "q_idx": q_idx.unsqueeze(-1),
-                "kv_idx": kv_idx.unsqueeze(-2),
-            }
-            held = interpret(self.mask.output, env, self.mask.captures, where=self.mask.where)
-            held = held & exists_q.unsqueeze(-1) & exists_kv.unsqueeze(-2)
-            some, every = held.flatten(1).any(-1), held.flatten(1).all(-1)
-            kind = torch.where(every, FULL, torch.where(some, PARTIAL, EMPTY))
-            cells[b, h, row, column] = kind.to(torch.int32)
+    def _at(self, graph: Node, env: dict[str, Tensor], like: Tensor) -> Tensor:
+        return interpret(graph, env, self.captures).expand(like.shape)
 
-    def _positions(self, block: Tensor, place: int) -> tuple[Tensor, Tensor]:
-        """The positions in blocks, none past the last, and whether they exist: [n, size]."""
-        size, length = self.block_size[place], self.sizes[2 + place]
-        positions = block.unsqueeze(-1) * size + torch.arange(size, device=self.device)
+    def _looked_at(self, row: Tensor, column: Tensor) -> Tensor:
+        """What blocks are by their elements: a few first, then all."""
+        kind = torch.full_like(row, UNSURE)
+        for sides in ((TRIED, TRIED), self.block_size):
+            left = (kind == UNSURE).nonzero().flatten()
+            if len(left) == 0:
+                break
+            for at in left.split(max(1, TILE_ELEMENTS // (sides[0] * sides[1]))):
+                kind[at] = self._tried(row[at], column[at], sides)
+        return kind
+
+    def _tried(self, row: Tensor, column: Tensor, sides: tuple[int, int]) -> Tensor:
+        """What blocks are by some elements of them; UNSURE where all agree and not all are seen."""
+        b, h, q = self._place(row)
+        q_idx, exists_q = self._positions(q, sides[0], 0)
+        kv_idx, exists_kv = self._positions(column, sides[1], 1)
+        env = {
+            "b": b.view(-1, 1, 1),
+            "h": h.view(-1, 1, 1),
+            "q_idx": q_idx.unsqueeze(-1),
+            "kv_idx": kv_idx.unsqueeze(-2),
+        }
+        held = interpret(self.mask.output, env, self.mask.captures, where=self.mask.where)
+        held = held & exists_q.unsqueeze(-1) & exists_kv.unsqueeze(-2)
+        some, every = held.flatten(1).any(-1), held.flatten(1).all(-1)
+        if sides == self.block_size:
+            return torch.where(every, FULL, torch.where(some, PARTIAL, EMPTY))
+        return torch.where(some & ~every, PARTIAL, UNSURE)
+
+    def _positions(self, block: Tensor, count: int, axis: int) -> tuple[Tensor, Tensor]:
+        """Positions across blocks, none past the last, and whether they exist: [n, count]."""
+        size, length = self.block_size[axis], self.sizes[2 + axis]
+        count = min(count, size)
+        places = torch.linspace(0, size - 1, count, dtype=torch.float64, device=self.device)
+        positions = block.unsqueeze(-1) * size + places.round().long()
         return positions.clamp(max=length - 1), positions < length
-
-
-UNSURE = 3
-"""A block that bounds do not decide."""

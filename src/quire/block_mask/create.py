@@ -68,13 +68,13 @@ def create_block_mask(
         )
     block_size, sizes = as_block_size(BLOCK_SIZE), _sizes(B, H, Q_LEN, KV_LEN)
     place = _device(device)
-    cells = classify(fastest_form(mask_mod, "mask", place), sizes, block_size, place)
-    mask = BlockMask._from_cells(
-        cells,
+    mask = BlockMask._from_runs(
+        classify(fastest_form(mask_mod, "mask", place), sizes, block_size, place),
         separate_full_blocks,
         BLOCK_SIZE=block_size,
         mask_mod=mask_mod,
         seq_lengths=sizes[2:],
+        device=place,
     )
     if compute_dq_write_order:
         mask.dq_kv_order_spt = dq_kv_order

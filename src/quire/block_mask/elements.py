@@ -117,10 +117,19 @@ def kinds(
     stands_for_all = {name for name, size in zip("bh", sizes, strict=False) if size == 1}
     if reads & stands_for_all or block_size == (NOOP_BLOCK_SIZE, NOOP_BLOCK_SIZE):
         return None
+    return created(form, sizes, block_size, device)
+
+
+def created(
+    mod: MaskMod, sizes: Sizes, block_size: tuple[int, int], device: torch.device
+) -> Tensor | None:
+    """The cells that create_block_mask would find; None where the mod cannot be asked."""
+    form = fastest_form(mod, "mask", device)
     try:
-        return classify(form, sizes, block_size, device)
+        runs = classify(form, sizes, block_size, device)
     except (IndexError, ZeroDivisionError):  # only where it is asked must a mask_mod be right
         return None
+    return torch.from_numpy(runs.cells()).to(device)
 
 
 def look_again(cells: Tensor, mod: MaskMod, sizes: Sizes, block_size: tuple[int, int]) -> Tensor:

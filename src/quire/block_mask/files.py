@@ -49,7 +49,7 @@ def save(mask: BlockMask, path: str | os.PathLike[str]) -> None:
     header = {
         "seq_lengths": mask.seq_lengths,
         "block_size": mask.BLOCK_SIZE,
-        "separate_full_blocks": mask.full_kv_num_blocks is not None,
+        "separate_full_blocks": mask.separates_full_blocks,
         "mask_mod": mod and {"name": mod.name, "graph": portable(mod.output)},
         "arrays": [[dtype_name(tensor.dtype), list(tensor.shape)] for tensor in tensors],
     }

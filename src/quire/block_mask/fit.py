@@ -20,13 +20,13 @@ def check_fits(
     if block_mask.is_sliced:
         nowhere = torch.empty(())
         sliced_mask_mod(nowhere, nowhere, nowhere, nowhere)
-    if block_mask.kv_indices.dim() != 4:
+    if len(block_mask.grid_shape) != 4:
         raise BlockMaskShapeError(
             f"expected a block mask with kv_indices of shape [B, H, rows, blocks], got "
             f"{list(block_mask.kv_indices.shape)}. Give its tensors all four dimensions."
         )
     for axis, name, size in ((0, "B", B), (1, "H", H)):
-        made_for = block_mask.kv_num_blocks.shape[axis]
+        made_for = block_mask.grid_shape[axis]
         if made_for not in (1, size):
             raise BlockMaskShapeError(
                 f"expected a block mask with {name}={size}, as the query has, or {name}=1, got "
@@ -35,16 +35,16 @@ def check_fits(
             )
     if block_mask.BLOCK_SIZE != (NOOP_BLOCK_SIZE, NOOP_BLOCK_SIZE):
         _check_lengths(block_mask, q_len, kv_len)
-    if block_mask.kv_num_blocks.device != device:
+    if block_mask.device != device:
         raise DeviceError(
             f"Expect q/k/v and block_mask to be on the same device but got {device} and "
-            f"{block_mask.kv_num_blocks.device}. Move the mask with block_mask.to({str(device)!r})."
+            f"{block_mask.device}. Move the mask with block_mask.to({str(device)!r})."
         )
 
 
 def _check_lengths(block_mask: BlockMask, q_len: int, kv_len: int) -> None:
     made_for = block_mask.seq_lengths
-    num_rows, q_block = block_mask.kv_indices.shape[-2], block_mask.BLOCK_SIZE[0]
+    num_rows, q_block = block_mask.grid_shape[-2], block_mask.BLOCK_SIZE[0]
     if num_rows * q_block < q_len <= made_for[0]:  # seq_lengths was set by hand
         raise BlockMaskShapeError(
             f"expected a block mask with rows for q_len={q_len} queries, got {num_rows} rows of "

@@ -2,17 +2,22 @@
 
 Comes in: lists of blocks, as tensors on any device. Goes out: a subclass of PyTorch's `BlockMask`
 with the same fields, so that other libraries know it. What PyTorch's own methods do right is
-inherited (`as_tuple`, `shape`, `numel`, `to_string`, `_flatten`, ...). The tensors stay the only
-state: a user may edit them and `seq_lengths` in place, so nothing that is derived is kept.
+inherited (`as_tuple`, `numel`, `to_string`, `_flatten`, ...).
+
+What a mask says is kept once. Made from a mask_mod it has runs of blocks, and no tensors until one
+is asked for. From then on the tensors are the only state: a user may edit them and `seq_lengths` in
+place, so nothing that is derived from them is kept.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 import os
 from collections.abc import Sequence
-from typing import Any, Self, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
@@ -45,6 +50,7 @@ from quire.block_mask.mask_mods import (
     try_trace,
 )
 from quire.block_mask.rows import BlockRows
+from quire.block_mask.runs import Runs
 from quire.errors import (
     ArgumentError,
     BlockMaskError,
@@ -54,9 +60,24 @@ from quire.errors import (
 )
 from quire.ir.trace import mod_name
 
+
+class _MadeOf(NamedTuple):
+    """What the tensors of a mask will be made of, and where."""
+
+    runs: Runs
+    device: torch.device
+
+
+_LISTS = (
+    *("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"),
+    *("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices"),
+)
+
 BlockIndex: TypeAlias = Any  # int, slice, Tensor, list or ..., alone or in a tuple
 
 DEFAULT_BLOCK_SIZE = 128
+MOST_AT_ONCE = 2**16
+"""Blocks of a mask up to which its tensors are made with it."""
 
 
 class BlockMask(torch_flex.BlockMask):
@@ -280,6 +301,83 @@ class BlockMask(torch_flex.BlockMask):
         """
         files.save(self, path)
 
+    @classmethod
+    def _from_runs(
+        cls,
+        runs: Runs,
+        separate_full_blocks: bool,
+        *,
+        BLOCK_SIZE: tuple[int, int],
+        mask_mod: MaskMod,
+        seq_lengths: tuple[int, int],
+        device: torch.device,
+    ) -> Self:
+        """A mask whose tensors are made when one of them is asked for; at once if they are small.
+
+        Dynamo can follow a mask that has its tensors into PyTorch's operator.
+        """
+        mask = object.__new__(cls)
+        mask.__dict__.update(
+            seq_lengths=seq_lengths,
+            BLOCK_SIZE=BLOCK_SIZE,
+            mask_mod=mask_mod,
+            dq_write_order=None,
+            dq_write_order_full=None,
+            dq_kv_order=None,
+            dq_kv_order_spt=None,
+            _made_of=_MadeOf(runs if separate_full_blocks else runs.all_partial(), device),
+            _separate_full_blocks=separate_full_blocks,
+        )
+        if math.prod(runs.shape) <= MOST_AT_ONCE:
+            _ = mask.kv_indices
+        return mask
+
+    def __getattr__(self, name: str) -> Any:
+        made_of = self.__dict__.get("_made_of")
+        if made_of is None or name not in _LISTS:
+            raise AttributeError(f"a BlockMask has no attribute {name!r}")
+        made = self._from_cells(
+            torch.from_numpy(made_of.runs.cells()).to(made_of.device),
+            self._separate_full_blocks,
+            BLOCK_SIZE=self.BLOCK_SIZE,
+            mask_mod=self.mask_mod,
+            seq_lengths=self.seq_lengths,
+        )
+        self.__dict__.update({each: getattr(made, each) for each in _LISTS})
+        del self.__dict__["_made_of"]
+        return self.__dict__[name]
+
+    @property
+    def _runs(self) -> Runs | None:
+        """The runs that it is made of; None where tensors are what counts."""
+        made_of = self.__dict__.get("_made_of")
+        return None if made_of is None else made_of.runs
+
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors are, or will be."""
+        made_of = self.__dict__.get("_made_of")
+        return self.kv_indices.device if made_of is None else made_of.device
+
+    @property
+    def grid_shape(self) -> tuple[int, ...]:
+        """Batches, heads, rows and columns of blocks."""
+        if self._runs is not None:
+            return self._runs.shape
+        return (*self.kv_num_blocks.shape, self._num_columns())
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Batches, heads, queries and keys."""
+        return (*self.grid_shape[:-2], *self.seq_lengths)
+
+    @property
+    def separates_full_blocks(self) -> bool:
+        """Whether full blocks are listed apart; if not, the mask_mod is asked in every block."""
+        if self._runs is not None:
+            return bool(self._separate_full_blocks)
+        return self.full_kv_num_blocks is not None
+
     @property
     def is_sliced(self) -> bool:
         """Whether this is a slice that has not been given a mask_mod of its own."""
@@ -415,14 +513,26 @@ class BlockMask(torch_flex.BlockMask):
 
     def _cells(self) -> Tensor:
         """EMPTY, PARTIAL or FULL for each block: [..., rows, columns]."""
+        if self._runs is not None:
+            return torch.from_numpy(self._runs.cells()).to(self.device)
         num_columns = self._num_columns()
         cells = lists_to_grid(self.kv_num_blocks, self.kv_indices, num_columns)
         if full := self._full_lists():
             cells = cells.masked_fill(lists_to_grid(*full, num_columns) != EMPTY, FULL)
         return cells
 
+    @property
+    def nbytes(self) -> int:
+        """The memory of what it is kept as."""
+        if self._runs is not None:
+            return self._runs.nbytes
+        tensors = (getattr(self, name) for name in self._TENSOR_ATTRS)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
     def content(self) -> tuple[object, ...]:
         """All that `rows` reads, as a value: two masks with the same content have the same rows."""
+        if self._runs is not None:
+            return (self.seq_lengths, self.BLOCK_SIZE, *self._runs.content())
         lists = self.kv_num_blocks, self.kv_indices, *(self._full_lists() or ())
         arrays = [tensor.numpy(force=True) for tensor in lists]
         parts = [(array.shape, array.dtype.str, array.tobytes()) for array in arrays]
@@ -439,6 +549,8 @@ class BlockMask(torch_flex.BlockMask):
         """
         if self.numel() == 0:
             return 0.0
+        if self._runs is not None:
+            return 100 * (1 - self._num_computed(self._runs) / self.numel())
         computed = self.to_dense()
         num_rows, num_columns = computed.shape[-2:]
         height = block_extents(self.seq_lengths[0], self.BLOCK_SIZE[0], num_rows, computed.device)
@@ -446,18 +558,31 @@ class BlockMask(torch_flex.BlockMask):
         elements = (computed * height.unsqueeze(-1) * width).sum().item()
         return 100 * (1 - elements / self.numel())
 
+    def _num_computed(self, runs: Runs) -> int:
+        """The elements in blocks that are computed, none past the lengths."""
+        (q_len, kv_len), (q_block, kv_block) = self.seq_lengths, self.BLOCK_SIZE
+        num_rows = runs.shape[2]
+        stops = np.minimum(runs.stops * kv_block, kv_len)
+        widths = np.maximum(0, stops - runs.starts * kv_block)
+        row = np.repeat(np.arange(len(runs.offsets) - 1) % num_rows, np.diff(runs.offsets))
+        heights = np.clip(q_len - row * q_block, 0, q_block)
+        return int((widths * heights).sum())
+
     def rows(self, q_len: int | None = None, kv_len: int | None = None) -> BlockRows:
         """The mask as attention walks it, read from the tensors as they are now.
 
         The lengths are the mask's own unless others are given, as for a mask of NOOP_BLOCK_SIZE.
         """
-        cells = self._cells()
-        cells = cells.reshape((1,) * (4 - cells.dim()) + cells.shape)
+        runs = self._runs
+        if runs is None:
+            cells = self._cells()
+            cells = cells.reshape((1,) * (4 - cells.dim()) + cells.shape)
+            runs = Runs.of_cells(cells.cpu().numpy())
         lengths = (
             self.seq_lengths[0] if q_len is None else q_len,
             self.seq_lengths[1] if kv_len is None else kv_len,
         )
-        return BlockRows(cells.cpu().numpy(), self.BLOCK_SIZE, lengths)
+        return BlockRows(runs, self.BLOCK_SIZE, lengths)
 
     def equal(self, other: object) -> bool:
         """Whether `other` says the same: shape, block size, partial and full blocks, mask_mod.
@@ -472,7 +597,7 @@ class BlockMask(torch_flex.BlockMask):
             self.shape == other.shape
             and self.BLOCK_SIZE == other.BLOCK_SIZE
             and same_tensor(self._cells(), other._cells())
-            and same_mod(self.mask_mod, other.mask_mod, self.kv_indices.device)
+            and same_mod(self.mask_mod, other.mask_mod, self.device)
         )
 
     def to(self, device: Device) -> Self:
@@ -487,13 +612,13 @@ class BlockMask(torch_flex.BlockMask):
         result = self._unflatten(moved, context)
         stays = all(new is old for new, old in zip(moved, leaves, strict=True))
         rebuilt = self.mask_mod if stays else result.mask_mod
-        result.mask_mod = move_mod(self.mask_mod, rebuilt, self.kv_indices.device, device)
+        result.mask_mod = move_mod(self.mask_mod, rebuilt, self.device, device)
         return result
 
     def __getstate__(self) -> dict[str, object]:
         state = dict(self.__dict__)
         if not self.is_sliced:
-            traced = try_trace(self.mask_mod, "mask", self.kv_indices.device)
+            traced = try_trace(self.mask_mod, "mask", self.device)
             if isinstance(traced, ModError):
                 raise MaskPickleError(
                     f"expected a mask_mod that can be traced, since a BlockMask is pickled as the "
@@ -505,6 +630,7 @@ class BlockMask(torch_flex.BlockMask):
 
     def __copy__(self) -> Self:
         twin = object.__new__(type(self))
+        _ = self.kv_indices  # a shallow copy has the same tensors, so there must be some
         twin.__dict__.update(self.__dict__)
         return twin
 

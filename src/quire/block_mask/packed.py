@@ -65,11 +65,14 @@ def _from_ids(
     ids = ids if device is None else ids.to(device)
     size, mod = as_block_size(block_size), _same_document(ids, causal)
     length = len(ids)
-    cells = classify(
-        fastest_form(mod, "mask", ids.device), (1, 1, length, length), size, ids.device
-    )
-    return kind._from_cells(
-        cells, True, BLOCK_SIZE=size, mask_mod=mod, seq_lengths=(length, length)
+    form = fastest_form(mod, "mask", ids.device)
+    return kind._from_runs(
+        classify(form, (1, 1, length, length), size, ids.device),
+        True,
+        BLOCK_SIZE=size,
+        mask_mod=mod,
+        seq_lengths=(length, length),
+        device=ids.device,
     )
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.block_mask.classify import classify
-from quire.block_mask.elements import Elements, is_endless, look_again
+from quire.block_mask.elements import Elements, created, is_endless, look_again
 from quire.block_mask.lists import FULL, PARTIAL, as_count, ceil_div
 from quire.block_mask.mask_mods import MaskMod
 from quire.block_mask.tiles import Sizes, fastest_form
@@ -28,24 +28,29 @@ def resize(mask: Mask, q_len: int, kv_len: int) -> Mask:
     if is_endless(mask):
         return mask
     sizes: Sizes = (*elements.sizes[:2], *lengths)
-    stray = _stray_block(elements)
+    stray, device = _stray_block(elements), elements.cells.device
     if stray is None:
-        form = fastest_form(mask.mask_mod, "mask", elements.cells.device)
-        cells = classify(form, sizes, mask.BLOCK_SIZE, elements.cells.device)
-    elif any(new > old for new, old in zip(lengths, mask.seq_lengths, strict=True)):
+        form = fastest_form(mask.mask_mod, "mask", device)
+        return mask._from_runs(
+            classify(form, sizes, mask.BLOCK_SIZE, device),
+            mask.separates_full_blocks,
+            BLOCK_SIZE=mask.BLOCK_SIZE,
+            mask_mod=mask.mask_mod,
+            seq_lengths=lengths,
+            device=device,
+        )
+    if any(new > old for new, old in zip(lengths, mask.seq_lengths, strict=True)):
         raise BlockMaskShapeError(
             f"expected lengths of at most {mask.seq_lengths}, since this mask lists blocks that do "
             f"not follow from its mask_mod, {mod_name(mask.mask_mod)!r} (the first is {stray}), so "
             f"that nothing says which blocks lie beyond; got {lengths}. List those too, with "
             f"BlockMask.from_kv_blocks, or make the mask from a mask_mod that says all of it."
         )
-    else:
-        num_rows, num_columns = map(ceil_div, lengths, mask.BLOCK_SIZE)
-        cells = elements.cells[..., :num_rows, :num_columns]
-        cells = look_again(cells, mask.mask_mod, sizes, mask.BLOCK_SIZE)
+    num_rows, num_columns = map(ceil_div, lengths, mask.BLOCK_SIZE)
+    cells = elements.cells[..., :num_rows, :num_columns]
     return mask._from_cells(
-        cells,
-        mask.full_kv_num_blocks is not None,
+        look_again(cells, mask.mask_mod, sizes, mask.BLOCK_SIZE),
+        mask.separates_full_blocks,
         BLOCK_SIZE=mask.BLOCK_SIZE,
         mask_mod=mask.mask_mod,
         seq_lengths=lengths,
@@ -80,7 +85,7 @@ def for_queries(mask: Mask, start: int, stop: int) -> Mask:
             mod = elements.mod_in(_asked(elements, rows, cells))
     return mask._from_cells(
         cells,
-        mask.full_kv_num_blocks is not None,
+        mask.separates_full_blocks,
         BLOCK_SIZE=block_size,
         mask_mod=_shifted(mod, start),
         seq_lengths=lengths,
@@ -120,10 +125,8 @@ def _stray_block(elements: Elements) -> str | None:
     if elements.kinds is not None:
         wrong = elements.disputed(torch.ones_like(elements.cells, dtype=torch.bool))
     else:  # the mod cannot be judged as a whole, but may be the origin of these blocks
-        try:
-            form = fastest_form(elements.mod, "mask", elements.cells.device)
-            made = classify(form, elements.sizes, elements.block_size, elements.cells.device)
-        except (IndexError, ZeroDivisionError):
+        made = created(elements.mod, elements.sizes, elements.block_size, elements.cells.device)
+        if made is None:
             return "one in which it cannot be asked"
         wrong = (elements.cells != made) & ~((elements.cells == PARTIAL) & (made == FULL))
     if not wrong.any():

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from quire.block_mask.lists import EMPTY, FULL, ceil_div
+from quire.block_mask.lists import FULL, ceil_div
+from quire.block_mask.runs import Runs
 
 
 class Span(NamedTuple):
@@ -28,9 +25,7 @@ class BlockRows(NamedTuple):
     [Span(start=0, stop=128, full=True), Span(start=128, stop=200, full=False)]
     """
 
-    cells: NDArray[np.int32]
-    """EMPTY, PARTIAL or FULL: [B, H, rows, columns]; a B or H of 1 stands for every one."""
-
+    runs: Runs
     block_size: tuple[int, int]
     seq_lengths: tuple[int, int]
 
@@ -42,12 +37,11 @@ class BlockRows(NamedTuple):
 
     def spans(self, b: int, h: int, row: int) -> list[Span]:
         """The keys that row `row` of blocks reads, ascending, cut off at the last key."""
-        num_batches, num_heads = self.cells.shape[:2]
-        cells = self.cells[b if num_batches > 1 else 0, h if num_heads > 1 else 0, row]
         (_, length), (_, block) = self.seq_lengths, self.block_size
-        edges = np.flatnonzero(np.diff(cells, prepend=-1, append=-1)).tolist()
+        at = self.runs.of_row(b, h, row)
+        found = zip(*(part[at].tolist() for part in self.runs[2:]), strict=True)
         return [
-            Span(start * block, min(stop * block, length), bool(cells[start] == FULL))
-            for start, stop in itertools.pairwise(edges)
-            if cells[start] != EMPTY and start * block < length
+            Span(start * block, min(stop * block, length), kind == FULL)
+            for start, stop, kind in found
+            if start * block < length
         ]

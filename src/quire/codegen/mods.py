@@ -31,34 +31,25 @@ Scores leave in units of log 2, as the kernel computes powers of two.
 
 from __future__ import annotations
 
-import functools
 import math
-import struct
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
+from quire.codegen.arguments import ModArguments
 from quire.codegen.builder import Function, Module, Value
 from quire.codegen.convention import EMPTY, PARTIAL, PLAIN
+from quire.codegen.loads import Lanes
 from quire.codegen.lower import (
     ELEMENT,
     KEY,
     ROW,
     UNIFORM,
-    Captured,
-    Lanes,
     Scope,
-    proof,
-    provable,
 )
-from quire.codegen.rules import REGISTER
+from quire.codegen.proofs import proof, provable
 from quire.codegen.tiles import Tile
-from quire.codegen.types import F64, I1, I64, PTR, Type
-from quire.ir.graph import Node, constants
+from quire.codegen.types import I1, I64, PTR, Type
+from quire.ir.graph import Node
 
 LOG2_E = math.log2(math.e)
 
@@ -87,88 +78,6 @@ VERDICT_PARAMETERS: dict[str, Type] = {
 ROW_PARAMETERS: dict[str, Type] = {
     name: type for name, type in PARAMETERS.items() if name not in ("maxima", "queries")
 }
-
-
-class CaptureShape(NamedTuple):
-    """What generated code knows of a captured tensor: its rank, and which stride is 1."""
-
-    rank: int
-    unit: int | None
-
-    @staticmethod
-    def of(tensor: Tensor) -> CaptureShape:
-        """Read off a tensor."""
-        return _shape_of(tensor.stride())
-
-
-@functools.lru_cache(maxsize=1024)
-def _shape_of(strides: tuple[int, ...]) -> CaptureShape:
-    units = [dim for dim, stride in enumerate(strides) if stride == 1]
-    return CaptureShape(len(strides), units[-1] if units else None)
-
-
-@dataclass(frozen=True)
-class ModArguments:
-    """The record that a mod function reads its constants and captured tensors from.
-
-    Eight bytes a slot: the address of the mistake flag, the constants (integers as they are,
-    floats as doubles), then for each captured tensor its address, sizes and strides.
-    """
-
-    constants: tuple[Node, ...]
-    captures: tuple[CaptureShape, ...]
-
-    @staticmethod
-    def of(roots: Sequence[Node], captures: Sequence[CaptureShape]) -> ModArguments:
-        """The record for some graphs that share their captured tensors."""
-        variable = tuple(node for node in constants(*roots) if not is_literal(node))
-        return ModArguments(variable, tuple(captures))
-
-    @functools.cached_property
-    def size(self) -> int:
-        """The bytes of the record."""
-        return 8 + len(self._numbers) + sum(8 + 16 * shape.rank for shape in self.captures)
-
-    @functools.cached_property
-    def _numbers(self) -> bytes:
-        """The constants, which are the same in every record of these graphs."""
-        format = "".join("d" if node.dtype.is_floating_point else "q" for node in self.constants)
-        return struct.pack(f"={format}", *(node.payload for node in self.constants))
-
-    def pack(self, captures: Sequence[Tensor], flag: int) -> bytes:
-        """The bytes of the record: these constants, and tensors of these shapes."""
-        head = flag.to_bytes(8, sys.byteorder) + self._numbers
-        if not captures:
-            return head
-        tensors = [number for tensor in captures for number in _describe(tensor)]
-        return head + struct.pack(f"={len(tensors)}q", *tensors)
-
-    def read(self, f: Function, record: Value) -> tuple[dict[Node, Value], list[Captured], Value]:
-        """The constants, captured tensors and the flag's address, in a function's first lines."""
-        flag, slot = f.load(PTR, record, 0), 1
-        parameters = {}
-        for node in self.constants:
-            held = F64 if node.dtype.is_floating_point else I64
-            parameters[node] = f.convert(f.load(held, record, slot), REGISTER[node.dtype])
-            slot += 1
-        captured = []
-        for shape in self.captures:
-            pointer = f.load(PTR, record, slot)
-            numbers = [f.load(I64, record, slot + 1 + i) for i in range(2 * shape.rank)]
-            sizes, strides = numbers[: shape.rank], numbers[shape.rank :]
-            captured.append(Captured(pointer, sizes, strides, shape.unit))
-            slot += 1 + 2 * shape.rank
-        return parameters, captured, flag
-
-
-def _describe(tensor: Tensor) -> tuple[int, ...]:
-    """Where a captured tensor is, its sizes and its strides."""
-    return (tensor.data_ptr(), *tensor.shape, *tensor.stride())
-
-
-def is_literal(node: Node) -> bool:
-    """Whether a constant is part of the code: truth values, 0, 1, -1 and infinities are."""
-    return node.dtype == torch.bool or node.payload in (0, 1, -1, math.inf, -math.inf)
 
 
 def write_rewrite(
@@ -243,7 +152,7 @@ def write_extent(
         rows, _ = _scopes(f, tile, arguments, (record, b, h), _queries(tile, q_idx))
         panel = Panel(f, tile, None, 1.0, tuple(masks), rows)
         exists = _existing(f, tile, queries)
-        panel.compute_rows()
+        wrong_at_once = panel.compute_rows()
 
         def one_key(j: Value, carried: list[Value]) -> list[Value]:
             first, last, missed = carried
@@ -254,6 +163,9 @@ def write_extent(
         carry = [keys, f.value(0, I64), f.value(0, lane_mask(tile))]
         first, last, missed = f.loop(0, keys, one_key, carry=carry)
         every = f.convert(~f.any_lane(missed.differs(0)), I64)
+        for wrong in wrong_at_once:  # `rewrite` has to see it
+            first, last = f.select(wrong, 0, first), f.select(wrong, keys, last)
+            every = f.select(wrong, 0, every)
         f.give_back(first | (last << 16) | (every << 32))
 
 
@@ -403,13 +315,19 @@ class Panel:
         return after, wrong
 
     def reads(self, kv_idx: Lanes, exists: Sequence[Value]) -> tuple[Value, Value]:
-        """Whether any query of the panel reads a key, and which queries do not (a lane mask)."""
+        """Whether any query of the panel reads a key, and which queries do not (a lane mask).
+
+        A key whose mask went wrong is read, and by no query for sure: `rewrite` has to see it.
+        """
         f = self.f
-        live = self._mask(list(self._at_key(kv_idx, None)), exists)
+        scopes = list(self._at_key(kv_idx, None))
+        live = self._mask(scopes, exists)
         some, unread = f.value(False, tile_condition(self.tile)), f.value(0, lane_mask(self.tile))
-        for holds, there in zip(live, exists, strict=True):
+        for v, (holds, there) in enumerate(zip(live, exists, strict=True)):
             some = some | holds
             unread = unread | self._lane_mask(there & ~holds)
+            for mistake in self._mistakes(scopes[v], self._mask_mistakes[v], there):
+                some, unread = some | mistake, unread | self._lane_mask(mistake)
         return f.any_lane(some), unread
 
     def _at_key(self, kv_idx: Lanes, scores: Sequence[Value] | None) -> Iterator[Scope]:
@@ -453,9 +371,13 @@ class Panel:
         """`wrong` with the live lanes that have had an index out of range so far."""
         result = []
         for known, scope, count, lanes in zip(wrong, scopes, row_mistakes, live, strict=True):
-            found = (*scope.mistakes[ROW][:count], *scope.mistakes[KEY], *scope.mistakes[ELEMENT])
-            for mistake in found:
-                each = mistake if mistake.type.lanes else self.f.splat(mistake, lanes.type)
-                known = known | self._lane_mask(each & lanes)
+            for mistake in self._mistakes(scope, count, lanes):
+                known = known | self._lane_mask(mistake)
             result.append(known)
         return result
+
+    def _mistakes(self, scope: Scope, row_mistakes: int, lanes: Value) -> Iterator[Value]:
+        """The mistakes of a scope so far, in some lanes."""
+        of_rows = scope.mistakes[ROW][:row_mistakes]
+        for mistake in (*of_rows, *scope.mistakes[KEY], *scope.mistakes[ELEMENT]):
+            yield (mistake if mistake.type.lanes else self.f.splat(mistake, lanes.type)) & lanes

@@ -54,7 +54,7 @@ def _print(console: Console, content: RenderableType) -> None:
 
 def _picture(tokens: int) -> Table:
     """One sign for each block of queries and keys, and beside them what they say."""
-    cells = block_mask(tokens, math.ceil(tokens / PICTURE_SIDE)).rows().cells[0, 0]
+    cells = block_mask(tokens, math.ceil(tokens / PICTURE_SIDE)).rows().runs.cells()[0, 0]
     signs = ("· ", "▒▒", "██")
     picture = Text("\n".join("".join(signs[cell] for cell in row) for row in cells), "green")
     picture.highlight_regex("·", "bright_black")

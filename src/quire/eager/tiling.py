@@ -21,6 +21,7 @@ from torch import Tensor
 
 from quire.block_mask.lists import FULL
 from quire.block_mask.rows import BlockRows
+from quire.block_mask.runs import Runs
 from quire.problem import Problem, ReadyMod
 
 TILE_ELEMENTS = 2**18
@@ -105,7 +106,8 @@ def block_rows(problem: Problem, sizes: Sizes) -> BlockRows:
     lengths = (sizes.q_len, sizes.kv_len)
     if problem.block_mask is not None:
         return problem.block_mask.rows(*lengths)
-    return BlockRows(np.full((1, 1, 1, 1), FULL, dtype=np.int32), lengths, lengths)
+    whole = Runs.of_cells(np.full((1, 1, 1, 1), FULL, dtype=np.int32))
+    return BlockRows(whole, lengths, lengths)
 
 
 def _pair_ranges(sizes: Sizes, blocks: BlockRows, pairs: int) -> Iterator[tuple[slice, slice]]:
@@ -113,7 +115,7 @@ def _pair_ranges(sizes: Sizes, blocks: BlockRows, pairs: int) -> Iterator[tuple[
 
     A range has whole groups of heads, or one head where every head has blocks of its own.
     """
-    each_batch, each_head = (count > 1 for count in blocks.cells.shape[:2])
+    each_batch, each_head = (count > 1 for count in blocks.runs.shape[:2])
     heads = 1 if each_head else min(sizes.q_heads, max(1, pairs // sizes.group) * sizes.group)
     batches = 1 if each_batch or heads < sizes.q_heads else max(1, pairs // heads)
     for batch in _pieces(0, sizes.batch, batches):

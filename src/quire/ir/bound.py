@@ -122,7 +122,7 @@ class _Tile:
     shapes: Sequence[Sequence[int]]
     ranges: Mapping[str, Range]
     pyramids: dict[Pyramid, int] = field(default_factory=dict)
-    sure: Node = TRUE  # captured integers are small enough
+    sure: Node = TRUE  # captured integers are small enough, and indices of them in range
     _truths: dict[Node, Truth] = field(default_factory=dict)
     _intervals: dict[Node, Interval | None] = field(default_factory=dict)
     _sizes: dict[Node, Range | None] = field(default_factory=dict)
@@ -394,6 +394,11 @@ class _Tile:
             self.sure = _both(self.sure, _both(above, below))
         return found
 
+    def _inside(self, index: Interval, length: int) -> None:
+        """Nothing is sure where an index is out of range: the mask itself has to meet it."""
+        above = _op("le", const(-length, I64), index.low)
+        self.sure = _both(self.sure, _both(above, _op("lt", index.high, const(length, I64))))
+
     def _load(self, node: Node) -> Interval | None:
         assert isinstance(node.payload, int)
         if not node.args:
@@ -402,6 +407,8 @@ class _Tile:
         if any(index is None for index in indices):
             return None
         known = [index for index in indices if index is not None]
+        for index, length in zip(known, self.shapes[node.payload], strict=True):
+            self._inside(index, length)
         moving = [dim for dim, index in enumerate(known) if not index.exact]
         if not moving:
             same = Node("load", tuple(index.low for index in known), node.dtype, node.payload)
@@ -436,7 +443,7 @@ def _places(index: Interval, length: int, leaves: int) -> tuple[Node, Node]:
     level = simplest(Node("bits", (_op("sub", high, low),), I64))
     start = Node("shr", (const(leaves, I64), level), I64)
     first, last = (_op("add", start, Node("shr", (end, level), I64)) for end in (low, high))
-    # Counted from the end, or out of range, which raises elsewhere: anything may come of it.
+    # Counted from the end: the whole. Out of range nothing is sure.
     strange = _either(_op("lt", low, const(0, I64)), _op("lt", const(length - 1, I64), high))
     return _where(strange, one, first), _where(strange, one, last)
 

@@ -32,7 +32,7 @@ def forward(
     if any(wanted):
         shape, wide = memory.query.shape[:3], wide_dtype(memory.query)
         numbers = {
-            name: torch.empty(shape, dtype=torch.int64 if name == "argmax" else wide)
+            name: out.new_empty(shape, dtype=torch.int64 if name == "argmax" else wide)
             for name, asked in wanted._asdict().items()
             if asked
         }

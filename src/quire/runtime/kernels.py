@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from quire.codegen import jit
+from quire.codegen.arguments import CaptureShape, ModArguments, is_literal
 from quire.codegen.builder import Module
 from quire.codegen.convention import (
     ENTRY,
@@ -28,20 +29,12 @@ from quire.codegen.convention import (
 )
 from quire.codegen.decode import write_decode
 from quire.codegen.forward import write_forward
-from quire.codegen.mods import (
-    CaptureShape,
-    ModArguments,
-    is_literal,
-    write_extent,
-    write_rewrite,
-    write_row_rewrite,
-    write_verdict,
-)
+from quire.codegen.mods import write_extent, write_rewrite, write_row_rewrite, write_verdict
 from quire.codegen.observe import write_observe
 from quire.codegen.target import Target
 from quire.codegen.tiles import Tile
 from quire.ir.bound import Bounds, Pyramid
-from quire.ir.graph import Node, constants, text
+from quire.ir.graph import Node, constants, inputs, text
 from quire.runtime.cache import cache_key, object_cache
 
 
@@ -65,6 +58,11 @@ class ModRoots(NamedTuple):
         graphs = [self.score, self.always, self.partial, self.drop]
         bounds = [] if self.bounds is None else [self.bounds.can, self.bounds.must]
         return [root for root in (*graphs, *bounds) if root is not None]
+
+    @property
+    def judges_heads(self) -> bool:
+        """Whether heads may skip other tiles than their neighbours."""
+        return self.bounds is not None and "h" in inputs(self.bounds.can, self.bounds.must)
 
     @property
     def pyramids(self) -> tuple[Pyramid, ...]:

@@ -29,7 +29,7 @@ SMALLEST_BLOCK = 64
 SMALL_WORK = 2**19
 """Multiplications below which starting threads costs more than it saves."""
 
-NOTHING = torch.empty(0)
+NOTHING = torch.empty(0, device="cpu")
 
 
 class Rows(NamedTuple):
@@ -160,7 +160,7 @@ def make_plan(
     code = mod_code(form, made.tile, roots, pyramids.capture_shapes(captures, built))
     heads, head_dim, value_dim = query.shape[1], query.shape[3], value.shape[3]
     group = heads // key.shape[1]
-    row_group = group if form == "row" and not lists.per_head else 1
+    row_group = 1 if form == "panel" or lists.per_head or roots.judges_heads else group
     scratch_bytes = made.scratch_bytes(head_dim, value_dim, block_q * row_group)
     observes = results.argmax is not NOTHING or results.entropy is not NOTHING
     record = {
@@ -222,7 +222,7 @@ class Scratch:
         except IndexError:
             self._memory = NOTHING
         if self._memory.nbytes < self._size:
-            self._memory = torch.empty(self._size, dtype=torch.uint8)
+            self._memory = torch.empty(self._size, dtype=torch.uint8, device="cpu")
         self.address = (self._memory.data_ptr() + 63) // 64 * 64
         return self
 

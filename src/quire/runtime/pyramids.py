@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from quire.codegen.mods import CaptureShape
+from quire.codegen.arguments import CaptureShape
 from quire.ir.bound import Pyramid, heap
 
 

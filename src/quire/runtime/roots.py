@@ -120,7 +120,7 @@ def _drop(keep: Traced, factor: float, dtype: torch.dtype) -> Traced:
 
 def _within_blocks(mod: Traced, rows: BlockRows, problem: Problem) -> Traced:
     """A mask_mod that also asks the block mask about every element."""
-    cells = torch.from_numpy(rows.cells).to(torch.int8)
+    cells = torch.from_numpy(rows.runs.cells()).to(torch.int8)
     slot = len(mod.captures)
 
     def index(name: str, start: int, size: int) -> Node:

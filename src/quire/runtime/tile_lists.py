@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from quire.block_mask import BlockMask, BlockRows
 from quire.block_mask.lists import FULL as FULL_BLOCK
+from quire.block_mask.runs import Runs
 from quire.codegen.convention import FULL, PARTIAL, tile_entry
 from quire.runtime.known import Known
 
@@ -49,13 +50,18 @@ _known: Known[tuple[object, ...], TileLists] = Known(16)
 
 def tile_lists(rows: BlockRows, block_q: int, block_kv: int) -> TileLists:
     """The tiles of `block_q` x `block_kv` that rows of blocks ask for."""
-    kinds, mixed = _kinds(rows, block_q, block_kv)
-    counts = (kinds != 0).sum(-1)
-    offsets = np.zeros(counts.size + 1, np.int64)
-    np.cumsum(counts.ravel(), out=offsets[1:])
-    places = np.nonzero(kinds)
-    entries = (places[-1] * tile_entry(1, 0) + kinds[places]).astype(np.int32)
-    num_batches, num_heads, num_rows, _ = kinds.shape
+    q_size, kv_size = rows.block_size
+    if q_size % block_q == 0 and kv_size % block_kv == 0:  # every tile is within one block
+        runs, mixed = _divided(rows, q_size // block_q, kv_size // block_kv), False
+    else:
+        kinds, mixed = _kinds(rows, block_q, block_kv)
+        runs = Runs.of_cells(kinds)
+    lengths = runs.stops - runs.starts
+    ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+    offsets = ends[runs.offsets]
+    tiles = np.arange(ends[-1]) + np.repeat(runs.starts - ends[:-1], lengths)
+    entries = (tiles * tile_entry(1, 0) + np.repeat(runs.kinds, lengths)).astype(np.int32)
+    num_batches, num_heads, num_rows, _ = runs.shape
     return TileLists(
         offsets,
         entries,
@@ -67,6 +73,22 @@ def tile_lists(rows: BlockRows, block_q: int, block_kv: int) -> TileLists:
     )
 
 
+def _divided(rows: BlockRows, tall: int, wide: int) -> Runs:
+    """The runs of tiles that are within blocks, `tall` of them below and `wide` beside another."""
+    runs, (q_len, kv_len), (q_size, kv_size) = rows.runs, rows.seq_lengths, rows.block_size
+    num_rows, num_columns = -(-q_len // (q_size // tall)), -(-kv_len // (kv_size // wide))
+    batches, heads, mask_rows, _ = runs.shape
+    # Each tile row has the runs of the mask row that it lies in, cut off at the last key.
+    of = np.arange(num_rows) // tall
+    sources = (np.arange(batches * heads)[:, None] * mask_rows + of).ravel()
+    counts = np.diff(runs.offsets)[sources]
+    ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+    picked = np.arange(ends[-1]) + np.repeat(runs.offsets[sources] - ends[:-1], counts)
+    starts = np.minimum(runs.starts[picked] * wide, num_columns)
+    stops = np.minimum(runs.stops[picked] * wide, num_columns)
+    return Runs((batches, heads, num_rows, num_columns), ends, starts, stops, runs.kinds[picked])
+
+
 def _kinds(rows: BlockRows, block_q: int, block_kv: int) -> tuple[NDArray[np.integer], bool]:
     """What each tile is, and whether a partial one touches blocks of several kinds."""
     (q_len, kv_len), (q_size, kv_size) = rows.seq_lengths, rows.block_size
@@ -74,10 +96,9 @@ def _kinds(rows: BlockRows, block_q: int, block_kv: int) -> tuple[NDArray[np.int
         _blocks_of_tiles(q_len, block_q, q_size),
         _blocks_of_tiles(kv_len, block_kv, kv_size),
     )
-    if q_size % block_q == 0 and kv_size % block_kv == 0:  # every tile is within one block
-        return rows.cells[:, :, q_ranges[0]][..., kv_ranges[0]], False
-    present = _count(rows.cells != 0, q_ranges, kv_ranges)
-    full = _count(rows.cells == FULL_BLOCK, q_ranges, kv_ranges)
+    cells = rows.runs.cells()
+    present = _count(cells != 0, q_ranges, kv_ranges)
+    full = _count(cells == FULL_BLOCK, q_ranges, kv_ranges)
     touched = np.outer(q_ranges[1] - q_ranges[0], kv_ranges[1] - kv_ranges[0])
     kinds = np.where(present == 0, 0, np.where(full == touched, FULL, PARTIAL))
     uniform = (present == touched) & (full == 0)

@@ -1,0 +1,156 @@
+"""Masks that find their own sparsity: `make bench`, or python benchmarks/masks.py.
+
+Time and peak memory of making block masks are measured in fresh processes; PyTorch's own function
+takes half a minute and 11 GB at 32,768 tokens. Attention is raced in this process.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import torch
+import torch.nn.functional as F
+from _race import Table, arguments, race
+from torch.nn.attention import flex_attention as torch_flex
+
+import quire
+from quire import measure
+from quire.mods import and_masks, causal, document, or_masks, prefix_lm, sliding_window
+
+N, MILLION = 32_768, 1 << 20
+
+
+def documents(total: int, count: int) -> torch.Tensor:
+    """Random lengths of `count` documents that add up to `total`."""
+    random = torch.Generator().manual_seed(0)
+    cuts = torch.randperm(total - 1, generator=random)[: count - 1].sort().values + 1
+    ends = torch.cat([torch.tensor([0]), cuts, torch.tensor([total])])
+    return torch.diff(ends)
+
+
+def mask_named(name: str, n: int):
+    return {
+        "causal": lambda: causal,
+        "window 256": lambda: sliding_window(256),
+        "window 4096": lambda: sliding_window(4096),
+        "documents": lambda: document(lengths=documents(n, n // 100)),
+        "prefix + window": lambda: or_masks(prefix_lm(4096), sliding_window(4096)),
+    }[name]()
+
+
+def ours(name: str, n: int):
+    return functools.partial(quire.create_block_mask, mask_named(name, n), None, None, n, n)
+
+
+def theirs(name: str, n: int, compiled: bool = False):
+    create = torch_flex.create_block_mask
+    create = torch.compile(create) if compiled else create
+    make = functools.partial(create, mask_named(name, n), None, None, n, n, device="cpu")
+    if compiled:
+        make()
+    return make
+
+
+def create(table: Table, seconds: float, threads: int) -> None:
+    """create_block_mask at 32k x 32k, against PyTorch's own."""
+    for name in ("causal", "window 256", "documents"):
+        peers = {"eager": ("200", False), "torch.compile": ("10", True)}
+        for peer, (must, compiled) in peers.items():
+            mine, other = measure.race(
+                functools.partial(ours, name, N),
+                functools.partial(theirs, name, N, compiled),
+                seconds=1.0,
+                threads=threads,
+            )
+            case = f"create_block_mask {name}, 32k x 32k"
+            if other.refusal:
+                print(f"  {case}: {peer} refused: {other.refusal}")
+                continue
+            table.add(case, other.seconds / mine.seconds, f"x {peer}", must)
+            if not compiled and mine.peak_bytes and other.peak_bytes:
+                share = 100 * mine.peak_bytes / other.peak_bytes
+                table.add(f"{case}, memory", share, f"% of {peer}", "<1")
+
+
+def million(table: Table, seconds: float, threads: int) -> None:
+    """create_block_mask at a million tokens, which PyTorch cannot do."""
+    for name in ("causal", "window 4096", "documents", "prefix + window"):
+        (mine,) = measure.race(functools.partial(ours, name, MILLION), seconds=1.0, threads=threads)
+        table.add(f"create_block_mask {name}, 1M x 1M", mine.seconds, "s", "<2")
+        if mine.peak_bytes:
+            table.add(f"create_block_mask {name}, memory", mine.peak_bytes / 1e6, "MB", "<300")
+
+
+def attention(table: Table, seconds: float, threads: int) -> None:
+    """A mask_mod alone against a block mask, and documents against a loop."""
+    for n in (512, 2048):
+        q, k, v = (torch.randn(1, 8, n, 64) for _ in range(3))
+        for name in ("causal", "window 256", "documents"):
+            mask = mask_named(name, n)
+            block_mask = quire.create_block_mask(mask, None, None, n, n)
+            times = race(
+                {
+                    "mod": functools.partial(quire.flex_attention, q, k, v, mask_mod=mask),
+                    "blocks": functools.partial(
+                        quire.flex_attention, q, k, v, block_mask=block_mask
+                    ),
+                },
+                seconds,
+            )
+            cost = times["mod"] / times["blocks"]
+            table.add(f"mask_mod alone, {name} N {n}", cost, "x BlockMask", "<1.03")
+    packed(table, seconds)
+
+
+def packed(table: Table, seconds: float) -> None:
+    """100,000 tokens in 1,000 documents, causal within each."""
+    lengths = documents(100_000, 1_000)
+    q, k, v = (torch.randn(1, 4, 100_000, 64) for _ in range(3))
+    mask = and_masks(document(lengths=lengths), causal)
+    ends = lengths.cumsum(0).tolist()
+
+    def one_by_one() -> None:
+        start = 0
+        for end in ends:
+            part = (x[:, :, start:end] for x in (q, k, v))
+            F.scaled_dot_product_attention(*part, is_causal=True)
+            start = end
+
+    times = race(
+        {
+            "ours": functools.partial(quire.flex_attention, q, k, v, mask_mod=mask),
+            "peer": one_by_one,
+        },
+        max(seconds, 5.0),
+    )
+    case = "1,000 documents in 100,000 tokens, mask_mod"
+    table.add(case, times["peer"] / times["ours"], "x SDPA loop", "1.2")
+
+
+def linear(table: Table, seconds: float, threads: int) -> None:
+    """A window of 256: the time of a token, at a million tokens and at 65,536."""
+    runs = {}
+    for n in (65_536, MILLION):
+        q = torch.randn(1, 1, n, 64)
+        runs[n] = functools.partial(quire.flex_attention, q, q, q, mask_mod=sliding_window(256))
+    times = race({str(n): run for n, run in runs.items()}, seconds)
+    growth = (times[str(MILLION)] / MILLION) / (times["65536"] / 65_536)
+    table.add("window 256, time of a token, 1M over 64k", growth, "x", "<1.15")
+
+
+PARTS = (attention, linear, million, create)
+
+
+def main() -> None:
+    options = arguments(__doc__ or "")
+    warnings.simplefilter("ignore")
+    table = Table(f"masks: torch {torch.__version__}, {torch.get_num_threads()} threads")
+    for part in PARTS:
+        if options.only in part.__name__:
+            part(table, options.seconds, torch.get_num_threads())
+    table.write(options.json)
+
+
+if __name__ == "__main__":
+    main()
