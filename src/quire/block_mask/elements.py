@@ -53,10 +53,13 @@ class Elements:
         """What each block would be if the mask_mod alone decided; None where that is not known."""
         return kinds(self.mod, self.sizes, self.block_size, self.cells.device)
 
-    @property
+    @functools.cached_property
     def known(self) -> Tensor:
-        """`kinds`, in which PARTIAL also stands for what is not known."""
-        return torch.full_like(self.cells, PARTIAL) if self.kinds is None else self.kinds
+        """What each partial block is by its elements, as far as that is known."""
+        found = self.kinds
+        if found is None:
+            found = kinds(self.safe_mod, self.sizes, self.block_size, self.cells.device)
+        return torch.full_like(self.cells, PARTIAL) if found is None else found
 
     @functools.cached_property
     def safe_mod(self) -> MaskMod:
@@ -68,10 +71,10 @@ class Elements:
     def disputed(self, asked: Tensor) -> Tensor:
         """The blocks `asked` in which the mask_mod is not known to agree with the cells."""
         foreign = asked & (self.cells != PARTIAL)
-        if not foreign.any():
+        if not foreign.any() or self.kinds is None:
             return foreign
-        wrong = foreign & (self.known != self.cells)
-        if self.kinds is not None and (wrong & (self.cells == FULL)).any():
+        wrong = foreign & (self.kinds != self.cells)
+        if (wrong & (self.cells == FULL)).any():
             # A block beyond the last token is never called full. It is if nothing is left out.
             holes = kinds(inverted(self.mod), self.sizes, self.block_size, self.cells.device)
             if holes is not None:
