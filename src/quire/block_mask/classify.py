@@ -29,7 +29,8 @@ UNSURE = 3  # a block that is not decided yet
 
 def classify(mod: Mod, sizes: Sizes, block_size: tuple[int, int], device: torch.device) -> Runs:
     """The blocks of a mask that are not empty. One that reaches past an end is never full."""
-    if not isinstance(mod, Traced) or 0 in sizes:
+    elements = min(block_size[0], sizes[2]) * min(block_size[1], sizes[3])
+    if not isinstance(mod, Traced) or not 0 < elements <= TILE_ELEMENTS or 0 in sizes:
         counts = count_blocks(mod, sizes, block_size, device)
         full = counts == block_size[0] * block_size[1]
         cells = (counts > 0).to(torch.int32).masked_fill(full, FULL)
@@ -139,7 +140,7 @@ class Grid:
     def _looked_at(self, row: Tensor, column: Tensor) -> Tensor:
         """What blocks are by their elements: a few first, then all."""
         kind = torch.full_like(row, UNSURE)
-        for sides in ((TRIED, TRIED), self.block_size):
+        for sides in ((TRIED, TRIED), self.block_size):  # no more than TILE_ELEMENTS
             left = (kind == UNSURE).nonzero().flatten()
             if len(left) == 0:
                 break
