@@ -20,6 +20,7 @@ try:
     from quire.plan import Plan, plan
     from quire.stages import kernel
     from quire.torch_api import explain, flex_attention
+    from quire.why import why
 finally:
     if _collecting:
         gc.enable()
@@ -52,4 +53,5 @@ __all__ = [
     "patch_torch",
     "plan",
     "unpatch_torch",
+    "why",
 ]
