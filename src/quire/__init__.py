@@ -11,6 +11,7 @@ try:
     from quire.attention import EagerModWarning, attention
     from quire.aux_outputs import AuxOutput, AuxRequest
     from quire.block_mask import BlockMask, create_block_mask, create_mask
+    from quire.draw import draw
     from quire.dynamo import OneGraphWarning
     from quire.errors import QuireError
     from quire.kernel_options import FlexKernelOptions, KernelOptionWarning
@@ -43,6 +44,7 @@ __all__ = [
     "attention",
     "create_block_mask",
     "create_mask",
+    "draw",
     "explain",
     "flex_attention",
     "kernel",
