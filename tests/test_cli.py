@@ -116,6 +116,70 @@ def test_show_in_a_terminal_and_without_colours(mods: Path) -> None:
     assert COLOUR.sub("", bright) == COLOUR.sub("", plain)
 
 
+# draw and why
+
+
+def test_draw_in_a_pipe_and_into_a_file(mods: Path, tmp_path: Path) -> None:
+    done = run("draw", f"{mods}:near", "--q-len", "1000", "--kv-len", "700")
+    assert (done.returncode, done.stderr) == (0, "")
+    expected = str(quire.draw(load(f"{mods}:near"), 1000, 700))
+    assert done.stdout == expected + "\n"
+    assert expected.startswith("near: 1,000 queries x 700 keys in blocks of 128, sparsity ")
+    for suffix in ("png", "svg"):
+        path = tmp_path / f"mask.{suffix}"
+        exit_code, output = invoke("draw", f"{mods}:near", "--q-len", "64", "-o", str(path))
+        assert (exit_code, output.replace("\n", "")) == (0, f"wrote {path}")
+        drawing = quire.draw(load(f"{mods}:near"), 64)
+        expected_bytes = drawing.png() if suffix == "png" else drawing.svg().encode()
+        assert path.read_bytes() == expected_bytes
+
+
+def test_draw_in_a_terminal(mods: Path) -> None:
+    bright = run_in_terminal("draw", f"{mods}:near", "--q-len", "1000000", columns=50)
+    assert "\x1b[32m██" in bright and "\x1b[90m·" in bright
+    lines = COLOUR.sub("", bright).rstrip("\n").split("\n")
+    assert "\n".join(lines) == str(quire.draw(load(f"{mods}:near"), 1_000_000, width=50))
+    assert max(map(len, lines[1:-1])) <= 50
+
+
+def test_draw_options(mods: Path) -> None:
+    with mods.open("a") as file:
+        file.write(
+            "\n\ndef by_head(b, h, q_idx, kv_idx):\n"
+            "    return q_idx - kv_idx < 64 * h + 256 * b\n\n\n"
+            "import quire\n\n"
+            "mask = quire.create_block_mask(by_head, 2, 4, 512, 512, 'cpu', 64)\n"
+        )
+    options = ("--b", "1", "--h", "3")
+    of_mod = invoke("draw", f"{mods}:by_head", "--q-len", "512", "--block-size", "64", *options)
+    assert of_mod == invoke("draw", f"{mods}:mask", *options)
+    expected = quire.draw(load(f"{mods}:by_head"), 512, block_size=64, b=1, h=3)
+    assert of_mod == (0, f"{expected}\n")
+
+
+def test_why(mods: Path) -> None:
+    done = run("why", f"{mods}:near", "--q", "17", "--kv", "3")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == (
+        "near at b = 0, h = 0, q_idx = 17, kv_idx = 3\n\n"
+        "mods.py:2: return q_idx - kv_idx < 8\n"
+        "    q_idx - kv_idx        17 - 3 = 14\n"
+        "    (q_idx - kv_idx) < 8  14 < 8 = False\n\n"
+        "near = False\n"
+    )
+    bright = run_in_terminal("why", f"{mods}:near", "--q", "17", "--kv", "3", columns=80)
+    assert COLOUR.sub("", bright) == done.stdout and COLOUR.search(bright)
+
+
+def test_why_of_a_score_mod(mods: Path) -> None:
+    with mods.open("a") as file:
+        file.write("\n\ndef halved(score, b, h, q_idx, kv_idx):\n    return score / (h + b)\n")
+    place = f"{mods}:halved"
+    options = ("--q", "0", "--kv", "0", "--b", "1", "--h", "3", "--score", "-2.5")
+    exit_code, output = invoke("why", place, *options)
+    assert exit_code == 0 and output.endswith("halved = -0.625\n")
+
+
 def test_a_mod_at_fault_is_told_with_its_line(mods: Path) -> None:
     done = run("show", f"{mods}:branching")
     assert (done.returncode, done.stdout) == (2, "")
@@ -268,7 +332,7 @@ def invoke(*arguments: str) -> tuple[int, str]:
 
 def test_help_names_the_commands() -> None:
     for _, output in (invoke("--help"), invoke()):
-        assert re.search(r"demo .*doctor .*show .*cache ", output, re.DOTALL)
+        assert re.search(r"demo .*doctor .*show .*draw .*why .*cache ", output, re.DOTALL)
 
 
 def test_version() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,10 +26,26 @@ EAGER = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
 def test_the_programs_run(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_flex, EAGER, getattr(torch_flex, EAGER))  # a page may set it
     torch.set_num_threads(1)  # the fastest on a busy machine
-    text, names = page.read_text(), {"__name__": page.stem}
+    run_programs(page)
+
+
+def run_programs(page: Path) -> dict[str, Any]:
+    """The names that a page's programs leave behind."""
+    text, names = page.read_text(), dict[str, Any](__name__=page.stem)
     for block in re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
         above = text.count("\n", 0, block.start(1))  # so that a traceback names the page's line
         exec(compile("\n" * above + block[1], str(page), "exec"), names)
+    return names
+
+
+def test_the_page_on_masks_shows_what_its_programs_print(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    page = ROOT / "docs" / "masks.md"
+    shown = re.findall(r"^```text\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    names = run_programs(page)
+    assert (page.parent / "packed.svg").read_text() == names["picture"].svg()
+    assert capsys.readouterr().out == "".join(shown) != ""
 
 
 def test_readme_has_a_program() -> None:
@@ -79,4 +96,8 @@ def test_the_make_commands_exist() -> None:
 def test_the_quire_commands_exist() -> None:
     pages = "\n".join(page.read_text() for page in PAGES)
     named = set(re.findall(r"(?:^|`)quire ([a-z]+)[^`\n]*[`#]", pages, re.MULTILINE))
-    assert {"demo", "doctor", "show", "cache"} <= named <= get_command(app).commands.keys()
+    assert (
+        {"demo", "doctor", "show", "draw", "why", "cache"}
+        <= named
+        <= get_command(app).commands.keys()
+    )

@@ -11,6 +11,7 @@ try:
     from quire.attention import EagerModWarning, attention
     from quire.aux_outputs import AuxOutput, AuxRequest
     from quire.block_mask import BlockMask, create_block_mask, create_mask
+    from quire.draw import draw
     from quire.dynamo import OneGraphWarning
     from quire.errors import QuireError
     from quire.kernel_options import FlexKernelOptions, KernelOptionWarning
@@ -20,6 +21,7 @@ try:
     from quire.plan import Plan, plan
     from quire.stages import kernel
     from quire.torch_api import explain, flex_attention
+    from quire.why import why
 finally:
     if _collecting:
         gc.enable()
@@ -42,6 +44,7 @@ __all__ = [
     "attention",
     "create_block_mask",
     "create_mask",
+    "draw",
     "explain",
     "flex_attention",
     "kernel",
@@ -52,4 +55,5 @@ __all__ = [
     "patch_torch",
     "plan",
     "unpatch_torch",
+    "why",
 ]

@@ -3,6 +3,8 @@
     quire demo      what quire does, in under a minute
     quire doctor    what this machine has to offer
     quire show      what a mod of yours becomes
+    quire draw      what a mask of yours lets attention see
+    quire why       what a mod of yours computes at one point
     quire cache     the compiled kernels on disk
 
 A command is a function below. Only the entry point imports this module, so rich and typer stay
@@ -12,8 +14,10 @@ in what it was asked, told without a traceback.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Annotated
 
 try:
@@ -28,9 +32,16 @@ except ModuleNotFoundError as missing:
     )
 
 from quire import __version__, demo, show
+from quire.colour import coloured
 from quire.doctor import report
+from quire.draw import draw
 from quire.errors import QuireError
 from quire.runtime.cache import object_cache
+from quire.why import why
+
+Place = Annotated[str, typer.Argument(metavar="FILE.py:NAME", help="A mod in a file.")]
+Batch = Annotated[int, typer.Option("--b", min=0, help="The batch.")]
+Head = Annotated[int, typer.Option("--h", min=0, help="The head.")]
 
 app = typer.Typer(
     help="Attention that you program in plain Python, on any CPU.",
@@ -81,7 +92,7 @@ def doctor() -> None:
 
 @app.command("show")
 def show_mod(
-    place: Annotated[str, typer.Argument(metavar="FILE.py:NAME", help="A mod in a file.")],
+    place: Place,
     kind: Annotated[
         str | None, typer.Option(metavar="score|mask", help="Unset: told by its signature.")
     ] = None,
@@ -95,6 +106,52 @@ def show_mod(
 ) -> None:
     """What a mod of yours becomes: its graph, the code written for it, its assembly."""
     show.run(Console(highlight=False), place, kind, dtype, target, stage)
+
+
+@app.command("draw")
+def draw_mask(
+    place: Place,
+    q_len: Annotated[int | None, typer.Option(help="Queries; a block mask has its own.")] = None,
+    kv_len: Annotated[int | None, typer.Option(help="Keys. Unset: as many as queries.")] = None,
+    b: Batch = 0,
+    h: Head = 0,
+    block_size: Annotated[int, typer.Option(help="Tokens of a block, along each side.")] = 128,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="mask.png|mask.svg", help="A picture.")
+    ] = None,
+) -> None:
+    """What a mask of yours lets attention see: text here, or a picture in a file."""
+    console = Console(highlight=False)
+    with contextlib.redirect_stdout(sys.stderr):  # the user's code runs here
+        drawing = draw(
+            show.load(place),
+            q_len,
+            kv_len,
+            b=b,
+            h=h,
+            block_size=block_size,
+            path=output,
+            width=console.width,
+        )
+        text = Text(str(drawing) if output is None else f"wrote {output}")
+    text.highlight_regex("[█▒]+", "green")
+    text.highlight_regex("·", "bright_black")
+    console.print(text, soft_wrap=True)
+
+
+@app.command("why")
+def explain_mod(
+    place: Place,
+    q: Annotated[int, typer.Option("--q", min=0, help="The position of the query.")],
+    kv: Annotated[int, typer.Option("--kv", min=0, help="The position of the key.")],
+    b: Batch = 0,
+    h: Head = 0,
+    score: Annotated[float, typer.Option(help="What a score_mod is given.")] = 0.0,
+) -> None:
+    """What a mod of yours computes at one point, under the lines that you wrote."""
+    with contextlib.redirect_stdout(sys.stderr):  # the user's code runs here
+        found = why(show.load(place), b, h, q, kv, score)
+    Console(highlight=False).print(coloured(str(found), "python"), soft_wrap=True)
 
 
 @cache.command()

@@ -9,6 +9,7 @@ graph is evaluated everywhere.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -18,9 +19,10 @@ from quire.block_mask.lists import EMPTY, FULL, PARTIAL, ceil_div
 from quire.block_mask.runs import Runs
 from quire.block_mask.tiles import TILE_ELEMENTS, Sizes, count_blocks
 from quire.ir.bound import bound, heap
-from quire.ir.graph import Node, inputs
+from quire.ir.graph import inputs
 from quire.ir.interpret import interpret
-from quire.ir.trace import Mod, Traced
+from quire.ir.narrow import Range
+from quire.ir.trace import MASK_INPUTS, Mod, Traced
 
 SPAN = 64  # blocks that are asked about at once
 TRIED = 4  # elements that are tried along each side of a block
@@ -58,6 +60,25 @@ def _repeated(runs: Runs, batches: int, heads: int) -> Runs:
     return Runs((batches, heads, num_rows, columns), ends, *parts)
 
 
+class Rectangles:
+    """A traced mask that is asked about rectangles of queries and keys, and about elements."""
+
+    def __init__(self, mask: Traced, ranges: Mapping[str, Range]) -> None:
+        self.mask = mask
+        self.bounds = bound(mask.output, [tuple(t.shape) for t in mask.captures], ranges)
+        pyramids = [heap(mask.captures[p.slot], p) for p in self.bounds.pyramids]
+        self.captures = [*mask.captures, *pyramids]
+
+    def kinds(self, env: Mapping[str, Tensor]) -> Tensor:
+        """EMPTY, FULL or UNSURE by bounds alone, given b, h, q_low, q_high, kv_low, kv_high."""
+        can, must = (interpret(g, env, self.captures) for g in (self.bounds.can, self.bounds.must))
+        return torch.where(can, torch.where(must, FULL, UNSURE), EMPTY)
+
+    def holds(self, env: Mapping[str, Tensor]) -> Tensor:
+        """Whether elements hold, given b, h, q_idx, kv_idx."""
+        return interpret(self.mask.output, env, self.mask.captures, where=self.mask.where)
+
+
 class Grid:
     """The blocks of a traced mask."""
 
@@ -66,11 +87,8 @@ class Grid:
     ) -> None:
         self.mask, self.sizes, self.block_size, self.device = mask, sizes, block_size, device
         self.num_rows, self.num_columns = map(ceil_div, sizes[2:], block_size)
-        names = ("b", "h", "q_idx", "kv_idx")
-        ranges = {name: (0, size - 1) for name, size in zip(names, sizes, strict=True)}
-        self.bounds = bound(mask.output, [tuple(t.shape) for t in mask.captures], ranges)
-        pyramids = [heap(mask.captures[p.slot], p) for p in self.bounds.pyramids]
-        self.captures = [*mask.captures, *pyramids]
+        ranges = {name: (0, size - 1) for name, size in zip(MASK_INPUTS, sizes, strict=True)}
+        self.rectangles = Rectangles(mask, ranges)
 
     def runs(self) -> Runs:
         """What there is, from wide spans down to elements."""
@@ -127,15 +145,11 @@ class Grid:
             "kv_low": start * kv_size,
             "kv_high": (stop * kv_size).clamp(max=kv_len) - 1,
         }
-        can, must = (self._at(g, env, row) for g in (self.bounds.can, self.bounds.must))
+        kind = self.rectangles.kinds(env).expand(row.shape)
         whole = ((q + 1) * q_size <= q_len) & (stop * kv_size <= kv_len)
         # A span that reaches past the end has full blocks and a partial one.
         ragged = torch.where(stop - start > 1, UNSURE, PARTIAL)
-        kind = torch.where(must, torch.where(whole, FULL, ragged), UNSURE)
-        return torch.where(can, kind, EMPTY)
-
-    def _at(self, graph: Node, env: dict[str, Tensor], like: Tensor) -> Tensor:
-        return interpret(graph, env, self.captures).expand(like.shape)
+        return torch.where((kind == FULL) & ~whole, ragged, kind)
 
     def _looked_at(self, row: Tensor, column: Tensor) -> Tensor:
         """What blocks are by their elements: a few first, then all."""
@@ -159,8 +173,7 @@ class Grid:
             "q_idx": q_idx.unsqueeze(-1),
             "kv_idx": kv_idx.unsqueeze(-2),
         }
-        held = interpret(self.mask.output, env, self.mask.captures, where=self.mask.where)
-        held = held & exists_q.unsqueeze(-1) & exists_kv.unsqueeze(-2)
+        held = self.rectangles.holds(env) & exists_q.unsqueeze(-1) & exists_kv.unsqueeze(-2)
         some, every = held.flatten(1).any(-1), held.flatten(1).all(-1)
         if sides == self.block_size:
             return torch.where(every, FULL, torch.where(some, PARTIAL, EMPTY))

@@ -1,0 +1,57 @@
+"""Numbers along an axis: where they stand, how they are written.
+
+    scale(1 << 20).labels     # (0, "0"), (262144, "256k"), ..., (1048576, "1M")
+    scale(1_000_000).labels   # (0, "0"), (200000, "200k"), ..., (1000000, "1M")
+
+Lengths that are few powers of two added up are counted in these, with a k of 1,024; others in tens,
+with a k of 1,000.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+MOST = 5  # steps along an axis
+
+
+class Scale(NamedTuple):
+    """Where the numbers stand, from 0 up to the length."""
+
+    step: int
+    labels: tuple[tuple[int, str], ...]
+
+
+def scale(length: int, most: int = MOST) -> Scale:
+    """At most `most` steps between the numbers along `length` tokens."""
+    binary = _is_binary(length)
+    step = next(step for step in _steps(binary) if length <= most * step)
+    kilo = 1024 if binary else 1000
+    unit = next((size, sign) for size, sign in _units(kilo) if step % size == 0)
+    return Scale(step, tuple((at, _written(at, kilo, *unit)) for at in range(0, length + 1, step)))
+
+
+def _is_binary(length: int) -> bool:
+    """Whether only the four highest bits are set: 640, 4096, 1 << 20."""
+    below = max(0, length.bit_length() - 4)
+    return length >> below << below == length
+
+
+def _steps(binary: bool) -> Iterator[int]:
+    size = 1
+    while True:
+        yield from ((size,) if binary else (size, 2 * size, 5 * size))
+        size *= 2 if binary else 10
+
+
+def _units(kilo: int) -> tuple[tuple[int, str], ...]:
+    return (kilo**3, "G"), (kilo**2, "M"), (kilo, "k"), (1, "")
+
+
+def _written(at: int, kilo: int, size: int, sign: str) -> str:
+    """In the unit of the step, or in a larger one that it fills: 1024k is 1M."""
+    if at == 0:
+        return "0"
+    if size > 1:
+        size, sign = next((size, sign) for size, sign in _units(kilo) if at % size == 0)
+    return f"{at // size}{sign}"

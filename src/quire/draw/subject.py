@@ -1,0 +1,191 @@
+"""What is drawn: a mask that can be asked what its cells are, however many there may be.
+
+A subject is made of blocks, which are single elements where sequences are short. Cells are blocks,
+or rectangles of `fold` blocks where there are too many to show.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.block_mask.lists import EMPTY, FULL, PARTIAL, ceil_div
+from quire.block_mask.runs import Runs
+from quire.block_mask.tiles import TILE_ELEMENTS, count_blocks
+from quire.draw.survey import survey
+from quire.errors import ArgumentError, ModError
+from quire.ir.trace import Mod, Traced
+
+Pair: TypeAlias = tuple[int, int]
+"""One number for queries, one for keys."""
+
+Kinds: TypeAlias = NDArray[np.uint8]
+"""EMPTY, PARTIAL or FULL: [rows, columns]."""
+
+MOST_ELEMENTS = 1 << 26
+"""How many elements of a mask_mod without a graph are looked at."""
+
+
+class Cells(NamedTuple):
+    """What the cells of a drawing are."""
+
+    kinds: Kinds
+    step: Pair  # tokens in a cell
+    empty: float  # the share of elements that lie in empty blocks
+    proven: bool  # nothing rests on samples
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """A mask with a name."""
+
+    name: str
+    lengths: Pair
+    block: Pair
+    outline: Pair  # the blocks whose outlines are drawn
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether its blocks are single elements."""
+        return self.block == (1, 1)
+
+    def num_blocks(self) -> Pair:
+        """How many blocks there are along each axis."""
+        rows, columns = map(ceil_div, self.lengths, self.block)
+        return rows, columns
+
+    def cells(self, most: Pair) -> Cells:
+        """What it is in at most so many rows and columns of cells."""
+        rows, columns = (
+            max(1, ceil_div(n, m)) for n, m in zip(self.num_blocks(), most, strict=True)
+        )
+        return self._folded((rows, columns))
+
+    def _folded(self, fold: Pair) -> Cells:
+        raise NotImplementedError
+
+    def _step(self, fold: Pair) -> Pair:
+        return self.block[0] * fold[0], self.block[1] * fold[1]
+
+
+@dataclass(frozen=True, eq=False)
+class TracedMask(Subject):
+    """A mask_mod that has a graph."""
+
+    mask: Traced
+    at: Pair  # b, h
+
+    def _folded(self, fold: Pair) -> Cells:
+        found = survey(self.mask, self.at, self.lengths, self.block, fold)
+        return Cells(
+            found.kinds.numpy().astype(np.uint8), self._step(fold), found.empty, found.proven
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Elements(Subject):
+    """A mask_mod that has none: every element is looked at, up to a limit."""
+
+    mod: Mod
+    at: Pair
+    reason: ModError
+
+    def __post_init__(self) -> None:
+        count = self.lengths[0] * self.lengths[1]
+        if count > MOST_ELEMENTS:
+            raise ArgumentError(
+                f"expected at most {MOST_ELEMENTS:,} elements of a mask_mod that cannot be traced, "
+                f"got {count:,} of {self.name!r}: {self.reason} Draw fewer tokens, or write the "
+                f"mask so that it can be traced."
+            ) from self.reason
+
+    def _folded(self, fold: Pair) -> Cells:
+        kinds = self._blocks
+        heights, widths = extents(self.lengths, self.block)
+        empty = share(kinds == EMPTY, heights, widths)
+        return Cells(folded(kinds, fold), self._step(fold), empty, True)
+
+    @functools.cached_property
+    def _blocks(self) -> Kinds:
+        def here(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            result: Tensor = self.mod(b + self.at[0], h + self.at[1], q_idx, kv_idx)
+            return result
+
+        here.__name__ = self.name
+        counts = count_blocks(here, (1, 1, *self.lengths), self.block, torch.device("cpu"))[0, 0]
+        heights, widths = extents(self.lengths, self.block)
+        every = np.outer(heights, widths)
+        return kinds_of(counts.numpy() > 0, counts.numpy() == every)
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks(Subject):
+    """The blocks that a block mask lists."""
+
+    runs: Runs
+    at: Pair
+
+    def _folded(self, fold: Pair) -> Cells:
+        num_rows, num_columns = self.num_blocks()
+        heights, widths = extents(self.lengths, self.block)
+        parts, empty = [], 0.0
+        count = fold[0] * max(1, TILE_ELEMENTS // (fold[0] * num_columns))
+        for first in range(0, num_rows, count):
+            kinds = self._rows(first, min(num_rows, first + count))[:, :num_columns]
+            rows = heights[first : first + count]
+            empty += share(kinds == EMPTY, rows, widths) * int(rows.sum()) / self.lengths[0]
+            parts.append(folded(kinds, fold))
+        return Cells(np.concatenate(parts), self._step(fold), empty, True)
+
+    def _rows(self, first: int, last: int) -> Kinds:
+        runs, (b, h) = self.runs, self.at
+        batches, heads, num_rows, columns = runs.shape
+        base = (min(b, batches - 1) * heads + min(h, heads - 1)) * num_rows
+        offsets = runs.offsets[base + first : base + last + 1]
+        inside = slice(int(offsets[0]), int(offsets[-1]))
+        shown = Runs(
+            (1, 1, last - first, columns),
+            offsets - offsets[0],
+            runs.starts[inside],
+            runs.stops[inside],
+            runs.kinds[inside],
+        )
+        kinds: Kinds = shown.cells()[0, 0].astype(np.uint8)
+        return kinds
+
+
+def extents(lengths: Pair, step: Pair) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """How many tokens lie in each row and in each column."""
+    rows, columns = (
+        np.minimum(np.arange(0, length, size) + size, length) - np.arange(0, length, size)
+        for length, size in zip(lengths, step, strict=True)
+    )
+    return rows, columns
+
+
+def share(
+    marked: NDArray[np.bool_], heights: NDArray[np.int64], widths: NDArray[np.int64]
+) -> float:
+    """The share of elements that lie in what is marked."""
+    return float(heights @ (marked @ widths) / (heights.sum() * widths.sum()))
+
+
+def kinds_of(some: NDArray[np.bool_], every: NDArray[np.bool_]) -> Kinds:
+    """FULL where every element holds, PARTIAL where some do."""
+    return np.where(every, FULL, np.where(some, PARTIAL, EMPTY)).astype(np.uint8)
+
+
+def folded(kinds: Kinds, fold: Pair) -> Kinds:
+    """Rectangles of blocks as one cell each."""
+    least, most = kinds, kinds
+    for axis, count in enumerate(fold):
+        starts = np.arange(0, kinds.shape[axis], count)
+        least = np.minimum.reduceat(least, starts, axis)
+        most = np.maximum.reduceat(most, starts, axis)
+    return kinds_of(most != EMPTY, least == FULL)
