@@ -68,7 +68,7 @@ def test_spans_and_tries_change_nothing(
     expected = create_block_mask(MASKS[name], 2, 2, N, N, BLOCK_SIZE=(16, 8)).rows().runs
     monkeypatch.setattr(classify, "SPAN", span)
     monkeypatch.setattr(classify, "TRIED", 1)
-    monkeypatch.setattr(classify, "TILE_ELEMENTS", 100)
+    monkeypatch.setattr(classify, "ASKED", 100)
     found = create_block_mask(MASKS[name], 2, 2, N, N, BLOCK_SIZE=(16, 8)).rows().runs
     assert found.content() == expected.content()
 

@@ -127,4 +127,3 @@ def run(
     if config().check:
         recheck(problem, operands, sink, result)
     return result
-

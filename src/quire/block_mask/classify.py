@@ -26,6 +26,7 @@ from quire.ir.trace import MASK_INPUTS, Mod, Traced
 
 SPAN = 64  # blocks that are asked about at once
 TRIED = 4  # elements that are tried along each side of a block
+ASKED = 2**18  # spans or blocks whose bounds are reckoned at once
 UNSURE = 3  # a block that is not decided yet
 
 
@@ -95,8 +96,8 @@ class Grid:
         span = SPAN if self.num_columns > 2 * SPAN else 1
         rows, spans = math.prod(self.sizes[:2]) * self.num_rows, ceil_div(self.num_columns, span)
         decided: list[Tensor] = []
-        for first in range(0, rows, max(1, TILE_ELEMENTS // spans)):
-            last = min(rows, first + max(1, TILE_ELEMENTS // spans))
+        for first in range(0, rows, max(1, ASKED // spans)):
+            last = min(rows, first + max(1, ASKED // spans))
             row = torch.arange(first, last, device=self.device).view(-1, 1)
             start = torch.arange(spans, device=self.device) * span
             stop = (start + span).clamp(max=self.num_columns)
@@ -118,9 +119,7 @@ class Grid:
             kept = inner < stop[wide].view(-1, 1)
             blocks = inner[kept]
             rows = row[wide].view(-1, 1).expand_as(inner)[kept]
-            for some, first in zip(
-                rows.split(TILE_ELEMENTS), blocks.split(TILE_ELEMENTS), strict=True
-            ):
+            for some, first in zip(rows.split(ASKED), blocks.split(ASKED), strict=True):
                 result += self._decided(some, first, first + 1)
         single = (kind == UNSURE) & ~wide
         kind[single] = self._looked_at(row[single], start[single])

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.ir.graph import Node, cast, const
+from quire.ir.graph import Node, Number, cast, const
 from quire.ir.narrow import RULES as RANGES
 from quire.ir.narrow import Range
 from quire.ir.simplify import simplest
@@ -567,13 +567,7 @@ _TINY = 1e-30
 def heap(tensor: Tensor, pyramid: Pyramid) -> Tensor:
     """The entries of a pyramid, in the place of its dimension. Missing leaves change nothing."""
     rows = tensor.movedim(pyramid.dim, -1)
-    if tensor.dtype == BOOL:
-        missing: float | int | bool = not pyramid.largest
-    elif tensor.dtype.is_floating_point:
-        missing = -math.inf if pyramid.largest else math.inf
-    else:
-        info = torch.iinfo(tensor.dtype)
-        missing = int(info.min if pyramid.largest else info.max)
+    missing = missing_leaf(tensor.dtype, pyramid.largest)
     entries = rows.new_full((*rows.shape[:-1], 2 * pyramid.leaves), missing)
     entries[..., pyramid.leaves : pyramid.leaves + rows.shape[-1]] = rows
     combine = torch.maximum if pyramid.largest else torch.minimum
@@ -583,3 +577,13 @@ def heap(tensor: Tensor, pyramid: Pyramid) -> Tensor:
         entries[..., size // 2 : size] = combine(below[..., 0], below[..., 1])
         size //= 2
     return entries.movedim(-1, pyramid.dim)
+
+
+def missing_leaf(dtype: torch.dtype, largest: bool) -> Number:
+    """What changes no minimum, or with `largest` no maximum."""
+    if dtype == BOOL:
+        return not largest
+    if dtype.is_floating_point:
+        return -math.inf if largest else math.inf
+    info = torch.iinfo(dtype)
+    return int(info.min if largest else info.max)

@@ -115,7 +115,7 @@ def kernel(form: Form, *dtypes: torch.dtype) -> Kernel:
     """The kernel of a form for the dtypes of query, key, value and out."""
     spec = ForwardSpec(Target.host(), *(str(dtype).removeprefix("torch.") for dtype in dtypes))
     write = write_forward if form == "panel" else write_decode
-    image = _object(cache_key(form, repr(spec)), spec.target, lambda: write(spec).text)
+    image = compiled_object(cache_key(form, repr(spec)), spec.target, lambda: write(spec).text)
     code = jit.load(image, [ENTRY])
     return Kernel(form, spec, spec.tile, code, code.address(ENTRY))
 
@@ -124,11 +124,12 @@ def kernel(form: Form, *dtypes: torch.dtype) -> Kernel:
 def observer(form: Form, tile: Tile) -> jit.Code:
     """The function that a kernel calls where an argmax or an entropy is wanted."""
     key = cache_key("observe", form, repr(tile))
-    image = _object(key, tile.target, lambda: write_observe(form, tile).text)
+    image = compiled_object(key, tile.target, lambda: write_observe(form, tile).text)
     return jit.load(image, [OBSERVE.name])
 
 
-def _object(key: str, target: Target, write: Callable[[], str]) -> bytes:
+def compiled_object(key: str, target: Target, write: Callable[[], str]) -> bytes:
+    """Object code from the disk cache, or of what `write` gives."""
     cache = object_cache()
     image = cache.get(key)
     if image is None:
@@ -161,7 +162,7 @@ def mod_code(form: Form, tile: Tile, roots: ModRoots, shapes: tuple[CaptureShape
     )
     code = _codes.get(content)
     if code is None:
-        image = _object(
+        image = compiled_object(
             cache_key("mods", content),
             tile.target,
             lambda: write_mods(form, tile, roots, arguments).text,

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
+from quire.codegen import jit
 from quire.codegen.arguments import CaptureShape
-from quire.ir.bound import Pyramid, heap
+from quire.codegen.pyramid import DTYPES, NAMES, write_pyramid
+from quire.codegen.target import Target
+from quire.ir.bound import Pyramid, heap, missing_leaf
+from quire.runtime.cache import cache_key
+from quire.runtime.kernels import compiled_object
 
 
 def capture_shapes(
@@ -20,4 +28,41 @@ def capture_shapes(
 
 def build(captures: Sequence[Tensor], pyramids: Sequence[Pyramid]) -> list[Tensor]:
     """The pyramids of some tensors."""
-    return [heap(captures[pyramid.slot], pyramid).contiguous() for pyramid in pyramids]
+    return [_built(captures[pyramid.slot], pyramid) for pyramid in pyramids]
+
+
+def _built(tensor: Tensor, pyramid: Pyramid) -> Tensor:
+    if tensor.dim() != 1 or tensor.dtype not in DTYPES or tensor.numel() == 0:
+        return heap(tensor, pyramid).contiguous()
+    entries = torch.empty(2 * pyramid.leaves, dtype=tensor.dtype)
+    build = _builder(tensor.dtype, pyramid.largest)
+    missing = _missing(tensor.dtype, pyramid.largest)
+    build(
+        tensor.data_ptr(),
+        tensor.shape[0],
+        tensor.stride(0),
+        pyramid.leaves,
+        missing.data_ptr(),
+        entries.data_ptr(),
+    )
+    return entries
+
+
+@functools.cache
+def _missing(dtype: torch.dtype, largest: bool) -> Tensor:
+    return torch.full((1,), missing_leaf(dtype, largest), dtype=dtype)
+
+
+@functools.cache
+def _builder(dtype: torch.dtype, largest: bool) -> Callable[..., None]:
+    address = _code(dtype).address(NAMES[largest])
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    signature = ctypes.CFUNCTYPE(None, pointer, number, number, number, pointer, pointer)
+    return signature(address)
+
+
+@functools.cache
+def _code(dtype: torch.dtype) -> jit.Code:
+    target = Target.host()
+    key = cache_key("pyramid", f"{target!r} {dtype}")
+    return jit.load(compiled_object(key, target, lambda: write_pyramid(dtype).text), NAMES)

@@ -1,0 +1,12 @@
+"""A mask for a long context, to be drawn: `quire draw examples/long_context.py:long_context ...`."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def long_context(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    """The first 32,768 tokens, and the last 65,536 within a chapter of 262,144."""
+    recent = q_idx - kv_idx < 65_536
+    chapter = q_idx // 262_144 == kv_idx // 262_144
+    return (kv_idx <= q_idx) & (recent & chapter | (kv_idx < 32_768))
