@@ -19,8 +19,6 @@ from torch.nn.attention import flex_attention as torch_flex
 from quire import compiled
 from quire.attention import Mask, first_position, prepare
 from quire.block_mask import BlockMask
-from quire.checks import check_position
-from quire.codegen.arguments import CaptureShape
 from quire.eager import working_dtype
 from quire.errors import ArgumentError, BackendError, DtypeError
 from quire.ir.trace import Kind, Mod, Traced, trace
@@ -73,16 +71,14 @@ class Plan:
 
     def __call__(self, query: Tensor, memory: Dense) -> Tensor:
         """The attention of `query` over `memory`."""
-        self._check_captures()
-        if not isinstance(memory, Dense):
+        if type(memory) is not Dense:
             self._checked(query, memory)
         key, value = memory.key, memory.value
-        tensors = layout(query, key, value, grad=False)
-        if tensors is not None and check_position("Dense.start", memory.start) == 0:
+        signature = layout(query, key, value, grad=False)
+        if signature is not None and memory.start == 0 and type(memory.start) is int:
             first = first_position(self._q_start, query, memory)
-            signature = tensors
             for tensor in self._captures:
-                signature += (CaptureShape.of(tensor), tensor.shape)
+                signature += (tensor.dtype, tensor.device, tensor.shape, tensor.stride())
             if self._fixed:
                 signature += (first, key.shape[2])
             known = self._known.get(signature) or self._learn(signature, query, memory)
@@ -98,6 +94,7 @@ class Plan:
 
     def _checked(self, query: Tensor, memory: Dense) -> Call:
         """The call that this would be, checked."""
+        self._check_captures()
         if isinstance(query, Tensor) and query.dtype != self._dtype:
             raise DtypeError(
                 f"this plan was made for queries of {self._dtype}, but got {query.dtype}. Make a "
