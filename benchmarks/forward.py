@@ -158,18 +158,19 @@ def peak(table: Table, seconds: float, threads: int) -> None:
     """The share of what the multipliers can do, by a loop that does nothing else."""
     code, flops = fma_loop()
     for d in (64, 128):
-        n = 4096
-        q, k, v = operands(n, d)
-        times = race(
-            {
-                "ours": functools.partial(quire.flex_attention, q, k, v),
-                "peak": functools.partial(launch, code.address("multiply"), 0, threads),
-            },
-            seconds,
-        )
-        ours = 4 * 8 * n * n * d / times["ours"]
-        share = 100 * ours / (flops * threads / times["peak"])
-        table.add(f"share of peak, dense N {n} D {d} threads {threads}", share, "%", "83")
+        for n, mask, must in ((4096, None, "83"), (8192, causal, "")):
+            q, k, v = operands(n, d)
+            times = race(
+                {
+                    "ours": functools.partial(quire.flex_attention, q, k, v, mask_mod=mask),
+                    "peak": functools.partial(launch, code.address("multiply"), 0, threads),
+                },
+                seconds,
+            )
+            ours = (4 if mask is None else 2) * 8 * n * n * d / times["ours"]
+            share = 100 * ours / (flops * threads / times["peak"])
+            name = "dense" if mask is None else "causal"
+            table.add(f"share of peak, {name} N {n} D {d} threads {threads}", share, "%", must)
 
 
 def fma_loop() -> tuple[jit.Code, int]:
