@@ -1,4 +1,4 @@
-"""A mask for a long context, to be drawn: `quire draw examples/long_context.py:long_context ...`."""
+"""A mask for a long context, to be drawn with `quire draw`."""
 
 from __future__ import annotations
 

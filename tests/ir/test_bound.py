@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire import mods
-from quire.ir.bound import LARGEST, Bounds, bound, heap
+from quire.ir.bound import LARGEST, Bounds, bound
 from quire.ir.interpret import interpret
+from quire.ir.pyramid import heap
 from quire.ir.trace import Traced, trace
 
 ZERO = torch.zeros(1, 1, dtype=torch.int64)

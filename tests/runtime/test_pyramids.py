@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quire.codegen.pyramid import DTYPES
-from quire.ir.bound import Pyramid, heap
+from quire.ir.pyramid import Pyramid, heap
 from quire.runtime.pyramids import build
 
 

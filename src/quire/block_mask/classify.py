@@ -18,10 +18,11 @@ from torch import Tensor
 from quire.block_mask.lists import EMPTY, FULL, PARTIAL, ceil_div
 from quire.block_mask.runs import Runs
 from quire.block_mask.tiles import TILE_ELEMENTS, Sizes, count_blocks
-from quire.ir.bound import bound, heap
+from quire.ir.bound import bound
 from quire.ir.graph import inputs
 from quire.ir.interpret import interpret
 from quire.ir.narrow import Range
+from quire.ir.pyramid import heap
 from quire.ir.trace import MASK_INPUTS, Mod, Traced
 
 SPAN = 64  # blocks that are asked about at once

@@ -26,8 +26,8 @@ from typing import NamedTuple
 from quire.codegen import observe, vecmath
 from quire.codegen.builder import Function, Module, Value
 from quire.codegen.convention import ENTRY, OBSERVE, ROW_REWRITE, ForwardSpec, decode_regions
-from quire.codegen.forward import LN_2, LOG2_E
 from quire.codegen.items import Block, Item, Work
+from quire.codegen.softmax import close, sink_of
 from quire.codegen.staging import (
     ROWS,
     Storage,
@@ -399,31 +399,18 @@ class _Kernel:
     def _finish(self, item: Item, head: Value, first: Value) -> None:
         """Divide by the sums and write out, lse and the like of one head."""
         f, tile, arg = self.f, self.tile, self.arg
-        (sink,) = f.choose(
-            arg["sink"].differs(f.null()),
-            lambda: [f.load(tile.element, arg["sink"], head) * LOG2_E],
-            lambda: [f.value(-math.inf, tile.element)],
-        )
-        extra = f.splat(sink, tile.vector)
+        sink = sink_of(f, tile, arg, head)
         numbers = item.b * arg["lse_batch"] + head * arg["lse_head"]
 
         with f.range(0, item.q_count) as q:
             row = first + q
-            best = tile.load(f, self._at("running_max", row))
             total = across(f, tile.load(f, self._at("running_sum", row)), lambda a, b: a + b)
-            top = f.maximum(best, extra)
-            shift = f.select(f.intrinsic("fabs", top).equals(math.inf), 0.0, top)
-            kept = vecmath.exp2(f, best - shift)
-            whole = f.fma(total, kept, vecmath.exp2(f, extra - shift))
-            log_sum = vecmath.log2(f, whole)
-            lse = (shift + log_sum) * LN_2
-            peak = f.select(f.is_nan(total), total, best * LN_2)
-            scale = f.select(whole.equals(0.0), 0.0, kept / whole)
+            closed = close(f, tile.load(f, self._at("running_max", row)), total, sink)
             with f.range(0, self.depth["value"], tile.lanes) as d:
                 at = f.offset(self._at("out", row), d, tile.element)
-                tile.store(f, f.fma(tile.load(f, at), scale, 0.0), at)
+                tile.store(f, f.fma(tile.load(f, at), closed.share, 0.0), at)
             place = numbers + (item.q_row + item.q_first + q) * arg["lse_row"]
-            for name, value in (("lse", lse), ("max_scores", peak)):
+            for name, value in (("lse", closed.lse), ("max_scores", closed.peak)):
                 with f.when(arg[name].differs(f.null())):
                     f.store(f.extract(value, 0), arg[name], place)
             scores, places, surprises = self._observed(row)
@@ -432,7 +419,9 @@ class _Kernel:
                 f.store(observe.position(f, key, item.kv_begin), arg["argmax"], place)
             with f.when(arg["entropy"].differs(f.null())):
                 surprise = across(f, tile.load(f, surprises), lambda a, b: a + b)
-                nats = observe.entropy(f, surprise, total, kept, best - shift - log_sum, scale)
+                nats = observe.entropy(
+                    f, surprise, total, closed.kept, closed.log_share, closed.share
+                )
                 f.store(f.extract(nats, 0), arg["entropy"], place)
         self.work.describe_rows(item._replace(h=head), "out", self.rows["out"])
         begin, end = item.q_first, item.q_first + item.q_count

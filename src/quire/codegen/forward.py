@@ -22,10 +22,11 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from quire.codegen import observe, vecmath
+from quire.codegen import observe
 from quire.codegen.builder import Function, Module, Value
 from quire.codegen.convention import ENTRY, OBSERVE, REWRITE, ForwardSpec, scratch_regions
 from quire.codegen.items import Block, Item, PanelRange, Work
+from quire.codegen.softmax import close, sink_of
 from quire.codegen.staging import (
     ROWS,
     padded,
@@ -38,9 +39,6 @@ from quire.codegen.staging import (
 )
 from quire.codegen.tiles import write_exponentiate, write_multiply_keys, write_multiply_values
 from quire.codegen.types import I1, I8, I64, PTR
-
-LN_2 = math.log(2.0)
-LOG2_E = math.log2(math.e)
 
 
 class _Phases(NamedTuple):
@@ -247,32 +245,19 @@ class _Kernel:
         return odd
 
     def _close_sums(self, item: Item) -> None:
-        """From the running maximum and sum to lse, to the true maximum, 1 / sum and entropy.
-
-        A sink is one more score of every row, without a value.
-        """
-        f, tile, arg = self.f, self.tile, self.arg
-        (sink,) = f.choose(
-            arg["sink"].differs(f.null()),
-            lambda: [f.load(tile.element, arg["sink"], item.h) * LOG2_E],
-            lambda: [f.value(-math.inf, tile.element)],
-        )
-        extra = f.splat(sink, tile.vector)
+        """From the running maximum and sum to lse, to the true maximum, 1 / sum and entropy."""
+        f, tile = self.f, self.tile
+        sink = sink_of(f, tile, self.arg, item.h)
         with f.range(0, item.q_count, tile.lanes) as q:
             maxima, sums = self._running(q)
-            best, total = tile.load(f, maxima), tile.load(f, sums)
-            top = f.maximum(best, extra)
-            shift = f.select(f.intrinsic("fabs", top).equals(math.inf), 0.0, top)
-            kept = vecmath.exp2(f, best - shift)
-            whole = f.fma(total, kept, vecmath.exp2(f, extra - shift))
-            log_sum = vecmath.log2(f, whole)
-            tile.store(f, (shift + log_sum) * LN_2, self.scratch["lse"], q)
-            tile.store(f, f.select(f.is_nan(total), total, best * LN_2), maxima)
-            share = f.select(whole.equals(0.0), 0.0, kept / whole)
-            tile.store(f, share, sums)
-            with f.when(arg["entropy"].differs(f.null())):
+            total = tile.load(f, sums)
+            row = close(f, tile.load(f, maxima), total, sink)
+            tile.store(f, row.lse, self.scratch["lse"], q)
+            tile.store(f, row.peak, maxima)
+            tile.store(f, row.share, sums)
+            with f.when(self.arg["entropy"].differs(f.null())):
                 surprise = tile.load(f, self.scratch["surprise"], q)
-                nats = observe.entropy(f, surprise, total, kept, best - shift - log_sum, share)
+                nats = observe.entropy(f, surprise, total, row.kept, row.log_share, row.share)
                 tile.store(f, nats, self.scratch["surprise"], q)
 
     def _write_numbers(self, item: Item, name: str, source: Value) -> None:

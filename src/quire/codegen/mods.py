@@ -47,11 +47,10 @@ from quire.codegen.lower import (
     Scope,
 )
 from quire.codegen.proofs import proof, provable
+from quire.codegen.softmax import LOG2_E
 from quire.codegen.tiles import Tile
 from quire.codegen.types import I1, I64, PTR, Type
 from quire.ir.graph import Node
-
-LOG2_E = math.log2(math.e)
 
 PARAMETERS: dict[str, Type] = {
     "scores": PTR,

@@ -1,4 +1,4 @@
-"""Pyramids of minima and maxima (`ir/bound.py`), built as fast as a tensor can be read."""
+"""Pyramids of minima and maxima (`ir/pyramid.py`), built as fast as a tensor can be read."""
 
 from __future__ import annotations
 

@@ -33,8 +33,9 @@ from quire.codegen.mods import write_extent, write_rewrite, write_row_rewrite, w
 from quire.codegen.observe import write_observe
 from quire.codegen.target import Target
 from quire.codegen.tiles import Tile
-from quire.ir.bound import Bounds, Pyramid
+from quire.ir.bound import Bounds
 from quire.ir.graph import Node, constants, inputs, text
+from quire.ir.pyramid import Pyramid
 from quire.runtime.cache import cache_key, object_cache
 
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from quire.block_mask import BlockMask
 from quire.codegen.convention import CALL_PART, FULL, OBSERVE, PARTIAL, PLAN_PART, Form
-from quire.codegen.mods import LOG2_E
-from quire.ir.bound import Pyramid
+from quire.codegen.softmax import LOG2_E
+from quire.ir.pyramid import Pyramid
 from quire.runtime import pyramids
 from quire.runtime.addressing import Addressing, Sequence, strides
 from quire.runtime.kernels import Kernel, ModCode, ModRoots, kernel, mod_code, observer

@@ -13,7 +13,7 @@ from quire.codegen import jit
 from quire.codegen.arguments import CaptureShape
 from quire.codegen.pyramid import DTYPES, NAMES, write_pyramid
 from quire.codegen.target import Target
-from quire.ir.bound import Pyramid, heap, missing_leaf
+from quire.ir.pyramid import Pyramid, heap, missing_leaf
 from quire.runtime.cache import cache_key
 from quire.runtime.kernels import compiled_object
 
