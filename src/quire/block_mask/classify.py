@@ -26,6 +26,7 @@ from quire.ir.pyramid import heap
 from quire.ir.trace import MASK_INPUTS, Mod, Traced
 
 SPAN = 64  # blocks that are asked about at once
+LEVELS = 8  # loads are bounded exactly in blocks of up to 256
 TRIED = 4  # elements that are tried along each side of a block
 ASKED = 2**18  # spans or blocks whose bounds are reckoned at once
 UNSURE = 3  # a block that is not decided yet
@@ -67,7 +68,8 @@ class Rectangles:
 
     def __init__(self, mask: Traced, ranges: Mapping[str, Range]) -> None:
         self.mask = mask
-        self.bounds = bound(mask.output, [tuple(t.shape) for t in mask.captures], ranges)
+        shapes = [tuple(tensor.shape) for tensor in mask.captures]
+        self.bounds = bound(mask.output, shapes, ranges, LEVELS)
         pyramids = [heap(mask.captures[p.slot], p) for p in self.bounds.pyramids]
         self.captures = [*mask.captures, *pyramids]
 

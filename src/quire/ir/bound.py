@@ -17,6 +17,7 @@ Integers that might wrap around are unknown; so is everything where a captured i
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -63,9 +64,14 @@ class Bounds(NamedTuple):
     pyramids: tuple[Pyramid, ...]
 
 
-def bound(root: Node, shapes: Sequence[Sequence[int]], ranges: Mapping[str, Range]) -> Bounds:
-    """Bounds of a mask that loads from tensors of `shapes`, its inputs being in `ranges`."""
-    tile = _Tile(shapes, ranges)
+def bound(
+    root: Node, shapes: Sequence[Sequence[int]], ranges: Mapping[str, Range], levels: int = 0
+) -> Bounds:
+    """Bounds of a mask that loads from tensors of `shapes`, its inputs being in `ranges`.
+
+    With `levels` ranges of loads are exact up to 2**levels elements, wherever they begin.
+    """
+    tile = _Tile(shapes, ranges, levels)
     can, must = tile.truth(root)
     return Bounds(_either(can, _no(tile.sure)), _both(must, tile.sure), tuple(tile.pyramids))
 
@@ -108,6 +114,7 @@ class _Tile:
 
     shapes: Sequence[Sequence[int]]
     ranges: Mapping[str, Range]
+    levels: int = 0
     pyramids: dict[Pyramid, int] = field(default_factory=dict)
     sure: Node = TRUE  # captured integers are small enough, and indices of them in range
     _truths: dict[Node, Truth] = field(default_factory=dict)
@@ -405,7 +412,7 @@ class _Tile:
         (dim,) = moving
         length = self.shapes[node.payload][dim]
         leaves = 1 << max(0, length - 1).bit_length()
-        places = _places(known[dim], length, leaves)
+        places = _places(known[dim], length, leaves, self.levels)
         ends = []
         for largest in (False, True):
             pyramid = Pyramid(node.payload, dim, largest, leaves)
@@ -419,20 +426,33 @@ class _Tile:
                 )
                 for place in places
             ]
-            ends.append(_op("max" if largest else "min", *parts))
+            combine = functools.partial(_op, "max" if largest else "min")
+            ends.append(functools.reduce(combine, parts))
         return Interval(*ends)
 
 
-def _places(index: Interval, length: int, leaves: int) -> tuple[Node, Node]:
-    """The two entries of a pyramid that cover a range of indices."""
-    one = const(1, I64)
-    low, high = index
-    level = simplest(Node("bits", (_op("sub", high, low),), I64))
-    start = Node("shr", (const(leaves, I64), level), I64)
-    first, last = (_op("add", start, Node("shr", (end, level), I64)) for end in (low, high))
+def _places(index: Interval, length: int, leaves: int, levels: int) -> list[Node]:
+    """Entries of a pyramid that cover a range of indices, exactly if it has up to 2**levels.
+
+    A range that is a whole entry, or two, needs no levels to be covered exactly.
+    """
+    zero, one = const(0, I64), const(1, I64)
+    first, last = (_op("add", end, const(leaves, I64)) for end in index)
+    inside, places = first, []
+    for _ in range(levels):  # from below: an entry that is no left, or no right, half stands alone
+        left = _both(_op("le", first, last), _op("eq", _op("and", first, one), one))
+        right = _both(_op("le", first, last), _op("eq", _op("and", last, one), zero))
+        places += [_where(left, first, inside), _where(right, last, inside)]
+        first = _op("shr", _op("add", first, one), one)
+        last = _op("shr", _op("sub", last, one), one)
+    if levels:
+        rest = _op("le", first, last)
+        first, last = _where(rest, first, inside), _where(rest, last, inside)
+    level = simplest(Node("bits", (_op("sub", last, first),), I64))
+    places += [Node("shr", (end, level), I64) for end in (first, last)]
     # Counted from the end: the whole. Out of range nothing is sure.
-    strange = _either(_op("lt", low, const(0, I64)), _op("lt", const(length - 1, I64), high))
-    return _where(strange, one, first), _where(strange, one, last)
+    strange = _either(_op("lt", index.low, zero), _op("lt", const(length - 1, I64), index.high))
+    return [_where(strange, one, place) for place in places]
 
 
 def _plus(total: Node, part: Node, times: int) -> Node:
