@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import torch
 
-from quire.ir.graph import Node, cast, const
+from quire.ir.graph import Node, cast, const, walk
 from quire.ir.narrow import RULES as RANGES
 from quire.ir.narrow import Range
 from quire.ir.pyramid import Pyramid
@@ -71,9 +71,56 @@ def bound(
 
     With `levels` ranges of loads are exact up to 2**levels elements, wherever they begin.
     """
-    tile = _Tile(shapes, ranges, levels)
-    can, must = tile.truth(root)
-    return Bounds(_either(can, _no(tile.sure)), _both(must, tile.sure), tuple(tile.pyramids))
+    pyramids: dict[Pyramid, int] = {}
+    can, must = FALSE, TRUE
+    for part in _parts(root):
+        tile = _Tile(shapes, ranges, levels, part.ends, pyramids)
+        here = tile.truth(root)
+        can = _either(can, _both(part.exists, _either(here.can, _no(tile.sure))))
+        must = _both(must, _either(_no(part.exists), _both(here.must, tile.sure)))
+    return Bounds(can, must, tuple(pyramids))
+
+
+class _Part(NamedTuple):
+    """A part of a tile: the ends of its queries and keys, and whether the tile has any of it."""
+
+    ends: dict[str, Interval]
+    exists: Node
+
+
+def _parts(root: Node) -> list[_Part]:
+    """A tile in up to four parts, cut where the graph compares a position with a constant.
+
+    Positions may mean something else beyond such a place, as they do in a sequence that is there
+    twice. Only graphs that choose or count in periods gain by it.
+    """
+    axes = {"q_idx": "q", "kv_idx": "kv"}
+    nodes = list(walk(root))
+    cuts: dict[str, int] = {}
+    if any(node.op in ("mod", "where") for node in nodes):
+        for node in nodes:
+            if node.op in ("lt", "le"):
+                for place, (index, limit) in enumerate((node.args, node.args[::-1])):
+                    if index.op == "input" and limit.op == "const" and index.dtype == I64:
+                        assert isinstance(limit.payload, int)
+                        # index < c and c <= index part below c, the two others above it.
+                        above = (node.op == "le") == (place == 0)
+                        cuts.setdefault(str(index.payload), limit.payload + above)
+    parts = [_Part({}, TRUE)]
+    for name, stem in axes.items():
+        low, high = (Node("input", (), I64, f"{stem}_{end}") for end in ("low", "high"))
+        if name not in cuts:
+            parts = [_Part({**part.ends, name: Interval(low, high)}, part.exists) for part in parts]
+            continue
+        cut = const(cuts[name], I64)
+        before = Interval(low, _op("min", high, _op("sub", cut, const(1, I64))))
+        after = Interval(_op("max", low, cut), high)
+        parts = [
+            _Part({**part.ends, name: ends}, _both(part.exists, _op("le", ends.low, ends.high)))
+            for part in parts
+            for ends in (before, after)
+        ]
+    return parts
 
 
 def _op(op: str, *args: Node) -> Node:
@@ -114,8 +161,9 @@ class _Tile:
 
     shapes: Sequence[Sequence[int]]
     ranges: Mapping[str, Range]
-    levels: int = 0
-    pyramids: dict[Pyramid, int] = field(default_factory=dict)
+    levels: int
+    ends: Mapping[str, Interval]
+    pyramids: dict[Pyramid, int]
     sure: Node = TRUE  # captured integers are small enough, and indices of them in range
     _truths: dict[Node, Truth] = field(default_factory=dict)
     _intervals: dict[Node, Interval | None] = field(default_factory=dict)
@@ -243,10 +291,7 @@ class _Tile:
         if name in ("b", "h"):
             same = Node("input", (), I64, name)
             return Interval(same, same)
-        stem = {"q_idx": "q", "kv_idx": "kv"}.get(name)
-        if stem is None:
-            return None
-        return Interval(*(Node("input", (), I64, f"{stem}_{end}") for end in ("low", "high")))
+        return self.ends.get(name)
 
     def _cast(self, node: Node) -> Interval | None:
         (source,) = node.args
@@ -451,7 +496,10 @@ def _places(index: Interval, length: int, leaves: int, levels: int) -> list[Node
     level = simplest(Node("bits", (_op("sub", last, first),), I64))
     places += [Node("shr", (end, level), I64) for end in (first, last)]
     # Counted from the end: the whole. Out of range nothing is sure.
-    strange = _either(_op("lt", index.low, zero), _op("lt", const(length - 1, I64), index.high))
+    end = const(length - 1, I64)
+    strange = FALSE
+    for place in index:  # both, as a part that does not exist may end before it begins
+        strange = _either(strange, _either(_op("lt", place, zero), _op("lt", end, place)))
     return [_where(strange, one, place) for place in places]
 
 
