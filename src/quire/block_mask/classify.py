@@ -26,7 +26,6 @@ from quire.ir.pyramid import heap
 from quire.ir.trace import MASK_INPUTS, Mod, Traced
 
 SPAN = 64  # blocks that are asked about at once
-LEVELS = 8  # loads are bounded exactly in blocks of up to 256
 TRIED = 4  # elements that are tried along each side of a block
 ASKED = 2**18  # spans or blocks whose bounds are reckoned at once
 UNSURE = 3  # a block that is not decided yet
@@ -66,10 +65,10 @@ def _repeated(runs: Runs, batches: int, heads: int) -> Runs:
 class Rectangles:
     """A traced mask that is asked about rectangles of queries and keys, and about elements."""
 
-    def __init__(self, mask: Traced, ranges: Mapping[str, Range]) -> None:
+    def __init__(self, mask: Traced, ranges: Mapping[str, Range], levels: int = 0) -> None:
         self.mask = mask
         shapes = [tuple(tensor.shape) for tensor in mask.captures]
-        self.bounds = bound(mask.output, shapes, ranges, LEVELS)
+        self.bounds = bound(mask.output, shapes, ranges, levels)
         pyramids = [heap(mask.captures[p.slot], p) for p in self.bounds.pyramids]
         self.captures = [*mask.captures, *pyramids]
 
@@ -92,7 +91,10 @@ class Grid:
         self.mask, self.sizes, self.block_size, self.device = mask, sizes, block_size, device
         self.num_rows, self.num_columns = map(ceil_div, sizes[2:], block_size)
         ranges = {name: (0, size - 1) for name, size in zip(MASK_INPUTS, sizes, strict=True)}
-        self.rectangles = Rectangles(mask, ranges)
+        # Blocks of a power of two are entries of a pyramid, and need no exact ranges of loads.
+        odd = [size for size in block_size if size & (size - 1)]
+        levels = min(8, max(odd).bit_length()) if odd else 0
+        self.rectangles = Rectangles(mask, ranges, levels)
 
     def runs(self) -> Runs:
         """What there is, from wide spans down to elements."""
