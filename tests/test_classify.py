@@ -29,6 +29,8 @@ MASKS: dict[str, Callable[..., Any]] = {
     "neighbourhood": mods.neighbourhood((16, 17), (3, 5)),
     "block_diffusion": mods.block_diffusion(160, 16),
     "document": mods.document(lengths=LENGTHS),
+    "shared_prefix": mods.shared_prefix([0, 100, 150, N], [0, 0, 0]),
+    "tree": mods.tree([-1, *(i // 2 for i in range(N - 21))], prefix_length=20),
     "causal in documents": mods.and_masks(mods.document(lengths=LENGTHS), mods.causal),
     "not": mods.not_mask(mods.sliding_window(40)),
     "or": mods.or_masks(mods.sliding_window(30), mods.prefix_lm(60)),

@@ -542,7 +542,7 @@ def test_scratch_and_blocks() -> None:
     spec = ForwardSpec(Target.named("x86-64-v3"))
     assert scratch_bytes(spec, 64, 64, 128) % 64 == 0
     assert scratch_bytes(spec, 512, 512, 64) < 2**20
-    assert choose_block_q(spec, 64, 64, rows=8 * 8192, threads=2) == 512
-    assert choose_block_q(spec, 512, 512, rows=8 * 8192, threads=2) == 256
-    assert choose_block_q(spec, 64, 64, rows=8 * 512, threads=16) == 64
-    assert choose_block_q(spec, 64, 64, rows=1, threads=1) == 64
+    assert choose_block_q(spec.tile, 64, 64, rows=8 * 8192, threads=2) == 512
+    assert choose_block_q(spec.tile, 512, 512, rows=8 * 8192, threads=2) == 256
+    assert choose_block_q(spec.tile, 64, 64, rows=8 * 512, threads=16) == 64
+    assert choose_block_q(spec.tile, 64, 64, rows=1, threads=1) == 64

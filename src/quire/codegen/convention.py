@@ -23,6 +23,7 @@ at all; a panel whose queries read every key is PLAIN.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
@@ -159,19 +160,16 @@ def tile_entry(block: int, kind: int) -> int:
     return block * 4 + kind
 
 
-def choose_block_q(
-    spec: ForwardSpec, head_dim: int, value_dim: int, rows: int, threads: int
-) -> int:
+@functools.lru_cache(maxsize=1024)
+def choose_block_q(tile: Tile, head_dim: int, value_dim: int, rows: int, threads: int) -> int:
     """How many queries make an item, `rows` being all query rows of all heads.
 
     Larger blocks stage keys less often; their panels must stay in a cache, if not the nearest one,
     and every thread must have a few items to take. Results do not depend on it.
     """
-    depth = padded(spec.tile, head_dim) + padded(spec.tile, value_dim)
+    depth = padded(tile, head_dim) + padded(tile, value_dim)
     size = 512
-    while size > 64 and (
-        size * depth * spec.tile.element.size > 1 << 20 or rows < 4 * threads * size
-    ):
+    while size > 64 and (size * depth * tile.element.size > 1 << 20 or rows < 4 * threads * size):
         size //= 2
     return size
 

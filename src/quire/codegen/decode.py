@@ -79,8 +79,8 @@ def _write_phases(module: Module, spec: ForwardSpec) -> _Phases:
     near = Storage("near", tile.element)
     kinds = sorted({spec.query, spec.key, spec.value})
     gathers = {name: write_gather(module, tile, storage(name)) for name in kinds}
-    places = {name: write_place(module, tile, storage(name)) for name in {spec.key, spec.value}}
-
+    read = sorted({spec.key, spec.value})
+    places = {name: write_place(module, tile, storage(name)) for name in read}
     key, value = storage(spec.key), storage(spec.value)
     multiply_keys = write_multiply_keys(module, tile, key)
     multiply_values = write_multiply_values(module, tile, value)

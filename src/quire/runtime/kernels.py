@@ -23,7 +23,6 @@ from quire.codegen.convention import (
     OBSERVE,
     Form,
     ForwardSpec,
-    choose_block_q,
     decode_scratch_bytes,
     scratch_bytes,
 )
@@ -100,11 +99,6 @@ class Kernel:
     address: int
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019  kernels are never freed
-    def block_q(self, head_dim: int, value_dim: int, rows: int, threads: int) -> int:
-        """How many queries make an item, where they are computed in panels."""
-        return choose_block_q(self.spec, head_dim, value_dim, rows, threads)
-
-    @functools.lru_cache(maxsize=1024)  # noqa: B019
     def scratch_bytes(self, head_dim: int, value_dim: int, rows: int) -> int:
         """What each thread needs for `rows` queries at a time."""
         needs = scratch_bytes if self.form == "panel" else decode_scratch_bytes

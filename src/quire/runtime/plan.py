@@ -16,8 +16,19 @@ import torch
 from torch import Tensor
 
 from quire.block_mask import BlockMask
-from quire.codegen.convention import CALL_PART, FULL, OBSERVE, PARTIAL, PLAN_PART, Form
+from quire.codegen.convention import (
+    CALL_PART,
+    FULL,
+    OBSERVE,
+    PARTIAL,
+    PLAN_PART,
+    Form,
+    choose_block_q,
+)
 from quire.codegen.softmax import LOG2_E
+from quire.codegen.target import Target
+from quire.codegen.tiles import Tile
+from quire.codegen.types import F32, F64
 from quire.ir.pyramid import Pyramid
 from quire.runtime import pyramids
 from quire.runtime.addressing import Addressing, Sequence, strides
@@ -195,9 +206,9 @@ def queries_of_item(
     if form == "row":
         return max(1, max((s.q_len for s in sequences), default=1))
     query, value = memory.query, memory.value
-    made = kernel(form, query.dtype, memory.key.dtype, value.dtype, query.dtype)
+    tile = Tile(Target.host(), F64 if query.dtype == torch.float64 else F32)
     rows = memory.num_rows(sequences)
-    block_q = made.block_q(query.shape[3], value.shape[3], rows, num_threads())
+    block_q = choose_block_q(tile, query.shape[3], value.shape[3], rows, num_threads())
     if mask is None:
         return block_q
     # Blocks of queries that do not straddle the blocks of a mask, unless they became tiny.
