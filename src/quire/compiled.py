@@ -8,17 +8,19 @@ from torch.autograd import forward_ad
 
 from quire import eager
 from quire.aux_outputs import NO_AUX, AuxRequest
+from quire.block_mask import BlockRows
 from quire.checks import DTYPES
 from quire.codegen.lower import check_lowerable
 from quire.codegen.target import Target
 from quire.config import config
-from quire.eager import Operands, Result, output_layout
+from quire.eager import Above, Gradients, Operands, Result, Wanted, output_layout
 from quire.errors import BackendError, TensorKindError, UnsupportedOpError
 from quire.ir.trace import Traced, mod_name
 from quire.memory import Dense
 from quire.problem import Call, Problem, ReadyMod
 from quire.recheck import recheck
 from quire.runtime.addressing import dense
+from quire.runtime.backward import backward
 from quire.runtime.forward import forward
 
 LARGEST_HEAD_DIM = 512
@@ -80,13 +82,20 @@ def _machine_obstacle() -> str | None:
 
 
 def attention(call: Call) -> Result:
-    """Compute on a generated kernel, the backward pass in tiles of torch ops."""
+    """Compute on generated kernels, forward and backward."""
     problem, operands = call.problem, Operands(call.query, call.key, call.value)
     if _is_transformed() or (
         torch.is_grad_enabled()
         and any(tensor.requires_grad for tensor in (*_operands(call), *problem.captures))
     ):
-        return eager.attention(problem, *operands, call.sink, wanted=call.aux, run=run)
+        return eager.attention(
+            problem,
+            *operands,
+            call.sink,
+            wanted=call.aux,
+            run=run,
+            run_backward=run_backward,
+        )
     wanted = call.aux or NO_AUX
     return run(problem, operands, call.sink, call.query.dtype, wanted=wanted)
 
@@ -127,3 +136,16 @@ def run(
     if config().check:
         recheck(problem, operands, sink, result)
     return result
+
+
+def run_backward(
+    problem: Problem, operands: Operands, blocks: BlockRows, wanted: Wanted, above: Above
+) -> Gradients:
+    """The backward pass; in tiles of torch ops where a number is not finite."""
+    found = None
+    given = (x for x in (above.grad_out, above.grad_lse) if x is not None)
+    if all(map(has_memory, (*operands, *given, *problem.captures))):
+        query, key, value = (tensor.resolve_neg() for tensor in operands)
+        memory = dense(query, Dense(key, value, problem.kv_start), problem.q_start)
+        found = backward(problem, memory, blocks, wanted, above)
+    return found or eager.backward(problem, operands, blocks, wanted, above)

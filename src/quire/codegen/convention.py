@@ -36,7 +36,7 @@ from quire.codegen.values import Signature, Value
 from quire.errors import CodegenError
 
 ENTRY = "forward"
-Form = Literal["panel", "row"]
+Form = Literal["panel", "row", "backward"]
 MOST_ROWS = 4  # the longest query that is computed row by row
 EMPTY, PARTIAL, FULL, PLAIN = range(4)  # kinds of tiles: nothing to do, all masks, some, none
 
@@ -57,6 +57,11 @@ VERDICT = Signature("verdict", (PTR, I64, I64, I64, I64, I64, I64), I64)
 
 OBSERVE = Signature("observe", (PTR, PTR, PTR, PTR, PTR, I64, I64))
 """Sees scores: (scores, running_sum, best, place, surprise, first, keys), see `observe.py`."""
+
+
+DERIVE = Signature("derive", (PTR,) * 6 + (I64,) * 8)
+"""From scores to weights and slopes: (scores, slopes, shift, delta, arguments, captured, b, h,
+key_head, slice, q_idx, queries, kv_idx, keys), see `derive.py`."""
 
 
 def _strides(name: str, *axes: str) -> dict[str, Type]:
@@ -119,6 +124,31 @@ PLAN = {
 FORWARD = Layout("forward", CALL | PLAN)
 CALL_PART, PLAN_PART = Layout("call", CALL), Layout("plan", PLAN)
 
+GRADIENTS = {
+    # What the backward pass is told besides, reading out and lse. Null: not wanted.
+    "grad_out": PTR,
+    **_strides("grad_out", "batch", "head", "row", "column"),
+    "grad_lse": PTR,  # this and delta have the strides of lse
+    "delta": PTR,
+    "grad_query": PTR,
+    **_strides("grad_query", "batch", "head", "row", "column"),
+    "grad_key": PTR,  # sums of each slice, in the type that is accumulated in
+    **_strides("grad_key", "slice", "batch", "head", "row"),
+    "grad_value": PTR,
+    **_strides("grad_value", "slice", "batch", "head", "row"),
+    "masses": PTR,  # of query heads
+    **_strides("masses", "slice", "batch", "head"),
+    "captured": PTR,  # a CAPTURED record for each load that has a gradient
+    "wants_slopes": I64,  # 1 or 0
+    "slope_scale": F64,  # of products with slopes
+    "odd": PTR,  # i64, set where a gradient is not finite
+}
+BACKWARD = Layout("backward", CALL | PLAN | GRADIENTS)
+GRADIENTS_PART = Layout("gradients", GRADIENTS)
+
+CAPTURED = Layout("captured", {"base": PTR, "batch": I64, "head": I64, "slice": I64})
+"""Where the gradient of a captured tensor is summed: from share to share, in elements."""
+
 SEQUENCE = Layout(
     "sequence",
     {
@@ -131,6 +161,7 @@ SEQUENCE = Layout(
         "kv_row": I64,  # the row that position 0 has, or would have, in key and value
         "kv_begin": I64,  # keys exist at positions [kv_begin, kv_end)
         "kv_end": I64,
+        "slices": I64,  # that its items are shared out by in the backward pass
     },
 )
 
@@ -144,6 +175,10 @@ class ForwardSpec:
     key: str = "float32"
     value: str = "float32"
     out: str = "float32"
+
+    def dtype_of(self, name: str) -> str:
+        """The dtype of an operand or a result; gradients have that of what they belong to."""
+        return str(getattr(self, name.removeprefix("grad_")))
 
     def __post_init__(self) -> None:
         if "float64" in (self.key, self.value) and self.query != "float64":
@@ -242,6 +277,46 @@ def decode_regions(
         ("out", rows * scratch_stride(tile, value_dim)),
     )
     yield from _placed(tile, sizes, rows * 0)
+
+
+def backward_regions(
+    tile: Tile, head_dim: Number, value_dim: Number, block_q: Number
+) -> Iterator[tuple[str, Number]]:
+    """The same for the backward kernel."""
+    keys, values = gradient_stride(tile, head_dim), gradient_stride(tile, value_dim)
+    panels = block_q // tile.width if isinstance(block_q, int) else block_q.udiv(tile.width)
+    sizes = (
+        ("records", 6 * ROWS.size // tile.element.size),
+        ("reach", panels * (2 * I64.size // tile.element.size)),  # the keys of each panel
+        ("shift", block_q),  # lse, and +inf where there is no query
+        ("delta", block_q),
+        ("keys", keys * tile.target.block_kv),
+        ("values", values * tile.target.block_kv),
+        ("query_rows", keys * block_q),
+        ("grad_rows", values * block_q),
+        ("grad_query", keys * block_q),
+        ("queries", padded(tile, head_dim) * block_q),
+        ("grads", padded(tile, value_dim) * block_q),
+        ("weights", panels * panel_size(tile)),
+        ("slopes", panels * panel_size(tile)),
+    )
+    yield from _placed(tile, sizes, block_q * 0)
+
+
+def gradient_stride(tile: Tile, width: Number) -> Number:
+    """From row to row where a panel is read at a time: an odd number of panels, if it can be."""
+    return ((width + (tile.width - 1)) & -tile.width) + tile.width
+
+
+def panel_size(tile: Tile) -> int:
+    """From panel to panel of a block of keys; a few rows more, as the small micro kernel wants."""
+    return (tile.target.block_kv + SMALL_ROWS) * tile.width
+
+
+def backward_scratch_bytes(spec: ForwardSpec, head_dim: int, value_dim: int, rows: int) -> int:
+    """What each thread needs for `rows` queries at a time."""
+    regions = dict(backward_regions(spec.tile, head_dim, value_dim, rows))
+    return regions["end"] * spec.tile.element.size
 
 
 def _placed(

@@ -23,7 +23,7 @@ from quire.codegen.convention import (
     ForwardSpec,
 )
 from quire.codegen.staging import ENDLESS, ROWS, storage
-from quire.codegen.types import I32, I64
+from quire.codegen.types import I32, I64, Layout
 
 SPAN = 64  # blocks of keys that are skipped at once
 
@@ -44,6 +44,16 @@ class Item(NamedTuple):
     tile_row: Value
 
 
+class Share(NamedTuple):
+    """Some of the items of a sequence that read one key head: those of one slice out of several."""
+
+    sequence: Value  # its record
+    b: Value
+    key_head: Value
+    slice: Value
+    slices: Value
+
+
 class Block(NamedTuple):
     """A block of keys that an item visits: positions [origin + begin, origin + end) exist."""
 
@@ -62,32 +72,67 @@ class PanelRange(NamedTuple):
 
 
 class Arguments:
-    """The FORWARD record. Each use loads its field again, which keeps registers free."""
+    """A kernel's record. Each use loads its field again, which keeps registers free."""
 
-    def __init__(self, f: Function, args: Value) -> None:
-        self._f, self._args = f, args
+    def __init__(self, f: Function, layout: Layout, args: Value) -> None:
+        self._f, self._layout, self._args = f, layout, args
 
     def __getitem__(self, name: str) -> Value:
-        return self._f.field(FORWARD, self._args, name)
+        return self._f.field(self._layout, self._args, name)
 
 
 class Work:
     """Everything that the kernel's arguments say about what is to be done."""
 
-    def __init__(self, f: Function, spec: ForwardSpec, args: Value) -> None:
+    def __init__(
+        self, f: Function, spec: ForwardSpec, args: Value, layout: Layout = FORWARD
+    ) -> None:
         self.f, self.spec = f, spec
-        self.arg = Arguments(f, args)
+        self.arg = Arguments(f, layout, args)
 
     # --- items
 
     def find(self, number: Value) -> Item:
         """Which sequence, head and queries an item is."""
+        b, place, sequence = self._locate(number, lambda s: self._blocks(s) * self.arg["heads"])
+        blocks = self._blocks(sequence)
+        h = place.udiv(blocks)
+        # The last block first: under a causal mask it is the longest one.
+        return self._item(sequence, b, h, blocks - 1 - (place - h * blocks))
+
+    def find_share(self, number: Value) -> Share:
+        """Which sequence, key head and slice of its items a share is."""
+        key_heads = self.arg["heads"].udiv(self.arg["group"])
+
+        def shares(sequence: Value) -> Value:
+            return self.f.field(SEQUENCE, sequence, "slices") * key_heads
+
+        b, place, sequence = self._locate(number, shares)
+        slices = self.f.field(SEQUENCE, sequence, "slices")
+        key_head = place.udiv(slices)
+        return Share(sequence, b, key_head, place - key_head * slices, slices)
+
+    @contextmanager
+    def items_of(self, share: Share) -> Iterator[Item]:
+        """The items of a share: every so many blocks of queries of all heads that read its keys."""
+        f, group = self.f, self.arg["group"]
+        blocks = self._blocks(share.sequence)
+        with f.range(
+            0, (blocks * group - share.slice + (share.slices - 1)).udiv(share.slices)
+        ) as n:
+            place = share.slice + n * share.slices
+            head = place.udiv(blocks)
+            h = share.key_head * group + head
+            yield self._item(share.sequence, share.b, h, place - head * blocks)
+
+    def _locate(self, number: Value, count: Callable[[Value], Value]) -> tuple[Value, Value, Value]:
+        """The sequence that something is part of, which has `count`: b, place in it, its record."""
         f, arg = self.f, self.arg
 
         def divide() -> list[Value]:
-            items = self._blocks(arg["sequences"]) * arg["heads"]
-            b = number.udiv(items)
-            return [b, number - b * items, f.value(0, I64)]
+            each = count(arg["sequences"])
+            b = number.udiv(each)
+            return [b, number - b * each, f.value(0, I64)]
 
         def search() -> list[Value]:
             place = self._last_sequence_at(number)
@@ -96,12 +141,10 @@ class Work:
             return [f.field(SEQUENCE, sequence, "b"), number - first, place]
 
         b, place, at = f.choose(arg["sequence_stride"].equals(0), divide, search)
-        sequence = self._sequence(at)
-        field = {name: f.field(SEQUENCE, sequence, name) for name in SEQUENCE.fields}
-        blocks = self._blocks(sequence)
-        h = place.udiv(blocks)
-        # The last block first: under a causal mask it is the longest one.
-        block = blocks - 1 - (place - h * blocks)
+        return b, place, self._sequence(at)
+
+    def _item(self, sequence: Value, b: Value, h: Value, block: Value) -> Item:
+        f, arg, field = self.f, self.arg, self.sequence_fields(sequence)
         first = block * arg["block_q"]
         tile_row = field["tile_row"] + b * arg["tile_batch_stride"] + block
         return Item(
@@ -115,8 +158,12 @@ class Work:
             kv_row=field["kv_row"],
             kv_begin=field["kv_begin"],
             kv_end=field["kv_end"],
-            tile_row=tile_row + h * arg["tile_per_head"] * blocks,
+            tile_row=tile_row + h * arg["tile_per_head"] * self._blocks(sequence),
         )
+
+    def sequence_fields(self, sequence: Value) -> dict[str, Value]:
+        """What a record says."""
+        return {name: self.f.field(SEQUENCE, sequence, name) for name in SEQUENCE.fields}
 
     def _sequence(self, place: Value) -> Value:
         return self.f.offset(self.arg["sequences"], place * len(SEQUENCE), I64)
@@ -141,12 +188,12 @@ class Work:
     # --- where rows live
 
     def describe_rows(self, item: Item, name: str, record: Value) -> None:
-        """Fill in the ROWS record of `name`: query, key, value or out."""
+        """Fill in the ROWS record of `name`: query, key, value, out or a gradient of one."""
         f, arg = self.f, self.arg
         in_memory = name in ("key", "value")
         head, row = (item.key_head, item.kv_row) if in_memory else (item.h, item.q_row)
         start = item.b * arg[f"{name}_batch"] + head * arg[f"{name}_head"]
-        kind = storage(getattr(self.spec, name))
+        kind = storage(self.spec.dtype_of(name))
         pages = f.offset(arg["page_table"], item.b * arg["page_table_stride"], I32)
         paged = arg["page_table"].differs(f.null())
         for field, value in {
@@ -156,7 +203,7 @@ class Work:
             "page_stride": arg[f"{name}_page"] if in_memory else 0,
             "row_stride": arg[f"{name}_row"],
             "column_stride": arg[f"{name}_column"],
-            "width": arg["head_dim" if name in ("query", "key") else "value_dim"],
+            "width": arg["head_dim" if name.endswith(("query", "key")) else "value_dim"],
         }.items():
             f.set_field(ROWS, record, field, value)
 

@@ -61,7 +61,7 @@ def load(scope: Scope, node: Node) -> Lanes:
     if node in scope.proven:
         value, wrong = _proven(scope, captured, indices, memory), None
     elif not moving:
-        offset, wrong = _uniform_offset(scope, captured, indices)
+        offset, wrong = uniform_offset(scope, captured, indices)
         value = scope.f.load(memory, captured.pointer, offset)
     elif moving == [captured.unit] and indices[moving[0]].step in (1, -1):
         value, wrong = _contiguous(scope, captured, indices, moving[0], memory)
@@ -84,7 +84,7 @@ def widened(f: Function, value: Value, dtype: torch.dtype) -> Value:
     return value
 
 
-def _uniform_offset(
+def uniform_offset(
     scope: Scope, captured: Captured, indices: Sequence[Lanes]
 ) -> tuple[Value, Value]:
     """Where an element lies, and whether an index was out of range."""
@@ -114,7 +114,7 @@ def _contiguous(
     low = first if index.step == 1 else first - (lanes - 1)
     inside = (low >= 0) & (low + lanes <= captured.sizes[dim])
     rest = [other for other in range(len(indices)) if other != dim]
-    base, wrong = _uniform_offset(scope, captured.only(rest), [indices[i] for i in rest])
+    base, wrong = uniform_offset(scope, captured.only(rest), [indices[i] for i in rest])
     condition = scope.vector_type(I1)
 
     def at_once() -> list[Value]:

@@ -92,9 +92,11 @@ def write_rewrite(
     """A function that applies a score_mod, if any, times `unit`, and the masks."""
     with module.function(name, PARAMETERS) as f:
         scores, maxima, record, b, h, q_idx, queries, kv_idx, keys = f.parameters
-        rows, flag = _scopes(f, tile, arguments, (record, b, h), _queries(tile, q_idx))
+        rows, flag = scopes_of_rows(
+            f, tile, arguments, (record, b, h), queries_of_panel(tile, q_idx)
+        )
         panel = Panel(f, tile, score, unit, tuple(masks), rows)
-        exists = _existing(f, tile, queries)
+        exists = existing(f, tile, queries)
         wrong_at_once = panel.compute_rows()
 
         def rewrite_key(j: Value, carried: list[Value]) -> list[Value]:
@@ -124,7 +126,7 @@ def write_row_rewrite(
     """The same for the scores of one query."""
     with module.function(name, ROW_PARAMETERS) as f:
         scores, record, b, h, q_idx, kv_idx, keys = f.parameters
-        rows, flag = _scopes(f, tile, arguments, (record, b, h), [Lanes(q_idx)])
+        rows, flag = scopes_of_rows(f, tile, arguments, (record, b, h), [Lanes(q_idx)])
         panel = Panel(f, tile, score, unit, tuple(masks), rows)
         wrong_at_once = panel.compute_rows()
 
@@ -148,9 +150,9 @@ def write_extent(
     """A function that says which keys of a panel are read at all, and whether every one is."""
     with module.function(name, EXTENT_PARAMETERS, I64) as f:
         record, b, h, q_idx, queries, kv_idx, keys = f.parameters
-        rows, _ = _scopes(f, tile, arguments, (record, b, h), _queries(tile, q_idx))
+        rows, _ = scopes_of_rows(f, tile, arguments, (record, b, h), queries_of_panel(tile, q_idx))
         panel = Panel(f, tile, None, 1.0, tuple(masks), rows)
-        exists = _existing(f, tile, queries)
+        exists = existing(f, tile, queries)
         wrong_at_once = panel.compute_rows()
 
         def one_key(j: Value, carried: list[Value]) -> list[Value]:
@@ -184,12 +186,12 @@ def write_verdict(
         )
 
 
-def _queries(tile: Tile, q_idx: Value) -> list[Lanes]:
+def queries_of_panel(tile: Tile, q_idx: Value) -> list[Lanes]:
     """The positions of a panel's queries, vector by vector."""
     return [Lanes(q_idx + v * tile.lanes, 1) for v in range(tile.target.vectors)]
 
 
-def _scopes(
+def scopes_of_rows(
     f: Function,
     tile: Tile,
     arguments: ModArguments,
@@ -213,7 +215,7 @@ def lane_mask(tile: Tile) -> Type:
     return tile.element.as_int.vector(tile.lanes)
 
 
-def _existing(f: Function, tile: Tile, queries: Value) -> list[Value]:
+def existing(f: Function, tile: Tile, queries: Value) -> list[Value]:
     """For each vector of a panel, which lanes hold a query."""
     return [_lanes_below(f, tile, queries - v) for v in range(0, tile.width, tile.lanes)]
 
@@ -301,12 +303,12 @@ class Panel:
     ) -> tuple[list[Value], list[Value]]:
         """Scores after the mods, and which lanes went wrong so far."""
         f = self.f
-        scopes = list(self._at_key(kv_idx, before))
-        live = self._mask(scopes, exists)
+        scopes = list(self.at_key(kv_idx, before))
+        live = self.mask(scopes, exists)
         wrong = self._with_mistakes(wrong, scopes, self._mask_mistakes, exists)
         after = list(before)
         if self.score is not None:
-            after = [self._modified(scope) for scope in scopes]
+            after = [self.modified(scope) for scope in scopes]
             counts = [len(scope.mistakes[ROW]) for scope in scopes]
             wrong = self._with_mistakes(wrong, scopes, counts, live)
         if self.masks:
@@ -319,8 +321,8 @@ class Panel:
         A key whose mask went wrong is read, and by no query for sure: `rewrite` has to see it.
         """
         f = self.f
-        scopes = list(self._at_key(kv_idx, None))
-        live = self._mask(scopes, exists)
+        scopes = list(self.at_key(kv_idx, None))
+        live = self.mask(scopes, exists)
         some, unread = f.value(False, tile_condition(self.tile)), f.value(0, lane_mask(self.tile))
         for v, (holds, there) in enumerate(zip(live, exists, strict=True)):
             some = some | holds
@@ -329,7 +331,7 @@ class Panel:
                 some, unread = some | mistake, unread | self._lane_mask(mistake)
         return f.any_lane(some), unread
 
-    def _at_key(self, kv_idx: Lanes, scores: Sequence[Value] | None) -> Iterator[Scope]:
+    def at_key(self, kv_idx: Lanes, scores: Sequence[Value] | None) -> Iterator[Scope]:
         """The scope of each vector at one key; what depends on the key alone is shared."""
         shared: Scope | None = None
         for v, row in enumerate(self.rows):
@@ -342,7 +344,7 @@ class Panel:
             shared = here
             yield here
 
-    def _mask(self, scopes: Sequence[Scope], exists: Sequence[Value]) -> list[Value]:
+    def mask(self, scopes: Sequence[Scope], exists: Sequence[Value]) -> list[Value]:
         """For each vector, the lanes that exist and whose masks hold."""
         live = []
         for scope, held in zip(scopes, exists, strict=True):
@@ -355,7 +357,8 @@ class Panel:
         """A condition that goes around a loop: as truth values it would be unpacked each time."""
         return self.f.select(condition, self.f.value(-1, lane_mask(self.tile)), 0)
 
-    def _modified(self, scope: Scope) -> Value:
+    def modified(self, scope: Scope) -> Value:
+        """A score after the score_mod, in units of log 2."""
         assert self.score is not None, "there is a score_mod"
         score = scope.as_vector(scope.lower(self.score))
         return score if self.unit == 1.0 else score * self.unit

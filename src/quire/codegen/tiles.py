@@ -72,6 +72,11 @@ class Tile(NamedTuple):
         for v, value in enumerate(values):
             self.store(f, value, at, v * self.lanes)
 
+    def rows(self, sums: Sequence[Value]) -> list[Sequence[Value]]:
+        """The vectors of a micro kernel, row by row."""
+        vectors = self.target.vectors
+        return [sums[at : at + vectors] for at in range(0, len(sums), vectors)]
+
     def load(self, f: Function, pointer: Value, index: Operand = 0) -> Value:
         """An aligned vector."""
         return f.load(self.vector, pointer, index, align=self.target.vector_bits // 8)
@@ -99,10 +104,12 @@ def outer_product(
     *,
     rows: int,
     unroll: int = 1,
-) -> list[list[Value]]:
-    """sums[r][v] = sum of numbers(i)[r] * vectors(i)[v] over i < count, a multiple of `unroll`.
+    sums: Sequence[Value] = (),
+) -> list[Value]:
+    """sums[r, v] = sum of numbers(i)[r] * vectors(i)[v] over i < count, a multiple of `unroll`.
 
-    All the time is spent in this loop: rows x vectors accumulators stay in registers.
+    They start from `sums`, or at zero. All the time is spent in this loop: rows x vectors
+    accumulators stay in registers.
     """
 
     def add(i: Value, sums: list[Value]) -> list[Value]:
@@ -113,9 +120,7 @@ def outer_product(
             sums = [f.fma(a, b, s) for (a, b), s in zip(products, sums, strict=True)]
         return sums
 
-    sums = f.loop(0, count, add, carry=tile.row(f, 0.0) * rows, step=unroll)
-    width = tile.target.vectors
-    return [sums[r * width : (r + 1) * width] for r in range(rows)]
+    return f.loop(0, count, add, carry=sums or tile.row(f, 0.0) * rows, step=unroll)
 
 
 def large_rows(tile: Tile, count: Value) -> Value:
@@ -124,8 +129,8 @@ def large_rows(tile: Tile, count: Value) -> Value:
     return count.udiv(unit) * unit
 
 
-def write_multiply_keys(module: Module, tile: Tile) -> Function:
-    """scores[key] = keys[key] . queries for `count` keys, and the maximum of every column."""
+def write_multiply_keys(module: Module, tile: Tile, *, maxima: bool = True) -> Function:
+    """scores[key] = keys[key] . queries for `count` keys, and perhaps each column's maximum."""
     parameters = {
         "keys": PTR,
         "stride": I64,
@@ -136,7 +141,7 @@ def write_multiply_keys(module: Module, tile: Tile) -> Function:
         "count": I64,
     }
     with module.function("multiply_keys", parameters, internal=True) as f:
-        keys, stride, queries, depth, scores, maxima, count = f.parameters
+        keys, stride, queries, depth, scores, best_scores, count = f.parameters
         last = count - 1
 
         def multiply(first: Value, best: list[Value], rows: int) -> list[Value]:
@@ -153,18 +158,20 @@ def write_multiply_keys(module: Module, tile: Tile) -> Function:
                 rows=rows,
                 unroll=2,
             )
-            for r, row in enumerate(sums):
+            for r, row in enumerate(tile.rows(sums)):
                 tile.store_row(f, row, scores, first + r)
-                best = [f.maximum(a, b) for a, b in zip(best, row, strict=True)]
+                if maxima:
+                    best = [f.maximum(a, b) for a, b in zip(best, row, strict=True)]
             return best
 
         large, rows = large_rows(tile, count), tile.target.rows
-        best = tile.row(f, -math.inf)
+        best = tile.row(f, -math.inf) if maxima else []
         best = f.loop(0, large, lambda j, m: multiply(j, m, rows), carry=best, step=rows)
         best = f.loop(
             large, count, lambda j, m: multiply(j, m, SMALL_ROWS), carry=best, step=SMALL_ROWS
         )
-        tile.store_row(f, best, maxima)
+        if maxima:
+            tile.store_row(f, best, best_scores)
     return f
 
 
@@ -248,7 +255,7 @@ def write_multiply_values(module: Module, tile: Tile, *, careful: bool = False) 
             sums = product(
                 f, tile, count, column, lambda j: tile.load_row(f, weights, j), rows=rows
             )
-            for r, row in enumerate(sums):
+            for r, row in enumerate(tile.rows(sums)):
                 old = tile.load_row(f, out, d + r)
                 moved = [f.fma(o, a, s) for o, a, s in zip(old, scale, row, strict=True)]
                 tile.store_row(f, moved, out, d + r)
@@ -270,7 +277,7 @@ def _selecting_product(
     vectors: Callable[[Value], list[Value]],
     *,
     rows: int,
-) -> list[list[Value]]:
+) -> list[Value]:
     """`outer_product` without the terms whose weight is UNREAD, whatever number they have."""
 
     def add(i: Value, sums: list[Value]) -> list[Value]:
@@ -287,6 +294,4 @@ def _selecting_product(
             for (number, weight, no), s in zip(terms, sums, strict=True)
         ]
 
-    sums = f.loop(0, count, add, carry=tile.row(f, 0.0) * rows)
-    width = tile.target.vectors
-    return [sums[r * width : (r + 1) * width] for r in range(rows)]
+    return f.loop(0, count, add, carry=tile.row(f, 0.0) * rows)

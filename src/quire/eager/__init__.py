@@ -5,8 +5,20 @@ softmax); the backward pass makes each tile again from the saved log-sum-exp. Re
 tiles there are; `tile`, the scores of one; `forward`; `backward`; `function`, both under autograd.
 """
 
+from quire.eager.backward import Above, Gradients, Wanted, backward
 from quire.eager.forward import Result, forward, output_layout
 from quire.eager.function import attention
 from quire.eager.tile import Operands, working_dtype
 
-__all__ = ["Operands", "Result", "attention", "forward", "output_layout", "working_dtype"]
+__all__ = [
+    "Above",
+    "Gradients",
+    "Operands",
+    "Result",
+    "Wanted",
+    "attention",
+    "backward",
+    "forward",
+    "output_layout",
+    "working_dtype",
+]

@@ -44,25 +44,47 @@ class Wanted(NamedTuple):
 
 
 class Above(NamedTuple):
+    """The results of the forward pass in the working dtype, and their gradients."""
+
+    out: Tensor
+    lse: Tensor
+    grad_out: Tensor | None
+    grad_lse: Tensor | None
+
+
+class Given(NamedTuple):
     """What each row is given: the gradient dO [B, Hq, L, Dv], delta and lse [B, Hq, L]."""
 
     out: Tensor
     delta: Tensor
     lse: Tensor
 
-    def at(self, stripe: Stripe, dtype: torch.dtype) -> Above:
+    @staticmethod
+    def of(above: Above) -> Given:
+        """From what comes from above."""
+        out, lse, grad_out, grad_lse = above
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
+        delta = (grad_out * out).sum(-1)
+        return Given(grad_out, delta if grad_lse is None else delta - grad_lse, lse)
+
+    def at(self, stripe: Stripe, dtype: torch.dtype) -> Given:
         """That of a stripe, with delta and lse as columns."""
         out, delta, lse = (tensor[stripe.rows].to(dtype) for tensor in self)
-        return Above(out, delta.unsqueeze(-1), lse.unsqueeze(-1))
+        return Given(out, delta.unsqueeze(-1), lse.unsqueeze(-1))
 
 
 class Gradients(NamedTuple):
-    """The gradients that are wanted, of a call or from one tile; None for the others."""
+    """The gradients that are wanted, of a call or from one tile; None for the others.
+
+    Those of a call come with `delta`, from which that of a sink follows.
+    """
 
     query: Tensor | None
     key: Tensor | None
     value: Tensor | None
     captures: tuple[Tensor | None, ...]
+    delta: Tensor | None = None
 
 
 def backward(
@@ -72,13 +94,14 @@ def backward(
 
     `blocks` are those of the forward pass: the tensors of a block mask may be edited since.
     """
-    sums = _zeros(operands, wanted)
+    given = Given.of(above)
+    sums = _zeros(operands, wanted)._replace(delta=given.delta)
     if not (wanted.scores or wanted.value):
         return sums
     compute = _forgetful(_tile_gradients)
     for stripe in stripes(problem, Sizes.of(operands.query, operands.key), blocks):
         rows = operands.query[stripe.rows].to(operands.dtype)
-        mine = above.at(stripe, operands.dtype)
+        mine = given.at(stripe, operands.dtype)
         for keys in stripe.tiles:
             part = compute(problem, operands, stripe, keys, rows, mine, wanted)
             if part is not None:
@@ -113,6 +136,21 @@ def _add(sums: Gradients, part: Gradients, stripe: Stripe, keys: Keys) -> None:
             total += more
 
 
+def folded(parts: Tensor) -> Tensor:
+    """The sum over the first dimension, halves upon halves: in one order whatever the threads.
+
+    It is made in `parts`, unless gradients are recorded.
+    """
+    if torch.is_grad_enabled():
+        return parts.sum(0)
+    count = parts.shape[0]
+    while count > 1:
+        half = count // 2
+        parts[:half] += parts[count - half : count]
+        count -= half
+    return parts[0] if count else parts.sum(0)
+
+
 def _forgetful(compute: Callable[..., T]) -> Callable[..., T]:
     """`compute`, of whose record autograd keeps the inputs alone and makes the rest again."""
     in_functorch = torch._C._functorch.maybe_current_level() is not None  # cannot do that
@@ -127,7 +165,7 @@ def _tile_gradients(
     stripe: Stripe,
     key_range: Keys,
     rows: Tensor,
-    above: Above,
+    given: Given,
     wanted: Wanted,
 ) -> Gradients | None:
     """What one tile adds to the gradients; None where its mask holds nowhere."""
@@ -139,16 +177,16 @@ def _tile_gradients(
     scores = tile.masked(modified)
     read = scores != -math.inf
     # An infinite lse is that of a row that reads nothing, or of one that is NaN.
-    shift = torch.where(above.lse.isinf(), math.nan, above.lse)
+    shift = torch.where(given.lse.isinf(), math.nan, given.lse)
     weights = torch.exp(torch.where(read, scores - shift, -math.inf))
     grad_query = grad_key = grad_value = None
     grad_captures: tuple[Tensor | None, ...] = (None,) * len(wanted.captures)
     if wanted.value:
-        grad_value = _sum_over_rows(tile.dropped(weights), above.out, read, values)
+        grad_value = _sum_over_rows(tile.dropped(weights), given.out, read, values)
     if wanted.scores:
-        grad_kept = by_group(above.out, values) @ values.transpose(-2, -1)
+        grad_kept = by_group(given.out, values) @ values.transpose(-2, -1)
         grad_weights = tile.dropped(grad_kept.view(scores.shape))
-        grad_scores = weights * torch.where(read, grad_weights - above.delta, 0.0)
+        grad_scores = weights * torch.where(read, grad_weights - given.delta, 0.0)
         grad_raw, grad_captures = _through_mod(
             tile, raw, modified, wanted.captures, grad_scores, read
         )

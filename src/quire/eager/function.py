@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from quire.aux_outputs import NO_AUX, AuxRequest
-from quire.eager.backward import Above, Wanted, backward
+from quire.block_mask.rows import BlockRows
+from quire.eager.backward import Above, Gradients, Wanted, backward, folded
 from quire.eager.forward import Result, forward
 from quire.eager.tile import Operands
 from quire.eager.tiling import Sizes, block_rows
@@ -18,6 +19,9 @@ from quire.problem import Problem
 
 Forward: TypeAlias = Callable[..., Result]
 """run(problem, operands, sink, *, wanted), as `forward`."""
+
+Backward: TypeAlias = Callable[[Problem, Operands, BlockRows, Wanted, Above], Gradients]
+"""As `backward`, which computes whatever has to be recorded."""
 
 
 def attention(
@@ -29,6 +33,7 @@ def attention(
     *,
     wanted: AuxRequest | None = None,
     run: Forward = forward,
+    run_backward: Backward = backward,
 ) -> Result:
     """query [B, Hq, L, D], key [B or 1, Hkv, S, D], value [B or 1, Hkv, S, Dv], sink [Hq].
 
@@ -36,12 +41,13 @@ def attention(
     """
     apply: Any = TiledAttention.apply
     run = functools.partial(run, wanted=(wanted or NO_AUX)._replace(lse=True))
-    out, *numbers = apply(run, problem, query, key, value, sink, *problem.captures)
+    passes = (run, run_backward)
+    out, *numbers = apply(passes, problem, query, key, value, sink, *problem.captures)
     return Result(out.to(query.dtype), *numbers)
 
 
 class TiledAttention(torch.autograd.Function):
-    """Inputs: run, problem, query, key, value, sink, *captures. Outputs: those of a Result.
+    """Inputs: passes, problem, query, key, value, sink, *captures. Outputs: those of a Result.
 
     The output is in the working dtype, since the backward pass needs all of its digits.
     The captures of the problem are inputs of their own, so that they have gradients, and so that
@@ -50,7 +56,7 @@ class TiledAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        run: Forward,
+        passes: tuple[Forward, Backward],
         problem: Problem,
         query: Tensor,
         key: Tensor,
@@ -60,12 +66,13 @@ class TiledAttention(torch.autograd.Function):
     ) -> Result:
         """Compute, unrecorded."""
         with _without_autocast(query):
+            run, _ = passes
             return run(problem.with_captures(captures), Operands(query, key, value), sink)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         """Keep what the backward pass needs."""
-        _, ctx.problem, *tensors = inputs
+        (_, ctx.run_backward), ctx.problem, *tensors = inputs
         out, lse, *others = output
         ctx.mark_non_differentiable(*others)
         ctx.save_for_backward(out, lse, *tensors)
@@ -80,10 +87,11 @@ class TiledAttention(torch.autograd.Function):
         captures = tuple(map(_alone, captures, learns))
         with _without_autocast(query):
             problem = ctx.problem.with_captures(captures)
-            above = _above(out, lse, grad_out, grad_lse)
+            above = Above(out, lse, grad_out, grad_lse)
             wanted = Wanted(wants_query, wants_key, wants_value, captures)
-            grads = backward(problem, Operands(query, key, value), ctx.blocks, wanted, above)
-            grad_sink = _sink_gradient(sink, above) if wants_sink else None
+            run = backward if torch.is_grad_enabled() else ctx.run_backward
+            grads = run(problem, Operands(query, key, value), ctx.blocks, wanted, above)
+            grad_sink = _sink_gradient(sink, lse, grads.delta) if wants_sink else None
         found = (grads.query, grads.key, grads.value, grad_sink, *grads.captures)
         inputs = (query, key, value, sink, *captures)
         return (
@@ -96,18 +104,12 @@ class TiledAttention(torch.autograd.Function):
         )
 
 
-def _above(out: Tensor, lse: Tensor, grad_out: Tensor | None, grad_lse: Tensor | None) -> Above:
-    if grad_out is None:
-        grad_out = torch.zeros_like(out)
-    delta = (grad_out * out).sum(-1)
-    return Above(grad_out, delta if grad_lse is None else delta - grad_lse, lse)
-
-
-def _sink_gradient(sink: Tensor, above: Above) -> Tensor:
+def _sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor | None) -> Tensor:
     """The sink is a score without a value: dP = 0, hence dS = -P * delta."""
-    logit = sink.to(above.lse.dtype).view(1, -1, 1)
-    weights = torch.exp(torch.where(logit.isneginf(), logit, logit - above.lse))
-    return -(weights * above.delta).sum((0, 2))
+    assert delta is not None, "the gradients of a call come with delta"
+    logit = sink.to(lse.dtype).view(1, -1, 1)
+    weights = torch.exp(torch.where(logit.isneginf(), logit, logit - lse))
+    return -folded((weights * delta).transpose(1, 2).flatten(0, 1))
 
 
 def _alone(capture: Tensor, learns: bool) -> Tensor:

@@ -30,11 +30,11 @@ class Sequence(NamedTuple):
         """How its queries are computed. It depends on nothing but its own length."""
         return "row" if self.q_len <= MOST_ROWS else "panel"
 
-    def record(self, first_item: int) -> bytes:
+    def record(self, first_item: int, slices: int = 1) -> bytes:
         """As the kernel reads it."""
         b, q_len, q_start, kv_begin, kv_end, q_row, kv_row = self
         return SEQUENCE.pack_in_order(
-            b, first_item, 0, q_row, q_len, q_start, kv_row, kv_begin, kv_end
+            b, first_item, 0, q_row, q_len, q_start, kv_row, kv_begin, kv_end, slices
         )
 
 

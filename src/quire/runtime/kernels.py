@@ -17,23 +17,27 @@ import torch
 
 from quire.codegen import jit
 from quire.codegen.arguments import CaptureShape, ModArguments, is_literal
+from quire.codegen.backward import write_backward
 from quire.codegen.builder import Module
 from quire.codegen.convention import (
     ENTRY,
     OBSERVE,
     Form,
     ForwardSpec,
+    backward_scratch_bytes,
     decode_scratch_bytes,
     scratch_bytes,
 )
 from quire.codegen.decode import write_decode
+from quire.codegen.derive import Derived, write_derive
 from quire.codegen.forward import write_forward
 from quire.codegen.mods import write_extent, write_rewrite, write_row_rewrite, write_verdict
 from quire.codegen.observe import write_observe
 from quire.codegen.target import Target
 from quire.codegen.tiles import Tile
 from quire.ir.bound import Bounds
-from quire.ir.graph import Node, constants, inputs, text
+from quire.ir.differentiate import Derivatives, differentiate
+from quire.ir.graph import Node, const, constants, inputs, text
 from quire.ir.pyramid import Pyramid
 from quire.runtime.cache import cache_key, object_cache
 
@@ -43,7 +47,8 @@ class ModRoots(NamedTuple):
 
     `always` is the mask that holds in full tiles too, `partial` holds in the others as well.
     `drop` is dropout as a graph that rewrites a weight, its input `score`. `bounds` are those of
-    `always`, where no block mask says which tiles there are.
+    `always`, where no block mask says which tiles there are. `learned` are the captured tensors
+    whose gradients are wanted, by their place in that list.
     """
 
     score: Node | None = None
@@ -51,6 +56,7 @@ class ModRoots(NamedTuple):
     partial: Node | None = None
     drop: Node | None = None
     bounds: Bounds | None = None
+    learned: tuple[int, ...] = ()
 
     @property
     def all(self) -> list[Node]:
@@ -58,6 +64,13 @@ class ModRoots(NamedTuple):
         graphs = [self.score, self.always, self.partial, self.drop]
         bounds = [] if self.bounds is None else [self.bounds.can, self.bounds.must]
         return [root for root in (*graphs, *bounds) if root is not None]
+
+    def everything(self, form: Form) -> list[Node]:
+        """Those that a form needs."""
+        if form != "backward" or self.score is None:
+            return self.all
+        slope, loads = self.slopes
+        return [*self.all, *([] if slope is None else [slope]), *loads, *loads.values()]
 
     @property
     def judges_heads(self) -> bool:
@@ -76,6 +89,17 @@ class ModRoots(NamedTuple):
         both = always if self.partial is None else [*always, self.partial]
         return {"plain": [], "full": always, "partial": both}
 
+    @property
+    def slopes(self) -> Derivatives:
+        """The derivatives of the score, for those loads alone that are from what is learned."""
+        if self.score is None:
+            return Derivatives(None, {})
+        score, loads = derivatives(self.score)
+        slope = const(0.0, self.score.dtype) if score is None else score
+        return Derivatives(slope, {x: y for x, y in loads.items() if x.payload in self.learned})
+
+
+derivatives = functools.lru_cache(maxsize=512)(differentiate)
 
 FUNCTIONS = ("plain", "full", "partial", "drop", "extent", "verdict")
 
@@ -101,16 +125,28 @@ class Kernel:
     @functools.lru_cache(maxsize=1024)  # noqa: B019  kernels are never freed
     def scratch_bytes(self, head_dim: int, value_dim: int, rows: int) -> int:
         """What each thread needs for `rows` queries at a time."""
-        needs = scratch_bytes if self.form == "panel" else decode_scratch_bytes
-        return needs(self.spec, head_dim, value_dim, rows)
+        return _FORMS[self.form].scratch_bytes(self.spec, head_dim, value_dim, rows)
+
+
+class _Form(NamedTuple):
+    write: Callable[[ForwardSpec], Module]
+    scratch_bytes: Callable[[ForwardSpec, int, int, int], int]
+
+
+_FORMS: dict[Form, _Form] = {
+    "panel": _Form(write_forward, scratch_bytes),
+    "row": _Form(write_decode, decode_scratch_bytes),
+    "backward": _Form(write_backward, backward_scratch_bytes),
+}
 
 
 @functools.cache
 def kernel(form: Form, *dtypes: torch.dtype) -> Kernel:
     """The kernel of a form for the dtypes of query, key, value and out."""
     spec = ForwardSpec(Target.host(), *(str(dtype).removeprefix("torch.") for dtype in dtypes))
-    write = write_forward if form == "panel" else write_decode
-    image = compiled_object(cache_key(form, repr(spec)), spec.target, lambda: write(spec).text)
+    image = compiled_object(
+        cache_key(form, repr(spec)), spec.target, lambda: _FORMS[form].write(spec).text
+    )
     code = jit.load(image, [ENTRY])
     return Kernel(form, spec, spec.tile, code, code.address(ENTRY))
 
@@ -140,11 +176,12 @@ def mod_code(form: Form, tile: Tile, roots: ModRoots, shapes: tuple[CaptureShape
     The same mod gives the same nodes for as long as this cache holds on to them, and graphs that
     differ in their constants alone share their code.
     """
-    arguments = ModArguments.of(roots.all, shapes)
+    graphs = roots.everything(form)
+    arguments = ModArguments.of(graphs, shapes)
     names = _written(form, roots)
     if not names:
         return ModCode(arguments, None, dict.fromkeys(FUNCTIONS, 0))
-    literals = [node.payload for node in constants(*roots.all) if is_literal(node)]
+    literals = [node.payload for node in constants(*graphs) if is_literal(node)]
     content = "\n".join(
         [
             form,
@@ -152,7 +189,8 @@ def mod_code(form: Form, tile: Tile, roots: ModRoots, shapes: tuple[CaptureShape
             repr(shapes),
             repr(names),
             repr(literals),
-            text(*roots.all, values=False),
+            repr(roots.learned),
+            text(*graphs, values=False),
         ]
     )
     code = _codes.get(content)
@@ -174,13 +212,13 @@ _codes: weakref.WeakValueDictionary[str, jit.Code] = weakref.WeakValueDictionary
 def _written_as(form: Form, roots: ModRoots, function: str) -> str | None:
     """Which function is written for `function`: itself, an equal one, or none."""
     if function == "drop":
-        return "drop" if roots.drop is not None else None
+        return "drop" if roots.drop is not None and form != "backward" else None
     if function == "verdict":
         return "verdict" if roots.bounds is not None else None
     if function == "extent":
-        return "extent" if form == "panel" and roots.masks["partial"] else None
+        return "extent" if form != "row" and roots.masks["partial"] else None
     masks = roots.masks
-    if roots.score is None and not masks[function]:
+    if roots.score is None and not masks[function] and form != "backward":
         return None
     return next(name for name in ("plain", "full", "partial") if masks[name] == masks[function])
 
@@ -192,7 +230,7 @@ def _written(form: Form, roots: ModRoots) -> list[str]:
 def write_mods(form: Form, tile: Tile, roots: ModRoots, arguments: ModArguments) -> Module:
     """The module of all the functions that a problem needs."""
     module = Module()
-    write = write_rewrite if form == "panel" else write_row_rewrite
+    write = write_row_rewrite if form == "row" else write_rewrite
     for name in _written(form, roots):
         if name == "drop":
             write(module, name, tile, arguments, roots.drop, [], unit=1.0)
@@ -201,6 +239,11 @@ def write_mods(form: Form, tile: Tile, roots: ModRoots, arguments: ModArguments)
         elif name == "verdict":
             assert roots.bounds is not None
             write_verdict(module, name, tile, arguments, roots.bounds.can, roots.bounds.must)
+        elif form == "backward":
+            slope, loads = roots.slopes
+            masks = tuple(roots.masks[name])
+            derived = Derived(roots.score, slope, tuple(loads.items()), masks, roots.drop)
+            write_derive(module, name, tile, arguments, derived)
         else:
             write(module, name, tile, arguments, roots.score, roots.masks[name])
     return module

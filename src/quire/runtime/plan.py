@@ -113,14 +113,18 @@ class Plan(NamedTuple):
         captures: Several[Tensor],
         lists: TileLists = NO_LISTS,
         page_table: int = 0,
+        gradients: bytes = b"",
     ) -> bool:
-        """The same, `addresses` being those of query, key, value, the five of Rows and sink."""
+        """The same, `addresses` being those of query, key, value, the five of Rows and sink.
+
+        The backward kernel reads a third part of its record.
+        """
         threads = min(num_threads(), items) if work > SMALL_WORK else 1
         if self.pyramids:
             captures = [*captures, *pyramids.build(captures, self.pyramids)]
-        arguments = self.code.arguments
-        block = ctypes.create_string_buffer(_SEQUENCES + len(records) + arguments.size)
-        address = ctypes.addressof(block)
+        arguments, more = self.code.arguments, len(gradients)
+        block = ctypes.create_string_buffer(_SEQUENCES + more + len(records) + arguments.size)
+        address = ctypes.addressof(block) + more
         with Scratch(self.scratch_bytes * threads + 64) as scratch:
             call = CALL_PART.pack_in_order(
                 *addresses,
@@ -135,14 +139,15 @@ class Plan(NamedTuple):
                 address + _COUNTERS,
             )
             packed = arguments.pack(captures, address + _FLAG)
-            content = b"".join((call, self.record, _ZEROS, records, packed))
-            ctypes.memmove(address, content, len(content))
-            launch(self.kernel.address, address, threads)
-        return block[_FLAG] != b"\0"
+            content = b"".join((call, self.record, gradients, _ZEROS, records, packed))
+            ctypes.memmove(address - more, content, len(content))
+            launch(self.kernel.address, address - more, threads)
+        return block[_FLAG + more] != b"\0"
 
 
 # One piece of memory for each launch:
-# [ call | plan | counters: 16 x i64 | mistake flag: i64 | sequences | arguments of the mods ]
+# [ call | plan | gradients, if any | counters: 16 x i64 | mistake flag: i64 | sequences
+#   | arguments of the mods ]
 _COUNTERS = CALL_PART.size + PLAN_PART.size
 _FLAG = _COUNTERS + 16 * 8
 _SEQUENCES = _FLAG + 8
@@ -171,7 +176,7 @@ def make_plan(
     code = mod_code(form, made.tile, roots, pyramids.capture_shapes(captures, built))
     heads, head_dim, value_dim = query.shape[1], query.shape[3], value.shape[3]
     group = heads // key.shape[1]
-    row_group = 1 if form == "panel" or lists.per_head or roots.judges_heads else group
+    row_group = 1 if form != "row" or lists.per_head or roots.judges_heads else group
     scratch_bytes = made.scratch_bytes(head_dim, value_dim, block_q * row_group)
     observes = results.argmax is not NOTHING or results.entropy is not NOTHING
     record = {

@@ -1,0 +1,340 @@
+"""The backward kernel: the tiles of the forward pass again, and five products in each.
+
+    for every share (a sequence, a key head, a slice of its queries; threads take them off a
+    counter):
+        for every head of the group and block of queries of the slice:
+            queries and grad_out, as rows and as panels; delta = grad_out . out
+            for every block of keys that the visitor names:
+                stage keys and values
+                for every panel of queries:
+                    scores  = keys . queries
+                    slopes  = values . grad_out
+                    weights, slopes = derive(scores, slopes)     the mods and their derivatives
+                    grad_query += slopes . keys
+                grad_value += weights . grad_out
+                grad_key   += slopes . queries
+            grad_query to the user's tensor
+
+A share is the only one to add to its sums of grad_key, grad_value and captured tensors, and which
+shares there are depends on the lengths of the sequence and on the heads alone. So do the bits.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from quire.codegen.builder import Function, Module, Value
+from quire.codegen.convention import (
+    BACKWARD,
+    DERIVE,
+    ENTRY,
+    ForwardSpec,
+    backward_regions,
+    gradient_stride,
+    panel_size,
+)
+from quire.codegen.gradient_tiles import (
+    write_add_keys,
+    write_add_masses,
+    write_add_queries,
+    write_clear,
+    write_dot_rows,
+    write_scale_rows,
+)
+from quire.codegen.items import Block, Item, Share, Work
+from quire.codegen.softmax import LOG2_E
+from quire.codegen.staging import ROWS, padded, storage, write_gather, write_pack, write_scatter
+from quire.codegen.tiles import write_multiply_keys
+from quire.codegen.types import I8, I64, PTR
+
+
+class _Phases(NamedTuple):
+    """The functions that the loop nest calls."""
+
+    gathers: dict[str, Function]
+    scatter_query: Function
+    pack: Function
+    multiply: Function
+    add_queries: Function
+    add_keys: Function
+    add_masses: Function
+    clear: Function
+    dot_rows: Function
+    scale_rows: Function
+
+
+def write_backward(spec: ForwardSpec) -> Module:
+    """The kernel as a module that exports `ENTRY`: void(BACKWARD record), run by every thread."""
+    module = Module()
+    phases = _write_phases(module, spec)
+    with module.function(ENTRY, {"args": PTR}) as f:
+        kernel = _Kernel(spec, f, phases)
+        with f.forever() as leave:
+            share = f.atomic_add(kernel.arg["counters"], 1)
+            leave(share >= kernel.arg["num_items"])
+            kernel.compute(kernel.work.find_share(share))
+    return module
+
+
+def _write_phases(module: Module, spec: ForwardSpec) -> _Phases:
+    tile = spec.tile
+    kinds = sorted({spec.query, spec.key, spec.value, spec.out})
+    gathers = {name: write_gather(module, tile, storage(name)) for name in kinds}
+    return _Phases(
+        gathers,
+        write_scatter(module, tile, storage(spec.query)),
+        write_pack(module, tile),
+        write_multiply_keys(module, tile, maxima=False),
+        write_add_queries(module, tile),
+        write_add_keys(module, tile),
+        write_add_masses(module, tile),
+        write_clear(module, tile),
+        write_dot_rows(module, tile),
+        write_scale_rows(module, tile),
+    )
+
+
+RECORDS = ("query", "key", "value", "out", "grad_out", "grad_query")
+
+
+class _Kernel:
+    """The loop nest, being written into one function."""
+
+    def __init__(self, spec: ForwardSpec, f: Function, phases: _Phases) -> None:
+        self.spec, self.f, self.phases, self.tile = spec, f, phases, spec.tile
+        self.work = Work(f, spec, f.parameters[0], BACKWARD)
+        self.arg = arg = self.work.arg
+        slot = f.atomic_add(f.offset(arg["counters"], 8, I64), 1)
+        base = f.offset(arg["scratch"], slot * arg["scratch_bytes"], I8)
+        regions = backward_regions(self.tile, arg["head_dim"], arg["value_dim"], arg["block_q"])
+        self.scratch = {name: f.offset(base, at, self.tile.element) for name, at in regions}
+        self.rows = {
+            name: f.offset(self.scratch["records"], place * ROWS.size, I8)
+            for place, name in enumerate(RECORDS)
+        }
+        widths = {"key": arg["head_dim"], "value": arg["value_dim"]}
+        self.stride = {name: gradient_stride(self.tile, width) for name, width in widths.items()}
+        self.depth = {name: padded(self.tile, width) for name, width in widths.items()}
+
+    def compute(self, share: Share) -> None:
+        """All that a share adds."""
+        with self.work.items_of(share) as item:
+            for name, record in self.rows.items():
+                self.work.describe_rows(item, name, record)
+            self._start(item)
+            with self.work.visit(item) as block:
+                self._stage(block)
+                self._compute_panels(share, item, block)
+                self._add_to_keys(share, item, block)
+            self._finish(item)
+        self._close(share)
+
+    def _wanted(self, name: str) -> Value:
+        return self.arg[name].differs(self.f.null())
+
+    def _gather(self, name: str, first: Value, count: Value, into: Value, stride: Value) -> None:
+        gather = self.phases.gathers[self.spec.dtype_of(name)]
+        self.f.call(gather, self.rows[name], first, first + count, into, stride)
+
+    # --- the queries of an item
+
+    def _start(self, item: Item) -> None:
+        """Queries and the gradient of out as rows and as panels, what rows know, and no sums."""
+        f, tile, arg, scratch = self.f, self.tile, self.arg, self.scratch
+        first, count, one = item.q_first, item.q_count, f.value(1.0, tile.element)
+        scale = f.convert(arg["scale"], tile.element)
+        stride, depth = self.stride["key"], self.depth["key"]
+        rows = scratch["query_rows"]
+        self._gather("query", first, count, rows, stride)
+        f.call(self.phases.pack, rows, stride, count, depth, scratch["queries"], scale)
+        with f.range(0, arg["block_q"], tile.lanes) as q:
+            tile.store(f, f.value(math.inf, tile.vector), scratch["shift"], q)
+            tile.store(f, f.value(0.0, tile.vector), scratch["delta"], q)
+        with f.when(self._wanted("grad_out")):
+            rows, stride, depth = scratch["grad_rows"], self.stride["value"], self.depth["value"]
+            self._gather("grad_out", first, count, rows, stride)
+            f.call(self.phases.pack, rows, stride, count, depth, scratch["grads"], one)
+        with f.when(arg["wants_slopes"].differs(0)):
+            # Where values will be is room for the rows of out.
+            outs, step = scratch["values"], self.stride["value"]
+            with f.range(0, count, tile.width) as q:
+                some = f.minimum(count - q, tile.width)
+                self._gather("out", first + q, some, outs, step)
+                grads = f.offset(scratch["grad_rows"], q * step, tile.element)
+                dots = f.offset(scratch["delta"], q, tile.element)
+                f.call(self.phases.dot_rows, outs, grads, step, self.depth["value"], some, dots)
+        self._read_numbers(item)
+        with f.when(self._wanted("grad_query")), f.range(0, arg["block_q"]) as q:
+            row = f.offset(scratch["grad_query"], q * self.stride["key"], tile.element)
+            with f.range(0, self.stride["key"], tile.lanes) as d:
+                tile.store(f, f.value(0.0, tile.vector), row, d)
+
+    def _read_numbers(self, item: Item) -> None:
+        """lse to `shift`, the gradient of lse off `delta`, and `delta` to whom wants it."""
+        f, arg, scratch, element = self.f, self.arg, self.scratch, self.tile.element
+        start = item.b * arg["lse_batch"] + item.h * arg["lse_head"]
+        first = start + (item.q_row + item.q_first) * arg["lse_row"]
+        with f.range(0, item.q_count) as q:
+            at = first + q * arg["lse_row"]
+            lse = f.load(element, arg["lse"], at)
+            # An infinite lse is that of a row that reads nothing, or of one that is NaN.
+            infinite = f.intrinsic("fabs", lse).equals(math.inf)
+            f.store(f.select(infinite, math.nan, lse * LOG2_E), scratch["shift"], q)
+            with f.when(self._wanted("grad_lse")):
+                given = f.load(element, arg["grad_lse"], at)
+                f.store(f.load(element, scratch["delta"], q) - given, scratch["delta"], q)
+            with f.when(self._wanted("delta")):
+                f.store(f.load(element, scratch["delta"], q), arg["delta"], at)
+
+    def _finish(self, item: Item) -> None:
+        """The gradient of the queries to where the caller wants it."""
+        f, rows, stride = self.f, self.scratch["grad_query"], self.stride["key"]
+        with f.when(self._wanted("grad_query")):
+            self._scale(rows, stride, item.q_count, self.depth["key"], self.arg["slope_scale"])
+            last = item.q_first + item.q_count
+            record = self.rows["grad_query"]
+            f.call(self.phases.scatter_query, record, item.q_first, last, rows, stride)
+
+    def _scale(
+        self, rows: Value, stride: Value, count: Value, columns: Value, scale: Value
+    ) -> None:
+        """Rows times a number; takes a note if some are not finite."""
+        f = self.f
+        number = f.convert(scale, self.tile.element)
+        odd = f.call(self.phases.scale_rows, rows, stride, count, columns, number)
+        with f.when(odd):
+            f.store(f.value(1, I64), self.arg["odd"])
+
+    # --- the keys of a block
+
+    def _stage(self, block: Block) -> None:
+        """A block of keys and values to scratch."""
+        count = block.end - block.begin
+        for name in ("key", "value"):
+            stride = self.stride[name]
+            into = self.f.offset(self.scratch[f"{name}s"], block.begin * stride, self.tile.element)
+            self._gather(name, block.origin + block.begin, count, into, stride)
+
+    def _compute_panels(self, share: Share, item: Item, block: Block) -> None:
+        """Weights and slopes of every panel, and what they add to the gradient of its queries."""
+        f, tile, scratch = self.f, self.tile, self.scratch
+        with f.range(0, item.q_count, tile.width) as q:
+            part = self.work.panel_range(item, block, q)
+            number = q.udiv(tile.width)
+            f.store(part.first, scratch["reach"], number * 2)
+            f.store(part.end, scratch["reach"], number * 2 + 1)
+            panel = number * panel_size(tile)
+            weights, slopes = (
+                f.offset(scratch[name], panel, tile.element) for name in ("weights", "slopes")
+            )
+            with f.when(part.first < part.end):
+                count = part.end - part.first
+                at = part.first * tile.width
+                mine = [f.offset(x, at, tile.element) for x in (weights, slopes)]
+                self._multiply("key", part.first, count, q, mine[0])
+                with f.when(self.arg["wants_slopes"].differs(0)):
+                    self._multiply("value", part.first, count, q, mine[1])
+                shift, delta = (
+                    f.offset(scratch[name], q, tile.element) for name in ("shift", "delta")
+                )
+                f.call_pointer(
+                    self.work.mod(part.kind),
+                    DERIVE,
+                    *mine,
+                    shift,
+                    delta,
+                    self.arg["arguments"],
+                    self.arg["captured"],
+                    item.b,
+                    item.h,
+                    share.key_head,
+                    share.slice,
+                    item.q_idx + q,
+                    item.q_count - q,
+                    block.origin + part.first,
+                    count,
+                )
+                with f.when(self._wanted("grad_query")):
+                    stride = self.stride["key"]
+                    keys = f.offset(scratch["keys"], part.first * stride, tile.element)
+                    grads = f.offset(scratch["grad_query"], q * stride, tile.element)
+                    columns = stride - tile.width
+                    f.call(
+                        self.phases.add_queries,
+                        mine[1],
+                        keys,
+                        stride,
+                        count,
+                        grads,
+                        stride,
+                        columns,
+                    )
+                with f.when(self._wanted("masses")):
+                    base = self._sums_of(share, item.h, "masses")
+                    row = item.kv_row + block.origin + part.first
+                    masses = f.offset(base, row, tile.element)
+                    f.call(self.phases.add_masses, mine[0], masses, count)
+                # What a micro kernel reads beside the keys of this panel.
+                before = f.maximum(part.first - tile.target.rows, block.begin)
+                after = f.minimum(part.end + tile.target.rows, block.end)
+                for each in (weights, slopes):
+                    f.call(self.phases.clear, each, before, part.first)
+                    f.call(self.phases.clear, each, part.end, after)
+
+    def _multiply(self, name: str, first: Value, count: Value, q: Value, into: Value) -> None:
+        """Keys times queries, or values times the gradient of out."""
+        f, tile, scratch = self.f, self.tile, self.scratch
+        stride = self.stride[name]
+        rows = f.offset(scratch[f"{name}s"], first * stride, tile.element)
+        panels = scratch["queries" if name == "key" else "grads"]
+        panel = f.offset(panels, q * self.depth[name], tile.element)
+        width = self.arg["head_dim" if name == "key" else "value_dim"]
+        depth = (width + 3) & -4
+        f.call(self.phases.multiply, rows, stride, panel, depth, into, f.null(), count)
+
+    def _add_to_keys(self, share: Share, item: Item, block: Block) -> None:
+        """What all panels add to the gradients of keys and values."""
+        f, tile, scratch = self.f, self.tile, self.scratch
+        panels = (item.q_count + (tile.width - 1)).udiv(tile.width)
+        for name, tiles, rows in (
+            ("value", "weights", "grad_rows"),
+            ("key", "slopes", "query_rows"),
+        ):
+            with f.when(self._wanted(f"grad_{name}")):
+                stride, step = self.stride[name], self.arg[f"grad_{name}_row"]
+                base = self._sums_of(share, share.key_head, f"grad_{name}")
+                row = item.kv_row + block.origin
+                f.call(
+                    self.phases.add_keys,
+                    scratch[tiles],
+                    f.value(panel_size(tile), I64),
+                    scratch["reach"],
+                    panels,
+                    scratch[rows],
+                    stride,
+                    f.offset(base, row * step, tile.element),
+                    step,
+                    block.begin,
+                    block.end,
+                    stride - tile.width,
+                )
+
+    def _sums_of(self, share: Share, head: Value, name: str) -> Value:
+        """Where a share adds up the gradients of a head."""
+        arg = self.arg
+        at = share.slice * arg[f"{name}_slice"] + share.b * arg[f"{name}_batch"]
+        return self.f.offset(arg[name], at + head * arg[f"{name}_head"], self.tile.element)
+
+    def _close(self, share: Share) -> None:
+        """Scale the sums of a share."""
+        f, arg = self.f, self.arg
+        field = self.work.sequence_fields(share.sequence)
+        first, last = (field["kv_row"] + field[end] for end in ("kv_begin", "kv_end"))
+        one = f.value(1.0, arg["slope_scale"].type)
+        for name, scale in (("key", arg["slope_scale"]), ("value", one)):
+            with f.when(self._wanted(f"grad_{name}")):
+                step = arg[f"grad_{name}_row"]
+                base = self._sums_of(share, share.key_head, f"grad_{name}")
+                rows = f.offset(base, first * step, self.tile.element)
+                self._scale(rows, step, last - first, self.depth[name], scale)

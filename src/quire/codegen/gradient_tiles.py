@@ -1,0 +1,208 @@
+"""The phases of a tile in the backward pass, on the micro kernel of `tiles.py`.
+
+Lanes run over queries where scores are made, as in the forward pass, and over head dims where
+gradients are summed:
+
+    add_queries    grad_query[query] += sum_key slopes[key, query] keys[key]
+    add_keys       grad_key[key]     += sum_query slopes[key, query] queries[query]
+                   grad_value[key]   += sum_query weights[key, query] grad_out[query]
+
+Weights and slopes are panels [key, query] that are read number by number, and nothing is
+transposed. All sums start at zero in every tile, and rows are whole panels wide.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from quire.codegen.builder import Function, Module, Value
+from quire.codegen.tiles import SMALL_ROWS, Tile, across, large_rows, outer_product
+from quire.codegen.types import I1, I64, PTR
+
+PER_PANEL = 4  # queries of a panel that are unrolled
+
+
+def groups(tile: Tile) -> list[tuple[int, int]]:
+    """The queries of a panel, (first, count), in about equal parts that a micro kernel takes."""
+    parts = -(-tile.width // tile.target.rows)
+    ends = [tile.width * part // parts for part in range(parts + 1)]
+    return [(first, end - first) for first, end in itertools.pairwise(ends)]
+
+
+def write_add_queries(module: Module, tile: Tile) -> Function:
+    """grads[query] += slopes[:, query] . keys, over `count` keys, for the queries of a panel."""
+    parameters = {
+        "slopes": PTR,
+        "keys": PTR,
+        "stride": I64,
+        "count": I64,
+        "grads": PTR,
+        "grad_stride": I64,
+        "columns": I64,
+    }
+    with module.function("add_queries", parameters, internal=True) as f:
+        slopes, keys, stride, count, grads, grad_stride, columns = f.parameters
+
+        def add(first: int, rows: int, d: Value) -> None:
+            column = f.offset(keys, d, tile.element)
+
+            def numbers(j: Value) -> list[Value]:
+                at = f.offset(slopes, j * tile.width + first, tile.element)
+                return [f.load(tile.element, at, r) for r in range(rows)]
+
+            def vectors(j: Value) -> list[Value]:
+                return tile.load_row(f, f.offset(column, j * stride, tile.element))
+
+            sums = outer_product(f, tile, count, numbers, vectors, rows=rows)
+            for r, row in enumerate(tile.rows(sums)):
+                target = f.offset(grads, grad_stride * (first + r) + d, tile.element)
+                _add_row(f, tile, row, target)
+
+        with f.range(0, columns, tile.width) as d:
+            for first, rows in groups(tile):
+                add(first, rows, d)
+    return f
+
+
+def write_add_keys(module: Module, tile: Tile) -> Function:
+    """grads[key] += sum over panels of weights[key] . rows, for the keys from first to end.
+
+    `reach` has for each panel the keys that it attends to, from and to, as two i64. Weights that
+    are less than a micro kernel away from these must be zero; others are not read.
+    """
+    parameters = {
+        "weights": PTR,
+        "panel_size": I64,
+        "reach": PTR,
+        "panels": I64,
+        "rows": PTR,
+        "stride": I64,
+        "grads": PTR,
+        "grad_stride": I64,
+        "first": I64,
+        "end": I64,
+        "columns": I64,
+    }
+    with module.function("add_keys", parameters, internal=True) as f:
+        weights, panel_size, reach, panels, rows, stride = f.parameters[:6]
+        grads, grad_stride, first, end, columns = f.parameters[6:]
+
+        def add(key: Value, d: Value, count: int) -> None:
+            places = [key + r for r in range(count)]
+            if count == SMALL_ROWS:  # past the end: the last key again, whose sums are not stored
+                places = [f.minimum(place, end - 1) for place in places]
+            starts = [f.offset(weights, place * tile.width, tile.element) for place in places]
+            column = f.offset(rows, d, tile.element)
+
+            def panel(p: Value, sums: list[Value]) -> list[Value]:
+                low, high = (f.load(I64, reach, p * 2 + side) for side in (0, 1))
+
+                def product() -> Sequence[Value]:
+                    at = p * panel_size
+                    mine = [f.offset(start, at, tile.element) for start in starts]
+                    queries = f.offset(column, p * stride * tile.width, tile.element)
+                    return outer_product(
+                        f,
+                        tile,
+                        f.value(tile.width, I64),
+                        lambda q: [f.load(tile.element, start, q) for start in mine],
+                        lambda q: tile.load_row(f, f.offset(queries, q * stride, tile.element)),
+                        rows=count,
+                        unroll=PER_PANEL,
+                        sums=sums,
+                    )
+
+                return f.choose((low < key + count) & (high > key), product, lambda: sums)
+
+            sums = f.loop(0, panels, panel, carry=tile.row(f, 0.0) * count)
+            for r, row in enumerate(tile.rows(sums)):
+                target = f.offset(grads, places[r] * grad_stride + d, tile.element)
+                with f.when(key + r < end):
+                    _add_row(f, tile, row, target)
+
+        large = first + large_rows(tile, end - first)
+        with f.range(0, columns, tile.width) as d:
+            with f.range(first, large, tile.target.rows) as key:
+                add(key, d, tile.target.rows)
+            with f.range(large, end, SMALL_ROWS) as key:
+                add(key, d, SMALL_ROWS)
+    return f
+
+
+def _add_row(f: Function, tile: Tile, row: Sequence[Value], target: Value) -> None:
+    old = tile.load_row(f, target)
+    tile.store_row(f, [a + b for a, b in zip(old, row, strict=True)], target)
+
+
+def write_clear(module: Module, tile: Tile) -> Function:
+    """Rows [first, end) of a panel become zero."""
+    parameters = {"panel": PTR, "first": I64, "end": I64}
+    with module.function("clear", parameters, internal=True) as f:
+        panel, first, end = f.parameters
+        with f.range(first, end) as j:
+            tile.store_row(f, tile.row(f, 0.0), panel, j)
+    return f
+
+
+def write_add_masses(module: Module, tile: Tile) -> Function:
+    """masses[key] += the sum of the weights of a key."""
+    parameters = {"weights": PTR, "masses": PTR, "count": I64}
+    with module.function("add_masses", parameters, internal=True) as f:
+        weights, masses, count = f.parameters
+        with f.range(0, count) as j:
+            total, *others = tile.load_row(f, weights, j)
+            for other in others:
+                total = total + other
+            mass = f.extract(across(f, total, lambda a, b: a + b), 0)
+            f.store(f.load(tile.element, masses, j) + mass, masses, j)
+    return f
+
+
+def write_dot_rows(module: Module, tile: Tile) -> Function:
+    """dots[q] = a[q] . b[q] for rows in scratch, `depth` being whole vectors."""
+    parameters = {"a": PTR, "b": PTR, "stride": I64, "depth": I64, "count": I64, "dots": PTR}
+    with module.function("dot_rows", parameters, internal=True) as f:
+        a, b, stride, depth, count, dots = f.parameters
+        with f.range(0, count) as q:
+            first, second = (f.offset(x, q * stride, tile.element) for x in (a, b))
+
+            def add(
+                d: Value, sums: list[Value], first: Value = first, second: Value = second
+            ) -> list[Value]:
+                return [f.fma(tile.load(f, first, d), tile.load(f, second, d), sums[0])]
+
+            nothing = [f.value(0.0, tile.vector)]
+            (total,) = f.loop(0, depth, add, carry=nothing, step=tile.lanes)
+            f.store(f.extract(across(f, total, lambda x, y: x + y), 0), dots, q)
+    return f
+
+
+def write_scale_rows(module: Module, tile: Tile) -> Function:
+    """rows *= scale, `columns` being whole vectors; returns whether one is not finite."""
+    parameters = {
+        "rows": PTR,
+        "stride": I64,
+        "count": I64,
+        "columns": I64,
+        "scale": tile.element,
+    }
+    with module.function("scale_rows", parameters, I1, internal=True) as f:
+        rows, stride, count, columns, scale = f.parameters
+        bits, wide = tile.element.as_int, f.splat(scale, tile.vector)
+
+        def one_row(q: Value, seen: list[Value]) -> list[Value]:
+            row = f.offset(rows, q * stride, tile.element)
+
+            def vector(d: Value, seen: list[Value]) -> list[Value]:
+                x = tile.load(f, row, d) * wide
+                tile.store(f, x, row, d)
+                # x * 0 is NaN where x is not finite, and else a zero
+                return [seen[0] | f.bitcast(x * 0.0, seen[0].type)]
+
+            return f.loop(0, columns, vector, carry=seen, step=tile.lanes)
+
+        nothing = f.value(0, bits.like(tile.vector))
+        (seen,) = f.loop(0, count, one_row, carry=[nothing])
+        f.give_back(f.any_lane((seen & ((1 << (bits.bits - 1)) - 1)).differs(0)))
+    return f
