@@ -32,7 +32,7 @@ from quire.codegen.convention import (
     ForwardSpec,
     backward_regions,
     gradient_stride,
-    panel_size,
+    weights_stride,
 )
 from quire.codegen.gradient_tiles import (
     write_add_keys,
@@ -85,7 +85,7 @@ def _write_phases(module: Module, spec: ForwardSpec) -> _Phases:
         gathers,
         write_scatter(module, tile, storage(spec.query)),
         write_pack(module, tile),
-        write_multiply_keys(module, tile, maxima=False),
+        write_multiply_keys(module, tile, maxima=False, row_stride=weights_stride(tile)),
         write_add_queries(module, tile),
         write_add_keys(module, tile),
         write_add_masses(module, tile),
@@ -224,13 +224,12 @@ class _Kernel:
             number = q.udiv(tile.width)
             f.store(part.first, scratch["reach"], number * 2)
             f.store(part.end, scratch["reach"], number * 2 + 1)
-            panel = number * panel_size(tile)
             weights, slopes = (
-                f.offset(scratch[name], panel, tile.element) for name in ("weights", "slopes")
+                f.offset(scratch[name], q, tile.element) for name in ("weights", "slopes")
             )
             with f.when(part.first < part.end):
                 count = part.end - part.first
-                at = part.first * tile.width
+                at = part.first * weights_stride(tile)
                 mine = [f.offset(x, at, tile.element) for x in (weights, slopes)]
                 self._multiply("key", part.first, count, q, mine[0])
                 with f.when(self.arg["wants_slopes"].differs(0)):
@@ -308,7 +307,6 @@ class _Kernel:
                 f.call(
                     self.phases.add_keys,
                     scratch[tiles],
-                    f.value(panel_size(tile), I64),
                     scratch["reach"],
                     panels,
                     scratch[rows],

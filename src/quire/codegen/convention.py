@@ -37,6 +37,7 @@ from quire.errors import CodegenError
 
 ENTRY = "forward"
 Form = Literal["panel", "row", "backward"]
+BLOCK_Q = 128  # queries that the backward kernel computes together
 MOST_ROWS = 4  # the longest query that is computed row by row
 EMPTY, PARTIAL, FULL, PLAIN = range(4)  # kinds of tiles: nothing to do, all masks, some, none
 
@@ -297,8 +298,8 @@ def backward_regions(
         ("grad_query", keys * block_q),
         ("queries", padded(tile, head_dim) * block_q),
         ("grads", padded(tile, value_dim) * block_q),
-        ("weights", panels * panel_size(tile)),
-        ("slopes", panels * panel_size(tile)),
+        ("weights", weights_stride(tile) * (tile.target.block_kv + SMALL_ROWS)),
+        ("slopes", weights_stride(tile) * (tile.target.block_kv + SMALL_ROWS)),
     )
     yield from _placed(tile, sizes, block_q * 0)
 
@@ -308,9 +309,9 @@ def gradient_stride(tile: Tile, width: Number) -> Number:
     return ((width + (tile.width - 1)) & -tile.width) + tile.width
 
 
-def panel_size(tile: Tile) -> int:
-    """From panel to panel of a block of keys; a few rows more, as the small micro kernel wants."""
-    return (tile.target.block_kv + SMALL_ROWS) * tile.width
+def weights_stride(tile: Tile) -> int:
+    """From key to key of weights and slopes, which have all queries of a block side by side."""
+    return BLOCK_Q + tile.width
 
 
 def backward_scratch_bytes(spec: ForwardSpec, head_dim: int, value_dim: int, rows: int) -> int:

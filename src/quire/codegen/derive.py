@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from quire.codegen import vecmath
 from quire.codegen.arguments import ModArguments
 from quire.codegen.builder import Function, Module, Value
-from quire.codegen.convention import CAPTURED, DERIVE
+from quire.codegen.convention import CAPTURED, DERIVE, weights_stride
 from quire.codegen.loads import Captured, Lanes
 from quire.codegen.lower import ELEMENT, KEY, ROW, UNIFORM, Scope
 from quire.codegen.mods import Panel, existing, queries_of_panel, scopes_of_rows
@@ -136,7 +136,8 @@ class _Derive:
     def _key(self, j: Value, totals: list[Value]) -> list[Value]:
         """One key of the panel."""
         f, tile, at, derived = self.f, self.tile, self.at, self.derived
-        before, products = (tile.load_row(f, at[name], j) for name in ("scores", "slopes"))
+        step = weights_stride(tile)
+        before, products = (tile.load_row(f, at[name], j, step) for name in ("scores", "slopes"))
         scopes = list(self.panel.at_key(Lanes(at["kv_idx"] + j), before))
         scores, live = self._scores(scopes, before)
         weights, slopes, by_load = [], [], []
@@ -152,8 +153,8 @@ class _Derive:
             by_load.append([self._times(scope, slope, node, live[v]) for _, node in derived.loads])
             weights.append(self._times(scope, kept, None, live[v]))
             slopes.append(self._times(scope, slope, derived.slope, live[v]))
-        tile.store_row(f, weights, at["scores"], j)
-        tile.store_row(f, slopes, at["slopes"], j)
+        tile.store_row(f, weights, at["scores"], j, step)
+        tile.store_row(f, slopes, at["slopes"], j, step)
         return self._gather(scopes, by_load, totals)
 
     def _scores(

@@ -17,6 +17,7 @@ import itertools
 from collections.abc import Sequence
 
 from quire.codegen.builder import Function, Module, Value
+from quire.codegen.convention import weights_stride
 from quire.codegen.tiles import SMALL_ROWS, Tile, across, large_rows, outer_product
 from quire.codegen.types import I1, I64, PTR
 
@@ -48,7 +49,7 @@ def write_add_queries(module: Module, tile: Tile) -> Function:
             column = f.offset(keys, d, tile.element)
 
             def numbers(j: Value) -> list[Value]:
-                at = f.offset(slopes, j * tile.width + first, tile.element)
+                at = f.offset(slopes, j * weights_stride(tile) + first, tile.element)
                 return [f.load(tile.element, at, r) for r in range(rows)]
 
             def vectors(j: Value) -> list[Value]:
@@ -73,7 +74,6 @@ def write_add_keys(module: Module, tile: Tile) -> Function:
     """
     parameters = {
         "weights": PTR,
-        "panel_size": I64,
         "reach": PTR,
         "panels": I64,
         "rows": PTR,
@@ -85,21 +85,22 @@ def write_add_keys(module: Module, tile: Tile) -> Function:
         "columns": I64,
     }
     with module.function("add_keys", parameters, internal=True) as f:
-        weights, panel_size, reach, panels, rows, stride = f.parameters[:6]
-        grads, grad_stride, first, end, columns = f.parameters[6:]
+        weights, reach, panels, rows, stride = f.parameters[:5]
+        grads, grad_stride, first, end, columns = f.parameters[5:]
+        step = weights_stride(tile)
 
         def add(key: Value, d: Value, count: int) -> None:
             places = [key + r for r in range(count)]
             if count == SMALL_ROWS:  # past the end: the last key again, whose sums are not stored
                 places = [f.minimum(place, end - 1) for place in places]
-            starts = [f.offset(weights, place * tile.width, tile.element) for place in places]
+            starts = [f.offset(weights, place * step, tile.element) for place in places]
             column = f.offset(rows, d, tile.element)
 
             def panel(p: Value, sums: list[Value]) -> list[Value]:
                 low, high = (f.load(I64, reach, p * 2 + side) for side in (0, 1))
 
                 def product() -> Sequence[Value]:
-                    at = p * panel_size
+                    at = p * tile.width
                     mine = [f.offset(start, at, tile.element) for start in starts]
                     queries = f.offset(column, p * stride * tile.width, tile.element)
                     return outer_product(
@@ -141,7 +142,7 @@ def write_clear(module: Module, tile: Tile) -> Function:
     with module.function("clear", parameters, internal=True) as f:
         panel, first, end = f.parameters
         with f.range(first, end) as j:
-            tile.store_row(f, tile.row(f, 0.0), panel, j)
+            tile.store_row(f, tile.row(f, 0.0), panel, j, weights_stride(tile))
     return f
 
 
@@ -151,7 +152,7 @@ def write_add_masses(module: Module, tile: Tile) -> Function:
     with module.function("add_masses", parameters, internal=True) as f:
         weights, masses, count = f.parameters
         with f.range(0, count) as j:
-            total, *others = tile.load_row(f, weights, j)
+            total, *others = tile.load_row(f, weights, j, weights_stride(tile))
             for other in others:
                 total = total + other
             mass = f.extract(across(f, total, lambda a, b: a + b), 0)

@@ -59,16 +59,21 @@ class Tile(NamedTuple):
         """A row of a panel that is the same number everywhere."""
         return [f.value(number, self.vector)] * self.target.vectors
 
-    def load_row(self, f: Function, panel: Value, row: Operand = 0) -> list[Value]:
-        """One row of a panel in memory."""
-        at = f.offset(panel, row * self.width, self.element)
+    def load_row(self, f: Function, panel: Value, row: Operand = 0, stride: int = 0) -> list[Value]:
+        """One row of a panel in memory; rows follow each other, or at a stride."""
+        at = f.offset(panel, row * (stride or self.width), self.element)
         return [self.load(f, at, v * self.lanes) for v in range(self.target.vectors)]
 
     def store_row(
-        self, f: Function, values: Sequence[Value], panel: Value, row: Operand = 0
+        self,
+        f: Function,
+        values: Sequence[Value],
+        panel: Value,
+        row: Operand = 0,
+        stride: int = 0,
     ) -> None:
         """Write one row of a panel."""
-        at = f.offset(panel, row * self.width, self.element)
+        at = f.offset(panel, row * (stride or self.width), self.element)
         for v, value in enumerate(values):
             self.store(f, value, at, v * self.lanes)
 
@@ -129,7 +134,9 @@ def large_rows(tile: Tile, count: Value) -> Value:
     return count.udiv(unit) * unit
 
 
-def write_multiply_keys(module: Module, tile: Tile, *, maxima: bool = True) -> Function:
+def write_multiply_keys(
+    module: Module, tile: Tile, *, maxima: bool = True, row_stride: int = 0
+) -> Function:
     """scores[key] = keys[key] . queries for `count` keys, and perhaps each column's maximum."""
     parameters = {
         "keys": PTR,
@@ -159,7 +166,7 @@ def write_multiply_keys(module: Module, tile: Tile, *, maxima: bool = True) -> F
                 unroll=2,
             )
             for r, row in enumerate(tile.rows(sums)):
-                tile.store_row(f, row, scores, first + r)
+                tile.store_row(f, row, scores, first + r, row_stride)
                 if maxima:
                     best = [f.maximum(a, b) for a, b in zip(best, row, strict=True)]
             return best

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.block_mask import BlockRows
-from quire.codegen.convention import CAPTURED, GRADIENTS, GRADIENTS_PART, gradient_stride
+from quire.codegen.convention import BLOCK_Q, CAPTURED, GRADIENTS, GRADIENTS_PART, gradient_stride
 from quire.codegen.target import Target
 from quire.codegen.tiles import Tile
 from quire.eager.backward import Above, Gradients, Wanted, folded
@@ -20,7 +20,6 @@ from quire.runtime.plan import Plan, Rows, make_plan, wide_dtype
 from quire.runtime.roots import mod_roots
 from quire.runtime.tile_lists import NO_LISTS, tile_lists
 
-BLOCK_Q = 128
 ENOUGH_SHARES = 8  # of one sequence; more would need more memory for their sums
 QUERIES_OF_SHARE = 1024  # at least
 
