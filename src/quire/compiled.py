@@ -139,7 +139,7 @@ def run(
 
 
 def run_backward(
-    problem: Problem, operands: Operands, blocks: BlockRows, wanted: Wanted, above: Above
+    problem: Problem, operands: Operands, blocks: BlockRows | None, wanted: Wanted, above: Above
 ) -> Gradients:
     """The backward pass; in tiles of torch ops where a number is not finite."""
     found = None

@@ -88,11 +88,11 @@ class Gradients(NamedTuple):
 
 
 def backward(
-    problem: Problem, operands: Operands, blocks: BlockRows, wanted: Wanted, above: Above
+    problem: Problem, operands: Operands, blocks: BlockRows | None, wanted: Wanted, above: Above
 ) -> Gradients:
     """The gradients of query, key, value and captures, in the working dtype.
 
-    `blocks` are those of the forward pass: the tensors of a block mask may be edited since.
+    `blocks` are those of the block mask, if any, in the forward pass: it may be edited since.
     """
     given = Given.of(above)
     sums = _zeros(operands, wanted)._replace(delta=given.delta)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -20,7 +21,7 @@ from quire.problem import Problem
 Forward: TypeAlias = Callable[..., Result]
 """run(problem, operands, sink, *, wanted), as `forward`."""
 
-Backward: TypeAlias = Callable[[Problem, Operands, BlockRows, Wanted, Above], Gradients]
+Backward: TypeAlias = Callable[[Problem, Operands, BlockRows | None, Wanted, Above], Gradients]
 """As `backward`, which computes whatever has to be recorded."""
 
 
@@ -77,7 +78,8 @@ class TiledAttention(torch.autograd.Function):
         ctx.mark_non_differentiable(*others)
         ctx.save_for_backward(out, lse, *tensors)
         ctx.set_materialize_grads(False)
-        ctx.blocks = block_rows(ctx.problem, Sizes.of(*tensors[:2]))
+        masked = ctx.problem.block_mask is not None
+        ctx.blocks = block_rows(ctx.problem, Sizes.of(*tensors[:2])) if masked else None
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: Any) -> Any:
@@ -102,6 +104,10 @@ class TiledAttention(torch.autograd.Function):
                 for grad, tensor in zip(found, inputs, strict=True)
             ),
         )
+
+
+# Torch asks for the signature at every call, and finds it sooner where it is written down.
+TiledAttention.forward.__signature__ = inspect.signature(TiledAttention.forward)  # type: ignore[attr-defined]
 
 
 def _sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor | None) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -9,19 +11,26 @@ import torch
 from torch import Tensor
 
 from quire.block_mask import BlockRows
-from quire.codegen.convention import BLOCK_Q, CAPTURED, GRADIENTS, GRADIENTS_PART, gradient_stride
+from quire.codegen.convention import (
+    BLOCK_Q,
+    CAPTURED,
+    GRADIENTS,
+    GRADIENTS_PART,
+    gradient_stride,
+)
 from quire.codegen.target import Target
-from quire.codegen.tiles import Tile
 from quire.eager.backward import Above, Gradients, Wanted, folded
 from quire.ir.graph import Node
 from quire.problem import Problem
-from quire.runtime.addressing import Addressing, strides
-from quire.runtime.plan import Plan, Rows, make_plan, wide_dtype
+from quire.runtime.addressing import Addressing
+from quire.runtime.plan import Rows, make_plan, wide_dtype
 from quire.runtime.roots import mod_roots
 from quire.runtime.tile_lists import NO_LISTS, tile_lists
 
 ENOUGH_SHARES = 8  # of one sequence; more would need more memory for their sums
 QUERIES_OF_SHARE = 1024  # at least
+LARGEST_SUMS = 2**27
+"""How many bytes the sums for captured tensors have at once, if they can have less."""
 
 
 def num_slices(q_len: int, heads: int, key_heads: int) -> int:
@@ -37,6 +46,15 @@ def backward(
     return _Backward(problem, memory, blocks, wanted, above).run()
 
 
+class Round(NamedTuple):
+    """The shares of some sequences and key heads: [b, b_stop) and [h, h_stop)."""
+
+    b: int
+    b_stop: int
+    h: int
+    h_stop: int
+
+
 class _Backward:
     """One backward pass."""
 
@@ -49,175 +67,226 @@ class _Backward:
         above: Above,
     ) -> None:
         self.memory, self.wanted, self.above = memory, wanted, above
-        lists = NO_LISTS
-        if problem.block_mask is not None and blocks is not None:
-            lists = tile_lists(blocks, BLOCK_Q, Target.host().block_kv)
-        roots, captures = mod_roots(problem, self.dtype, memory.longest, lists.mixed)
-        learned = tuple(
-            place for place, tensor in enumerate(wanted.captures) if tensor.requires_grad
+        self.scale, self.dtype = problem.scale, wide_dtype(memory.query)
+        heads, self.key_heads = memory.query.shape[1], memory.key.shape[1]
+        self.slices = [num_slices(s.q_len, heads, self.key_heads) for s in memory.sequences]
+        self.lists = NO_LISTS
+        if blocks is not None:
+            self.lists = tile_lists(blocks, BLOCK_Q, Target.host().block_kv)
+        roots, self.captures = mod_roots(problem, self.dtype, memory.longest, self.lists.mixed)
+        learned = tuple(n for n, tensor in enumerate(wanted.captures) if tensor.requires_grad)
+        roots = roots._replace(learned=learned)
+        self.plan = make_plan(
+            "backward",
+            memory,
+            roots,
+            self.captures,
+            self.lists,
+            BLOCK_Q,
+            problem.scale,
+            Rows(above.out, above.lse),
         )
-        self.lists, self.captures = lists, captures
-        self.roots = roots._replace(learned=learned)
-        results = Rows(above.out, above.lse)
-        self.plan: Plan = make_plan(
-            "backward", memory, self.roots, captures, lists, BLOCK_Q, problem.scale, results
-        )
-        self.scale = problem.scale
-        heads, key_heads = memory.query.shape[1], memory.key.shape[1]
-        self.slices = [num_slices(s.q_len, heads, key_heads) for s in memory.sequences]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return wide_dtype(self.memory.query)
-
-    @property
-    def tile(self) -> Tile:
-        return self.plan.kernel.tile
+        self.loads = list(roots.slopes.loads)
+        self.learned = {place: self._sums_of_capture(place) for place in learned}
 
     def run(self) -> Gradients | None:
         """Launch, and add up."""
-        memory, wanted, above = self.memory, self.wanted, self.above
-        query, key, value = memory.query, memory.key, memory.value
-        grad_query = torch.empty_like(query) if wanted.query else None
-        grad_key = self._sums(key) if wanted.key else None
-        grad_value = self._sums(value) if wanted.value else None
-        delta = torch.zeros_like(above.lse)
-        odd = torch.zeros(1, dtype=torch.int64)
-        captured = {place: self._captured_sums(place) for place in self.roots.learned}
-        table = b"".join(
-            CAPTURED.pack_in_order(*captured[load.payload].record())  # type: ignore[index]
-            for load in self.roots.slopes.loads
-        )
-        table_memory = torch.frombuffer(bytearray(table or bytes(8)), dtype=torch.uint8)
-        grad_out = above.grad_out
-        if grad_out is None:
-            grad_out = above.out.new_zeros(()).expand(above.out.shape)
-        fields: dict[str, int | float] = dict.fromkeys(GRADIENTS, 0)
-        grad_lse = None if above.grad_lse is None else _like(above.grad_lse, above.lse)
-        fields |= _strided("grad_out", grad_out)
-        if grad_query is not None:
-            fields |= _strided("grad_query", grad_query)
-        for name, sums in (("grad_key", grad_key), ("grad_value", grad_value)):
-            if sums is not None:
-                fields[name] = sums.data_ptr()
-                slice, batch, head, row, _ = sums.stride()
-                fields |= {f"{name}_slice": slice, f"{name}_head": head, f"{name}_row": row}
-                fields[f"{name}_batch"] = batch if sums.shape[1] > 1 else 0
-        fields |= {
-            "grad_lse": 0 if grad_lse is None else grad_lse.data_ptr(),
-            "delta": delta.data_ptr(),
-            "captured": table_memory.data_ptr(),
-            "wants_slopes": int(wanted.scores),
-            "slope_scale": self.scale,
-            "odd": odd.data_ptr(),
-        }
-        self._launch(GRADIENTS_PART.pack(fields))
+        memory, wanted = self.memory, self.wanted
+        query = torch.empty_like(memory.query) if wanted.query else None
+        key = self._sums_of_rows(memory.key) if wanted.key else None
+        value = self._sums_of_rows(memory.value) if wanted.value else None
+        delta = torch.zeros_like(self.above.lse)
+        odd = torch.zeros(1, dtype=torch.int64, device="cpu")
+        table = ctypes.create_string_buffer(CAPTURED.size * len(self.loads) + 1)
+        fields = self._fields(query, key, value, delta)
+        fields |= {"captured": ctypes.addressof(table), "odd": odd.data_ptr()}
+        record = GRADIENTS_PART.pack(fields)
+        for part in self._rounds():
+            sums = {place: each.begin(part) for place, each in self.learned.items()}
+            records = [CAPTURED.pack_in_order(*sums[place]) for place in self._places]
+            table.raw = b"".join((*records, b"\0"))
+            self._launch(record, part)
+            for each in self.learned.values():
+                each.end()
         if odd.item():
             return None
+        captures = [
+            self.learned[place].total if place in self.learned else None
+            for place in range(len(wanted.captures))
+        ]
         return Gradients(
-            grad_query,
-            None if grad_key is None else self._total(grad_key, key),
-            None if grad_value is None else self._total(grad_value, value),
-            tuple(
-                captured[place].total() if place in captured else None
-                for place in range(len(wanted.captures))
-            ),
+            query,
+            None if key is None else _together(key, memory.key),
+            None if value is None else _together(value, memory.value),
+            tuple(captures),
             delta,
         )
 
-    def _launch(self, gradients: bytes) -> None:
+    def _fields(
+        self, query: Tensor | None, key: Tensor | None, value: Tensor | None, delta: Tensor
+    ) -> dict[str, int | float]:
+        """The part of the kernel's record that is about gradients."""
+        out, lse, grad_out, grad_lse = self.above
+        fields: dict[str, int | float] = dict.fromkeys(GRADIENTS, 0)
+        if grad_out is None:
+            grad_out = out.new_zeros(()).expand(out.shape)
+        fields |= _strided("grad_out", grad_out, ("batch", "head", "row", "column"))
+        if grad_lse is not None:
+            self._grad_lse = torch.empty_like(lse).copy_(grad_lse)  # with its strides
+            fields["grad_lse"] = self._grad_lse.data_ptr()
+        if query is not None:
+            fields |= _strided("grad_query", query, ("batch", "head", "row", "column"))
+        for name, sums in (("grad_key", key), ("grad_value", value)):
+            if sums is not None:
+                fields |= _strided(name, sums, ("slice", "batch", "head", "row"))
+        return fields | {
+            "delta": delta.data_ptr(),
+            "wants_slopes": int(self.wanted.scores),
+            "slope_scale": self.scale,
+        }
+
+    # --- shares
+
+    @property
+    def _places(self) -> list[int]:
+        """From which captured tensor each load is."""
+        return [load.payload for load in self.loads if isinstance(load.payload, int)]
+
+    @property
+    def _batch(self) -> int:
+        copies = self.memory.copies
+        return len(self.memory.sequences) if copies is None else copies
+
+    def _rounds(self) -> Iterator[Round]:
+        """All shares, in parts whose sums for captured tensors are not too large."""
+        batch, heads = self._batch, self.key_heads
+
+        def size(batch: int, heads: int) -> int:
+            return sum(each.size(batch, heads) for each in self.learned.values())
+
+        while batch > 1 and size(batch, heads) > LARGEST_SUMS:
+            batch = -(-batch // 2)
+        while batch == 1 and heads > 1 and size(batch, heads) > LARGEST_SUMS:
+            heads = -(-heads // 2)
+        for b in range(0, self._batch, batch):
+            for h in range(0, self.key_heads, heads):
+                yield Round(b, min(b + batch, self._batch), h, min(h + heads, self.key_heads))
+
+    def _launch(self, record: bytes, part: Round) -> None:
+        """The shares of a round. They are numbered by sequence, then by head, then by slice."""
         memory, above = self.memory, self.above
-        key_heads = memory.key.shape[1]
-        records, shares = [], 0
+        records, starts = [], [0]
         for sequence, slices in zip(memory.sequences, self.slices, strict=True):
-            records.append(sequence.record(shares, slices))
-            shares += key_heads * slices
+            records.append(sequence.record(starts[-1], slices))
+            starts.append(starts[-1] + self.key_heads * slices)
         if memory.copies is not None:
-            shares *= memory.copies
-        if shares == 0 or 0 in memory.query.shape:
+            starts = [starts[1] * b for b in range(memory.copies + 1)]
+        first, stop = starts[part.b], starts[part.b_stop]
+        if part.h_stop - part.h < self.key_heads:
+            each = (stop - first) // self.key_heads
+            first, stop = first + part.h * each, first + part.h_stop * each
+        if first == stop or 0 in memory.query.shape:
             return
         table = memory.page_table
         operands = (memory.query, memory.key, memory.value, above.out, above.lse)
-        addresses = (*(tensor.data_ptr() for tensor in operands), 0, 0, 0, 0)
         self.plan.launch_at(
-            addresses,
+            (*(tensor.data_ptr() for tensor in operands), 0, 0, 0, 0),
             b"".join(records),
             len(memory.sequences),
-            shares,
+            stop,
             memory.work(memory.sequences),
             self.captures,
             self.lists,
             0 if table is None else table.data_ptr(),
-            gradients,
+            record,
+            first,
         )
 
     # --- sums
 
-    def _sums(self, rows: Tensor) -> Tensor:
+    def _sums_of_rows(self, rows: Tensor) -> Tensor:
         """Room for the gradients of keys or values: [slices, B, H, rows, whole panels]."""
-        batch = self.memory.copies or 1
-        width = gradient_stride(self.tile, rows.shape[3]) - self.tile.width
-        shape = (max(self.slices, default=1), batch, *rows.shape[1:3], width)
+        tile = self.plan.kernel.tile
+        width = gradient_stride(tile, rows.shape[3]) - tile.width
+        shape = (max(self.slices, default=1), self.memory.copies or 1, *rows.shape[1:3], width)
         return torch.zeros(shape, dtype=self.dtype, device="cpu")
 
-    def _total(self, sums: Tensor, like: Tensor) -> Tensor:
-        """All slices, and batches where keys are shared by all, together."""
-        total = folded(sums)
-        if like.shape[0] < total.shape[0]:
-            total = folded(total).unsqueeze(0)
-        return total[..., : like.shape[3]]
-
-    def _captured_sums(self, place: int) -> CapturedSums:
-        tensor = self.captures[place]
-        loads = [load for load in self.roots.slopes.loads if load.payload == place]
-        direct = [set(_direct_inputs(load)) for load in loads]
-        memory = self.memory
-        counts = {
-            "b": memory.copies if memory.copies is not None else len(memory.sequences),
-            "h": memory.key.shape[1],
-            "q_idx": max(self.slices, default=1),
-        }
-        sizes = [
-            1 if all(name in names for names in direct) else count for name, count in counts.items()
+    def _sums_of_capture(self, place: int) -> SumsOfCapture:
+        """What tells shares apart is an index of every load, or has sums of its own."""
+        loads = [load for load in self.loads if load.payload == place]
+        shared = [
+            all(name in _direct_inputs(load) for load in loads) for name in ("b", "h", "q_idx")
         ]
-        return CapturedSums(torch.zeros((*sizes, *tensor.shape), dtype=self.dtype, device="cpu"))
+        slices = 1 if shared[2] else max(self.slices, default=1)
+        return SumsOfCapture(self.captures[place], self.dtype, shared[0], shared[1], slices)
 
 
-class CapturedSums(NamedTuple):
-    """Sums for a captured tensor: [b, key head, slice, ...], 1 where an index tells them apart."""
+class SumsOfCapture:
+    """The gradient of a captured tensor: sums [b, key head, slice, ...] of a round, and of all."""
 
-    sums: Tensor
+    def __init__(
+        self, tensor: Tensor, dtype: torch.dtype, shared_b: bool, shared_h: bool, slices: int
+    ) -> None:
+        self._shape, self._dtype = tensor.shape, dtype
+        self._shared = (shared_b, shared_h)
+        self._slices = slices
+        self._sums = self.total = torch.zeros(tensor.shape, dtype=dtype, device="cpu")
 
-    def record(self) -> tuple[int, int, int, int]:
-        """Where it is, and from share to share."""
-        steps = [
-            step if size > 1 else 0
-            for size, step in zip(self.sums.shape[:3], self.sums.stride()[:3], strict=True)
-        ]
-        batch, head, slice = steps
-        return self.sums.data_ptr(), batch, head, slice
+    def _counts(self, batch: int, heads: int) -> tuple[int, int, int]:
+        b, h = self._shared
+        return 1 if b else batch, 1 if h else heads, self._slices
 
-    def total(self) -> Tensor:
-        """All shares together."""
-        return folded(self.sums.flatten(0, 2))
+    def size(self, batch: int, heads: int) -> int:
+        """The bytes that a round needs."""
+        return math.prod((*self._counts(batch, heads), *self._shape)) * self._dtype.itemsize
+
+    def begin(self, part: Round) -> tuple[int, int, int, int]:
+        """Where the sums of a round are: the address of the first, and from share to share."""
+        counts = self._counts(part.b_stop - part.b, part.h_stop - part.h)
+        if counts == (1, 1, 1):  # no two shares have a place in common, whatever the round
+            self._sums = self.total.view(1, 1, 1, *self._shape)
+        else:
+            self._sums = torch.zeros((*counts, *self._shape), dtype=self._dtype, device="cpu")
+        one = math.prod(self._shape)
+        batch, head, slice = (
+            0 if self._shared[0] else one * counts[1] * counts[2],
+            0 if self._shared[1] else one * counts[2],
+            0 if counts[2] == 1 else one,
+        )
+        before = part.b * batch + part.h * head
+        address = self._sums.data_ptr() - before * self._dtype.itemsize
+        return address, batch, head, slice
+
+    def end(self) -> None:
+        """Add the sums of a round to those of all."""
+        if self._sums.data_ptr() != self.total.data_ptr():
+            self.total += folded(self._sums.flatten(0, 2))
 
 
-def _direct_inputs(load: Node) -> Iterator[str]:
+def _together(sums: Tensor, like: Tensor) -> Tensor:
+    """All slices, and all batches where they share their keys, as one tensor."""
+    total = folded(sums)
+    if like.shape[0] < total.shape[0]:
+        total = folded(total).unsqueeze(0)
+    return total[..., : like.shape[3]]
+
+
+def _direct_inputs(load: Node) -> set[str]:
     """The inputs that are indices of a load themselves."""
+    found = set()
     for index in load.args:
         while index.op == "cast":
             (index,) = index.args
         if index.op == "input":
-            yield str(index.payload)
+            found.add(str(index.payload))
+    return found
 
 
-def _strided(name: str, tensor: Tensor) -> dict[str, int]:
-    axes = ("batch", "head", "row", "column")
-    steps = dict(zip((f"{name}_{axis}" for axis in axes), strides(tensor), strict=True))
-    return {name: tensor.data_ptr(), **steps}
-
-
-def _like(tensor: Tensor, model: Tensor) -> Tensor:
-    """A tensor with the strides of another one."""
-    result = torch.empty_like(model)
-    return result.copy_(tensor)
+def _strided(name: str, tensor: Tensor, axes: tuple[str, ...]) -> dict[str, int | float]:
+    """The address and the strides of a tensor; a batch of 1 is shared by all."""
+    steps = tensor.stride()
+    named = {
+        f"{name}_{axis}": 0 if axis == "batch" and size == 1 else step
+        for axis, size, step in zip(axes, tensor.shape, steps, strict=False)
+    }
+    return {name: tensor.data_ptr(), **named}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import sys
 from collections import deque
 from collections.abc import Sequence as Several
 from typing import NamedTuple
@@ -114,12 +115,13 @@ class Plan(NamedTuple):
         lists: TileLists = NO_LISTS,
         page_table: int = 0,
         gradients: bytes = b"",
+        first: int = 0,
     ) -> bool:
         """The same, `addresses` being those of query, key, value, the five of Rows and sink.
 
-        The backward kernel reads a third part of its record.
+        The backward kernel reads a third part of its record. Items are those from `first` on.
         """
-        threads = min(num_threads(), items) if work > SMALL_WORK else 1
+        threads = min(num_threads(), items - first) if work > SMALL_WORK else 1
         if self.pyramids:
             captures = [*captures, *pyramids.build(captures, self.pyramids)]
         arguments, more = self.code.arguments, len(gradients)
@@ -139,7 +141,8 @@ class Plan(NamedTuple):
                 address + _COUNTERS,
             )
             packed = arguments.pack(captures, address + _FLAG)
-            content = b"".join((call, self.record, gradients, _ZEROS, records, packed))
+            start = first.to_bytes(8, sys.byteorder)
+            content = b"".join((call, self.record, gradients, start, _ZEROS, records, packed))
             ctypes.memmove(address - more, content, len(content))
             launch(self.kernel.address, address - more, threads)
         return block[_FLAG + more] != b"\0"
@@ -151,7 +154,7 @@ class Plan(NamedTuple):
 _COUNTERS = CALL_PART.size + PLAN_PART.size
 _FLAG = _COUNTERS + 16 * 8
 _SEQUENCES = _FLAG + 8
-_ZEROS = bytes(_SEQUENCES - _COUNTERS)
+_ZEROS = bytes(_SEQUENCES - _COUNTERS - 8)
 
 
 def wide_dtype(query: Tensor) -> torch.dtype:
