@@ -196,6 +196,7 @@ def test_in_one_graph_a_request_is_answered_in_its_class(graphs: Graphs, kind: s
         ({"dropout_p": 0.1}, "has no dropout"),
         ({"return_aux": quire.AuxRequest(argmax=True)}, "does not return argmax"),
         ({"return_aux": quire.AuxRequest(entropy=True)}, "does not return entropy"),
+        ({"return_aux": quire.AuxRequest(key_mass=True)}, "does not return key_mass"),
     ],
 )
 def test_what_the_operator_lacks_is_said(options: dict[str, Any], lacking: str) -> None:

@@ -57,6 +57,7 @@ SLOPES = torch.zeros(2, requires_grad=True)
         ({"aux": quire.AuxRequest(max_scores=True)}, "on cpu does not return max_scores"),
         ({"aux": quire.AuxRequest(argmax=True)}, "does not return argmax"),
         ({"aux": quire.AuxRequest(lse=True, entropy=True)}, "does not return entropy"),
+        ({"aux": quire.AuxRequest(key_mass=True)}, "does not return key_mass"),
         ({"sink": torch.zeros(2)}, "on cpu does not return lse, which a sink needs"),
         (
             {"score_mod": learned},

@@ -131,6 +131,37 @@ def test_the_entropy_of_a_row_that_is_nan(bad: float) -> None:
     assert one_row([0.0, bad], [1.0, 1.0]).entropy.isnan().all()
 
 
+# The mass of keys
+
+
+def test_the_mass_of_keys_by_hand() -> None:
+    """Two queries, of which the first sees one key."""
+    result = attention(
+        column(1, 1),
+        column(0.0, math.log(3)),
+        column(1, 1),
+        scale=1.0,
+        mask_mod=causal,
+        sink=torch.tensor([math.log(4)], dtype=torch.float64),
+    )
+    assert result.key_mass.flatten().tolist() == pytest.approx([1 / 5 + 1 / 8, 3 / 8])
+    assert not result.key_mass.requires_grad
+
+
+def test_dropout_does_not_change_the_mass_of_keys() -> None:
+    keep = torch.tensor([True, False]).view(1, 1, 1, 2)
+    result = one_row([0.0, 0.0], [1.0, 1.0], keep=keep, dropout_p=0.5)
+    assert result.key_mass.flatten().tolist() == [0.5, 0.5]
+    assert result.probabilities.flatten().tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("bad", [nan, inf])
+def test_a_row_that_is_nan_spoils_the_mass_of_what_it_reads(bad: float) -> None:
+    query = column(0.0, bad)
+    mass = attention(query, column(1, 1, 1), column(1, 1, 1), mask_mod=causal).key_mass
+    assert mass.isnan().flatten().tolist() == [True, True, False]
+
+
 # Rows that read nothing
 
 
@@ -154,6 +185,7 @@ def test_a_row_that_may_attend_nowhere_is_zero(options: dict[str, Any]) -> None:
     assert (result.max_scores == -inf).all()
     assert (result.argmax == -1).all()
     assert (result.entropy == 0).all()
+    assert (result.key_mass == 0).all()
     loss = result.out.sum() + result.out.square().sum()
     for grad in torch.autograd.grad(loss, tensors, materialize_grads=True):
         assert not grad.any()
@@ -168,6 +200,7 @@ def test_no_queries_or_no_keys(q_len: int, kv_len: int) -> None:
     assert (result.max_scores == -inf).all()
     assert (result.argmax == -1).all()
     assert (result.entropy == 0).all()
+    assert torch.equal(result.key_mass, torch.zeros(1, 2, kv_len, dtype=torch.float64))
 
 
 def test_a_sink_alone() -> None:

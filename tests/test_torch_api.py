@@ -80,7 +80,7 @@ def test_explain_takes_what_flex_attention_takes() -> None:
 @pytest.mark.parametrize("name", ["AuxRequest", "AuxOutput"])
 def test_aux_types_begin_with_those_of_torch(name: str) -> None:
     ours, theirs = getattr(quire, name), getattr(torch_flex, name)
-    assert ours._fields == (*theirs._fields, "argmax", "entropy")
+    assert ours._fields == (*theirs._fields, "argmax", "entropy", "key_mass")
     assert ours._field_defaults.items() >= theirs._field_defaults.items()
 
 

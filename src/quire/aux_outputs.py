@@ -1,4 +1,4 @@
-"""What attention can say about each row besides its output, and how that is asked for.
+"""What attention can say about rows and keys besides its output, and how that is asked for.
 
     out, aux = attention(query, memory, return_aux=AuxRequest(argmax=True))
     aux.argmax
@@ -21,29 +21,34 @@ class AuxRequest(NamedTuple):
     """What is wanted besides the output.
 
     `lse` is the log-sum-exp of the scores, `max_scores` their maximum, `argmax` the position of the
-    key that has it, `entropy` that of the probabilities, in nats. Only `lse` has a gradient.
+    key that has it, `entropy` that of the probabilities, in nats. `key_mass` is the attention that
+    each key receives, for what keeps the keys that matter: its probabilities, before dropout,
+    summed over queries. Only `lse` has a gradient.
     """
 
     lse: bool = False
     max_scores: bool = False
     argmax: bool = False
     entropy: bool = False
+    key_mass: bool = False
 
 
 NO_AUX = AuxRequest()
 
 
 class AuxOutput(NamedTuple):
-    """What was asked for, each [B, Hq, L], and None for the rest.
+    """What was asked for, `key_mass` [B, Hq, S] and the others [B, Hq, L]; None for the rest.
 
     `argmax` is an absolute position, int64, of equals the first. In a row that reads nothing it is
-    -1 and the entropy 0. The others are float32, or float64 for float64 queries.
+    -1 and the entropy 0. The others are float32, or float64 for float64 queries. A key has a mass
+    for each query head, also where heads share it.
     """
 
     lse: Tensor | None = None
     max_scores: Tensor | None = None
     argmax: Tensor | None = None
     entropy: Tensor | None = None
+    key_mass: Tensor | None = None
 
 
 def checked_request(request: object) -> AuxRequest | None:

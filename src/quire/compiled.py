@@ -126,7 +126,8 @@ def run(
     memory = dense(query, Dense(key, value, problem.kv_start), problem.q_start)
     if config().check:
         wanted = wanted._replace(lse=True, max_scores=True)
-    rows, out_of_range = forward(problem, memory, sink, out, wanted)
+    by_row = wanted._replace(lse=wanted.lse or wanted.key_mass, key_mass=False)
+    rows, out_of_range = forward(problem, memory, sink, out, by_row)
     if out_of_range:
         # Where every index is looked at, the error says which it was; if there is none after all,
         # as a mod was asked in a block that does not exist, that is the result.
@@ -135,6 +136,8 @@ def run(
     result = Result(*rows)
     if config().check:
         recheck(problem, operands, sink, result)
+    if wanted.key_mass:  # a second pass, in tiles of torch ops until it has a kernel
+        return result._replace(key_mass=eager.key_mass(problem, operands, result.lse))
     return result
 
 

@@ -239,14 +239,12 @@ def flex_attention(
         )
     asked = return_aux
     if isinstance(return_aux, AuxRequest):
-        lse, max_scores, argmax, entropy = return_aux
-        if argmax or entropy:
+        for output in _unknown(return_aux):
             raise BackendError(
                 f"PyTorch's operator, which computes under fullgraph=True and torch.export, does "
-                f"not return {'argmax' if argmax else 'entropy'}, but it was asked for. Compile "
-                f"without fullgraph=True."
+                f"not return {output}, but it was asked for. Compile without fullgraph=True."
             )
-        asked = torch_flex.AuxRequest(lse, max_scores)
+        asked = torch_flex.AuxRequest(return_aux.lse, return_aux.max_scores)
     result = torch_attention(
         query,
         key,

@@ -22,6 +22,9 @@ tracer. Whole score matrices are made; nothing here is meant to be fast.
   equals the first; NaN counts as largest. It is -1 where nothing is read.
 - The entropy of a row is -sum p ln p over the probabilities of its keys before dropout. A sink has
   its share of the probability and adds no term. It is 0 where nothing is read and has no gradient.
+- The mass of a key is the sum of its probabilities over the queries of one query head, before
+  dropout; a sink has its share of each row. A row that is NaN makes those keys NaN that it reads.
+  It has no gradient.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ from quire.vectorise import IndexByTensors
 
 
 class Reference(NamedTuple):
-    """out [B, Hq, L, Dv], probabilities [B, Hq, L, S], the others [B, Hq, L]."""
+    """out [B, Hq, L, Dv], probabilities [B, Hq, L, S], key_mass [B, Hq, S], others [B, Hq, L]."""
 
     out: Tensor
     lse: Tensor
@@ -46,6 +49,7 @@ class Reference(NamedTuple):
     probabilities: Tensor
     argmax: Tensor
     entropy: Tensor
+    key_mass: Tensor
 
 
 def attention(
@@ -103,6 +107,7 @@ def attention(
     lse = torch.where(empty.squeeze(-1), -math.inf, torch.logsumexp(safe, -1))
     probabilities = torch.where(read, torch.softmax(safe, -1)[..., : shape[3]], 0.0)
     entropy = torch.special.entr(probabilities.detach()).sum(-1)
+    key_mass = probabilities.detach().sum(-2)
     if keep is not None:
         factor = 0.0 if dropout_p == 1.0 else 1.0 / (1.0 - dropout_p)
         probabilities = torch.where(keep, probabilities * factor, 0.0)
@@ -111,7 +116,7 @@ def attention(
     candidates = torch.cat([scores, lowest], -1).detach()
     max_scores = candidates.amax(-1)
     argmax = torch.where(read.any(-1), candidates.argmax(-1) + kv_start, -1)
-    return Reference(out, lse, max_scores, probabilities, argmax, entropy)
+    return Reference(out, lse, max_scores, probabilities, argmax, entropy, key_mass)
 
 
 def evaluate(

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from quire.block_mask.rows import BlockRows
-from quire.eager.tile import Operands, Tile, by_group, weighted_sum
+from quire.eager.tile import Operands, Tile, by_group, probabilities, weighted_sum
 from quire.eager.tiling import Keys, Sizes, Stripe, stripes
 from quire.problem import Problem
 
@@ -176,9 +176,7 @@ def _tile_gradients(
     raw, modified = _recorded(tile, tile.raw_scores(rows))
     scores = tile.masked(modified)
     read = scores != -math.inf
-    # An infinite lse is that of a row that reads nothing, or of one that is NaN.
-    shift = torch.where(given.lse.isinf(), math.nan, given.lse)
-    weights = torch.exp(torch.where(read, scores - shift, -math.inf))
+    weights = probabilities(scores, given.lse)
     grad_query = grad_key = grad_value = None
     grad_captures: tuple[Tensor | None, ...] = (None,) * len(wanted.captures)
     if wanted.value:

@@ -9,16 +9,20 @@ import torch
 from torch import Tensor
 
 from quire.aux_outputs import NO_AUX, AuxRequest
+from quire.eager.key_mass import key_mass
 from quire.eager.observe import Observed
 from quire.eager.tile import Operands, Tile, by_group, weighted_sum
 from quire.eager.tiling import Sizes, Stripe, stripes
 from quire.problem import Problem
 
+NOTHING = torch.empty(0, device="cpu")
+
 
 class Result(NamedTuple):
-    """Attention and what is known about each row: out [B, Hq, L, Dv], the others [B, Hq, L].
+    """Attention, what is known about each row, and what about each key.
 
-    What nobody wants may be an empty tensor.
+    out [B, Hq, L, Dv], key_mass [B, Hq, S], the others [B, Hq, L]. What nobody wants may be an
+    empty tensor.
     """
 
     out: Tensor
@@ -26,6 +30,7 @@ class Result(NamedTuple):
     max_scores: Tensor
     argmax: Tensor
     entropy: Tensor
+    key_mass: Tensor = NOTHING
 
 
 def forward(
@@ -50,6 +55,8 @@ def forward(
         for whole, rows in zip(result, part, strict=True):
             if whole.dim() > 1:
                 whole[stripe.rows] = rows
+    if wanted.key_mass:
+        result = result._replace(key_mass=key_mass(problem, operands, lse))
     return result
 
 

@@ -120,6 +120,15 @@ class Tile:
         return evaluate(self.problem.dropout.keep, "mask", *self.indices)
 
 
+def probabilities(scores: Tensor, lse: Tensor) -> Tensor:
+    """What softmax makes of scores whose row has the log-sum-exp `lse`; 0 where one is -inf.
+
+    An infinite lse is that of a row that reads nothing, or of one that is NaN.
+    """
+    shift = torch.where(lse.isinf(), math.nan, lse)
+    return torch.exp(torch.where(scores != -math.inf, scores - shift, -math.inf))
+
+
 def by_group(rows: Tensor, keys: Tensor) -> Tensor:
     """Rows [b, h, r, n] as [b, kvh, h / kvh * r, n]: the heads of a group read one key head.
 
