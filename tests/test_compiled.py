@@ -100,6 +100,22 @@ def test_any_number_of_heads_in_a_group(group: int) -> None:
     assert_matches_reference(_replace(LARGE, group=group, kv_heads=2, q_len=20), "jit")
 
 
+@pytest.mark.parametrize("q_len", [1, 9])
+def test_no_batches_and_no_heads(q_len: int) -> None:
+    for batch, heads in ((0, 2), (2, 0)):
+        query, key = random(batch, heads, q_len, 4), random(batch, 2, 9, 4)
+        out = flex_attention(query, key, key, mask_mod=causal, enable_gqa=True, backend="jit")
+        assert out.shape == (batch, heads, q_len, 4)
+
+
+@pytest.mark.parametrize(("q_len", "kv_len"), [(0, 9), (9, 0), (0, 0)])
+def test_a_block_mask_of_no_queries_or_no_keys(q_len: int, kv_len: int) -> None:
+    mask = create_block_mask(causal, None, None, q_len, kv_len, BLOCK_SIZE=16)
+    query, key = random(1, 2, q_len, 4), random(1, 2, kv_len, 4)
+    out = flex_attention(query, key, key, block_mask=mask, backend="jit")
+    assert torch.equal(out, torch.zeros(1, 2, q_len, 4))
+
+
 def _replace(case: Case, **changes: Any) -> Case:
     return Case(**{**case.__dict__, **changes})
 

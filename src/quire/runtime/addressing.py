@@ -54,6 +54,11 @@ class Addressing(NamedTuple):
     page_table: Tensor | None = None
 
     @property
+    def batches(self) -> int:
+        """How many batch entries each sequence stands for; there may be none."""
+        return 1 if self.copies is None else self.copies
+
+    @property
     def lengths(self) -> tuple[int, int]:
         """The longest query and the largest number of keys."""
         q_len = max((s.q_len for s in self.sequences), default=0)
@@ -75,13 +80,13 @@ class Addressing(NamedTuple):
 
     def num_rows(self, sequences: Several[Sequence]) -> int:
         """How many query rows there are in all heads."""
-        return sum(s.q_len for s in sequences) * self.query.shape[1] * (self.copies or 1)
+        return sum(s.q_len for s in sequences) * self.query.shape[1] * self.batches
 
     def work(self, sequences: Several[Sequence]) -> int:
         """About how many multiplications there are."""
         _, heads, _, head_dim = self.query.shape
         count = sum(s.q_len * (s.kv_end - s.kv_begin) for s in sequences)
-        return count * (self.copies or 1) * heads * head_dim
+        return count * self.batches * heads * head_dim
 
     def records(self, sequences: Several[Sequence], heads: int, block_q: int) -> tuple[bytes, int]:
         """The sequences as the kernel reads them, and how many items there are of `heads`."""
@@ -89,7 +94,7 @@ class Addressing(NamedTuple):
         for sequence in sequences:
             packed.append(sequence.record(items))
             items += num_items(sequence.q_len, heads, block_q)
-        return b"".join(packed), items * (self.copies or 1)
+        return b"".join(packed), items * self.batches
 
     def layout(self) -> dict[str, int]:
         """The part of a plan that says where rows live."""

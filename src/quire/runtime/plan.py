@@ -178,7 +178,7 @@ def make_plan(
     built = roots.pyramids
     code = mod_code(form, made.tile, roots, pyramids.capture_shapes(captures, built))
     heads, head_dim, value_dim = query.shape[1], query.shape[3], value.shape[3]
-    group = heads // key.shape[1]
+    group = max(1, heads // key.shape[1])  # also of no heads at all
     row_group = 1 if form != "row" or lists.per_head or roots.judges_heads else group
     scratch_bytes = made.scratch_bytes(head_dim, value_dim, block_q * row_group)
     observes = results.argmax is not NOTHING or results.entropy is not NOTHING

@@ -118,8 +118,9 @@ def _count(
     """How many cells are true in each tile's range of blocks, by differences of running sums."""
     counts = cells.astype(np.int64)
     for axis, (first, last) in ((-2, q_ranges), (-1, kv_ranges)):
-        nothing = np.zeros_like(np.take(counts, [0], axis))
-        sums = np.cumsum(np.concatenate([nothing, counts], axis), axis)
+        one_before = [(0, 0)] * 4
+        one_before[axis] = (1, 0)
+        sums = np.cumsum(np.pad(counts, one_before), axis)
         top = sums.shape[axis] - 1
         upper, lower = (np.take(sums, np.minimum(ends, top), axis) for ends in (last, first))
         counts = upper - lower
