@@ -31,7 +31,7 @@ MEANING: dict[str, Callable[..., Tensor]] = {
     "sub": torch.sub,
     "mul": torch.mul,
     "div": torch.div,
-    "floordiv": torch.floor_divide,
+    "floordiv": functools.partial(torch.div, rounding_mode="floor"),  # has a derivative: none
     "mod": torch.remainder,
     "pow": torch.pow,
     "min": torch.minimum,
