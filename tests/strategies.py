@@ -85,6 +85,7 @@ class Case:
                 "table": (self.q_heads, self.q_len + self.kv_len),
                 "rows_of": (self.q_len, 3),
                 "columns_of": (self.kv_len, 3),
+                "pairs": (self.batch, self.q_heads, self.q_len, self.kv_len),
             }
         )
 
@@ -129,6 +130,9 @@ _LOADS = st.sampled_from(
         "table[h, q_idx - kv_idx + n]",
         "table[h, -1 - kv_idx]",
         "heads[(q_idx + kv_idx) % heads.shape[0]]",
+        "heads[doc[kv_idx] % heads.shape[0]]",
+        "table[h, doc[q_idx] - doc[kv_idx]]",
+        "pairs[b, h, q_idx, kv_idx]",
     ]
 )
 _POSITIONS = st.sampled_from(
@@ -201,6 +205,40 @@ opaque_score_texts: st.SearchStrategy[str] = st.builds(str.format, _OPAQUE, scor
 
 
 # --- whole calls ---------------------------------------------------------------------------------
+
+
+_LENGTHS = st.one_of(
+    st.integers(0, 5),
+    st.integers(6, 40),
+    st.sampled_from([63, 65, 127, 129, 145, 161]),
+)
+
+
+@st.composite
+def long_cases(draw: st.DrawFn) -> Case:
+    """Calls of several tiles and panels with a rest, or of a few queries, or of nothing at all."""
+    q_len, kv_len = draw(_LENGTHS), draw(st.one_of(_LENGTHS, st.sampled_from([257, 290])))
+    few = q_len * kv_len < 3000
+    batch = draw(st.integers(1, 3 if few else 2))
+    block = st.sampled_from([16, 40, 128])
+    return Case(
+        batch=batch,
+        kv_batch=draw(st.sampled_from([1, batch])),
+        kv_heads=draw(st.integers(1, 2 if few else 1)),
+        group=draw(st.sampled_from([1, 2, 3, 5])),
+        q_len=q_len,
+        kv_len=kv_len,
+        head_dim=draw(st.sampled_from([1, 4, 8, 13, 20, 33])),
+        value_dim=draw(st.sampled_from([1, 5, 8, 16, 27])),
+        dtype=draw(st.sampled_from(DTYPES)),
+        layout=draw(st.sampled_from(sorted(LAYOUTS))),
+        score=draw(st.one_of(st.none(), score_texts)),
+        mask=draw(st.one_of(st.none(), mask_texts)),
+        block_size=draw(st.one_of(st.none(), st.tuples(block, block))),
+        has_sink=draw(st.booleans()),
+        dropout_p=draw(st.sampled_from([0.0, 0.0, 0.3])),
+        seed=draw(st.integers(0, 2**16)),
+    )
 
 
 @st.composite
