@@ -146,9 +146,11 @@ def run_backward(
 ) -> Gradients:
     """The backward pass; in tiles of torch ops where a number is not finite."""
     found = None
-    given = (x for x in (above.grad_out, above.grad_lse) if x is not None)
-    if all(map(has_memory, (*operands, *given, *problem.captures))):
+    given = [None if x is None else x.resolve_neg() for x in (above.grad_out, above.grad_lse)]
+    tensors = (*operands, *problem.captures, *(x for x in given if x is not None))
+    if all(map(has_memory, tensors)):
         query, key, value = (tensor.resolve_neg() for tensor in operands)
         memory = dense(query, Dense(key, value, problem.kv_start), problem.q_start)
+        above = Above(above.out, above.lse, *given)
         found = backward(problem, memory, blocks, wanted, above)
     return found or eager.backward(problem, operands, blocks, wanted, above)

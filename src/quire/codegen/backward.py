@@ -147,6 +147,7 @@ class _Kernel:
         stride, depth = self.stride["key"], self.depth["key"]
         rows = scratch["query_rows"]
         self._gather("query", first, count, rows, stride)
+        self._clear_rows(rows, stride, count)
         f.call(self.phases.pack, rows, stride, count, depth, scratch["queries"], scale)
         with f.range(0, arg["block_q"], tile.lanes) as q:
             tile.store(f, f.value(math.inf, tile.vector), scratch["shift"], q)
@@ -154,8 +155,9 @@ class _Kernel:
         with f.when(self._wanted("grad_out")):
             rows, stride, depth = scratch["grad_rows"], self.stride["value"], self.depth["value"]
             self._gather("grad_out", first, count, rows, stride)
+            self._clear_rows(rows, stride, count)
             f.call(self.phases.pack, rows, stride, count, depth, scratch["grads"], one)
-        with f.when(arg["wants_slopes"].differs(0)):
+        with f.when(self._wanted("delta")):
             # Where values will be is room for the rows of out.
             outs, step = scratch["values"], self.stride["value"]
             with f.range(0, count, tile.width) as q:
@@ -165,9 +167,15 @@ class _Kernel:
                 dots = f.offset(scratch["delta"], q, tile.element)
                 f.call(self.phases.dot_rows, outs, grads, step, self.depth["value"], some, dots)
         self._read_numbers(item)
-        with f.when(self._wanted("grad_query")), f.range(0, arg["block_q"]) as q:
-            row = f.offset(scratch["grad_query"], q * self.stride["key"], tile.element)
-            with f.range(0, self.stride["key"], tile.lanes) as d:
+        with f.when(self._wanted("grad_query")):
+            self._clear_rows(scratch["grad_query"], self.stride["key"], f.value(0, I64))
+
+    def _clear_rows(self, rows: Value, stride: Value, first: Value) -> None:
+        """Rows are zero from the first on, where there are no more queries."""
+        f, tile = self.f, self.tile
+        with f.range(first, self.arg["block_q"]) as q:
+            row = f.offset(rows, q * stride, tile.element)
+            with f.range(0, stride, tile.lanes) as d:
                 tile.store(f, f.value(0.0, tile.vector), row, d)
 
     def _read_numbers(self, item: Item) -> None:

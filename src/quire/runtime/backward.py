@@ -35,8 +35,9 @@ LARGEST_SUMS = 2**27
 
 def num_slices(q_len: int, heads: int, key_heads: int) -> int:
     """By how many the queries of a sequence are shared out, for each key head."""
-    rows = q_len * (heads // key_heads)
-    return max(1, min(-(-ENOUGH_SHARES // key_heads), rows // QUERIES_OF_SHARE))
+    each = max(1, key_heads)  # also of no heads at all
+    rows = q_len * (heads // each)
+    return max(1, min(-(-ENOUGH_SHARES // each), rows // QUERIES_OF_SHARE))
 
 
 def backward(
@@ -67,6 +68,9 @@ class _Backward:
         above: Above,
     ) -> None:
         self.memory, self.wanted, self.above = memory, wanted, above
+        out, lse, grad_out, grad_lse = above
+        self.grad_out = out.new_zeros(()).expand(out.shape) if grad_out is None else grad_out
+        self.grad_lse = None if grad_lse is None else torch.empty_like(lse).copy_(grad_lse)
         self.scale, self.dtype = problem.scale, wide_dtype(memory.query)
         heads, self.key_heads = memory.query.shape[1], memory.key.shape[1]
         self.slices = [num_slices(s.q_len, heads, self.key_heads) for s in memory.sequences]
@@ -126,14 +130,10 @@ class _Backward:
         self, query: Tensor | None, key: Tensor | None, value: Tensor | None, delta: Tensor
     ) -> dict[str, int | float]:
         """The part of the kernel's record that is about gradients."""
-        out, lse, grad_out, grad_lse = self.above
         fields: dict[str, int | float] = dict.fromkeys(GRADIENTS, 0)
-        if grad_out is None:
-            grad_out = out.new_zeros(()).expand(out.shape)
-        fields |= _strided("grad_out", grad_out, ("batch", "head", "row", "column"))
-        if grad_lse is not None:
-            self._grad_lse = torch.empty_like(lse).copy_(grad_lse)  # with its strides
-            fields["grad_lse"] = self._grad_lse.data_ptr()
+        fields |= _strided("grad_out", self.grad_out, ("batch", "head", "row", "column"))
+        if self.grad_lse is not None:
+            fields["grad_lse"] = self.grad_lse.data_ptr()
         if query is not None:
             fields |= _strided("grad_query", query, ("batch", "head", "row", "column"))
         for name, sums in (("grad_key", key), ("grad_value", value)):
@@ -168,8 +168,8 @@ class _Backward:
             batch = -(-batch // 2)
         while batch == 1 and heads > 1 and size(batch, heads) > LARGEST_SUMS:
             heads = -(-heads // 2)
-        for b in range(0, self._batch, batch):
-            for h in range(0, self.key_heads, heads):
+        for b in range(0, self._batch, max(1, batch)):
+            for h in range(0, self.key_heads, max(1, heads)):
                 yield Round(b, min(b + batch, self._batch), h, min(h + heads, self.key_heads))
 
     def _launch(self, record: bytes, part: Round) -> None:
@@ -185,7 +185,7 @@ class _Backward:
         if part.h_stop - part.h < self.key_heads:
             each = (stop - first) // self.key_heads
             first, stop = first + part.h * each, first + part.h_stop * each
-        if first == stop or 0 in memory.query.shape:
+        if first == stop or 0 in memory.query.shape[:3]:
             return
         table = memory.page_table
         operands = (memory.query, memory.key, memory.value, above.out, above.lse)
@@ -208,7 +208,8 @@ class _Backward:
         """Room for the gradients of keys or values: [slices, B, H, rows, whole panels]."""
         tile = self.plan.kernel.tile
         width = gradient_stride(tile, rows.shape[3]) - tile.width
-        shape = (max(self.slices, default=1), self.memory.copies or 1, *rows.shape[1:3], width)
+        batch = 1 if self.memory.copies is None else self.memory.copies
+        shape = (max(self.slices, default=1), batch, *rows.shape[1:3], width)
         return torch.zeros(shape, dtype=self.dtype, device="cpu")
 
     def _sums_of_capture(self, place: int) -> SumsOfCapture:
@@ -266,7 +267,7 @@ class SumsOfCapture:
 def _together(sums: Tensor, like: Tensor) -> Tensor:
     """All slices, and all batches where they share their keys, as one tensor."""
     total = folded(sums)
-    if like.shape[0] < total.shape[0]:
+    if like.shape[0] != total.shape[0]:
         total = folded(total).unsqueeze(0)
     return total[..., : like.shape[3]]
 
