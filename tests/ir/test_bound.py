@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire import mods
-from quire.ir.bound import LARGEST, Bounds, bound
+from quire.ir.bound import Bounds, bound
 from quire.ir.interpret import interpret
 from quire.ir.pyramid import heap
+from quire.ir.sizes import LARGEST
 from quire.ir.trace import Traced, trace
 
 ZERO = torch.zeros(1, 1, dtype=torch.int64)

@@ -1,0 +1,51 @@
+"""Tiles cut where positions begin to mean something else."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from quire.ir.graph import Node, walk
+from quire.ir.intervals import Interval
+from quire.ir.terms import I64, TRUE, both, term, whole
+
+
+class Part(NamedTuple):
+    """A part of a tile: the ends of its queries and keys, and whether the tile has any of it."""
+
+    ends: dict[str, Interval]
+    exists: Node
+
+
+def parts_of(root: Node) -> list[Part]:
+    """A tile in up to four parts, cut where the graph compares a position with a constant.
+
+    Positions may mean something else beyond such a place, as they do in a sequence that is there
+    twice. Only graphs that choose or count in periods gain by it.
+    """
+    axes = {"q_idx": "q", "kv_idx": "kv"}
+    nodes = list(walk(root))
+    cuts: dict[str, int] = {}
+    if any(node.op in ("mod", "where") for node in nodes):
+        for node in nodes:
+            if node.op in ("lt", "le"):
+                for place, (index, limit) in enumerate((node.args, node.args[::-1])):
+                    if index.op == "input" and limit.op == "const" and index.dtype == I64:
+                        assert isinstance(limit.payload, int)
+                        # index < c and c <= index part below c, the two others above it.
+                        above = (node.op == "le") == (place == 0)
+                        cuts.setdefault(str(index.payload), limit.payload + above)
+    parts = [Part({}, TRUE)]
+    for name, stem in axes.items():
+        low, high = (Node("input", (), I64, f"{stem}_{end}") for end in ("low", "high"))
+        if name not in cuts:
+            parts = [Part({**part.ends, name: Interval(low, high)}, part.exists) for part in parts]
+            continue
+        cut = whole(cuts[name])
+        before = Interval(low, term("min", high, term("sub", cut, whole(1))))
+        after = Interval(term("max", low, cut), high)
+        parts = [
+            Part({**part.ends, name: ends}, both(part.exists, term("le", ends.low, ends.high)))
+            for part in parts
+            for ends in (before, after)
+        ]
+    return parts
