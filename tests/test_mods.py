@@ -316,6 +316,34 @@ def test_any_forest(parents: list[int]) -> None:
     assert shown(mods.tree(parents), n, n).tolist() == expected
 
 
+def test_a_walk_that_goes_around_many_times() -> None:
+    n = 60_000
+    mask = mods.tree([*[-1] * 3, *range(n - 3)])  # three chains, node by node
+    ends = torch.cat([torch.arange(20), torch.arange(n - 20, n)])
+    q_idx, kv_idx = ends.view(-1, 1), ends.view(1, -1)
+    nothing = torch.zeros((), dtype=torch.int64)
+    expected = (kv_idx <= q_idx) & (kv_idx % 3 == q_idx % 3)
+    assert torch.equal(mask(nothing, nothing, q_idx, kv_idx), expected)
+
+
+@st.composite
+def prompts(draw: st.DrawFn) -> tuple[list[int], list[int]]:
+    lengths = draw(st.lists(st.integers(0, 4), min_size=1, max_size=6))
+    documents = range(len(lengths))
+    chosen = draw(st.lists(st.sampled_from(documents), min_size=1))
+    prefixes = [d if d in chosen else draw(st.sampled_from(chosen)) for d in documents]
+    return [0, *itertools.accumulate(lengths)], prefixes
+
+
+@given(prompts())
+def test_prompts_before_and_behind_what_continues_them(case: tuple[list[int], list[int]]) -> None:
+    offsets, prefixes = case
+    n = offsets[-1]
+    expected = [[prompted(offsets, prefixes, q, kv) for kv in range(n)] for q in range(n)]
+    mask = broadcast(mods.shared_prefix(offsets, prefixes), *positions(1, 1, n, n))
+    assert mask[0, 0].tolist() == expected
+
+
 @given(
     st.lists(
         st.integers(1, 5).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n))),

@@ -70,6 +70,8 @@ def truth(found: Tensor, q_ends: Tensor, kv_ends: Tensor) -> tuple[Tensor, Tenso
 
 N = 1024
 LENGTHS = [100, 7, 200, 1, 300, 50, 266, 100]
+# Level by level, nodes having 2, 0, 1, 3, 1, 0, 2 children and so on.
+MANY_SHAPES = [-1, *(node for node in range(N) for _ in range((2, 0, 1, 3, 1, 0, 2)[node % 7]))][:N]
 ALL_OF_THEM: dict[str, Callable[..., Any]] = {
     "causal": mods.causal,
     "sliding_window": mods.sliding_window(100),
@@ -83,7 +85,11 @@ ALL_OF_THEM: dict[str, Callable[..., Any]] = {
     "block_diffusion": mods.block_diffusion(512, 16),
     "document": mods.document(lengths=LENGTHS),
     "shared_prefix": mods.shared_prefix([0, 300, 500, 700, 1024], [0, 0, 0, 0]),
+    "shared_prefix, several prompts": mods.shared_prefix(
+        [0, 130, 160, 333, 500, 700, 701, 900, 1024], [0, 0, 0, 4, 4, 4, 6, 6]
+    ),
     "tree": mods.tree([-1, *(i // 2 for i in range(N - 65))], prefix_length=64),
+    "tree of many shapes": mods.tree(MANY_SHAPES),
     "causal in documents": mods.and_masks(mods.document(lengths=LENGTHS), mods.causal),
     "not": mods.not_mask(mods.causal),
     "or": mods.or_masks(mods.sliding_window(30), mods.prefix_lm(60)),
@@ -91,11 +97,6 @@ ALL_OF_THEM: dict[str, Callable[..., Any]] = {
     "float": lambda b, h, q_idx, kv_idx: torch.exp(-(q_idx - kv_idx).abs() / 64.0) > 0.1,
     "blocks": lambda b, h, q_idx, kv_idx: q_idx // 48 >= kv_idx // 48,
 }
-
-
-UNIONS = ("shared_prefix", "tree")
-"""Each row sees several ranges, which are bounded one by one: what only all of them together cover,
-or no query sees of several that a tile holds, stays unsure. These are tested to be right alone."""
 
 SIZES = [(16, 16), (16, 128), (64, 32), (128, 128), (256, 256), (96, 96), (50, 100), (17, 200)]
 
@@ -109,10 +110,8 @@ def test_tiles_that_are_empty_or_full_are_known_to_be(name: str, size: tuple[int
     some, every = truth(elements(mask, positions, positions), q_ends, kv_ends)
     can, must = verdicts(mask, q_ends, kv_ends, levels=8)
     assert not (some & ~can).any() and not (must & ~every).any(), "a wrong verdict"
-    if name in UNIONS:
-        return
     missed = (~some & can) | (every & ~must)
-    allowed = 0.1 if name.startswith("neighbourhood of a") else 0.02
+    allowed = 0.1 if name.endswith((" plane", " space")) else 0.02
     assert missed.sum() <= allowed * (~some | every).sum()
 
 

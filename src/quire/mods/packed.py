@@ -95,19 +95,12 @@ def shared_prefix(
     prefixes = tensor_of("integers", "prefix_document_id", prefix_document_id, advice=advice).long()
     _check_prefixes(prefixes, num_documents=len(bounds) - 1, advice=advice)
 
-    starts, ends = bounds[:-1], bounds[1:]
-    owner = ids_of_lengths(ends - starts)
-    # A prompt has no prefix: an empty range stands for it.
-    continues = prefixes != torch.arange(len(prefixes), device=prefixes.device)
-    own_start = starts[owner].int()
-    prefix_start = (starts[prefixes] * continues)[owner].int()
-    prefix_end = (ends[prefixes] * continues)[owner].int()
+    first, last, gap_start, gap_end = _seen_ranges(bounds, prefixes)
 
     @named("shared_prefix")
     def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        own = (own_start[q_idx] <= kv_idx) & (kv_idx <= q_idx)
-        prefix = (prefix_start[q_idx] <= kv_idx) & (kv_idx < prefix_end[q_idx])
-        return own | prefix
+        within = (first[q_idx] <= kv_idx) & (kv_idx <= last[q_idx])
+        return within & ((kv_idx < gap_start[q_idx]) | (gap_end[q_idx] <= kv_idx))
 
     return mask
 
@@ -141,14 +134,14 @@ def tree(parent_indices: Tensor | Sequence[int], prefix_length: int = 0) -> Mask
     advice = "Order the nodes so that each follows its parent, and give roots the parent -1."
     parents = tensor_of("integers", "parent_indices", parent_indices, advice=advice)
     _check_forest(parents, advice)
-    enter, leave = _preorder(parents)
+    enter, leave, turn = _unwound(*_preorder(parents))
 
     @named(f"tree_{len(enter)}" + (f"_prefix_{prefix_length}" if prefix_length else ""))
     def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         # Positions in the prefix have no node. Node 0 stands in, and its answer is not used.
         q_enter = enter[torch.clamp(q_idx - prefix_length, min=0)]
         kv_node = torch.clamp(kv_idx - prefix_length, min=0)
-        below = (enter[kv_node] <= q_enter) & (q_enter < leave[kv_node])
+        below = (q_enter - leave[kv_node]) >> turn < (q_enter - enter[kv_node]) >> turn
         return (kv_idx <= q_idx) & ((kv_idx < prefix_length) | below)
 
     return mask
@@ -185,6 +178,34 @@ def _first_positions(ids: Tensor) -> Tensor:
     unique, group = ids.unique(return_inverse=True)
     first = torch.full_like(unique, len(ids), dtype=torch.int64)
     return first.scatter_reduce(0, group, places, "amin")[group].int()
+
+
+def _seen_ranges(bounds: Tensor, prefixes: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What each position sees: `first` to `last`, but for `gap_start` up to `gap_end`.
+
+        1 1 1 1 0 0 0 0 1 1 1      the prompt, other answers, the own document up to the query
+        first   gap_start   last
+                        gap_end
+
+    Where a prompt stands behind the documents that continue it, it is the end of the range. One
+    range with a gap is bounded more closely than two ranges: rows that see the same keys by
+    different ones of two would have to be told apart.
+    """
+    starts, ends = bounds[:-1], bounds[1:]
+    owner = ids_of_lengths(ends - starts)
+    query = torch.arange(len(owner), device=owner.device)
+    own_start, start, end = starts[owner], starts[prefixes][owner], ends[prefixes][owner]
+    continues = (prefixes[owner] != owner) & (start < end)
+    before = continues & (start < own_start)
+    after = continues & ~before
+    first = torch.where(before, start, own_start)
+    last = torch.where(after, end - 1, query)
+    gap_start = torch.where(before, end, query + 1)
+    gap_end = torch.where(before, own_start, start)
+    # No gap is one that starts behind everything and ends before it: bounds then pass over it.
+    gap = continues & (gap_start < gap_end)
+    gap_start, gap_end = gap_start.where(gap, len(owner)), gap_end.where(gap, 0)
+    return first.int(), last.int(), gap_start.int(), gap_end.int()
 
 
 def _check_prefixes(prefixes: Tensor, *, num_documents: int, advice: str) -> None:
@@ -235,3 +256,23 @@ def _preorder(parents: Tensor) -> tuple[Tensor, Tensor]:
     leave = [enter[node] + size[node] for node in nodes]
     both = torch.tensor([enter, leave], dtype=torch.int32, device=parents.device)
     return both[0], both[1]
+
+
+def _unwound(enter: Tensor, leave: Tensor) -> tuple[Tensor, Tensor, int]:
+    """The walk's numbers as places on a circle of 2**turn, each near the place before it.
+
+        node    0   1 2   3 4 5  6    7  8  9 10 11 12 13 14
+        enter   0   1 8   2 5 9 12    3  4  6  7 10 11 13 14
+        place   0   1 8   2 5 9 12   19 20 22 23 26 27 29 30    turn 4
+
+    Trees are often written level by level, and where a level ends the walk's numbers fall. Places
+    go on instead, once more around, so that a range of positions is bounded closely. A place is
+    in the subtree of another, whole circles aside, where one circle more fits between it and
+    `enter` than between it and `leave`.
+    """
+    turn = max(1, (len(enter) - 1).bit_length())
+    circle, number, half = 1 << turn, enter.long(), (1 << turn) // 2
+    steps = (torch.diff(number, prepend=number[:1]) + half - 1) % circle - half + 1
+    # From the middle of what 32 bits hold with room to spare, all of it whole circles.
+    places = (2**28 + number[0] + steps.cumsum(0)) % 2**29
+    return places.int(), (places + leave - enter).int(), turn
