@@ -23,6 +23,7 @@ from quire.ir.graph import inputs
 from quire.ir.interpret import interpret
 from quire.ir.narrow import Range
 from quire.ir.pyramid import heap
+from quire.ir.terms import term, whole
 from quire.ir.trace import MASK_INPUTS, Mod, Traced
 
 SPAN = 64  # blocks that are asked about at once
@@ -51,15 +52,9 @@ def _repeated(runs: Runs, batches: int, heads: int) -> Runs:
     if runs.shape[:2] == (batches, heads):
         return runs
     _, _, num_rows, columns = runs.shape
-    offsets = runs.offsets[:-1].reshape(*runs.shape[:2], num_rows)
-    sources = np.broadcast_to(
-        np.arange(offsets.size).reshape(offsets.shape), (batches, heads, num_rows)
-    ).ravel()
-    counts = np.diff(runs.offsets)[sources]
-    ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
-    picked = np.arange(ends[-1]) + np.repeat(runs.offsets[sources] - ends[:-1], counts)
-    parts = (part[picked] for part in runs[2:])
-    return Runs((batches, heads, num_rows, columns), ends, *parts)
+    rows = np.arange(math.prod(runs.shape[:3])).reshape(runs.shape[:3])
+    sources = np.broadcast_to(rows, (batches, heads, num_rows)).ravel()
+    return runs.pick(sources, (batches, heads, num_rows, columns))
 
 
 class Rectangles:
@@ -68,14 +63,16 @@ class Rectangles:
     def __init__(self, mask: Traced, ranges: Mapping[str, Range], levels: int = 0) -> None:
         self.mask = mask
         shapes = [tuple(tensor.shape) for tensor in mask.captures]
-        self.bounds = bound(mask.output, shapes, ranges, levels)
-        pyramids = [heap(mask.captures[p.slot], p) for p in self.bounds.pyramids]
+        bounds = bound(mask.output, shapes, ranges, levels)
+        # One graph of both, so that what they share is computed once.
+        known = term("where", bounds.must, whole(FULL), whole(UNSURE))
+        self.kind = term("where", bounds.can, known, whole(EMPTY))
+        pyramids = [heap(mask.captures[p.slot], p) for p in bounds.pyramids]
         self.captures = [*mask.captures, *pyramids]
 
     def kinds(self, env: Mapping[str, Tensor]) -> Tensor:
         """EMPTY, FULL or UNSURE by bounds alone, given b, h, q_low, q_high, kv_low, kv_high."""
-        can, must = (interpret(g, env, self.captures) for g in (self.bounds.can, self.bounds.must))
-        return torch.where(can, torch.where(must, FULL, UNSURE), EMPTY)
+        return interpret(self.kind, env, self.captures)
 
     def holds(self, env: Mapping[str, Tensor]) -> Tensor:
         """Whether elements hold, given b, h, q_idx, kv_idx."""
@@ -101,12 +98,9 @@ class Grid:
         span = SPAN if self.num_columns > 2 * SPAN else 1
         rows, spans = math.prod(self.sizes[:2]) * self.num_rows, ceil_div(self.num_columns, span)
         decided: list[Tensor] = []
-        for first in range(0, rows, max(1, ASKED // spans)):
-            last = min(rows, first + max(1, ASKED // spans))
-            row = torch.arange(first, last, device=self.device).view(-1, 1)
-            start = torch.arange(spans, device=self.device) * span
-            stop = (start + span).clamp(max=self.num_columns)
-            decided += self._decided(row, start, stop)
+        start = torch.arange(0, spans, device=self.device).view(1, -1) * span
+        for row in torch.arange(rows, device=self.device).split(max(1, ASKED // spans)):
+            decided += self._decided(row.view(-1, 1), start, start + span)
         segments = torch.cat(decided) if decided else torch.empty(0, 4, dtype=torch.int64)
         segments = segments[(segments[:, 0] * (self.num_columns + 1) + segments[:, 1]).argsort()]
         row, start, stop, kind = segments.cpu().numpy().T
@@ -114,18 +108,21 @@ class Grid:
         return Runs.of_segments(shape, row, start, stop, kind.astype(np.int8))
 
     def _decided(self, row: Tensor, start: Tensor, stop: Tensor) -> list[Tensor]:
-        """Segments [n, 4]: row, start, stop and kind, of what is not empty in some spans."""
-        row, start, stop = (part.flatten() for part in torch.broadcast_tensors(row, start, stop))
+        """Segments [n, 4]: row, start, stop and kind, of what is not empty in some spans.
+
+        Rows are [n, 1], the spans of each [n, m], or [1, m] if all have the same, so that what
+        depends on a row alone, or on a span alone, is computed once.
+        """
+        stop = stop.clamp(max=self.num_columns)
         kind = self._bounded(row, start, stop)
+        row, start, stop = (part.expand(kind.shape) for part in (row, start, stop))
         wide = (kind == UNSURE) & (stop - start > 1)
         result = []
         if wide.any():
-            inner = start[wide].view(-1, 1) + torch.arange(SPAN, device=self.device)
-            kept = inner < stop[wide].view(-1, 1)
-            blocks = inner[kept]
-            rows = row[wide].view(-1, 1).expand_as(inner)[kept]
-            for some, first in zip(rows.split(ASKED), blocks.split(ASKED), strict=True):
-                result += self._decided(some, first, first + 1)
+            blocks = torch.arange(SPAN, device=self.device)
+            spans = torch.stack([row[wide], start[wide]], -1)
+            for rows, starts in (part.split(1, -1) for part in spans.split(ceil_div(ASKED, SPAN))):
+                result += self._decided(rows, starts + blocks, starts + blocks + 1)
         single = (kind == UNSURE) & ~wide
         kind[single] = self._looked_at(row[single], start[single])
         present = (kind != EMPTY) & ~wide
@@ -138,7 +135,7 @@ class Grid:
         return pair // self.sizes[1], pair % self.sizes[1], row % self.num_rows
 
     def _bounded(self, row: Tensor, start: Tensor, stop: Tensor) -> Tensor:
-        """EMPTY, FULL, PARTIAL or UNSURE by the bounds alone."""
+        """EMPTY, FULL, PARTIAL or UNSURE by the bounds alone; EMPTY past the last column."""
         (q_size, kv_size), (q_len, kv_len) = self.block_size, self.sizes[2:]
         b, h, q = self._place(row)
         env = {
@@ -146,14 +143,15 @@ class Grid:
             "h": h,
             "q_low": q * q_size,
             "q_high": ((q + 1) * q_size).clamp(max=q_len) - 1,
-            "kv_low": start * kv_size,
+            "kv_low": (start * kv_size).clamp(max=kv_len - 1),
             "kv_high": (stop * kv_size).clamp(max=kv_len) - 1,
         }
-        kind = self.rectangles.kinds(env).expand(row.shape)
-        whole = ((q + 1) * q_size <= q_len) & (stop * kv_size <= kv_len)
+        kind = self.rectangles.kinds(env).expand(len(row), start.shape[1])
+        complete = ((q + 1) * q_size <= q_len) & (stop * kv_size <= kv_len)
         # A span that reaches past the end has full blocks and a partial one.
         ragged = torch.where(stop - start > 1, UNSURE, PARTIAL)
-        return torch.where((kind == FULL) & ~whole, ragged, kind)
+        kind = torch.where((kind == FULL) & ~complete, ragged, kind)
+        return torch.where(start < stop, kind, EMPTY)
 
     def _looked_at(self, row: Tensor, column: Tensor) -> Tensor:
         """What blocks are by their elements: a few first, then all."""

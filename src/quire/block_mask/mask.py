@@ -17,7 +17,6 @@ import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Self, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
@@ -550,23 +549,14 @@ class BlockMask(torch_flex.BlockMask):
         if self.numel() == 0:
             return 0.0
         if self._runs is not None:
-            return 100 * (1 - self._num_computed(self._runs) / self.numel())
+            in_runs = self._runs.num_elements(self.seq_lengths, self.BLOCK_SIZE)
+            return 100 * (1 - in_runs / self.numel())
         computed = self.to_dense()
         num_rows, num_columns = computed.shape[-2:]
         height = block_extents(self.seq_lengths[0], self.BLOCK_SIZE[0], num_rows, computed.device)
         width = block_extents(self.seq_lengths[1], self.BLOCK_SIZE[1], num_columns, computed.device)
         elements = (computed * height.unsqueeze(-1) * width).sum().item()
         return 100 * (1 - elements / self.numel())
-
-    def _num_computed(self, runs: Runs) -> int:
-        """The elements in blocks that are computed, none past the lengths."""
-        (q_len, kv_len), (q_block, kv_block) = self.seq_lengths, self.BLOCK_SIZE
-        num_rows = runs.shape[2]
-        stops = np.minimum(runs.stops * kv_block, kv_len)
-        widths = np.maximum(0, stops - runs.starts * kv_block)
-        row = np.repeat(np.arange(len(runs.offsets) - 1) % num_rows, np.diff(runs.offsets))
-        heights = np.clip(q_len - row * q_block, 0, q_block)
-        return int((widths * heights).sum())
 
     def rows(self, q_len: int | None = None, kv_len: int | None = None) -> BlockRows:
         """The mask as attention walks it, read from the tensors as they are now.

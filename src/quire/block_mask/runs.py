@@ -77,11 +77,30 @@ class Runs(NamedTuple):
         place = (min(b, batches - 1) * heads + min(h, heads - 1)) * num_rows + row
         return slice(int(self.offsets[place]), int(self.offsets[place + 1]))
 
+    def pick(self, rows: NDArray[np.integer], shape: Shape) -> Runs:
+        """The runs of some rows, by their number among all, one after the other."""
+        counts = np.diff(self.offsets)[rows]
+        ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+        picked = np.arange(ends[-1]) + np.repeat(self.offsets[rows] - ends[:-1], counts)
+        return Runs(shape, ends, self.starts[picked], self.stops[picked], self.kinds[picked])
+
+    def row_ids(self) -> NDArray[np.int64]:
+        """The row of each run, by its number among all."""
+        return np.repeat(np.arange(len(self.offsets) - 1), np.diff(self.offsets))
+
+    def num_elements(self, lengths: tuple[int, int], block_size: tuple[int, int]) -> int:
+        """The elements in all blocks of this size, none past the lengths."""
+        (q_len, kv_len), (q_block, kv_block) = lengths, block_size
+        stops = np.minimum(self.stops * kv_block, kv_len)
+        widths = np.maximum(0, stops - self.starts * kv_block)
+        heights = np.clip(q_len - self.row_ids() % self.shape[2] * q_block, 0, q_block)
+        return int((widths * heights).sum())
+
     def cells(self) -> NDArray[np.int32]:
         """The grid of which these are the runs."""
         batches, heads, num_rows, columns = self.shape
         changes = np.zeros((batches * heads * num_rows, columns + 1), np.int8)
-        rows = np.repeat(np.arange(len(changes)), np.diff(self.offsets))
+        rows = self.row_ids()
         np.add.at(changes, (rows, self.starts), self.kinds)
         np.subtract.at(changes, (rows, self.stops), self.kinds)
         grid = np.cumsum(changes[:, :-1], axis=1, dtype=np.int32)
@@ -89,6 +108,5 @@ class Runs(NamedTuple):
 
     def all_partial(self) -> Runs:
         """The same blocks, none of them full."""
-        rows = np.repeat(np.arange(len(self.offsets) - 1), np.diff(self.offsets))
         kinds = np.full_like(self.kinds, PARTIAL)
-        return Runs.of_segments(self.shape, rows, self.starts, self.stops, kinds)
+        return Runs.of_segments(self.shape, self.row_ids(), self.starts, self.stops, kinds)

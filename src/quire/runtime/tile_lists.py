@@ -81,12 +81,9 @@ def _divided(rows: BlockRows, tall: int, wide: int) -> Runs:
     # Each tile row has the runs of the mask row that it lies in, cut off at the last key.
     of = np.arange(num_rows) // tall
     sources = (np.arange(batches * heads)[:, None] * mask_rows + of).ravel()
-    counts = np.diff(runs.offsets)[sources]
-    ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
-    picked = np.arange(ends[-1]) + np.repeat(runs.offsets[sources] - ends[:-1], counts)
-    starts = np.minimum(runs.starts[picked] * wide, num_columns)
-    stops = np.minimum(runs.stops[picked] * wide, num_columns)
-    return Runs((batches, heads, num_rows, num_columns), ends, starts, stops, runs.kinds[picked])
+    tiles = runs.pick(sources, (batches, heads, num_rows, num_columns))
+    starts, stops = (np.minimum(ends * wide, num_columns) for ends in (tiles.starts, tiles.stops))
+    return tiles._replace(starts=starts, stops=stops)
 
 
 def _kinds(rows: BlockRows, block_q: int, block_kv: int) -> tuple[NDArray[np.integer], bool]:
