@@ -17,6 +17,8 @@ from quire.errors import ArgumentError, ShapeError
 from quire.ir.trace import mod_name
 from quire.mods.compose import MaskMod, check_callables, named
 
+_LARGEST_TILE = 256  # positions that are bounded closely if they are a power of two, and aligned
+
 
 def document(
     ids: Tensor | Sequence[int] | None = None,
@@ -135,12 +137,16 @@ def tree(parent_indices: Tensor | Sequence[int], prefix_length: int = 0) -> Mask
     parents = tensor_of("integers", "parent_indices", parent_indices, advice=advice)
     _check_forest(parents, advice)
     enter, leave, turn = _unwound(*_preorder(parents))
+    # Positions in the prefix have no node. Node 0 stands in, and its answer is not used. It also
+    # fills the last tile of the prefix, so that tiles of nodes are tiles of the vectors.
+    filled = prefix_length % _LARGEST_TILE
+    skipped = prefix_length - filled
+    enter, leave = (torch.cat([ends[:1].expand(filled), ends]) for ends in (enter, leave))
 
-    @named(f"tree_{len(enter)}" + (f"_prefix_{prefix_length}" if prefix_length else ""))
+    @named(f"tree_{len(parents)}" + (f"_prefix_{prefix_length}" if prefix_length else ""))
     def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        # Positions in the prefix have no node. Node 0 stands in, and its answer is not used.
-        q_enter = enter[torch.clamp(q_idx - prefix_length, min=0)]
-        kv_node = torch.clamp(kv_idx - prefix_length, min=0)
+        q_enter = enter[torch.clamp(q_idx - skipped, min=0)]
+        kv_node = torch.clamp(kv_idx - skipped, min=0)
         below = (q_enter - leave[kv_node]) >> turn < (q_enter - enter[kv_node]) >> turn
         return (kv_idx <= q_idx) & ((kv_idx < prefix_length) | below)
 
