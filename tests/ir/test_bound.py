@@ -96,6 +96,7 @@ ALL_OF_THEM: dict[str, Callable[..., Any]] = {
     "lengths": lambda b, h, q_idx, kv_idx: kv_idx < torch.tensor([700])[b],
     "float": lambda b, h, q_idx, kv_idx: torch.exp(-(q_idx - kv_idx).abs() / 64.0) > 0.1,
     "blocks": lambda b, h, q_idx, kv_idx: q_idx // 48 >= kv_idx // 48,
+    "blocks by shifts": lambda b, h, q_idx, kv_idx: (q_idx >> 5) - (kv_idx >> 5) <= 3,
 }
 
 SIZES = [(16, 16), (16, 128), (64, 32), (128, 128), (256, 256), (96, 96), (50, 100), (17, 200)]
@@ -227,6 +228,44 @@ def test_integers_that_may_wrap_around_are_unknown() -> None:
     assert can.all() and not must.any()
     assert elements(mask, torch.arange(8), torch.arange(8)).all(), "the sum wraps"
     assert max(LARGEST.values()) < 2**62
+
+
+_BETWEEN_THE_ENDS = (
+    "torch.sqrt(q / -7) <= q",
+    "torch.log((q - 3) / 2) <= 9",
+    "infinite[q // 16] * (kv - 5) <= math.inf",
+    "(kv - 5) / zeros[h] <= math.inf",
+    "infinite[q // 4] - infinite[kv // 4] <= math.inf",
+    "infinite[q // 4] + -infinite[kv // 4] >= -math.inf",
+)
+
+
+@pytest.mark.parametrize("source", _BETWEEN_THE_ENDS)
+def test_nan_between_the_ends_of_an_interval(source: str) -> None:
+    infinite = torch.tensor([math.inf, 1.0, -math.inf] * 6)
+    names = {"torch": torch, "math": math, "infinite": infinite, "zeros": torch.zeros(8)}
+    mask = trace(eval(f"lambda b, h, q, kv: {source}", names), "mask")
+    positions, ends = torch.arange(64), blocks(64, 16)
+    holds = elements(mask, positions, positions)
+    some, every = truth(holds, ends, ends)
+    can, must = verdicts(mask, ends, ends)
+    assert holds.any() and not every.all(), "it shows nothing"
+    assert not (some & ~can).any() and not (must & ~every).any()
+
+
+_FAR_AWAY = ("q < c", "q >= c", "q == c", "q - kv < c", "kv - q > c", "b * c + q >= kv")
+
+
+@pytest.mark.parametrize("periodic", [False, True])
+@pytest.mark.parametrize("limit", [2**63 - 1, 2**63 - 6, 5 - 2**63, 1 - 2**63, -(2**63)])
+@pytest.mark.parametrize("source", _FAR_AWAY)
+def test_constants_at_the_end_of_int64(source: str, limit: int, periodic: bool) -> None:
+    chosen = "& (kv % 3 == 0)" if periodic else ""
+    mask = trace(eval(f"lambda b, h, q, kv: ({source}) {chosen}", {"c": limit}), "mask")
+    positions, ends = torch.arange(64), blocks(64, 16)
+    some, every = truth(elements(mask, positions, positions), ends, ends)
+    can, must = verdicts(mask, ends, ends)
+    assert not (some & ~can).any() and not (must & ~every).any()
 
 
 def test_what_occurs_twice_cancels() -> None:

@@ -41,7 +41,7 @@ from quire.ir.narrow import Range
 from quire.ir.parts import parts_of
 from quire.ir.pyramid import Pyramid, entries_of
 from quire.ir.simplify import simplest
-from quire.ir.sizes import LARGEST, Sizes
+from quire.ir.sizes import FAR, LARGEST, Sizes
 from quire.ir.sums import Sum, added, plus, sum_of
 from quire.ir.terms import (
     BOOL,
@@ -221,12 +221,14 @@ class _Tile:
     # --- sums of integers
 
     def _difference(self, a: Node, b: Node) -> Interval | None:
-        if self.sizes.of(a) is None or self.sizes.of(b) is None:
+        if not self.sizes.difference_fits(a, b):
             return None
         return self._sum_interval(added(sum_of(a), sum_of(b), -1))
 
     def _sum_interval(self, parts: Sum) -> Interval | None:
         """The interval of a sum, in int64."""
+        if any(abs(times) >= FAR for times in parts.values()):
+            return None
         low = high = whole(parts.get(None, 0))
         for part, times in parts.items():
             if part is None or times == 0:

@@ -3,7 +3,8 @@
     [a, b] - [c, d]  is  [a - d, b - c]        |[a, b]|  is  [max(a, -b, 0), max(-a, b)]
 
 The ends are graphs, so an interval is that of every tile at once. Float operations round
-monotonously; those that are only nearly monotone are widened. A rule that knows nothing says None.
+monotonously; those that are only nearly monotone are widened. If a number can be NaN both ends are,
+and no comparison with them holds. A rule that knows nothing says None.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ class Truth(NamedTuple):
 
 UNKNOWN = Truth(TRUE, FALSE)
 
-_MONOTONE = ("floor", "ceil", "round", "trunc", "sqrt")
-_NEARLY_MONOTONE = ("exp", "exp2", "log", "log2", "tanh", "sigmoid", "erf")
+_NEARLY = ("exp", "exp2", "log", "log2", "tanh", "sigmoid", "erf")
+_MONOTONE = ("floor", "ceil", "round", "trunc", "sqrt", *_NEARLY)
+_NOT_BELOW_0 = ("sqrt", "log", "log2")
 _TINY = 1e-30
 
 
@@ -112,9 +114,13 @@ def apply(node: Node, args: Sequence[Interval]) -> Interval | None:
     if op in ("add", "sub"):  # of floats
         a, b = args
         low, high = (b.low, b.high) if op == "add" else (b.high, b.low)
-        return Interval(term(op, a.low, low), term(op, a.high, high))
-    if op in ("mul", "div"):
-        return _quotient(args[0], args[1]) if op == "div" else corners(op, args[0], args[1])
+        found = Interval(term(op, a.low, low), term(op, a.high, high))
+        return _unless_nan(found, term(op, a.low, high), term(op, a.high, low))  # inf - inf
+    if op == "mul":  # of floats
+        infinite = (term("sub", end, end) for arg in args for end in arg)
+        return _unless_nan(corners(op, args[0], args[1]), *infinite)  # 0 * inf
+    if op == "div":
+        return _quotient(args[0], args[1])
     if op == "neg":
         return Interval(term("neg", args[0].high), term("neg", args[0].low))
     if op == "abs":
@@ -124,9 +130,11 @@ def apply(node: Node, args: Sequence[Interval]) -> Interval | None:
     if op in ("floordiv", "mod", "shr"):
         return _divided(op, args[0], args[1])
     if op in _MONOTONE:
-        return Interval(term(op, args[0].low), term(op, args[0].high))
-    if op in _NEARLY_MONOTONE:
-        return Interval(_widened(term(op, args[0].low), -1), _widened(term(op, args[0].high), 1))
+        low, high = (term(op, end) for end in args[0])
+        if op in _NEARLY:
+            low, high = _widened(low, -1), _widened(high, 1)
+        found = Interval(low, high)
+        return _unless_nan(found, low) if op in _NOT_BELOW_0 else found
     if op in ("sin", "cos"):
         one = const(1.0, node.dtype)
         unbounded = term("sub", args[0].high, args[0].low)  # NaN or infinite where an argument is
@@ -151,7 +159,20 @@ def _ends(interval: Interval) -> tuple[Node, ...]:
 
 def _quotient(a: Interval, b: Interval) -> Interval | None:
     """Division by a number that is the same everywhere in the tile."""
-    return corners("div", a, b) if b.exact else None
+    if not b.exact:
+        return None
+    zero = const(0, b.low.dtype)
+    return _unless_nan(corners("div", a, b), term("div", zero, b.low))
+
+
+def _unless_nan(found: Interval, *doubts: Node) -> Interval:
+    """Both ends NaN where one of the doubts is: something between the ends may be NaN."""
+    low, high = found
+    for doubt in doubts:
+        if doubt.dtype.is_floating_point:
+            sound = term("eq", doubt, doubt)
+            low, high = term("where", sound, low, doubt), term("where", sound, high, doubt)
+    return Interval(low, high)
 
 
 def _absolute(a: Interval) -> Interval:

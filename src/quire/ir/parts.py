@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from quire.ir.graph import Node, walk
 from quire.ir.intervals import Interval
+from quire.ir.sizes import FAR
 from quire.ir.terms import I64, TRUE, both, term, whole
 
 
@@ -23,17 +24,7 @@ def parts_of(root: Node) -> list[Part]:
     twice. Only graphs that choose or count in periods gain by it.
     """
     axes = {"q_idx": "q", "kv_idx": "kv"}
-    nodes = list(walk(root))
-    cuts: dict[str, int] = {}
-    if any(node.op in ("mod", "where") for node in nodes):
-        for node in nodes:
-            if node.op in ("lt", "le"):
-                for place, (index, limit) in enumerate((node.args, node.args[::-1])):
-                    if index.op == "input" and limit.op == "const" and index.dtype == I64:
-                        assert isinstance(limit.payload, int)
-                        # index < c and c <= index part below c, the two others above it.
-                        above = (node.op == "le") == (place == 0)
-                        cuts.setdefault(str(index.payload), limit.payload + above)
+    cuts = _cuts(root)
     parts = [Part({}, TRUE)]
     for name, stem in axes.items():
         low, high = (Node("input", (), I64, f"{stem}_{end}") for end in ("low", "high"))
@@ -49,3 +40,22 @@ def parts_of(root: Node) -> list[Part]:
             for ends in (before, after)
         ]
     return parts
+
+
+def _cuts(root: Node) -> dict[str, int]:
+    """For each axis that is cut, where the second part begins."""
+    cuts: dict[str, int] = {}
+    nodes = list(walk(root))
+    if not any(node.op in ("mod", "where") for node in nodes):
+        return cuts
+    for node in nodes:
+        if node.op not in ("lt", "le"):
+            continue
+        for place, (index, limit) in enumerate((node.args, node.args[::-1])):
+            if index.op == "input" and limit.op == "const" and index.dtype == I64:
+                assert isinstance(limit.payload, int)
+                # index < c and c <= index part below c, the two others above it.
+                above = (node.op == "le") == (place == 0)
+                if abs(limit.payload) < FAR:
+                    cuts.setdefault(str(index.payload), limit.payload + above)
+    return cuts

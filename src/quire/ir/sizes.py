@@ -14,7 +14,10 @@ from quire.ir.terms import BOOL
 LARGEST = {torch.int64: 2**40, torch.int32: 2**30}
 """From where on captured integers make bounds unknown, so that sums of smaller ones do not wrap."""
 
-_ANYTHING = ("shr", "and", "or", "xor", "not", "floor", "ceil", "round", "trunc")
+FAR = 2**62
+"""No number of a sum reaches this, so that int64 holds all of them and their sum."""
+
+_ANYTHING = ("or", "xor", "not", "floor", "ceil", "round", "trunc")
 
 
 @dataclass
@@ -29,6 +32,13 @@ class Sizes:
         if node not in self._known:
             self._known[node] = self._found(node)
         return self._known[node]
+
+    def difference_fits(self, a: Node, b: Node) -> bool:
+        """Whether int64 holds a - b and what it is made of."""
+        first, second = self.of(a), self.of(b)
+        if first is None or second is None:
+            return False
+        return max(first[1] - second[0], second[1] - first[0]) < FAR
 
     def _found(self, node: Node) -> Range | None:
         if node.dtype == BOOL:
@@ -55,11 +65,15 @@ class Sizes:
         return found if fits else None
 
     def _applied(self, op: str, sizes: list[Range]) -> Range | None:
-        if op == "cast":
-            return sizes[0]
-        if op == "shl":
-            first, last = sizes[1]
-            return (
-                RULES["mul"](sizes[0], (1 << first, 1 << last)) if 0 <= first <= last < 32 else None
-            )
+        match op, sizes:
+            case "cast", _:
+                return sizes[0]
+            case "shl", (number, (first, last)):
+                fits = first >= 0 and last < 32
+                return RULES["mul"](number, (1 << first, 1 << last)) if fits else None
+            case "shr", ((low, high), _):
+                return min(low, 0), max(high, 0)
+            case "and", _:  # bits that are missing in one are missing
+                highs = [high for low, high in sizes if low >= 0]
+                return (0, min(highs)) if highs else None
         return RULES[op](*sizes) if op in RULES else None
