@@ -20,7 +20,7 @@ from quire.memory import Dense
 from quire.problem import Call, Problem, ReadyMod
 from quire.recheck import recheck
 from quire.runtime.addressing import dense
-from quire.runtime.backward import backward
+from quire.runtime.backward import backward, key_mass
 from quire.runtime.forward import forward
 
 LARGEST_HEAD_DIM = 512
@@ -136,8 +136,8 @@ def run(
     result = Result(*rows)
     if config().check:
         recheck(problem, operands, sink, result)
-    if wanted.key_mass:  # a second pass, in tiles of torch ops until it has a kernel
-        return result._replace(key_mass=eager.key_mass(problem, operands, result.lse))
+    if wanted.key_mass:
+        return result._replace(key_mass=key_mass(problem, memory, rows))
     return result
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -45,6 +46,17 @@ def backward(
 ) -> Gradients | None:
     """The gradients; None where something is not finite."""
     return _Backward(problem, memory, blocks, wanted, above).run()
+
+
+def key_mass(problem: Problem, memory: Addressing, results: Rows) -> Tensor:
+    """The probabilities, before dropout, summed over the queries of each head: [B, Hq, S].
+
+    The tiles of the backward pass, up to their weights.
+    """
+    problem, mask = replace(problem, dropout=None), problem.block_mask
+    blocks = None if mask is None else mask.rows(*memory.lengths)
+    above = Above(results.out, results.lse, None, None)
+    return _Backward(problem, memory, blocks, Wanted(False, False, False, ()), above).masses()
 
 
 class Round(NamedTuple):
@@ -125,6 +137,17 @@ class _Backward:
             tuple(captures),
             delta,
         )
+
+    def masses(self) -> Tensor:
+        """The weights that each key has."""
+        memory = self.memory
+        batch = 1 if memory.copies is None else memory.copies
+        shape = (max(self.slices, default=1), batch, memory.query.shape[1], memory.key.shape[2])
+        sums = torch.zeros(shape, dtype=self.dtype, device="cpu")
+        fields = dict.fromkeys(GRADIENTS, 0) | _strided("masses", sums, ("slice", "batch", "head"))
+        for part in self._rounds():
+            self._launch(GRADIENTS_PART.pack(fields), part)
+        return folded(sums)
 
     def _fields(
         self, query: Tensor | None, key: Tensor | None, value: Tensor | None, delta: Tensor
