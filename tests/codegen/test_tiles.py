@@ -8,10 +8,13 @@ import re
 import pytest
 
 from quire.codegen import jit
+from quire.codegen.backward import write_backward
 from quire.codegen.convention import ForwardSpec
 from quire.codegen.forward import write_forward
+from quire.codegen.gradient_tiles import UNROLLED, groups
 from quire.codegen.target import Target
-from quire.codegen.tiles import SMALL_ROWS
+from quire.codegen.tiles import SMALL_ROWS, Tile
+from quire.codegen.types import F32, F64
 
 TARGETS = ["x86-64-v3", "x86-64-v4", "aarch64"]
 FMA = re.compile(r"\bvfn?m(?:add|sub)\w+|\bfml[as]\b")
@@ -19,9 +22,10 @@ STACK = re.compile(r"%rsp|\bsp\b")
 
 
 @functools.cache
-def assembly(target: str, dtype: str) -> str:
+def assembly(target: str, dtype: str, *, backward: bool = False) -> str:
     spec = ForwardSpec(Target.named(target), dtype, dtype, dtype, dtype)
-    return jit.assembly(write_forward(spec).text, spec.target)
+    write = write_backward if backward else write_forward
+    return jit.assembly(write(spec).text, spec.target)
 
 
 def innermost_loops(text: str, function: str) -> list[str]:
@@ -49,6 +53,25 @@ def test_micro_kernels_do_not_spill(target: str, dtype: str, function: str, unro
         assert not STACK.search(loop), f"the stack is used in\n{loop}"
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("target", TARGETS)
+def test_micro_kernels_of_gradients_do_not_spill(target: str, dtype: str) -> None:
+    shape = Target.named(target)
+    tile = Tile(shape, F32 if dtype == "float32" else F64)
+    expected = {
+        "multiply_keys": [2 * shape.rows, 2 * SMALL_ROWS],
+        "add_queries": [rows for _, rows in groups(tile)],
+        "add_keys": [UNROLLED * shape.rows, UNROLLED * SMALL_ROWS],
+    }
+    text = assembly(target, dtype, backward=True)
+    for function, rows in expected.items():
+        loops = [x for x in innermost_loops(text, function) if FMA.search(x)]
+        counts = [len(FMA.findall(loop)) for loop in loops]
+        assert counts == [count * shape.vectors for count in rows], function
+        for loop in loops:
+            assert not STACK.search(loop), f"the stack is used in\n{loop}"
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_softmax_does_not_spill(target: str) -> None:
     loops = innermost_loops(assembly(target, "float32"), "exponentiate")
@@ -57,11 +80,12 @@ def test_the_softmax_does_not_spill(target: str) -> None:
         assert FMA.search(loop) and not STACK.search(loop), f"the stack is used in\n{loop}"
 
 
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
 @pytest.mark.parametrize("target", TARGETS)
-def test_nothing_is_called_outside(target: str, dtype: str) -> None:
+def test_nothing_is_called_outside(target: str, dtype: str, backward: bool) -> None:
     """No library function: what is called is in the module, or a pointer that was passed."""
-    text = assembly(target, dtype)
+    text = assembly(target, dtype, backward=backward)
     called = set(re.findall(r"^\s+(?:callq|bl)\s+([A-Za-z_]\w*)", text, re.MULTILINE))
     defined = set(re.findall(r"^([A-Za-z_]\w*):", text, re.MULTILINE))
     assert called <= defined, called - defined

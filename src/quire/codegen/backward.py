@@ -40,6 +40,7 @@ from quire.codegen.gradient_tiles import (
     write_add_queries,
     write_clear,
     write_dot_rows,
+    write_find_spans,
     write_scale_rows,
 )
 from quire.codegen.items import Block, Item, Share, Work
@@ -57,6 +58,7 @@ class _Phases(NamedTuple):
     pack: Function
     multiply: Function
     add_queries: Function
+    find_spans: Function
     add_keys: Function
     add_masses: Function
     clear: Function
@@ -87,6 +89,7 @@ def _write_phases(module: Module, spec: ForwardSpec) -> _Phases:
         write_pack(module, tile),
         write_multiply_keys(module, tile, maxima=False, row_stride=weights_stride(tile)),
         write_add_queries(module, tile),
+        write_find_spans(module, tile),
         write_add_keys(module, tile),
         write_add_masses(module, tile),
         write_clear(module, tile),
@@ -282,12 +285,9 @@ class _Kernel:
                     row = item.kv_row + block.origin + part.first
                     masses = f.offset(base, row, tile.element)
                     f.call(self.phases.add_masses, mine[0], masses, count)
-                # What a micro kernel reads beside the keys of this panel.
-                before = f.maximum(part.first - tile.target.rows, block.begin)
-                after = f.minimum(part.end + tile.target.rows, block.end)
-                for each in (weights, slopes):
-                    f.call(self.phases.clear, each, before, part.first)
-                    f.call(self.phases.clear, each, part.end, after)
+            for each in (weights, slopes):
+                f.call(self.phases.clear, each, block.begin, part.first)
+                f.call(self.phases.clear, each, part.end, block.end)
 
     def _multiply(self, name: str, first: Value, count: Value, q: Value, into: Value) -> None:
         """Keys times queries, or values times the gradient of out."""
@@ -304,6 +304,8 @@ class _Kernel:
         """What all panels add to the gradients of keys and values."""
         f, tile, scratch = self.f, self.tile, self.scratch
         panels = (item.q_count + (tile.width - 1)).udiv(tile.width)
+        ends = (block.begin, block.end)
+        f.call(self.phases.find_spans, scratch["reach"], panels, scratch["spans"], *ends)
         for name, tiles, rows in (
             ("value", "weights", "grad_rows"),
             ("key", "slopes", "query_rows"),
@@ -315,14 +317,12 @@ class _Kernel:
                 f.call(
                     self.phases.add_keys,
                     scratch[tiles],
-                    scratch["reach"],
-                    panels,
+                    scratch["spans"],
                     scratch[rows],
                     stride,
                     f.offset(base, row * step, tile.element),
                     step,
-                    block.begin,
-                    block.end,
+                    *ends,
                     stride - tile.width,
                 )
 

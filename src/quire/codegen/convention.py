@@ -289,6 +289,7 @@ def backward_regions(
     sizes = (
         ("records", 6 * ROWS.size // tile.element.size),
         ("reach", panels * (2 * I64.size // tile.element.size)),  # the keys of each panel
+        ("spans", tile.target.block_kv * (2 * I64.size // tile.element.size)),  # queries of keys
         ("shift", block_q),  # lse, and +inf where there is no query
         ("delta", block_q),
         ("keys", keys * tile.target.block_kv),

@@ -14,14 +14,14 @@ transposed. All sums start at zero in every tile, and rows are whole panels wide
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from quire.codegen.builder import Function, Module, Value
-from quire.codegen.convention import weights_stride
+from quire.codegen.convention import BLOCK_Q, weights_stride
 from quire.codegen.tiles import SMALL_ROWS, Tile, across, large_rows, outer_product
 from quire.codegen.types import I1, I64, PTR
 
-PER_PANEL = 4  # queries of a panel that are unrolled
+UNROLLED = 2  # queries at a time where sums are over queries
 
 
 def groups(tile: Tile) -> list[tuple[int, int]]:
@@ -66,16 +66,52 @@ def write_add_queries(module: Module, tile: Tile) -> Function:
     return f
 
 
-def write_add_keys(module: Module, tile: Tile) -> Function:
-    """grads[key] += sum over panels of weights[key] . rows, for the keys from first to end.
+def key_groups(
+    f: Function, tile: Tile, first: Value, end: Value
+) -> Iterator[tuple[Value, list[Value]]]:
+    """The keys from first to end as micro kernels take them: the first of a group, and all.
 
-    `reach` has for each panel the keys that it attends to, from and to, as two i64. Weights that
-    are less than a micro kernel away from these must be zero; others are not read.
+    Past the end it is the last key again.
     """
+    large = first + large_rows(tile, end - first)
+    with f.range(first, large, tile.target.rows) as key:
+        yield key, [key + r for r in range(tile.target.rows)]
+    with f.range(large, end, SMALL_ROWS) as key:
+        yield key, [f.minimum(key + r, end - 1) for r in range(SMALL_ROWS)]
+
+
+def write_find_spans(module: Module, tile: Tile) -> Function:
+    """For each group of keys, which queries attend to some of them: from and to, at its first key.
+
+    `reach` has for each panel the keys that it attends to.
+    """
+    parameters = {"reach": PTR, "panels": I64, "spans": PTR, "first": I64, "end": I64}
+    with module.function("find_spans", parameters, internal=True) as f:
+        reach, panels, spans, first, end = f.parameters
+        for key, group in key_groups(f, tile, first, end):
+
+            def widen(
+                p: Value, span: list[Value], key: Value = key, last: Value = group[-1]
+            ) -> list[Value]:
+                low, high = (f.load(I64, reach, p * 2 + side) for side in (0, 1))
+                reached = (low <= last) & (high > key)
+                start, stop = p * tile.width, p * tile.width + tile.width
+                return [
+                    f.select(reached, f.minimum(span[0], start), span[0]),
+                    f.select(reached, stop, span[1]),
+                ]
+
+            span = f.loop(0, panels, widen, carry=[f.value(BLOCK_Q, I64), f.value(0, I64)])
+            for side in (0, 1):
+                f.store(span[side], spans, key * 2 + side)
+    return f
+
+
+def write_add_keys(module: Module, tile: Tile) -> Function:
+    """grads[key] += weights[key] . rows, for the keys from first to end, over their spans."""
     parameters = {
         "weights": PTR,
-        "reach": PTR,
-        "panels": I64,
+        "spans": PTR,
         "rows": PTR,
         "stride": I64,
         "grads": PTR,
@@ -85,49 +121,30 @@ def write_add_keys(module: Module, tile: Tile) -> Function:
         "columns": I64,
     }
     with module.function("add_keys", parameters, internal=True) as f:
-        weights, reach, panels, rows, stride = f.parameters[:5]
-        grads, grad_stride, first, end, columns = f.parameters[5:]
-        step = weights_stride(tile)
+        weights, spans, rows, stride, grads, grad_stride, first, end, columns = f.parameters
 
-        def add(key: Value, d: Value, count: int) -> None:
-            places = [key + r for r in range(count)]
-            if count == SMALL_ROWS:  # past the end: the last key again, whose sums are not stored
-                places = [f.minimum(place, end - 1) for place in places]
-            starts = [f.offset(weights, place * step, tile.element) for place in places]
-            column = f.offset(rows, d, tile.element)
-
-            def panel(p: Value, sums: list[Value]) -> list[Value]:
-                low, high = (f.load(I64, reach, p * 2 + side) for side in (0, 1))
-
-                def product() -> Sequence[Value]:
-                    at = p * tile.width
-                    mine = [f.offset(start, at, tile.element) for start in starts]
-                    queries = f.offset(column, p * stride * tile.width, tile.element)
-                    return outer_product(
-                        f,
-                        tile,
-                        f.value(tile.width, I64),
-                        lambda q: [f.load(tile.element, start, q) for start in mine],
-                        lambda q: tile.load_row(f, f.offset(queries, q * stride, tile.element)),
-                        rows=count,
-                        unroll=PER_PANEL,
-                        sums=sums,
-                    )
-
-                return f.choose((low < key + count) & (high > key), product, lambda: sums)
-
-            sums = f.loop(0, panels, panel, carry=tile.row(f, 0.0) * count)
+        def add(key: Value, group: list[Value], d: Value) -> None:
+            start, stop = (f.load(I64, spans, key * 2 + side) for side in (0, 1))
+            step = weights_stride(tile)
+            mine = [f.offset(weights, place * step + start, tile.element) for place in group]
+            column = f.offset(rows, start * stride + d, tile.element)
+            sums = outer_product(
+                f,
+                tile,
+                stop - start,
+                lambda q: [f.load(tile.element, each, q) for each in mine],
+                lambda q: tile.load_row(f, f.offset(column, q * stride, tile.element)),
+                rows=len(group),
+                unroll=UNROLLED,
+            )
             for r, row in enumerate(tile.rows(sums)):
-                target = f.offset(grads, places[r] * grad_stride + d, tile.element)
+                target = f.offset(grads, group[r] * grad_stride + d, tile.element)
                 with f.when(key + r < end):
                     _add_row(f, tile, row, target)
 
-        large = first + large_rows(tile, end - first)
         with f.range(0, columns, tile.width) as d:
-            with f.range(first, large, tile.target.rows) as key:
-                add(key, d, tile.target.rows)
-            with f.range(large, end, SMALL_ROWS) as key:
-                add(key, d, SMALL_ROWS)
+            for key, group in key_groups(f, tile, first, end):
+                add(key, group, d)
     return f
 
 

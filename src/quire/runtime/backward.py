@@ -292,7 +292,7 @@ def _together(sums: Tensor, like: Tensor) -> Tensor:
     total = folded(sums)
     if like.shape[0] != total.shape[0]:
         total = folded(total).unsqueeze(0)
-    return total[..., : like.shape[3]]
+    return total[..., : like.shape[3]].contiguous()
 
 
 def _direct_inputs(load: Node) -> set[str]:

@@ -1,0 +1,121 @@
+"""The backward kernel: shares of work, and the same bits wherever rows live."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.aux_outputs import AuxRequest
+from quire.eager.backward import Above, Gradients, Wanted, folded
+from quire.eager.backward import backward as eager_backward
+from quire.eager.tile import Operands
+from quire.ir.trace import trace
+from quire.memory import Dense, Ragged
+from quire.problem import Problem
+from quire.runtime import backward as runtime
+from quire.runtime.addressing import Addressing, dense, packed, ragged
+from quire.runtime.backward import backward, num_slices
+from quire.runtime.forward import forward
+
+HQ, HKV, D, DV = 4, 2, 24, 20
+
+
+def problem(table: Tensor) -> Problem:
+    """A bias by distance, which is not told apart by batch, head or block of queries."""
+
+    def biased(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score + table[(q_idx - kv_idx) % 13]
+
+    return Problem(
+        scale=0.2,
+        score_mod=trace(biased, "score", score_dtype=table.dtype),
+        mask_mod=trace(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, "mask"),
+    )
+
+
+def run(memory: Addressing, table: Tensor, grad_out: Tensor) -> Gradients:
+    """Forward and backward, all gradients wanted."""
+    it = problem(table)
+    out = torch.empty(*memory.query.shape[:3], DV)
+    rows, wrong = forward(it, memory, None, out, AuxRequest(lse=True))
+    assert not wrong
+    above = Above(out, rows.lse, grad_out, None)
+    found = backward(it, memory, None, Wanted(True, True, True, (table,)), above)
+    assert found is not None
+    return found
+
+
+def dense_case(batch: int, q_len: int, kv_len: int) -> tuple[Addressing, Tensor, Tensor]:
+    query = torch.randn(batch, HQ, q_len, D)
+    key, value = torch.randn(batch, HKV, kv_len, D), torch.randn(batch, HKV, kv_len, DV)
+    table = torch.randn(13, requires_grad=True)
+    memory = dense(query, Dense(key, value), kv_len - q_len)
+    return memory, table, torch.randn(batch, HQ, q_len, DV)
+
+
+def test_slices_depend_on_a_sequence_and_heads_alone() -> None:
+    assert num_slices(512, 8, 8) == num_slices(100_000, 8, 8) == 1
+    assert num_slices(16_384, 4, 4) == 2
+    assert num_slices(1024, 8, 1) == 8
+    assert num_slices(700, 1, 1) == num_slices(0, 4, 2) == num_slices(5, 0, 0) == 1
+
+
+def test_slices_agree_with_torch() -> None:
+    memory, table, grad_out = dense_case(2, 1100, 1100)
+    assert num_slices(1100, HQ, HKV) == 2
+    found = run(memory, table, grad_out)
+    out = torch.empty_like(grad_out)
+    rows, _ = forward(problem(table), memory, None, out, AuxRequest(lse=True))
+    operands = Operands(memory.query, memory.key, memory.value)
+    wanted = Wanted(True, True, True, (table,))
+    above = Above(out, rows.lse, grad_out, None)
+    with torch.no_grad():
+        expected = eager_backward(problem(table), operands, None, wanted, above)
+    for mine, its in zip(found[:3], expected[:3], strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.captures[0], expected.captures[0], rtol=1e-4, atol=1e-4)
+
+
+def test_rounds_leave_no_share_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, table, grad_out = dense_case(3, 70, 90)
+    expected = run(memory, table, grad_out)
+    for limit in (13 * 4 * HKV, 0):  # a batch at a time; a head at a time
+        monkeypatch.setattr(runtime, "LARGEST_SUMS", limit)
+        found = run(memory, table, grad_out)
+        for mine, its in zip(found[:3], expected[:3], strict=True):
+            assert mine is not None and its is not None and torch.equal(mine, its)
+        torch.testing.assert_close(found.captures[0], expected.captures[0])
+
+
+def test_ragged_is_dense() -> None:
+    lengths = [(7, 7), (0, 3), (130, 300), (1, 129), (0, 0), (64, 64), (1030, 1030)]
+    table = torch.randn(13, requires_grad=True)
+    parts = [
+        (torch.randn(HQ, q, D), torch.randn(HKV, k, D), torch.randn(HKV, k, DV)) for q, k in lengths
+    ]
+    above = [torch.randn(HQ, q, DV) for q, _ in lengths]
+    query, key, value = (torch.cat([p[i].transpose(0, 1) for p in parts]) for i in range(3))
+    offsets = [torch.tensor([0, *(pair[i] for pair in lengths)]).cumsum(0) for i in (0, 1)]
+    memory = ragged(query, Ragged(key, value, offsets[1]), offsets[0])
+    found = run(memory, table, packed(torch.cat([x.transpose(0, 1) for x in above])))
+    total = torch.zeros(13)
+    for number, (q, k, v) in enumerate(parts):
+        rows, columns = (slice(*offsets[i][number : number + 2].tolist()) for i in (0, 1))
+        alone = dense(q[None], Dense(k[None], v[None]), k.shape[1] - q.shape[1])
+        expected = run(alone, table, above[number][None])
+        for mine, its, part in zip(found[:3], expected[:3], (rows, columns, columns), strict=True):
+            assert mine is not None and its is not None
+            assert torch.equal(mine[:, :, part], its), number
+        assert expected.captures[0] is not None
+        total += expected.captures[0]
+    torch.testing.assert_close(found.captures[0], total, rtol=1e-4, atol=1e-4)
+
+
+def test_folding_adds_everything() -> None:
+    for count in range(1, 9):
+        parts = torch.randn(count, 3, dtype=torch.float64)
+        expected = parts.sum(0)
+        with torch.no_grad():
+            torch.testing.assert_close(folded(parts), expected)
+    assert torch.equal(folded(torch.zeros(0, 3)), torch.zeros(3))
