@@ -1,0 +1,66 @@
+"""The examples run, and show what they say they show."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from pathlib import Path
+from types import ModuleType
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+@pytest.fixture
+def gpt(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The training, of a model that is smaller still."""
+    torch.set_num_threads(1)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    module = importlib.import_module("train_gpt")
+    for name, value in {"WIDTH": 32, "LAYERS": 2, "BATCH": 3, "REACH": 20}.items():
+        monkeypatch.setattr(module, name, value)
+    return module
+
+
+def test_training_with_and_without_quire(
+    gpt: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture = tmp_path / "loss.svg"
+    gpt.main(["--steps", "12", "--length", "72", "--out", str(picture)])
+    said = capsys.readouterr().out
+    assert "3 x 72 tokens" in said
+    assert "step   11   loss: quire" in said
+    apart = float(said.split("at most ")[1].split()[0])
+    assert apart < 1e-4
+    curves = ElementTree.parse(picture).findall("{*}polyline")
+    assert [len(curve.attrib["points"].split()) for curve in curves] == [12, 12]
+
+
+def test_training_learns(gpt: ModuleType) -> None:
+    quire_s, sdpa_s = gpt.train(steps=12, length=72)
+    assert abs(quire_s.losses[0] - math.log(256)) < 1
+    assert quire_s.losses[-1] < quire_s.losses[0] - 0.1
+    for training in (quire_s, sdpa_s):
+        assert all(bool(block.bias.any()) for block in training.model.blocks)
+    assert len(quire_s.seconds) == len(sdpa_s.seconds) == 12
+
+
+def test_rows_are_full_of_pieces(gpt: ModuleType) -> None:
+    files = gpt.standard_library()
+    tokens, targets, document = next(gpt.packed(files, 200, torch.Generator().manual_seed(1)))
+    assert tokens.shape == targets.shape == document.shape == (3, 200)
+    assert document.amax() > 0 and not document[:, 0].any()
+    steps = document.diff(dim=1)
+    assert set(steps.unique().tolist()) == {0, 1}
+    follows = tokens[:, 1:] == targets[:, :-1]
+    assert follows[steps == 0].all()  # within a piece, a target is the next token
+
+
+def test_round_numbers(gpt: ModuleType) -> None:
+    ticks = importlib.import_module("line_chart").ticks
+    assert ticks(0, 299) == [0, 100, 200, 300]
+    assert ticks(1.83, 5.79) == [1, 2, 3, 4, 5, 6]
+    assert len(ticks(2.0, 2.0)) == 2
