@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
 
@@ -28,7 +28,8 @@ def line_chart(title: str, x_name: str, y_name: str, curves: Sequence[Curve]) ->
     """The content of a file that shows one or two curves."""
     top = max(value for curve in curves for value in curve.values)
     low = min(value for curve in curves for value in curve.values)
-    rows, columns = ticks(low, top), ticks(0, max(len(curve.values) for curve in curves) - 1)
+    last = max(1, *(len(curve.values) - 1 for curve in curves))
+    rows, columns = ticks(low, top), ticks(0, last)
 
     def x(step: float) -> float:
         return LEFT + (WIDTH - LEFT - RIGHT) * step / columns[-1]
@@ -49,17 +50,13 @@ def line_chart(title: str, x_name: str, y_name: str, curves: Sequence[Curve]) ->
     lines += [_text(x(step), HEIGHT - BOTTOM + 18, f"{step:g}", "middle") for step in columns]
     lines.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 8, x_name, "middle"))
     lines.append(_text(LEFT - 8, TOP - 14, y_name, "end"))
-    for (name, values), style, place in zip(curves, STYLES, places(), strict=False):
+    names = range(LEFT, WIDTH, WIDTH // len(STYLES))
+    for (name, values), style, place in zip(curves, STYLES, names, strict=False):
         points = " ".join(f"{x(step):.1f},{y(value):.2f}" for step, value in enumerate(values))
         lines.append(f'<polyline fill="none" {style} points="{points}"/>')
         lines.append(f'<path d="M{place} 44h24" {style}/>')
         lines.append(_text(place + 32, 48, name, "start"))
     return "\n".join([*lines, "</svg>"]) + "\n"
-
-
-def places() -> Iterator[int]:
-    """Where the names of curves stand."""
-    return iter(range(LEFT, WIDTH, (WIDTH - LEFT) // len(STYLES)))
 
 
 def ticks(low: float, high: float) -> list[float]:

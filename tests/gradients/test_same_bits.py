@@ -106,6 +106,33 @@ def test_which_others_are_asked_for_does_not_matter() -> None:
         assert not differing(found, expected), wanted
 
 
+def test_a_log_sum_exp_alone_has_no_gradient_of_values() -> None:
+    """Exactly none, and every time the same ones of the rest."""
+    query, key, value = (torch.randn(1, 2, 37, 20, requires_grad=True) for _ in range(3))
+    _, aux = quire.flex_attention(query, key, value, return_aux=AuxRequest(lse=True))
+    found = []
+    for _ in range(10):
+        loss = (aux.lse * torch.arange(37)).sum()
+        leaves = (query, key, value)
+        found.append(torch.autograd.grad(loss, leaves, retain_graph=True, materialize_grads=True))
+        torch.randn(3, 50)  # memory that is given back is used again
+    assert not any(bool(grads[2].any()) for grads in found)
+    assert all(all(map(torch.equal, grads, found[0])) for grads in found)
+
+
+def test_a_sink_learns_alone() -> None:
+    """Its gradient is found without that of any score."""
+    random = torch.Generator().manual_seed(1)
+    query, key = (torch.randn(1, 2, 37, 20, generator=random) for _ in range(2))
+    grads = []
+    for learned in (False, True):
+        sink = torch.zeros(2, requires_grad=True)
+        given = query.clone().requires_grad_(learned)
+        out = quire.flex_attention(given, key, key, sink=sink, mask_mod=mods.causal)
+        grads += torch.autograd.grad(out.square().sum(), sink)
+    assert grads[0].all() and torch.equal(*grads)
+
+
 def test_what_needs_no_gradient_gets_none() -> None:
     given = leaves(torch.float32, {"value", "slopes"})
     query, key, value = (given[name] for name in ("query", "key", "value"))
