@@ -274,3 +274,19 @@ def test_other_results_change_no_gradient() -> None:
     assert learned == ["lse"]
     found = torch.autograd.grad(out.square().sum(), tensors)
     assert all(map(torch.equal, found, expected))
+
+
+# Who computes
+
+
+def test_the_gradients_are_those_of_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of torch ops are for what is not finite, and for second derivatives."""
+
+    def unexpected(*_: Any) -> Any:
+        raise AssertionError("the backward pass ran in tiles of torch ops")
+
+    monkeypatch.setattr(quire.compiled.eager, "backward", unexpected)
+    tensors = operands()
+    torch.testing.assert_close(
+        gradients(attend, tensors), gradients(expect, tensors), rtol=1e-4, atol=1e-5
+    )
