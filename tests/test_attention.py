@@ -18,6 +18,7 @@ import quire
 from quire import AuxOutput, AuxRequest, Dense, EagerModWarning, create_block_mask, reference
 from quire.attention import _warned, prepare
 from quire.ir.trace import Traced
+from quire.memory import Queries
 from quire.vectorise import Opaque
 
 attention: Callable[..., Any] = functools.partial(quire.attention, backend="eager")
@@ -194,8 +195,8 @@ def test_keys_and_values_may_be_narrower_than_queries(dtype: torch.dtype) -> Non
 def prepared(**options: Any) -> Any:
     """The problem that backends are given."""
     query, key, value = tensors()
-    defaults: dict[str, Any] = dict.fromkeys(("score_mod", "scale", "sink", "q_start"))
-    defaults |= {"masks": (), "dropout_p": 0.0}
+    defaults: dict[str, Any] = dict.fromkeys(("score_mod", "scale", "sink"))
+    defaults |= {"masks": (), "dropout_p": 0.0, "queries": Queries()}
     return prepare(query, Dense(key, value), **(defaults | options)).problem
 
 

@@ -15,7 +15,7 @@ from quire import backends, config
 from quire.attention import prepare
 from quire.backends import BACKENDS, choose, explain_call
 from quire.errors import ArgumentError, BackendError
-from quire.memory import Dense
+from quire.memory import Dense, Queries
 from quire.problem import Call, Problem
 
 
@@ -36,8 +36,8 @@ def qkv() -> list[torch.Tensor]:
 
 def cpu_call(**options: Any) -> Call:
     query, key, value = qkv()
-    defaults: dict[str, Any] = dict.fromkeys(("score_mod", "scale", "sink", "q_start"))
-    defaults |= {"masks": (), "dropout_p": 0.0}
+    defaults: dict[str, Any] = dict.fromkeys(("score_mod", "scale", "sink"))
+    defaults |= {"masks": (), "dropout_p": 0.0, "queries": Queries()}
     return prepare(query, Dense(key, value), **(defaults | options))
 
 

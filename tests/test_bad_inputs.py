@@ -463,7 +463,8 @@ NUMBERS = {
     ),
     "no memory": Bad(
         ArgumentError,
-        "memory must be a Dense, but got Tensor. Wrap keys and values: Dense(key, value).",
+        "memory must be a Dense or a Ragged, but got Tensor. Wrap keys and values: "
+        "Dense(key, value).",
         call=lambda: attend(tensor(B, HQ, S, D)),
     ),
 }

@@ -15,7 +15,7 @@ try:
     from quire.dynamo import OneGraphWarning
     from quire.errors import QuireError
     from quire.kernel_options import FlexKernelOptions, KernelOptionWarning
-    from quire.memory import Dense
+    from quire.memory import Dense, Ragged
     from quire.mods import and_masks, noop_mask, not_mask, or_masks
     from quire.patch import patch_torch, unpatch_torch
     from quire.plan import Plan, plan
@@ -39,6 +39,7 @@ __all__ = [
     "OneGraphWarning",
     "Plan",
     "QuireError",
+    "Ragged",
     "__version__",
     "and_masks",
     "attention",

@@ -18,13 +18,14 @@ from quire.config import config
 from quire.dropout import check_dropout
 from quire.dynamo import never_traced
 from quire.eager import Result, working_dtype
-from quire.errors import ArgumentError, QuireError, UnsupportedOpError
+from quire.errors import ArgumentError, BlockMaskError, QuireError, UnsupportedOpError
 from quire.ir.trace import Kind, Mod, mod_name, trace
 from quire.kernel_options import FlexKernelOptions
-from quire.memory import Dense
+from quire.memory import TOP_LEFT, Dense, Integers, Memory, Queries
 from quire.problem import Call, Problem, ReadyMod
 from quire.recall import familiar
 from quire.runtime.plan import Rows
+from quire.sequences import Sequences
 from quire.vectorise import Opaque
 from quire.warn import warn
 
@@ -38,7 +39,7 @@ class EagerModWarning(UserWarning):
 @overload
 def attention(
     query: Tensor,
-    memory: Dense,
+    memory: Memory,
     *,
     score_mod: Mod | None = ...,
     mask: Mask | None = ...,
@@ -47,7 +48,9 @@ def attention(
     dropout_p: float = ...,
     generator: torch.Generator | None = ...,
     sink: Tensor | None = ...,
-    q_start: int | None = ...,
+    q_start: int | Integers | None = ...,
+    q_offsets: Integers | None = ...,
+    q_lengths: Integers | None = ...,
     backend: BackendName = ...,
 ) -> Tensor: ...
 
@@ -55,7 +58,7 @@ def attention(
 @overload
 def attention(
     query: Tensor,
-    memory: Dense,
+    memory: Memory,
     *,
     score_mod: Mod | None = ...,
     mask: Mask | None = ...,
@@ -64,7 +67,9 @@ def attention(
     dropout_p: float = ...,
     generator: torch.Generator | None = ...,
     sink: Tensor | None = ...,
-    q_start: int | None = ...,
+    q_start: int | Integers | None = ...,
+    q_offsets: Integers | None = ...,
+    q_lengths: Integers | None = ...,
     backend: BackendName = ...,
 ) -> tuple[Tensor, AuxOutput]: ...
 
@@ -72,7 +77,7 @@ def attention(
 @overload
 def attention(
     query: Tensor,
-    memory: Dense,
+    memory: Memory,
     *,
     score_mod: Mod | None = ...,
     mask: Mask | None = ...,
@@ -81,7 +86,9 @@ def attention(
     dropout_p: float = ...,
     generator: torch.Generator | None = ...,
     sink: Tensor | None = ...,
-    q_start: int | None = ...,
+    q_start: int | Integers | None = ...,
+    q_offsets: Integers | None = ...,
+    q_lengths: Integers | None = ...,
     backend: BackendName = ...,
 ) -> tuple[Tensor, torch_flex.AuxOutput]: ...
 
@@ -89,7 +96,7 @@ def attention(
 @never_traced
 def attention(
     query: Tensor,
-    memory: Dense,
+    memory: Memory,
     *,
     score_mod: Mod | None = None,
     mask: Mask | None = None,
@@ -98,12 +105,15 @@ def attention(
     dropout_p: float = 0.0,
     generator: torch.Generator | None = None,
     sink: Tensor | None = None,
-    q_start: int | None = None,
+    q_start: int | Integers | None = None,
+    q_offsets: Integers | None = None,
+    q_lengths: Integers | None = None,
     backend: BackendName = "auto",
 ) -> Tensor | tuple[Tensor, AuxOutput | torch_flex.AuxOutput]:
-    """Softmax attention of `query` [B, Hq, L, D] over the keys and values in `memory`.
+    """Softmax attention of `query` over the keys and values in `memory`.
 
-        attention(query, Dense(key, value), mask=causal)
+        attention(query, Dense(key, value), mask=causal)              # query [B, Hq, L, D]
+        attention(query, Ragged(key, value, offsets), mask=causal)    # query [total, Hq, D]
 
     `score_mod(score, b, h, q_idx, kv_idx)` rewrites each scaled score and `mask(b, h, q_idx,
     kv_idx)` says which are used; both are plain Python, and positions are absolute. The last query
@@ -111,7 +121,12 @@ def attention(
     from its own first row and column. `sink` [Hq] is a logit per head that takes part in the
     softmax without a value. A row that may attend nowhere is 0.
 
-    Returns [B, Hq, L, Dv], and an `AuxOutput` as well where `return_aux` asks for one.
+    In `Ragged` memory `b` is the sequence and positions are within it. The queries lie in the
+    sequences of the keys, or in those that `q_offsets` and `q_lengths` give; `q_start` may be one
+    number for each. A row that belongs to no sequence is 0.
+
+    Returns what the query is with Dv in place of D, and an `AuxOutput` as well where `return_aux`
+    asks for one.
     """
     aux = checked_request(return_aux)
     result = compute(
@@ -122,7 +137,7 @@ def attention(
         scale,
         dropout_p,
         sink,
-        q_start,
+        Queries(q_start, q_offsets, q_lengths),
         aux,
         None,
         backend,
@@ -133,13 +148,13 @@ def attention(
 
 def compute(
     query: Tensor,
-    memory: Dense,
+    memory: Memory,
     score_mod: Mod | None,
     masks: tuple[Mask, ...],
     scale: float | None,
     dropout_p: float,
     sink: Tensor | None,
-    q_start: int | None,
+    queries: Queries,
     aux: AuxRequest | None,
     kernel_options: FlexKernelOptions | None,
     backend: BackendName,
@@ -156,58 +171,61 @@ def compute(
         and generator is None
         and type(memory) is Dense
         and checks.check_position("Dense.start", memory.start) == 0
-        and (q_start == 0 or not any(isinstance(m, torch_flex.BlockMask) for m in masks))
+        and queries.offsets is queries.lengths is None
+        and not isinstance(queries.start, Tensor)
+        and (queries == TOP_LEFT or not any(isinstance(m, torch_flex.BlockMask) for m in masks))
     ):
         known = familiar(query, memory.key, memory.value, score_mod, masks, scale)
-    if known is not None:
-        first = first_position(q_start, query, memory)
-        out = known.again(query, memory.key, memory.value, first)
-        if out is not None:
-            return Result(*Rows(out))
+        if known is not None:
+            first = memory.first_position(query, queries.start)
+            out = known.again(query, memory.key, memory.value, first)
+            if out is not None:
+                return Result(*Rows(out))
     call = prepare(
-        query, memory, score_mod, masks, scale, dropout_p, sink, q_start, aux, kernel_options
+        query, memory, score_mod, masks, scale, dropout_p, sink, queries, aux, kernel_options
     )
     result = launch(call, backend, generator)
     if known is not None and compiled.obstacle(call) is None:
         known.remember(call)
-    return result
+    return Result(*map(memory.as_given, result))
 
 
 def prepare(
     query: Tensor,
-    memory: Dense,
+    memory: Memory,
     score_mod: Mod | None,
     masks: tuple[Mask, ...],
     scale: float | None,
     dropout_p: float,
     sink: Tensor | None,
-    q_start: int | None,
+    queries: Queries,
     aux: AuxRequest | None = None,
     kernel_options: FlexKernelOptions | None = None,
 ) -> Call:
     """Check everything and put it into the form that backends take."""
-    if not isinstance(memory, Dense):
+    if not isinstance(memory, Memory):
         raise ArgumentError(
-            f"memory must be a Dense, but got {type(memory).__name__}. Wrap keys and values: "
-            f"Dense(key, value)."
+            f"memory must be a Dense or a Ragged, but got {type(memory).__name__}. Wrap keys and "
+            f"values: Dense(key, value)."
         )
-    key, value = memory.key, memory.value
-    checks.check_operands(query, key, value)
-    query, key, value = autocast(query, key, value)
+    placed = memory.place(query, queries)
+    query, key, value = autocast(placed.query, placed.key, placed.value)
     problem = Problem(
         scale=checks.check_scale(scale, query.shape[-1]),
-        kv_start=checks.check_position("Dense.start", memory.start),
-        q_start=first_position(q_start, query, memory),
+        kv_start=placed.kv_start,
+        q_start=placed.q_start,
         dropout=check_dropout(dropout_p),
     )
     sink = checks.check_sink(sink, query)
     if score_mod is not None:
         problem = replace(problem, score_mod=ready(score_mod, "score", query))
     for mask in masks:
-        problem = _with_mask(problem, mask, query, key)
+        problem = _with_mask(problem, mask, query, key, placed.sequences)
     mask_mods = [mask for mask in masks if not isinstance(mask, torch_flex.BlockMask)]
-    mask_mod = mask_mods[0] if mask_mods else None
-    return Call(problem, query, key, value, sink, score_mod, mask_mod, aux, kernel_options)
+    return Call(
+        *(problem, query, key, value, sink, score_mod),
+        *(mask_mods[0] if mask_mods else None, aux, kernel_options, placed.sequences),
+    )
 
 
 def launch(call: Call, backend: BackendName, generator: torch.Generator | None) -> Result:
@@ -235,16 +253,17 @@ def aux_output(
     return kind(**{name: getattr(result, name) for name, asked in wanted if asked})
 
 
-def first_position(q_start: int | None, query: Tensor, memory: Dense) -> int:
-    """Where the first query sits: where it is said to, or so that the last is at the last key."""
-    if q_start is None:
-        return max(0, memory.start + memory.key.shape[2] - query.shape[2])
-    return checks.check_position("q_start", q_start)
-
-
-def _with_mask(problem: Problem, mask: Mask, query: Tensor, key: Tensor) -> Problem:
+def _with_mask(
+    problem: Problem, mask: Mask, query: Tensor, key: Tensor, sequences: Sequences | None
+) -> Problem:
     if not isinstance(mask, torch_flex.BlockMask):
         return replace(problem, mask_mod=ready(mask, "mask", query))
+    if sequences is not None:
+        raise BlockMaskError(
+            "mask must be a function of (b, h, q_idx, kv_idx) for Ragged memory, but got a "
+            "BlockMask, whose blocks are those of one length. Give its mask_mod: what no query "
+            "reads is skipped all the same."
+        )
     block_mask = BlockMask.from_torch(mask)
     batch, heads, q_len, _ = query.shape
     check_fits(block_mask, batch, heads, q_len, key.shape[2], query.device)

@@ -11,8 +11,9 @@ from typing import NamedTuple, Protocol
 from quire import compiled, eager, inductor
 from quire.config import Backend as BackendName
 from quire.config import config
-from quire.eager import Result
+from quire.eager import Operands, Result
 from quire.errors import ArgumentError, BackendError
+from quire.one_by_one import one_by_one
 from quire.problem import Call
 
 
@@ -49,8 +50,14 @@ class Eager:
 
     def run(self, call: Call) -> Result:
         """Stripe by stripe."""
-        operands = call.query, call.key, call.value, call.sink
-        return eager.attention(call.problem, *operands, wanted=call.aux)
+        return one_by_one(
+            call.problem,
+            Operands(call.query, call.key, call.value),
+            call.sequences,
+            lambda problem, operands: eager.attention(
+                problem, *operands, call.sink, wanted=call.aux
+            ),
+        )
 
 
 class Inductor:

@@ -22,17 +22,39 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 KV_DTYPES = (*DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)
 """Keys and values may be stored in fewer bits than they are computed with."""
 
+DENSE_AXES = ("batch", "heads", "length", "head_dim")
+PACKED_AXES = ("total", "heads", "head_dim")
+
 
 def check_operands(query: Tensor, key: Tensor, value: Tensor) -> None:
     """query [B, Hq, L, D], key [B or 1, Hkv, S, D], value [B or 1, Hkv, S, Dv], Hkv divides Hq."""
+    _check_tensors(query, key, value, DENSE_AXES, "Add the missing ones with .unsqueeze.")
+    check_shapes(query, key, value)
+
+
+def check_packed(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """query [total, Hq, D], key [total, Hkv, D], value [total, Hkv, Dv], Hkv divides Hq."""
+    _check_tensors(query, key, value, PACKED_AXES, "Pack the rows of all sequences into the first.")
+    if key.shape[:2] != value.shape[:2]:
+        raise ShapeError(
+            f"key and value must agree in rows and heads, but have shapes {list(key.shape)} and "
+            f"{list(value.shape)}. Only their last dimension may differ."
+        )
+    check_head_dims(query, key)
+    check_heads(query.shape[1], key.shape[1])
+
+
+def _check_tensors(
+    query: Tensor, key: Tensor, value: Tensor, axes: tuple[str, ...], advice: str
+) -> None:
+    """Tensors that can be read, on one device, of dtypes that are computed with."""
     named = {"query": query, "key": key, "value": value}
     for name, tensor in named.items():
         check_kind(name, tensor)
     check_device(**named)
     for name, tensor in named.items():
-        check_rank(name, tensor)
+        check_rank(name, tensor, axes, advice)
         check_dtype(name, tensor, DTYPES if name == "query" else KV_DTYPES)
-    check_shapes(query, key, value)
 
 
 def check_kind(name: str, tensor: object) -> None:
@@ -88,12 +110,12 @@ def check_device(query: Tensor, key: Tensor, value: Tensor) -> None:
         )
 
 
-def check_rank(name: str, tensor: Tensor) -> None:
-    """[batch, heads, length, head dim]."""
-    if tensor.dim() != 4:
+def check_rank(name: str, tensor: Tensor, axes: tuple[str, ...], advice: str) -> None:
+    """As many dimensions as there are axes."""
+    if tensor.dim() != len(axes):
         raise RankError(
-            f"{name} must have 4 dimensions [batch, heads, length, head_dim], but has shape "
-            f"{list(tensor.shape)}. Add the missing ones with .unsqueeze."
+            f"{name} must have {len(axes)} dimensions [{', '.join(axes)}], but has shape "
+            f"{list(tensor.shape)}. {advice}"
         )
 
 
@@ -108,17 +130,8 @@ def check_dtype(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...] = DTY
 
 def check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
     """Batches, heads, lengths and head dims that go together."""
-    batch, q_heads, _, head_dim = query.shape
-    if key.shape[3] != head_dim:
-        raise ShapeError(
-            f"query and key must have the same embedding dimension, but have {head_dim} and "
-            f"{key.shape[3]}. Project one of them."
-        )
-    if head_dim == 0:
-        raise ShapeError(
-            f"the embedding dimension of query and key must be at least 1, but is 0: they have "
-            f"shapes {list(query.shape)} and {list(key.shape)}. Leave out empty projections."
-        )
+    batch = query.shape[0]
+    check_head_dims(query, key)
     if key.shape[:3] != value.shape[:3]:
         raise ShapeError(
             f"key and value must agree in batch, heads and length, but have shapes "
@@ -129,10 +142,30 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
             f"query and key must have the same batch size, but have Bq={batch} and "
             f"Bkv={key.shape[0]}. Repeat the keys, or give one batch of keys for all."
         )
-    if key.shape[1] == 0 or q_heads % key.shape[1] != 0:
+    check_heads(query.shape[1], key.shape[1])
+
+
+def check_head_dims(query: Tensor, key: Tensor) -> None:
+    """A product of query and key exists."""
+    head_dim = query.shape[-1]
+    if key.shape[-1] != head_dim:
+        raise ShapeError(
+            f"query and key must have the same embedding dimension, but have {head_dim} and "
+            f"{key.shape[-1]}. Project one of them."
+        )
+    if head_dim == 0:
+        raise ShapeError(
+            f"the embedding dimension of query and key must be at least 1, but is 0: they have "
+            f"shapes {list(query.shape)} and {list(key.shape)}. Leave out empty projections."
+        )
+
+
+def check_heads(q_heads: int, kv_heads: int) -> None:
+    """Every key head serves as many query heads."""
+    if kv_heads == 0 or q_heads % kv_heads != 0:
         raise HeadsError(
             f"the number of query heads must be a multiple of the number of key heads, but "
-            f"Hq={q_heads} and Hkv={key.shape[1]}. Each key head serves Hq / Hkv query heads."
+            f"Hq={q_heads} and Hkv={kv_heads}. Each key head serves Hq / Hkv query heads."
         )
 
 

@@ -17,11 +17,13 @@ from quire.eager import Above, Gradients, Operands, Result, Wanted, output_layou
 from quire.errors import BackendError, TensorKindError, UnsupportedOpError
 from quire.ir.trace import Traced, mod_name
 from quire.memory import Dense
+from quire.one_by_one import each, fill_holes, one_by_one
 from quire.problem import Call, Problem, ReadyMod
 from quire.recheck import recheck
-from quire.runtime.addressing import dense
+from quire.runtime.addressing import Addressing, dense
 from quire.runtime.backward import backward, key_mass
 from quire.runtime.forward import forward
+from quire.sequences import Sequences
 
 LARGEST_HEAD_DIM = 512
 
@@ -88,16 +90,21 @@ def attention(call: Call) -> Result:
         torch.is_grad_enabled()
         and any(tensor.requires_grad for tensor in (*_operands(call), *problem.captures))
     ):
-        return eager.attention(
+        return one_by_one(
             problem,
-            *operands,
-            call.sink,
-            wanted=call.aux,
-            run=run,
-            run_backward=run_backward,
+            operands,
+            call.sequences,
+            lambda problem, operands: eager.attention(
+                problem,
+                *operands,
+                call.sink,
+                wanted=call.aux,
+                run=run,
+                run_backward=run_backward,
+            ),
         )
     wanted = call.aux or NO_AUX
-    return run(problem, operands, call.sink, call.query.dtype, wanted=wanted)
+    return run(problem, operands, call.sink, call.query.dtype, call.sequences, wanted=wanted)
 
 
 def _is_transformed() -> bool:
@@ -111,19 +118,19 @@ def run(
     operands: Operands,
     sink: Tensor | None,
     dtype: torch.dtype | None = None,
+    sequences: Sequences | None = None,
     *,
     wanted: AuxRequest,
 ) -> Result:
     """The forward pass, without a record for autograd; `out` in `dtype` or the working dtype."""
-    query, key, value = (tensor.resolve_neg() for tensor in operands)
-    shape, strides = output_layout(query, value.shape[-1])
+    shape, strides = output_layout(operands.query, operands.value.shape[-1])
     out = torch.empty_strided(shape, strides, dtype=dtype or operands.dtype, device="cpu")
     if not has_memory(out):
         raise TensorKindError(
             f"expected to compute into a plain tensor, but a mode that is active makes a "
             f"{type(out).__name__} of every new one. Call attention outside of it."
         )
-    memory = dense(query, Dense(key, value, problem.kv_start), problem.q_start)
+    memory = _memory(problem, operands, sequences)
     if config().check:
         wanted = wanted._replace(lse=True, max_scores=True)
     by_row = wanted._replace(lse=wanted.lse or wanted.key_mass, key_mass=False)
@@ -131,14 +138,25 @@ def run(
     if out_of_range:
         # Where every index is looked at, the error says which it was; if there is none after all,
         # as a mod was asked in a block that does not exist, that is the result.
-        found = eager.forward(problem, operands, sink, wanted)
+        found = one_by_one(
+            problem,
+            operands,
+            sequences,
+            lambda problem, operands: eager.forward(problem, operands, sink, wanted),
+        )
         return found._replace(out=found.out.to(out.dtype))
     result = Result(*rows)
+    fill_holes(result, sequences)
     if config().check:
-        recheck(problem, operands, sink, result)
+        for alone in each(problem, operands, sequences):
+            recheck(alone.problem, alone.operands, sink, _part(result, alone.rows))
     if wanted.key_mass:
         return result._replace(key_mass=key_mass(problem, memory, rows))
     return result
+
+
+def _part(result: Result, rows: slice) -> Result:
+    return Result(*(x[:, :, rows] if x.dim() > 1 else x for x in result[:-1]))
 
 
 def run_backward(
@@ -149,8 +167,14 @@ def run_backward(
     given = [None if x is None else x.resolve_neg() for x in (above.grad_out, above.grad_lse)]
     tensors = (*operands, *problem.captures, *(x for x in given if x is not None))
     if all(map(has_memory, tensors)):
-        query, key, value = (tensor.resolve_neg() for tensor in operands)
-        memory = dense(query, Dense(key, value, problem.kv_start), problem.q_start)
-        above = Above(above.out, above.lse, *given)
+        memory, above = _memory(problem, operands, None), Above(above.out, above.lse, *given)
         found = backward(problem, memory, blocks, wanted, above)
     return found or eager.backward(problem, operands, blocks, wanted, above)
+
+
+def _memory(problem: Problem, operands: Operands, sequences: Sequences | None) -> Addressing:
+    query, key, value = (tensor.resolve_neg() for tensor in operands)
+    if sequences is not None:
+        return Addressing(query, key, value, sequences)
+    dense_memory = Dense(key, value, problem.kv_start)
+    return dense(query, dense_memory, problem.q_start, problem.b_start)

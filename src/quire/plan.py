@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
 from quire import compiled
-from quire.attention import Mask, first_position, prepare
+from quire.attention import Mask, prepare
 from quire.block_mask import BlockMask
 from quire.eager import working_dtype
 from quire.errors import ArgumentError, BackendError, DtypeError
 from quire.ir.trace import Kind, Mod, Traced, trace
-from quire.memory import Dense
+from quire.memory import Dense, Queries, Ragged
 from quire.problem import Call
 from quire.recall import Recalled, Signature, layout
 from quire.runtime.known import Known
@@ -57,9 +57,9 @@ class Plan:
         scale: float | None,
         q_start: int | None,
     ) -> None:
-        call = prepare(
-            query, memory, score_mod, () if mask is None else (mask,), scale, 0.0, None, q_start
-        )
+        _check_dense(memory)
+        masks = () if mask is None else (mask,)
+        call = prepare(query, memory, score_mod, masks, scale, 0.0, None, Queries(q_start))
         _check_compiled(call)
         self._dtype, self._scale, self._q_start = query.dtype, scale, q_start
         self._score_mod = None if score_mod is None else _traced(score_mod, "score", query)
@@ -76,7 +76,7 @@ class Plan:
         key, value = memory.key, memory.value
         signature = layout(query, key, value, grad=False)
         if signature is not None and memory.start == 0 and type(memory.start) is int:
-            first = first_position(self._q_start, query, memory)
+            first = memory.first_position(query, self._q_start)
             for tensor in self._captures:
                 signature += (tensor.dtype, tensor.device, tensor.shape, tensor.stride())
             if self._fixed:
@@ -94,6 +94,7 @@ class Plan:
 
     def _checked(self, query: Tensor, memory: Dense) -> Call:
         """The call that this would be, checked."""
+        _check_dense(memory)
         self._check_captures()
         if isinstance(query, Tensor) and query.dtype != self._dtype:
             raise DtypeError(
@@ -102,7 +103,7 @@ class Plan:
             )
         call = prepare(
             *(query, memory, self._score_mod, self._masks),
-            *(self._scale, 0.0, None, self._q_start),
+            *(self._scale, 0.0, None, Queries(self._q_start)),
         )
         _check_compiled(call)
         return call
@@ -119,6 +120,13 @@ class Plan:
 def _kind(tensor: Tensor) -> tuple[object, ...]:
     """What must not change of a captured tensor. Its sizes and strides may."""
     return tensor.dtype, tensor.dim(), tensor.device
+
+
+def _check_dense(memory: object) -> None:
+    if isinstance(memory, Ragged):
+        raise ArgumentError(
+            "a plan takes Dense memory, but got a Ragged. Call quire.attention, which takes both."
+        )
 
 
 def _check_compiled(call: Call) -> None:

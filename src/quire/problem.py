@@ -13,6 +13,7 @@ from quire.aux_outputs import AuxRequest
 from quire.block_mask import BlockMask
 from quire.dropout import Dropout
 from quire.ir.trace import Mod, Traced
+from quire.sequences import Sequences
 from quire.vectorise import Opaque
 
 ReadyMod: TypeAlias = Traced | Opaque
@@ -25,7 +26,7 @@ class Problem:
 
     `mask_mod` holds everywhere. `block_mask` says which blocks exist, and `partial_mod`, its
     mask_mod, holds in those that it does not call full. Queries and keys sit at absolute positions
-    that begin at `q_start` and `kv_start`.
+    that begin at `q_start` and `kv_start`, and batch entries are numbered from `b_start`.
     """
 
     scale: float
@@ -36,6 +37,7 @@ class Problem:
     dropout: Dropout | None = None
     q_start: int = 0
     kv_start: int = 0
+    b_start: int = 0
 
     def masks(self, full: bool) -> tuple[ReadyMod, ...]:
         """The masks that hold in a block."""
@@ -73,7 +75,11 @@ class Problem:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A problem with its operands, the mods as the user wrote them, and what else is wanted."""
+    """A problem with its operands, the mods as the user wrote them, and what else is wanted.
+
+    With `sequences` the rows of the only batch entry are those of many sequences, each of which is
+    a problem of its own.
+    """
 
     problem: Problem
     query: Tensor
@@ -84,3 +90,4 @@ class Call:
     mask_mod: Mod | None = None
     aux: AuxRequest | None = None
     kernel_options: Mapping[str, object] | None = None
+    sequences: Sequences | None = None

@@ -24,7 +24,7 @@ from quire.eager import output_layout, working_dtype
 from quire.ir.trace import Mod, Traced, trace
 from quire.memory import Dense
 from quire.problem import Call, Problem
-from quire.runtime.addressing import Sequence, dense
+from quire.runtime.addressing import dense, record
 from quire.runtime.forward import plan_for
 from quire.runtime.known import Known
 from quire.runtime.plan import Plan, Rows
@@ -164,13 +164,13 @@ class Recalled(NamedTuple):
         if type(out) is not Tensor:  # a mode is active that makes others
             return None
         keys = key.shape[2]
-        record = Sequence(0, query.shape[2], q_start, 0, keys).record(0)
+        sequence = record(query.shape[2], q_start, keys)
         operands = (query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr())
         if 0 in operands:  # a tensor that is empty, or has no memory
             return None
         addresses = (*operands, 0, 0, 0, 0, 0)
         work = self.work * keys
-        wrong = self.plan.launch_at(addresses, record, 1, self.items, work, captures, self.lists)
+        wrong = self.plan.launch_at(addresses, sequence, 1, self.items, work, captures, self.lists)
         return None if wrong else out
 
 

@@ -25,6 +25,9 @@ tracer. Whole score matrices are made; nothing here is meant to be fast.
 - The mass of a key is the sum of its probabilities over the queries of one query head, before
   dropout; a sink has its share of each row. A row that is NaN makes those keys NaN that it reads.
   It has no gradient.
+- In ragged memory each sequence is attention of its own. `b` is its number, positions count from
+  its first row, and its last query sits at its last key; with more queries than keys both begin at
+  0. A row of the query that belongs to no sequence is a row that may attend nowhere.
 """
 
 from __future__ import annotations
@@ -66,10 +69,12 @@ def attention(
     dropout_p: float = 0.0,
     q_start: int = 0,
     kv_start: int = 0,
+    b_start: int = 0,
 ) -> Reference:
     """Attention of query [B, Hq, L, D] over key [B or 1, Hkv, S, D] and value [B or 1, Hkv, S, Dv].
 
-    `keep` [B, Hq, L, S] says what dropout keeps. Positions begin at `q_start` and `kv_start`.
+    `keep` [B, Hq, L, S] says what dropout keeps. Positions begin at `q_start` and `kv_start`, and
+    the numbers of sequences at `b_start`.
     """
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     batch, q_heads, q_len, head_dim = query.shape
@@ -78,7 +83,7 @@ def attention(
         for x in (key, value)
     )
     shape = (batch, q_heads, q_len, key.shape[2])
-    starts = (0, 0, q_start, kv_start)
+    starts = (b_start, 0, q_start, kv_start)
     scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
     finite = all(bool(torch.isfinite(x.to(dtype)).all()) for x in (query, key, value))
 
@@ -117,6 +122,53 @@ def attention(
     max_scores = candidates.amax(-1)
     argmax = torch.where(read.any(-1), candidates.argmax(-1) + kv_start, -1)
     return Reference(out, lse, max_scores, probabilities, argmax, entropy, key_mass)
+
+
+class RaggedReference(NamedTuple):
+    """out [total, Hq, Dv], the others [total, Hq]."""
+
+    out: Tensor
+    lse: Tensor
+    max_scores: Tensor
+    argmax: Tensor
+    entropy: Tensor
+
+
+def ragged_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    q_rows: list[range],
+    kv_rows: list[range],
+    *,
+    q_starts: list[int] | None = None,
+    **options: Any,
+) -> RaggedReference:
+    """Attention of query [total, Hq, D] over key and value [total, Hkv, D], one after the other.
+
+    Sequence b has the rows `q_rows[b]` of the query and `kv_rows[b]` of key and value, and its
+    first query the position `q_starts[b]`. The `options` are those of `attention`.
+    """
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    numbers = query.new_full(query.shape[:2], -math.inf, dtype=wide)
+    out = query.new_zeros(*query.shape[:2], value.shape[2])
+    found = [out, numbers, numbers, numbers.new_full((), -1).long().expand_as(numbers)]
+    found.append(torch.zeros_like(numbers))
+    for b, (rows, keys) in enumerate(zip(q_rows, kv_rows, strict=True)):
+        q_start = max(0, len(keys) - len(rows)) if q_starts is None else q_starts[b]
+        ends = [(rows.start, rows.stop), *2 * [(keys.start, keys.stop)]]
+        operands = [
+            tensor[first:last].transpose(0, 1).unsqueeze(0)
+            for tensor, (first, last) in zip((query, key, value), ends, strict=True)
+        ]
+        one = attention(*operands, q_start=q_start, b_start=b, **options)
+        parts = (one.out, one.lse, one.max_scores, one.argmax, one.entropy)
+        at = torch.arange(rows.start, rows.stop)
+        found = [
+            whole.index_copy(0, at, part[0].transpose(0, 1).to(whole.dtype))
+            for whole, part in zip(found, parts, strict=True)
+        ]
+    return RaggedReference(*found)
 
 
 def evaluate(

@@ -22,7 +22,7 @@ from quire.dynamo import instead
 from quire.errors import BlockMaskError, HeadsError, NotCallableError, OptionError
 from quire.ir.trace import Mod
 from quire.kernel_options import FlexKernelOptions, check_kernel_options
-from quire.memory import Dense
+from quire.memory import TOP_LEFT, Dense
 from quire.warn import warn
 
 
@@ -152,7 +152,7 @@ def flex_attention(
         scale,
         dropout_p,
         sink,
-        0,
+        TOP_LEFT,
         aux,
         kernel_options,
         backend,
@@ -192,7 +192,8 @@ def explain(
     _check_gqa(query, key, enable_gqa)
     masks = _masks(mask_mod, block_mask)
     call = prepare(
-        query, Dense(key, value), score_mod, masks, scale, dropout_p, sink, 0, aux, kernel_options
+        *(query, Dense(key, value), score_mod, masks, scale, dropout_p, sink),
+        *(TOP_LEFT, aux, kernel_options),
     )
     return explain_call(call, backend)
 

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from quire.aux_outputs import AuxRequest
 from quire.ir.trace import trace
-from quire.memory import Dense, Paged, Ragged
+from quire.memory import Dense, Paged, Queries, Ragged, packed
 from quire.problem import Problem
-from quire.runtime.addressing import Addressing, dense, packed, paged, ragged
+from quire.runtime.addressing import Addressing, dense, paged
 from quire.runtime.forward import forward
 
 HQ, HKV, D, DV = 4, 2, 24, 20
@@ -55,7 +55,8 @@ def test_ragged_is_dense(dtype: torch.dtype) -> None:
     q, k, v = (torch.cat([p[i].transpose(0, 1) for p in parts]) for i in range(3))
     offsets = [torch.tensor([0, *(pair[i] for pair in lengths)]).cumsum(0) for i in (0, 1)]
     out = torch.empty(len(q), HQ, DV, dtype=dtype)
-    got, lse = run(ragged(q, Ragged(k, v, offsets[1]), offsets[0]), packed(out))
+    placed = Ragged(k, v, offsets[1]).place(q, Queries(offsets=offsets[0]))
+    got, lse = run(Addressing(*placed[:3], placed.sequences), packed(out))
     for part, start, stop in zip(parts, offsets[0], offsets[0][1:], strict=False):
         expected, expected_lse = alone(*part)
         assert torch.equal(got[0, :, start:stop], expected)

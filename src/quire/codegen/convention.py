@@ -28,6 +28,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from quire.codegen.staging import ROWS, padded, scratch_stride
 from quire.codegen.target import Target
 from quire.codegen.tiles import SMALL_ROWS, Tile
@@ -210,8 +213,11 @@ def choose_block_q(tile: Tile, head_dim: int, value_dim: int, rows: int, threads
     return size
 
 
-def num_items(q_len: int, heads: int, block_q: int) -> int:
-    """How many items a sequence has."""
+Lengths = TypeVar("Lengths", int, NDArray[np.int64])
+
+
+def num_items(q_len: Lengths, heads: int, block_q: int) -> Lengths:
+    """How many items sequences of `q_len` queries have."""
     return heads * -(-q_len // block_q)
 
 

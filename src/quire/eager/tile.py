@@ -63,7 +63,7 @@ class Tile:
         """The absolute b, h, q_idx and kv_idx of the tile."""
         problem, stripe = self.problem, self.stripe
         ranges = (
-            (stripe.batch, 0),
+            (stripe.batch, problem.b_start),
             (stripe.heads, 0),
             (stripe.queries, problem.q_start),
             (self.key_range.positions, problem.kv_start),

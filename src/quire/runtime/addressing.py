@@ -2,40 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence as Several
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from quire.codegen.convention import MOST_ROWS, SEQUENCE, Form, num_items
 from quire.codegen.staging import ENDLESS
-from quire.memory import Dense, Paged, Ragged
-
-
-class Sequence(NamedTuple):
-    """One sequence: its number, its rows in the tensors and the positions they stand for."""
-
-    b: int
-    q_len: int
-    q_start: int
-    kv_begin: int
-    kv_end: int
-    q_row: int = 0
-    kv_row: int = 0
-
-    @property
-    def form(self) -> Form:
-        """How its queries are computed. It depends on nothing but its own length."""
-        return "row" if self.q_len <= MOST_ROWS else "panel"
-
-    def record(self, first_item: int, slices: int = 1) -> bytes:
-        """As the kernel reads it."""
-        b, q_len, q_start, kv_begin, kv_end, q_row, kv_row = self
-        return SEQUENCE.pack_in_order(
-            b, first_item, 0, q_row, q_len, q_start, kv_row, kv_begin, kv_end, slices
-        )
+from quire.memory import Dense, Paged
+from quire.sequences import Numbers, Sequences
 
 
 class Addressing(NamedTuple):
@@ -49,7 +25,7 @@ class Addressing(NamedTuple):
     query: Tensor
     key: Tensor
     value: Tensor
-    sequences: tuple[Sequence, ...]
+    sequences: Sequences
     copies: int | None = None
     page_table: Tensor | None = None
 
@@ -61,40 +37,47 @@ class Addressing(NamedTuple):
     @property
     def lengths(self) -> tuple[int, int]:
         """The longest query and the largest number of keys."""
-        q_len = max((s.q_len for s in self.sequences), default=0)
-        return q_len, max((s.kv_end - s.kv_begin for s in self.sequences), default=0)
+        return longest(self.sequences.q_len), longest(self.sequences.kv_len)
 
     @property
     def longest(self) -> int:
         """A bound of all positions."""
-        ends = [max(s.kv_end, s.q_start + s.q_len) for s in self.sequences]
-        return max(ends, default=0)
+        q_end = self.sequences.q_start + self.sequences.q_len
+        return max(longest(self.sequences.kv_end), longest(q_end))
 
-    def by_form(self) -> list[tuple[Form, tuple[Sequence, ...]]]:
-        """The sequences that are computed in the same form, together."""
-        first = self.sequences[0].form if self.sequences else "panel"
-        if all(s.form == first for s in self.sequences):
-            return [(first, self.sequences)]
-        forms: tuple[Form, Form] = ("row", "panel")
-        return [(form, tuple(s for s in self.sequences if s.form == form)) for form in forms]
+    def by_form(self) -> list[tuple[Form, Sequences]]:
+        """The sequences that are computed in the same form, together.
 
-    def num_rows(self, sequences: Several[Sequence]) -> int:
+        The form of a sequence depends on nothing but its own length.
+        """
+        few = self.sequences.q_len <= MOST_ROWS
+        if not few.any():
+            return [("panel", self.sequences)]
+        if few.all():
+            return [("row", self.sequences)]
+        return [("row", self.sequences.where(few)), ("panel", self.sequences.where(~few))]
+
+    def num_rows(self, sequences: Sequences) -> int:
         """How many query rows there are in all heads."""
-        return sum(s.q_len for s in sequences) * self.query.shape[1] * self.batches
+        return int(sequences.q_len.sum()) * self.query.shape[1] * self.batches
 
-    def work(self, sequences: Several[Sequence]) -> int:
+    def work(self, sequences: Sequences) -> int:
         """About how many multiplications there are."""
         _, heads, _, head_dim = self.query.shape
-        count = sum(s.q_len * (s.kv_end - s.kv_begin) for s in sequences)
+        count = int((sequences.q_len * sequences.kv_len).sum())
         return count * self.batches * heads * head_dim
 
-    def records(self, sequences: Several[Sequence], heads: int, block_q: int) -> tuple[bytes, int]:
-        """The sequences as the kernel reads them, and how many items there are of `heads`."""
-        packed, items = [], 0
-        for sequence in sequences:
-            packed.append(sequence.record(items))
-            items += num_items(sequence.q_len, heads, block_q)
-        return b"".join(packed), items * self.batches
+    def records(self, sequences: Sequences, heads: int, block_q: int) -> tuple[bytes, int]:
+        """The sequences as the kernel reads them, and how many items there are of `heads`.
+
+        Threads take items in this order: large ones come first, so that none is left for the end.
+        """
+        if sequences.num > 1:
+            work = sequences.q_len * sequences.kv_len
+            sequences = sequences.where(np.argsort(-work, kind="stable"))
+        items = num_items(sequences.q_len, heads, block_q)
+        first = np.cumsum(items) - items
+        return records(sequences, first, np.ones_like(first)), int(items.sum()) * self.batches
 
     def layout(self) -> dict[str, int]:
         """The part of a plan that says where rows live."""
@@ -130,35 +113,39 @@ def strides(tensor: Tensor) -> tuple[int, ...]:
     return steps if tensor.shape[0] > 1 else (0, *steps[1:])
 
 
-def dense(query: Tensor, memory: Dense, q_start: int) -> Addressing:
-    """query [B, Hq, L, D], whose first row sits at `q_start` in every batch entry."""
-    first, last = memory.start, memory.start + memory.key.shape[2]
-    sequence = Sequence(0, query.shape[2], q_start, first, last, kv_row=-first)
-    return Addressing(query, memory.key, memory.value, (sequence,), query.shape[0])
+def longest(lengths: Numbers) -> int:
+    """The largest of some lengths; 0 where there are none."""
+    return int(lengths.max(initial=0))
 
 
-def ragged(query: Tensor, memory: Ragged, q_offsets: Tensor) -> Addressing:
-    """query [total, Hq, D] in sequences of their own; each ends where its keys end."""
-    starts = zip(q_offsets.tolist(), memory.offsets.tolist(), strict=True)
-    sequences = []
-    for b, ((q_row, kv_row), (q_end, kv_end)) in enumerate(itertools.pairwise(starts)):
-        q_len, kv_len = q_end - q_row, kv_end - kv_row
-        sequences.append(Sequence(b, q_len, kv_len - q_len, 0, kv_len, q_row, kv_row))
-    key, value = packed(memory.key), packed(memory.value)
-    return Addressing(packed(query), key, value, tuple(sequences))
+def records(sequences: Sequences, first_item: Numbers, slices: Numbers) -> bytes:
+    """As the kernel reads them, each with the number of its first item and of its slices."""
+    more = {"first_item": first_item, "slices": slices, "tile_row": np.zeros_like(slices)}
+    columns = sequences._asdict() | more
+    return np.stack([columns[name] for name in SEQUENCE.fields], axis=1).tobytes()
 
 
-def packed(rows: Tensor) -> Tensor:
-    """Rows [total, H, D] as one batch entry [1, H, total, D]."""
-    return rows.transpose(0, 1).unsqueeze(0)
+def record(q_len: int, q_start: int, kv_len: int) -> bytes:
+    """One sequence of dense memory that begins at position 0."""
+    return SEQUENCE.pack_in_order(0, 0, 0, 0, q_len, q_start, 0, 0, kv_len, 1)
+
+
+def dense(query: Tensor, memory: Dense, q_start: int, b_start: int = 0) -> Addressing:
+    """query [B, Hq, L, D], whose first row sits at `q_start` in every batch entry.
+
+    With a `b_start` there is one entry, of that number.
+    """
+    kv_end = memory.start + memory.key.shape[2]
+    sequence = Sequences.one(query.shape[2], q_start, memory.start, kv_end, b_start)
+    copies = query.shape[0] if b_start == 0 else None
+    return Addressing(query, memory.key, memory.value, sequence, copies)
 
 
 def paged(query: Tensor, memory: Paged) -> Addressing:
     """query [B, Hq, L, D], the last L positions of each sequence."""
-    q_len = query.shape[2]
-    sequences = [
-        Sequence(b, q_len, length - q_len, 0, length)
-        for b, length in enumerate(memory.lengths.tolist())
-    ]
+    ends = memory.lengths.numpy().astype(np.int64)
+    zeros = np.zeros_like(ends)
+    q_len = zeros + query.shape[2]
+    sequences = Sequences(np.arange(len(ends)), q_len, ends - q_len, zeros, ends, zeros, zeros)
     table = memory.page_table.to(torch.int32).contiguous()
-    return Addressing(query, memory.key, memory.value, tuple(sequences), page_table=table)
+    return Addressing(query, memory.key, memory.value, sequences, page_table=table)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,7 +24,7 @@ from quire.codegen.target import Target
 from quire.eager.backward import Above, Gradients, Wanted, folded
 from quire.ir.graph import Node
 from quire.problem import Problem
-from quire.runtime.addressing import Addressing
+from quire.runtime.addressing import Addressing, records
 from quire.runtime.plan import Rows, make_plan, wide_dtype
 from quire.runtime.roots import mod_roots
 from quire.runtime.tile_lists import NO_LISTS, tile_lists
@@ -85,7 +86,9 @@ class _Backward:
         self.grad_lse = None if grad_lse is None else torch.empty_like(lse).copy_(grad_lse)
         self.scale, self.dtype = problem.scale, wide_dtype(memory.query)
         heads, self.key_heads = memory.query.shape[1], memory.key.shape[1]
-        self.slices = [num_slices(s.q_len, heads, self.key_heads) for s in memory.sequences]
+        lengths = memory.sequences.q_len.tolist()
+        self.slices = [num_slices(q_len, heads, self.key_heads) for q_len in lengths]
+        self.first_b = problem.b_start
         self.lists = NO_LISTS
         if blocks is not None:
             self.lists = tile_lists(blocks, BLOCK_Q, Target.host().block_kv)
@@ -178,7 +181,7 @@ class _Backward:
     @property
     def _batch(self) -> int:
         copies = self.memory.copies
-        return len(self.memory.sequences) if copies is None else copies
+        return self.memory.sequences.num if copies is None else copies
 
     def _rounds(self) -> Iterator[Round]:
         """All shares, in parts whose sums for captured tensors are not too large."""
@@ -198,10 +201,10 @@ class _Backward:
     def _launch(self, record: bytes, part: Round) -> None:
         """The shares of a round. They are numbered by sequence, then by head, then by slice."""
         memory, above = self.memory, self.above
-        records, starts = [], [0]
-        for sequence, slices in zip(memory.sequences, self.slices, strict=True):
-            records.append(sequence.record(starts[-1], slices))
-            starts.append(starts[-1] + self.key_heads * slices)
+        slices = np.array(self.slices, np.int64)
+        ends = np.cumsum(self.key_heads * slices)
+        sequences = records(memory.sequences, ends - self.key_heads * slices, slices)
+        starts = [0, *ends.tolist()]
         if memory.copies is not None:
             starts = [starts[1] * b for b in range(memory.copies + 1)]
         first, stop = starts[part.b], starts[part.b_stop]
@@ -214,8 +217,8 @@ class _Backward:
         operands = (memory.query, memory.key, memory.value, above.out, above.lse)
         self.plan.launch_at(
             (*(tensor.data_ptr() for tensor in operands), 0, 0, 0, 0),
-            b"".join(records),
-            len(memory.sequences),
+            sequences,
+            memory.sequences.num,
             stop,
             memory.work(memory.sequences),
             self.captures,
@@ -242,18 +245,25 @@ class _Backward:
             all(name in _direct_inputs(load) for load in loads) for name in ("b", "h", "q_idx")
         ]
         slices = 1 if shared[2] else max(self.slices, default=1)
-        return SumsOfCapture(self.captures[place], self.dtype, shared[0], shared[1], slices)
+        tensor = self.captures[place]
+        return SumsOfCapture(tensor, self.dtype, shared[0], shared[1], slices, self.first_b)
 
 
 class SumsOfCapture:
     """The gradient of a captured tensor: sums [b, key head, slice, ...] of a round, and of all."""
 
     def __init__(
-        self, tensor: Tensor, dtype: torch.dtype, shared_b: bool, shared_h: bool, slices: int
+        self,
+        tensor: Tensor,
+        dtype: torch.dtype,
+        shared_b: bool,
+        shared_h: bool,
+        slices: int,
+        first_b: int,
     ) -> None:
         self._shape, self._dtype = tensor.shape, dtype
         self._shared = (shared_b, shared_h)
-        self._slices = slices
+        self._slices, self._first_b = slices, first_b
         self._sums = self.total = torch.zeros(tensor.shape, dtype=dtype, device="cpu")
 
     def _counts(self, batch: int, heads: int) -> tuple[int, int, int]:
@@ -277,7 +287,7 @@ class SumsOfCapture:
             0 if self._shared[1] else one * counts[2],
             0 if counts[2] == 1 else one,
         )
-        before = part.b * batch + part.h * head
+        before = (self._first_b + part.b) * batch + part.h * head
         address = self._sums.data_ptr() - before * self._dtype.itemsize
         return address, batch, head, slice
 

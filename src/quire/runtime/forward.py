@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Several
-
 import torch
 from torch import Tensor
 
@@ -11,10 +9,11 @@ from quire.aux_outputs import AuxRequest
 from quire.codegen.convention import Form
 from quire.codegen.target import Target
 from quire.problem import Problem
-from quire.runtime.addressing import Addressing, Sequence
+from quire.runtime.addressing import Addressing
 from quire.runtime.plan import Plan, Rows, make_plan, queries_of_item, wide_dtype
 from quire.runtime.roots import mod_roots
 from quire.runtime.tile_lists import NO_LISTS, TileLists, read_lists
+from quire.sequences import Sequences
 
 
 def forward(
@@ -48,7 +47,7 @@ def plan_for(
     problem: Problem,
     memory: Addressing,
     form: Form,
-    sequences: Several[Sequence],
+    sequences: Sequences,
     results: Rows,
 ) -> tuple[Plan, tuple[Tensor, ...], TileLists]:
     """The plan of some sequences, the tensors its mods load from, and the tiles to visit."""

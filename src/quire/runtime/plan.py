@@ -32,10 +32,11 @@ from quire.codegen.tiles import Tile
 from quire.codegen.types import F32, F64
 from quire.ir.pyramid import Pyramid
 from quire.runtime import pyramids
-from quire.runtime.addressing import Addressing, Sequence, strides
+from quire.runtime.addressing import Addressing, longest, strides
 from quire.runtime.kernels import Kernel, ModCode, ModRoots, kernel, mod_code, observer
 from quire.runtime.launch import launch, num_threads
 from quire.runtime.tile_lists import NO_LISTS, TileLists
+from quire.sequences import Sequences
 
 SMALLEST_BLOCK = 64
 SMALL_WORK = 2**19
@@ -74,7 +75,7 @@ class Plan(NamedTuple):
     def launch(
         self,
         memory: Addressing,
-        sequences: Several[Sequence],
+        sequences: Sequences,
         captures: Several[Tensor],
         sink: Tensor | None,
         lists: TileLists,
@@ -101,7 +102,7 @@ class Plan(NamedTuple):
         pages = 0 if table is None else table.data_ptr()
         work = memory.work(sequences)
         return self.launch_at(
-            addresses, records, len(sequences), items, work, captures, lists, pages
+            addresses, records, sequences.num, items, work, captures, lists, pages
         )
 
     def launch_at(
@@ -208,11 +209,11 @@ def make_plan(
 
 
 def queries_of_item(
-    form: Form, memory: Addressing, sequences: Several[Sequence], mask: BlockMask | None
+    form: Form, memory: Addressing, sequences: Sequences, mask: BlockMask | None
 ) -> int:
     """How many queries are computed together."""
     if form == "row":
-        return max(1, max((s.q_len for s in sequences), default=1))
+        return max(1, longest(sequences.q_len))
     query, value = memory.query, memory.value
     tile = Tile(Target.host(), F64 if query.dtype == torch.float64 else F32)
     rows = memory.num_rows(sequences)
