@@ -21,6 +21,7 @@ try:
     from quire.plan import Plan, plan
     from quire.stages import kernel
     from quire.torch_api import explain, flex_attention
+    from quire.varlen import varlen_attention, varlen_attn
     from quire.why import why
 finally:
     if _collecting:
@@ -56,5 +57,7 @@ __all__ = [
     "patch_torch",
     "plan",
     "unpatch_torch",
+    "varlen_attention",
+    "varlen_attn",
     "why",
 ]

@@ -75,35 +75,41 @@ class Spans(NamedTuple):
 
 def spans(names: tuple[str, str], offsets: object, lengths: object, num_rows: int) -> Spans:
     """Where sequences are in `num_rows` rows; `names` are what the user calls offsets, lengths."""
-    advice = f"{names[0]} are the first row of each sequence and the end of the last one."
-    ends = _numbers(names[0], offsets, advice)
+    ends = checked_offsets(names[0], offsets, num_rows)
+    room = np.diff(ends)
+    if lengths is not None:
+        return Spans(ends[:-1], checked_lengths(names, lengths, room))
+    if ends[0] != 0 or ends[-1] != num_rows:
+        raise ArgumentError(
+            f"{names[0]} must go from 0 to {num_rows}, the number of rows, but go from {ends[0]} "
+            f"to {ends[-1]}. Give {names[1]} as well where rows belong to no sequence."
+        )
+    return Spans(ends[:-1], room)
+
+
+def checked_offsets(name: str, offsets: object, num_rows: int) -> Numbers:
+    """Where sequences begin and the last one ends, in `num_rows` rows."""
+    advice = f"{name} are the first row of each sequence and the end of the last one."
+    ends = _numbers(name, offsets, advice)
     if len(ends) == 0:
-        raise ArgumentError(f"{names[0]} must hold at least one number, but are empty. {advice}")
+        raise ArgumentError(f"{name} must hold at least one number, but are empty. {advice}")
     falls = np.flatnonzero(ends[1:] < ends[:-1])
     if len(falls):
         at = int(falls[0])
         raise ArgumentError(
-            f"{names[0]} must not fall, but {ends[at]} is followed by {ends[at + 1]} at place "
+            f"{name} must not fall, but {ends[at]} is followed by {ends[at + 1]} at place "
             f"{at + 1}. {advice}"
         )
     if ends[0] < 0 or ends[-1] > num_rows:
         raise ArgumentError(
-            f"{names[0]} must be from 0 to {num_rows}, the number of rows, but go from {ends[0]} "
+            f"{name} must be from 0 to {num_rows}, the number of rows, but go from {ends[0]} "
             f"to {ends[-1]}. {advice}"
         )
-    room = np.diff(ends)
-    if lengths is None:
-        if ends[0] != 0 or ends[-1] != num_rows:
-            raise ArgumentError(
-                f"{names[0]} must go from 0 to {num_rows}, the number of rows, but go from "
-                f"{ends[0]} to {ends[-1]}. Give {names[1]} as well where rows belong to no "
-                f"sequence."
-            )
-        return Spans(ends[:-1], room)
-    return Spans(ends[:-1], _checked_lengths(names, lengths, room))
+    return ends
 
 
-def _checked_lengths(names: tuple[str, str], lengths: object, room: Numbers) -> Numbers:
+def checked_lengths(names: tuple[str, str], lengths: object, room: Numbers) -> Numbers:
+    """How many rows each sequence has, `room` being how many it may have."""
     advice = f"{names[1]} are how many rows each sequence has, at most up to the next of {names[0]}"
     given = _numbers(names[1], lengths, f"{advice}.")
     if len(given) != len(room):
