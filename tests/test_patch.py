@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import pickle
 import threading
@@ -13,6 +14,7 @@ import pytest
 import torch
 from graphs import BLOCKS, Graphs, Model, causal, qkv, slope
 from torch import Tensor
+from torch.nested._internal.sdpa import jagged_scaled_dot_product_attention as early_jagged
 from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import create_block_mask as early_create_block_mask
 from torch.nn.attention.flex_attention import create_mask as early_create_mask
@@ -26,7 +28,11 @@ EARLY = {
     "flex_attention": early,
     "create_block_mask": early_create_block_mask,
     "create_mask": early_create_mask,
+    "jagged_scaled_dot_product_attention": early_jagged,
 }
+
+
+MODULES = {row.name: row.module for row in ROWS}
 
 
 def state(function: Any) -> tuple[Any, ...]:
@@ -117,7 +123,7 @@ def test_many_threads_at_once() -> None:
 def test_the_objects_stay_what_they_are(name: str) -> None:
     function = EARLY[name]
     with patch_torch():
-        assert getattr(torch_flex, name) is function
+        assert getattr(importlib.import_module(MODULES[name]), name) is function
         assert inspect.signature(function) == BEFORE[name][-1]
         assert function.__name__ == name
         assert pickle.loads(pickle.dumps(function)) is function

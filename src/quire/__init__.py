@@ -17,6 +17,7 @@ try:
     from quire.kernel_options import FlexKernelOptions, KernelOptionWarning
     from quire.memory import Dense, Ragged
     from quire.mods import and_masks, noop_mask, not_mask, or_masks
+    from quire.nested import jagged_scaled_dot_product_attention
     from quire.patch import patch_torch, unpatch_torch
     from quire.plan import Plan, plan
     from quire.stages import kernel
@@ -49,6 +50,7 @@ __all__ = [
     "draw",
     "explain",
     "flex_attention",
+    "jagged_scaled_dot_product_attention",
     "kernel",
     "mods",
     "noop_mask",

@@ -28,6 +28,7 @@ import torch
 
 from quire.block_mask import create_block_mask, create_mask
 from quire.dynamo import never_entered, own
+from quire.nested import jagged_scaled_dot_product_attention as jagged
 from quire.torch_api import flex_attention
 
 
@@ -41,10 +42,13 @@ class Row(NamedTuple):
 
 
 FLEX = "torch.nn.attention.flex_attention"
+NESTED = "torch.nested._internal.sdpa"
 ROWS = (
     Row(FLEX, "flex_attention", flex_attention, device=0),
     Row(FLEX, "create_block_mask", create_block_mask, device=5),
     Row(FLEX, "create_mask", create_mask, device=5),
+    # What F.scaled_dot_product_attention calls for nested tensors.
+    Row(NESTED, jagged.__name__, jagged, device=0),
 )
 
 STAND_INS: dict[str, Callable[..., Any]] = {}
@@ -70,6 +74,8 @@ def patch_torch() -> Patch:
 
     with patch_torch():
         out = torch.nn.attention.flex_attention.flex_attention(query, key, value)
+
+    And behind `F.scaled_dot_product_attention` where it is given nested tensors.
 
     For CPU tensors alone. Without `with` it holds until `unpatch_torch()`; calls may be nested.
     """

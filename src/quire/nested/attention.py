@@ -1,0 +1,181 @@
+"""The function itself: check, align, attend, nest again."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nested._internal import sdpa as torch_sdpa
+from torch.nested._internal.nested_tensor import (
+    NestedTensor,
+    nested_view_from_values_offsets_lengths,
+)
+from torch.nn import functional as F
+
+from quire.attention import attention, autocast
+from quire.dynamo import instead, own
+from quire.errors import BackendError, DeviceError, ShapeError
+from quire.memory import Ragged
+from quire.mods import causal
+from quire.nested.checks import check
+from quire.nested.choice import allowed_backend, no_backend, told_by
+from quire.nested.mask import as_mod
+from quire.nested.rows import Rows, aligned
+
+
+@instead(own(torch_sdpa.jagged_scaled_dot_product_attention))
+def jagged_scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attention of nested tensors [B, H, j, D] or [B, j, D], in the layout torch.jagged.
+
+        jagged_scaled_dot_product_attention(query, key, value, is_causal=True)
+
+    A causal mask counts from the first query and the first key. `attn_mask` says which keys are
+    read, or is added to the scores: it is dense and cut to each sequence, or nested. The output
+    has the offsets, lengths and longest sequence of the query.
+    """
+    query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
+    check(query, key, value, attn_mask, is_causal)
+    _leave_the_graph(query)
+    operands = cast("tuple[Any, Any, Any]", (query, key, value))
+    if query.dim() > 3 and operands[0]._ragged_idx < query.dim() - 2:
+        return _dense_buffers(*operands, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if query.is_meta:
+        return _counted(*operands, dropout_p, is_causal, scale)
+    backend = allowed_backend()
+    q, k, v = aligned([Rows.of(*pair) for pair in zip(_NAMES, operands, strict=True)], enable_gqa)
+    mods: dict[str, Any] = {"mask": causal} if is_causal else {}
+    if attn_mask is not None:
+        heads = q.rows.shape[1] if query.dim() > 3 else None
+        mods = as_mod(attn_mask, (q.lengths, k.lengths), heads)
+    try:
+        out = attention(
+            q.rows,
+            Ragged(k.rows, v.rows, *k.spans),
+            q_offsets=q.spans[0],
+            q_lengths=q.spans[1],
+            q_start=0,
+            **mods,
+            scale=scale,
+            dropout_p=dropout_p,
+            backend=backend,
+        )
+    except BackendError as error:
+        raise no_backend(told_by(error)) from error
+    return _like(operands[0], out, len(q.lengths))
+
+
+_NAMES = ("query", "key", "value")
+
+
+def _leave_the_graph(query: Tensor) -> None:
+    """Have Dynamo break the graph where it tries F.scaled_dot_product_attention on fake tensors."""
+    if torch.compiler.is_compiling() and torch._subclasses.fake_tensor.is_fake(query):
+        operator = torch.ops.aten.scaled_dot_product_attention.default
+        raise torch._subclasses.fake_tensor.UnsupportedOperatorException(operator)
+
+
+def _autocast(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Everything in the dtype that an enclosing autocast asks for; float64 is left alone."""
+    tensors = (query, key, value)
+    if not all(isinstance(x, Tensor) for x in tensors) or query.is_meta:
+        return query, key, value, attn_mask
+    if not isinstance(attn_mask, Tensor) or not attn_mask.is_floating_point():
+        query, key, value = autocast(*tensors)
+        return query, key, value, attn_mask
+    query, key, value, attn_mask = autocast(*tensors, attn_mask)
+    return query, key, value, attn_mask
+
+
+def _like(query: Any, out: Tensor, batch: int) -> Tensor:
+    """out [total, H, Dv] as a nested tensor with the sequences of `query`."""
+    values = out.squeeze(1) if query.dim() == 3 else out.transpose(0, 1)
+    if batch != query.size(0):  # one query for several sequences of keys
+        length = len(out) // batch
+        offsets = (
+            torch.arange(0, len(out) + 1, max(1, length)) if length else torch.zeros(batch + 1)
+        )
+        return _nested(values, offsets.long(), None, query._ragged_idx, length, length)
+    extremes = query._maybe_min_seqlen, query._maybe_max_seqlen
+    return _nested(values, query.offsets(), query.lengths(), query._ragged_idx, *extremes)
+
+
+def _nested(
+    values: Tensor,
+    offsets: Tensor,
+    lengths: Tensor | None,
+    ragged_dimension: int,
+    shortest: int | None,
+    longest: int | None,
+) -> Tensor:
+    view: Any = nested_view_from_values_offsets_lengths
+    nested: Tensor = view(
+        *(values, offsets, lengths),
+        ragged_idx=ragged_dimension,
+        min_seqlen=shortest,
+        max_seqlen=longest,
+    )
+    return nested
+
+
+def _dense_buffers(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    """Attention along a dimension that is not ragged: the ragged one is a batch of dense ones."""
+    for name, other in (("key", key), ("value", value)):
+        if not torch.equal(query.offsets(), other.offsets()):
+            raise ShapeError(
+                f"query and {name} must have the same offsets where the ragged dimension is not "
+                f"the sequence, but have {query.offsets().tolist()} and "
+                f"{other.offsets().tolist()}. Give them as many rows of each."
+            )
+    out = F.scaled_dot_product_attention(
+        query.values(),
+        key.values(),
+        value.values(),
+        attn_mask=attn_mask.values() if isinstance(attn_mask, NestedTensor) else attn_mask,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+    )
+    extremes = query._maybe_min_seqlen, query._maybe_max_seqlen
+    return _nested(out, query.offsets(), query.lengths(), query._ragged_idx, *extremes)
+
+
+def _counted(
+    query: Any, key: Any, value: Any, dropout_p: float, is_causal: bool, scale: float | None
+) -> Tensor:
+    """Nothing, in the right shape, by the operator whose multiplications PyTorch can count."""
+    longest = [x._maybe_max_seqlen for x in (query, key)]
+    if None in longest:
+        raise DeviceError(
+            "nested tensors on the meta device must know their longest sequence, but one does "
+            "not, and it cannot be read there. Give max_seqlen to torch.nested.nested_tensor_from"
+            "_jagged."
+        )
+    flat = [x.values() if x.dim() == 3 else x.values().transpose(0, 1) for x in (query, key, value)]
+    packed = [x.unsqueeze(1) if x.dim() == 2 else x for x in flat]
+    ends = [x.offsets().int() for x in (query, key)]
+    out = torch.ops.aten._flash_attention_forward(
+        *packed, *ends, *longest, dropout_p, is_causal, False, scale=scale
+    )[0]
+    return _like(query, out[..., : value.size(-1)], query.size(0))

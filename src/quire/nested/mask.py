@@ -1,0 +1,106 @@
+"""An attn_mask over sequences of unequal lengths, as something that mods look into.
+
+dense    [.., L, S]     cut to each sequence, and the same for all along a dimension of 1
+nested   one tensor [.., L_b, S_b] for each sequence
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from quire.errors import ShapeError
+from quire.ir.trace import Mod
+from quire.mods.compose import named
+from quire.sequences import Numbers
+
+Look: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""look(b, h, q_idx, kv_idx): the element of the mask."""
+
+
+def as_mod(
+    attn_mask: Tensor, lengths: tuple[Numbers, Numbers], num_heads: int | None
+) -> dict[str, Mod]:
+    """The mask= or score_mod= that says what `attn_mask` says.
+
+    `lengths` are how many queries and keys each sequence has. There may be no dimension of heads.
+    """
+    look = (_nested if attn_mask.is_nested else _dense)(attn_mask, lengths, num_heads)
+
+    @named("attn_mask")
+    def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        # `b` makes it a truth value of this place, also where it is the same for all.
+        return look(b, h, q_idx, kv_idx) & (b >= 0)
+
+    @named("attn_mask")
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score + look(b, h, q_idx, kv_idx)
+
+    return {"mask": mask} if attn_mask.dtype == torch.bool else {"score_mod": score_mod}
+
+
+def _dense(mask: Tensor, lengths: tuple[Numbers, Numbers], num_heads: int | None) -> Look:
+    batch, shape = len(lengths[0]), list(mask.shape)
+    axes = ["batch", *(["heads"] if num_heads else []), "queries", "keys"]
+    if not 2 <= mask.dim() <= len(axes):
+        raise ShapeError(
+            f"attn_mask must have from 2 to {len(axes)} dimensions [{', '.join(axes)}], but has "
+            f"shape {shape}. Leave out dimensions from the left, or make them 1."
+        )
+    wide = mask.reshape(*[1] * (len(axes) - mask.dim()), *shape)
+    if not num_heads:
+        wide = wide.unsqueeze(1)
+    longest = [int(each.max(initial=0)) for each in lengths]
+    exact = wide.shape[0] in (1, batch) and wide.shape[1] in (1, num_heads or 1)
+    if not exact or any(
+        n != 1 and n < most for n, most in zip(wide.shape[2:], longest, strict=True)
+    ):
+        heads = f"{num_heads} heads, " if num_heads else ""
+        raise ShapeError(
+            f"attn_mask must be for {batch} sequences, {heads}{longest[0]} queries and "
+            f"{longest[1]} keys, with 1 for what is the same for all, but has shape {shape}. It is "
+            f"cut to each sequence, so make it for the longest."
+        )
+    kept = [axis for axis, size in enumerate(wide.shape) if size > 1]
+    squeezed = wide.squeeze()
+
+    def look(*place: Tensor) -> Tensor:
+        return squeezed[tuple(place[axis] for axis in kept)] if kept else squeezed
+
+    return look
+
+
+def _nested(mask: Tensor, lengths: tuple[Numbers, Numbers], num_heads: int | None) -> Look:
+    """All elements one after the other, and for each sequence where they begin and how they lie."""
+    pieces = list(mask.unbind())
+    if len(pieces) != len(lengths[0]):
+        raise ShapeError(
+            f"attn_mask must be for {len(lengths[0])} sequences, but is nested with {len(pieces)}. "
+            f"Give a mask for each sequence."
+        )
+    starts, head_steps, row_steps, end = [], [], [], 0
+    for b, (piece, q_len, kv_len) in enumerate(zip(pieces, *lengths, strict=True)):
+        heads = piece.shape[0] if piece.dim() == 3 else 1
+        plain = piece.dim() == 2 or (piece.dim() == 3 and num_heads and heads in (1, num_heads))
+        if not plain or piece.shape[-2] < q_len or piece.shape[-1] < kv_len:
+            front = "heads, " if num_heads else ""
+            raise ShapeError(
+                f"attn_mask must have [{front}queries, keys] for each sequence, but for sequence "
+                f"{b} of {q_len} queries and {kv_len} keys it has shape {list(piece.shape)}. Make "
+                f"it as large as the sequence."
+            )
+        rows, columns = piece.shape[-2:]
+        starts.append(end)
+        head_steps.append(rows * columns if heads > 1 else 0)
+        row_steps.append(columns)
+        end += piece.numel()
+    flat = torch.cat([piece.reshape(-1) for piece in pieces])
+    start, head_step, row_step = map(torch.tensor, (starts, head_steps, row_steps))
+
+    def look(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return flat[start[b] + head_step[b] * h + row_step[b] * q_idx + kv_idx]
+
+    return look
