@@ -34,7 +34,7 @@ from quire.errors import (
 )
 from quire.memory import Queries
 
-EVERYTHING = AuxRequest(lse=True, max_scores=True, argmax=True, entropy=True)
+EVERYTHING = AuxRequest(*[True] * len(AuxRequest._fields))
 BACKENDS: tuple[Backend, ...] = ("jit", "eager")
 FACTORS = torch.linspace(0.5, 1.5, 16)
 
@@ -161,11 +161,10 @@ def test_the_bits_are_those_of_each_sequence_alone(
     assert out.shape == (*operands[0].shape[:2], 20)
     for b, rows in enumerate(batch.q_rows):
         expected, expected_aux = alone(batch, b, operands, **options)
-        for name, found, wanted in [
-            ("out", out, expected),
-            *((name, getattr(aux, name), getattr(expected_aux, name)) for name in aux._fields),
-        ]:
-            assert torch.equal(found[rows.start : rows.stop].transpose(0, 1), wanted[0]), (b, name)
+        assert torch.equal(out[rows.start : rows.stop].transpose(0, 1), expected[0]), b
+        for name, found, wanted in zip(aux._fields, aux, expected_aux, strict=True):
+            own = batch.kv_rows[b] if name == "key_mass" else rows
+            assert torch.equal(found[own.start : own.stop].transpose(0, 1), wanted[0]), (b, name)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -182,6 +181,10 @@ def test_rows_of_no_sequence_attend_nowhere(backend: Backend) -> None:
     assert bool((aux.max_scores[~own] == -math.inf).all())
     assert bool((aux.argmax[~own] == -1).all())
     assert bool((aux.entropy[~own] == 0).all())
+    read = torch.zeros(aux.key_mass.shape, dtype=torch.bool)
+    for rows, keys in zip(batch.q_rows, batch.kv_rows, strict=True):
+        read[keys.start : keys.stop] = len(rows) > 0
+    assert torch.equal(aux.key_mass > 0, read)
 
 
 # Random batches
@@ -229,6 +232,7 @@ def test_random_batches_are_as_the_reference_says(
     assert_as_good_as(aux.lse, peer.lse, truth.lse, "lse", size=10.0)
     assert_as_good_as(aux.max_scores, peer.max_scores, truth.max_scores, "max_scores", size=10.0)
     assert_as_good_as(aux.entropy, peer.entropy, truth.entropy, "entropy", size=10.0)
+    assert_as_good_as(aux.key_mass, peer.key_mass, truth.key_mass, "key_mass", size=10.0)
     if batch.dtype == torch.float64:
         assert torch.equal(aux.argmax, truth.argmax)
 

@@ -41,7 +41,8 @@ class AuxOutput(NamedTuple):
 
     `argmax` is an absolute position, int64, of equals the first. In a row that reads nothing it is
     -1 and the entropy 0. The others are float32, or float64 for float64 queries. A key has a mass
-    for each query head, also where heads share it.
+    for each query head, also where heads share it. Of sequences that are packed into one tensor
+    `key_mass` is [total keys, Hq], and the others are [total queries, Hq].
     """
 
     lse: Tensor | None = None

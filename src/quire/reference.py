@@ -125,13 +125,14 @@ def attention(
 
 
 class RaggedReference(NamedTuple):
-    """out [total, Hq, Dv], the others [total, Hq]."""
+    """out [total, Hq, Dv], the others [total, Hq], of which key_mass has a row for each key."""
 
     out: Tensor
     lse: Tensor
     max_scores: Tensor
     argmax: Tensor
     entropy: Tensor
+    key_mass: Tensor
 
 
 def ragged_attention(
@@ -153,7 +154,7 @@ def ragged_attention(
     numbers = query.new_full(query.shape[:2], -math.inf, dtype=wide)
     out = query.new_zeros(*query.shape[:2], value.shape[2])
     found = [out, numbers, numbers, numbers.new_full((), -1).long().expand_as(numbers)]
-    found.append(torch.zeros_like(numbers))
+    found += [torch.zeros_like(numbers), numbers.new_zeros(len(key), query.shape[1])]
     for b, (rows, keys) in enumerate(zip(q_rows, kv_rows, strict=True)):
         q_start = max(0, len(keys) - len(rows)) if q_starts is None else q_starts[b]
         ends = [(rows.start, rows.stop), *2 * [(keys.start, keys.stop)]]
@@ -162,11 +163,12 @@ def ragged_attention(
             for tensor, (first, last) in zip((query, key, value), ends, strict=True)
         ]
         one = attention(*operands, q_start=q_start, b_start=b, **options)
-        parts = (one.out, one.lse, one.max_scores, one.argmax, one.entropy)
-        at = torch.arange(rows.start, rows.stop)
+        parts = (one.out, one.lse, one.max_scores, one.argmax, one.entropy, one.key_mass)
+        places = [torch.tensor(rows, dtype=torch.int64)] * 5
+        places.append(torch.tensor(keys, dtype=torch.int64))
         found = [
             whole.index_copy(0, at, part[0].transpose(0, 1).to(whole.dtype))
-            for whole, part in zip(found, parts, strict=True)
+            for whole, at, part in zip(found, places, parts, strict=True)
         ]
     return RaggedReference(*found)
 
