@@ -21,7 +21,7 @@ from quire.mods import causal
 from quire.nested.checks import check
 from quire.nested.choice import allowed_backend, no_backend, told_by
 from quire.nested.mask import as_mod
-from quire.nested.rows import Rows, aligned
+from quire.nested.rows import aligned, rows_of
 
 
 @instead(own(torch_sdpa.jagged_scaled_dot_product_attention))
@@ -43,20 +43,22 @@ def jagged_scaled_dot_product_attention(
     read, or is added to the scores: it is dense and cut to each sequence, or nested. The output
     has the offsets, lengths and longest sequence of the query.
     """
-    query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
-    check(query, key, value, attn_mask, is_causal)
-    _leave_the_graph(query)
-    operands = cast("tuple[Any, Any, Any]", (query, key, value))
-    if query.dim() > 3 and operands[0]._ragged_idx < query.dim() - 2:
-        return _dense_buffers(*operands, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if query.is_meta:
-        return _counted(*operands, dropout_p, is_causal, scale)
-    backend = allowed_backend()
-    q, k, v = aligned([Rows.of(*pair) for pair in zip(_NAMES, operands, strict=True)], enable_gqa)
-    mods: dict[str, Any] = {"mask": causal} if is_causal else {}
-    if attn_mask is not None:
-        heads = q.rows.shape[1] if query.dim() > 3 else None
-        mods = as_mod(attn_mask, (q.lengths, k.lengths), heads)
+    with _without_hooks():
+        query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
+        check(query, key, value, attn_mask, is_causal)
+        _leave_the_graph(query)
+        operands = cast("tuple[Any, Any, Any]", (query, key, value))
+        num_dims = len(operands[0]._size)
+        if num_dims > 3 and operands[0]._ragged_idx < num_dims - 2:
+            return _dense_buffers(*operands, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        if query.is_meta:
+            return _counted(*operands, dropout_p, is_causal, scale)
+        backend = allowed_backend()
+        q, k, v = aligned(rows_of(query, key, value), enable_gqa)
+        mods: dict[str, Any] = {"mask": causal} if is_causal else {}
+        if attn_mask is not None:
+            heads = q.rows.shape[1] if num_dims > 3 else None
+            mods = as_mod(attn_mask, (q.lengths, k.lengths), heads)
     try:
         out = attention(
             q.rows,
@@ -71,10 +73,12 @@ def jagged_scaled_dot_product_attention(
         )
     except BackendError as error:
         raise no_backend(told_by(error)) from error
-    return _like(operands[0], out, len(q.lengths))
+    with _without_hooks():
+        return _like(operands[0], out, len(q.lengths))
 
 
-_NAMES = ("query", "key", "value")
+_without_hooks = torch._C.DisableTorchFunctionSubclass
+"""Where nested tensors answer for themselves; each question to their class takes much longer."""
 
 
 def _leave_the_graph(query: Tensor) -> None:
@@ -100,13 +104,11 @@ def _autocast(
 
 def _like(query: Any, out: Tensor, batch: int) -> Tensor:
     """out [total, H, Dv] as a nested tensor with the sequences of `query`."""
-    values = out.squeeze(1) if query.dim() == 3 else out.transpose(0, 1)
-    if batch != query.size(0):  # one query for several sequences of keys
+    values = out.squeeze(1) if len(query._size) == 3 else out.transpose(0, 1)
+    if batch != query._size[0]:  # one query for several sequences of keys
         length = len(out) // batch
-        offsets = (
-            torch.arange(0, len(out) + 1, max(1, length)) if length else torch.zeros(batch + 1)
-        )
-        return _nested(values, offsets.long(), None, query._ragged_idx, length, length)
+        offsets = length * torch.arange(batch + 1)
+        return _nested(values, offsets, None, query._ragged_idx, length, length)
     extremes = query._maybe_min_seqlen, query._maybe_max_seqlen
     return _nested(values, query.offsets(), query.lengths(), query._ragged_idx, *extremes)
 

@@ -39,13 +39,13 @@ def check(query: Any, key: Any, value: Any, attn_mask: Any, is_causal: bool) -> 
             f"query, key and value must be on one device, but are on "
             f"{listed([str(x.device) for x in tensors])}. Move them with .to(device)."
         )
-    dims = [x.dim() for x in tensors]
+    dims = [len(x._size) for x in tensors]
     if min(dims) < 3 or len(set(dims)) > 1:
         raise RankError(
             f"query, key and value must have the same number of dimensions, at least 3, but have "
             f"{listed(dims)}. They are [B, H, j, D], or [B, j, D] for one head."
         )
-    _check_ragged_dimension([x._ragged_idx for x in tensors], query.dim())
+    _check_ragged_dimension([x._ragged_idx for x in tensors], dims[0])
     _check_mask(query, attn_mask, is_causal)
 
 

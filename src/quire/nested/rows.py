@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quire.errors import ShapeError
 from quire.nested.checks import listed
-from quire.sequences import Numbers, spans
+from quire.sequences import Numbers, Spans, checked_lengths, checked_offsets
 
 
 class Rows(NamedTuple):
@@ -19,16 +19,6 @@ class Rows(NamedTuple):
     rows: Tensor
     first: Numbers
     lengths: Numbers
-
-    @staticmethod
-    def of(name: str, nested: Any) -> Rows:
-        """Those of [B, H, j, D] or [B, j, D]."""
-        values = nested.values()
-        rows = values.unsqueeze(1) if nested.dim() == 3 else values.transpose(0, 1)
-        offsets, lengths = nested.offsets(), nested.lengths()
-        lengths = offsets.diff() if lengths is None else lengths
-        names = (f"the offsets of {name}", f"the lengths of {name}")
-        return Rows(rows, *spans(names, offsets, lengths, len(rows)))
 
     @property
     def spans(self) -> tuple[Tensor, Tensor]:
@@ -52,6 +42,24 @@ class Rows(NamedTuple):
     def with_heads(self, count: int) -> Rows:
         """The only head, `count` times."""
         return self._replace(rows=self.rows.expand(-1, count, -1))
+
+
+def rows_of(query: Any, key: Any, value: Any) -> list[Rows]:
+    """Those of [B, H, j, D] or [B, j, D]; often all lie alike, and are looked at once."""
+    seen: dict[tuple[int, int, int], Spans] = {}
+    found = []
+    for name, nested in (("query", query), ("key", key), ("value", value)):
+        values, offsets, lengths = nested.values(), nested.offsets(), nested.lengths()
+        rows = values.unsqueeze(1) if values.dim() == 2 else values.transpose(0, 1)
+        known = (id(offsets), id(lengths), len(rows))
+        if known not in seen:
+            names = (f"the offsets of {name}", f"the lengths of {name}")
+            ends = checked_offsets(names[0], offsets, len(rows))
+            room = np.diff(ends)
+            own = room if lengths is None else checked_lengths(names, lengths, room)
+            seen[known] = Spans(ends[:-1], own)
+        found.append(Rows(rows, *seen[known]))
+    return found
 
 
 def aligned(operands: list[Rows], enable_gqa: bool) -> tuple[Rows, Rows, Rows]:

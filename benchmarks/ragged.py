@@ -1,0 +1,180 @@
+"""Sequences of unequal lengths against PyTorch's ways to compute them: python benchmarks/ragged.py.
+
+A figure is the peer's time divided by ours. Of a padded batch it is divided once more by how much
+more work the padding is: 1 means that we do the real work as fast as SDPA does the padded work.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+
+import torch
+import torch.nn.functional as F
+from _race import Table, arguments, race
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+import quire
+from quire import Ragged
+from quire.codegen.target import Target
+from quire.mods import causal
+
+HEADS, HEAD_DIM = 8, 64
+MANY, SHORTEST, LONGEST = 64, 16, 2048
+EQUAL = ((16, 512, "10"), (128, 64, "10"), (1024, 8, "20"))
+LONG, SHORT, SHORT_ONES = 8192, 16, 1000
+
+
+def unequal_lengths() -> list[int]:
+    """Log-uniform from the shortest to the longest, both included."""
+    steps = torch.linspace(math.log(SHORTEST), math.log(LONGEST), MANY)
+    lengths = steps.exp().round().long()
+    return lengths[torch.randperm(MANY, generator=torch.Generator().manual_seed(0))].tolist()
+
+
+class Batch:
+    """Random queries, keys and values of sequences, packed and in other forms."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        torch.manual_seed(0)
+        self.lengths = lengths
+        self.offsets = torch.tensor([0, *lengths]).cumsum(0)
+        self.packed = [torch.randn(sum(lengths), HEADS, HEAD_DIM) for _ in range(3)]
+
+    def requires_grad(self) -> Batch:
+        """The same numbers, to be learned."""
+        self.packed = [x.detach().requires_grad_() for x in self.packed]
+        return self
+
+    def attend(self, mask=causal) -> Tensor:
+        """Ours."""
+        query, key, value = self.packed
+        return quire.attention(query, Ragged(key, value, self.offsets), mask=mask)
+
+    def alone(self) -> list[list[Tensor]]:
+        """[1, H, L, D] of each sequence."""
+        parts = [x.detach().split(self.lengths) for x in self.packed]
+        return [[x.transpose(0, 1)[None] for x in own] for own in zip(*parts, strict=True)]
+
+    def padded(self) -> list[Tensor]:
+        """[B, H, longest, D], with zeros at the end."""
+        return [
+            pad_sequence(x.detach().split(self.lengths), batch_first=True)
+            .transpose(1, 2)
+            .contiguous()
+            for x in self.packed
+        ]
+
+    def nested(self) -> list[Tensor]:
+        """[B, H, j, D] in the layout torch.jagged."""
+        return [
+            torch.nested.nested_tensor_from_jagged(x, self.offsets).transpose(1, 2)
+            for x in self.packed
+        ]
+
+    @property
+    def padding(self) -> float:
+        """How many times as much work the padded batch is."""
+        real = sum(n * n for n in self.lengths)
+        return len(self.lengths) * max(self.lengths) ** 2 / real
+
+
+def forward(table: Table, seconds: float) -> None:
+    """Causal, against a padded batch and against a loop in Python."""
+    batch = Batch(unequal_lengths())
+    query, key, value = batch.padded()
+    alone = batch.alone()
+
+    def loop() -> None:
+        for q, k, v in alone:
+            F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    times = race(
+        {
+            "ours": batch.attend,
+            "padded": lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True),
+            "loop": loop,
+        },
+        seconds,
+    )
+    case = f"{MANY} sequences of {SHORTEST} to {LONGEST}, causal, forward"
+    figure = times["padded"] / times["ours"] / batch.padding
+    table.add(f"{case}, padded", figure, "x SDPA", "1.2", padding=round(batch.padding, 2))
+    table.add(f"{case}, loop", times["loop"] / times["ours"], "x SDPA", "1.3")
+
+
+def training(table: Table, seconds: float) -> None:
+    """The same with a backward pass."""
+    batch = Batch(unequal_lengths()).requires_grad()
+    padded = [x.requires_grad_() for x in batch.padded()]
+    above, above_padded = torch.randn_like(batch.packed[0]), torch.randn_like(padded[0])
+
+    def step(attend, leaves: list[Tensor], above: Tensor) -> None:
+        torch.autograd.grad(attend(), leaves, above)
+
+    sdpa = functools.partial(F.scaled_dot_product_attention, *padded, is_causal=True)
+    times = race(
+        {
+            "ours": functools.partial(step, batch.attend, batch.packed, above),
+            "padded": functools.partial(step, sdpa, padded, above_padded),
+        },
+        seconds,
+    )
+    figure = times["padded"] / times["ours"] / batch.padding
+    case = f"{MANY} sequences of {SHORTEST} to {LONGEST}, causal, training, padded"
+    table.add(case, figure, "x SDPA", "1.1", padding=round(batch.padding, 2))
+
+
+def nested(table: Table, seconds: float) -> None:
+    """Against PyTorch's own attention of nested tensors, which takes no mask."""
+    for count, length, must in EQUAL:
+        operands = Batch([length] * count).nested()
+        times = race(
+            {
+                "ours": functools.partial(quire.jagged_scaled_dot_product_attention, *operands),
+                "peer": functools.partial(F.scaled_dot_product_attention, *operands),
+            },
+            seconds,
+        )
+        table.add(
+            f"{count} x {length}, dense, nested tensors",
+            times["peer"] / times["ours"],
+            "x jagged",
+            must,
+            ours_ms=round(times["ours"] * 1e3, 2),
+        )
+
+
+def balance(table: Table, seconds: float) -> None:
+    """One long sequence among many short ones: do two threads take half the time of one?"""
+    batch = Batch([*[SHORT] * (SHORT_ONES // 2), LONG, *[SHORT] * (SHORT_ONES // 2)])
+    before = torch.get_num_threads()
+
+    def with_threads(count: int) -> None:
+        torch.set_num_threads(count)
+        batch.attend()
+
+    times = race({str(n): functools.partial(with_threads, n) for n in (1, 2)}, seconds)
+    torch.set_num_threads(before)
+    share = 100 * times["1"] / 2 / times["2"]
+    case = f"1 of {LONG} + {SHORT_ONES} of {SHORT}, 2 threads"
+    table.add(case, share, "% of half", "85", one_thread_ms=round(times["1"] * 1e3, 1))
+
+
+PARTS = (forward, training, nested, balance)
+
+
+def main() -> None:
+    options = arguments(__doc__ or "")
+    warnings.simplefilter("ignore")
+    table = Table(f"ragged: {Target.host().cpu}, torch {torch.__version__}")
+    for part in PARTS:
+        if options.only in part.__name__:
+            part(table, options.seconds)
+    table.write(options.json)
+
+
+if __name__ == "__main__":
+    main()
