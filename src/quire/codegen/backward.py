@@ -149,9 +149,10 @@ class _Kernel:
         scale = f.convert(arg["scale"], tile.element)
         stride, depth = self.stride["key"], self.depth["key"]
         rows = scratch["query_rows"]
+        whole = (count + (tile.width - 1)) & -tile.width  # panels: what is in no row is zero
         self._gather("query", first, count, rows, stride)
         self._clear_rows(rows, stride, count)
-        f.call(self.phases.pack, rows, stride, count, depth, scratch["queries"], scale)
+        f.call(self.phases.pack, rows, stride, whole, depth, scratch["queries"], scale)
         with f.range(0, arg["block_q"], tile.lanes) as q:
             tile.store(f, f.value(math.inf, tile.vector), scratch["shift"], q)
             tile.store(f, f.value(0.0, tile.vector), scratch["delta"], q)
@@ -159,7 +160,7 @@ class _Kernel:
             rows, stride, depth = scratch["grad_rows"], self.stride["value"], self.depth["value"]
             self._gather("grad_out", first, count, rows, stride)
             self._clear_rows(rows, stride, count)
-            f.call(self.phases.pack, rows, stride, count, depth, scratch["grads"], one)
+            f.call(self.phases.pack, rows, stride, whole, depth, scratch["grads"], one)
         with f.when(self._wanted("delta")):
             # Where values will be is room for the rows of out.
             outs, step = scratch["values"], self.stride["value"]
