@@ -11,10 +11,10 @@ from quire.eager.backward import Above, Gradients, Wanted, folded
 from quire.eager.backward import backward as eager_backward
 from quire.eager.tile import Operands
 from quire.ir.trace import trace
-from quire.memory import Dense, Ragged
+from quire.memory import Dense, Queries, Ragged, packed
 from quire.problem import Problem
 from quire.runtime import backward as runtime
-from quire.runtime.addressing import Addressing, dense, packed, ragged
+from quire.runtime.addressing import Addressing, dense
 from quire.runtime.backward import backward, num_slices
 from quire.runtime.forward import forward
 
@@ -97,7 +97,9 @@ def test_ragged_is_dense() -> None:
     above = [torch.randn(HQ, q, DV) for q, _ in lengths]
     query, key, value = (torch.cat([p[i].transpose(0, 1) for p in parts]) for i in range(3))
     offsets = [torch.tensor([0, *(pair[i] for pair in lengths)]).cumsum(0) for i in (0, 1)]
-    memory = ragged(query, Ragged(key, value, offsets[1]), offsets[0])
+    placed = Ragged(key, value, offsets[1]).place(query, Queries(offsets=offsets[0]))
+    assert placed.sequences is not None
+    memory = Addressing(placed.query, placed.key, placed.value, placed.sequences)
     found = run(memory, table, packed(torch.cat([x.transpose(0, 1) for x in above])))
     total = torch.zeros(13)
     for number, (q, k, v) in enumerate(parts):
