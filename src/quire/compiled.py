@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -17,7 +19,7 @@ from quire.eager import Above, Gradients, Operands, Result, Wanted, output_layou
 from quire.errors import BackendError, TensorKindError, UnsupportedOpError
 from quire.ir.trace import Traced, mod_name
 from quire.memory import Dense
-from quire.one_by_one import each, fill_holes, one_by_one
+from quire.one_by_one import each, fill_holes, gradients_one_by_one, one_by_one
 from quire.problem import Call, Problem, ReadyMod
 from quire.recheck import recheck
 from quire.runtime.addressing import Addressing, dense
@@ -90,18 +92,13 @@ def attention(call: Call) -> Result:
         torch.is_grad_enabled()
         and any(tensor.requires_grad for tensor in (*_operands(call), *problem.captures))
     ):
-        return one_by_one(
+        return eager.attention(
             problem,
-            operands,
-            call.sequences,
-            lambda problem, operands: eager.attention(
-                problem,
-                *operands,
-                call.sink,
-                wanted=call.aux,
-                run=run,
-                run_backward=run_backward,
-            ),
+            *operands,
+            call.sink,
+            wanted=call.aux,
+            run=functools.partial(run, sequences=call.sequences),
+            run_backward=functools.partial(run_backward, call.sequences),
         )
     wanted = call.aux or NO_AUX
     return run(problem, operands, call.sink, call.query.dtype, call.sequences, wanted=wanted)
@@ -160,16 +157,25 @@ def _part(result: Result, rows: slice) -> Result:
 
 
 def run_backward(
-    problem: Problem, operands: Operands, blocks: BlockRows | None, wanted: Wanted, above: Above
+    sequences: Sequences | None,
+    problem: Problem,
+    operands: Operands,
+    blocks: BlockRows | None,
+    wanted: Wanted,
+    above: Above,
 ) -> Gradients:
-    """The backward pass; in tiles of torch ops where a number is not finite."""
+    """The backward pass; in tiles of torch ops where it is recorded, or a number is not finite."""
     found = None
     given = [None if x is None else x.resolve_neg() for x in (above.grad_out, above.grad_lse)]
     tensors = (*operands, *problem.captures, *(x for x in given if x is not None))
-    if all(map(has_memory, tensors)):
-        memory, above = _memory(problem, operands, None), Above(above.out, above.lse, *given)
+    if not torch.is_grad_enabled() and all(map(has_memory, tensors)):
+        memory, above = _memory(problem, operands, sequences), Above(above.out, above.lse, *given)
         found = backward(problem, memory, blocks, wanted, above)
-    return found or eager.backward(problem, operands, blocks, wanted, above)
+    if found is not None:
+        return found
+    if sequences is not None:
+        return gradients_one_by_one(problem, operands, sequences, wanted, above)
+    return eager.backward(problem, operands, blocks, wanted, above)
 
 
 def _memory(problem: Problem, operands: Operands, sequences: Sequences | None) -> Addressing:

@@ -13,7 +13,8 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from quire.eager import Operands, Result
+from quire import eager
+from quire.eager import Above, Gradients, Operands, Result, Wanted
 from quire.problem import Problem
 from quire.sequences import Sequences
 
@@ -80,6 +81,50 @@ def _placed(sample: Tensor, masses: list[tuple[slice, Tensor]], num_keys: int) -
     for keys, mass in masses:
         placed[:, :, keys] = mass
     return placed
+
+
+def gradients_one_by_one(
+    problem: Problem, operands: Operands, sequences: Sequences, wanted: Wanted, above: Above
+) -> Gradients:
+    """The gradients for packed operands, the backward pass being that of each sequence alone."""
+    rows: list[tuple[slice, Gradients]] = []
+    keys: list[tuple[slice, Gradients]] = []
+    captures: list[Tensor | None] = [None] * len(wanted.captures)
+    for alone in each(problem, operands, sequences):
+        mine = Above(*(None if x is None else x[:, :, alone.rows] for x in above))  # type: ignore[arg-type]
+        found = eager.backward(alone.problem, alone.operands, None, wanted, mine)
+        rows.append((alone.rows, found))
+        keys.append((alone.keys, found))
+        for place, grad in enumerate(found.captures):
+            if grad is not None:
+                known = captures[place]
+                captures[place] = grad if known is None else known + grad
+    query, key, _ = operands
+    dtype = operands.dtype
+    return Gradients(
+        _joined([(at, each.query) for at, each in rows], query, dtype) if wanted.query else None,
+        _joined([(at, each.key) for at, each in keys], key, dtype) if wanted.key else None,
+        _joined([(at, each.value) for at, each in keys], operands.value, dtype)
+        if wanted.value
+        else None,
+        tuple(captures),
+        _joined([(at, each.delta) for at, each in rows], above.lse, dtype),
+    )
+
+
+def _joined(parts: list[tuple[slice, Tensor | None]], like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Parts of the rows of `like` in ascending order, and zeros between them."""
+    end, joined = 0, []
+    for at, part in parts:
+        assert part is not None, "what is wanted of one sequence is wanted of all"
+        joined += [_zeros(like, at.start - end, dtype), part]
+        end = at.stop
+    joined.append(_zeros(like, like.shape[2] - end, dtype))
+    return torch.cat(joined, 2)
+
+
+def _zeros(like: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
+    return like.new_zeros((*like.shape[:2], num_rows, *like.shape[3:]), dtype=dtype)
 
 
 def _hole(sample: Result, num_rows: int) -> Result:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -22,7 +23,7 @@ Forward: TypeAlias = Callable[..., Result]
 """run(problem, operands, sink, *, wanted), as `forward`."""
 
 Backward: TypeAlias = Callable[[Problem, Operands, BlockRows | None, Wanted, Above], Gradients]
-"""As `backward`, which computes whatever has to be recorded."""
+"""As `backward`; where gradients are enabled, what it does is recorded."""
 
 
 def attention(
@@ -91,8 +92,8 @@ class TiledAttention(torch.autograd.Function):
             problem = ctx.problem.with_captures(captures)
             above = Above(out, lse, grad_out, grad_lse)
             wanted = Wanted(wants_query, wants_key, wants_value, captures)
-            run = backward if torch.is_grad_enabled() else ctx.run_backward
-            grads = run(problem, Operands(query, key, value), ctx.blocks, wanted, above)
+            operands = Operands(query, key, value)
+            grads = ctx.run_backward(problem, operands, ctx.blocks, wanted, above)
             grad_sink = _sink_gradient(sink, lse, grads.delta) if wants_sink else None
         found = (grads.query, grads.key, grads.value, grad_sink, *grads.captures)
         inputs = (query, key, value, sink, *captures)
@@ -114,7 +115,8 @@ def _sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor | None) -> Tensor:
     """The sink is a score without a value: dP = 0, hence dS = -P * delta."""
     assert delta is not None, "the gradients of a call come with delta"
     logit = sink.to(lse.dtype).view(1, -1, 1)
-    weights = torch.exp(torch.where(logit.isneginf(), logit, logit - lse))
+    nowhere = logit.isneginf() | lse.isneginf()  # with a sink, lse is -inf in rows of no sequence
+    weights = torch.exp(torch.where(nowhere, -math.inf, logit - lse))
     return -folded((weights * delta).transpose(1, 2).flatten(0, 1))
 
 

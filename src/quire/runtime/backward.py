@@ -111,7 +111,9 @@ class _Backward:
     def run(self) -> Gradients | None:
         """Launch, and add up."""
         memory, wanted = self.memory, self.wanted
-        query = torch.empty_like(memory.query) if wanted.query else None
+        holes = memory.copies is None  # rows of no sequence, perhaps
+        empty = torch.zeros_like if holes else torch.empty_like
+        query = empty(memory.query) if wanted.query else None
         key = self._sums_of_rows(memory.key) if wanted.key else None
         value = self._sums_of_rows(memory.value) if wanted.value else None
         delta = torch.zeros_like(self.above.lse)
@@ -135,8 +137,8 @@ class _Backward:
         ]
         return Gradients(
             query,
-            None if key is None else _together(key, memory.key),
-            None if value is None else _together(value, memory.value),
+            None if key is None else _together(self._folded(key), memory.key),
+            None if value is None else _together(self._folded(value), memory.value),
             tuple(captures),
             delta,
         )
@@ -150,7 +152,7 @@ class _Backward:
         fields = dict.fromkeys(GRADIENTS, 0) | _strided("masses", sums, ("slice", "batch", "head"))
         for part in self._rounds():
             self._launch(GRADIENTS_PART.pack(fields), part)
-        return folded(sums)
+        return self._folded(sums)
 
     def _fields(
         self, query: Tensor | None, key: Tensor | None, value: Tensor | None, delta: Tensor
@@ -238,6 +240,21 @@ class _Backward:
         shape = (max(self.slices, default=1), batch, *rows.shape[1:3], width)
         return torch.zeros(shape, dtype=self.dtype, device="cpu")
 
+    def _folded(self, sums: Tensor) -> Tensor:
+        """All slices as one: of each sequence as many as it has, so that others do not matter."""
+        counts, sequences = np.array(self.slices), self.memory.sequences
+        if len(set(self.slices)) <= 1:
+            return folded(sums)
+        ends = np.cumsum(sequences.kv_len)
+        first = sequences.kv_row + sequences.kv_begin - ends + sequences.kv_len
+        rows = np.arange(ends[-1]) + np.repeat(first, sequences.kv_len)
+        total = sums.new_zeros(sums.shape[1:])
+        for count in set(self.slices):
+            chosen = np.repeat(counts == count, sequences.kv_len)
+            at = torch.from_numpy(rows[chosen])
+            total[:, :, at] = folded(sums[:count, :, :, at])
+        return total
+
     def _sums_of_capture(self, place: int) -> SumsOfCapture:
         """What tells shares apart is an index of every load, or has sums of its own."""
         loads = [load for load in self.loads if load.payload == place]
@@ -297,9 +314,8 @@ class SumsOfCapture:
             self.total += folded(self._sums.flatten(0, 2))
 
 
-def _together(sums: Tensor, like: Tensor) -> Tensor:
-    """All slices, and all batches where they share their keys, as one tensor."""
-    total = folded(sums)
+def _together(total: Tensor, like: Tensor) -> Tensor:
+    """All batches as one where they share their keys, in the width of `like`."""
     if like.shape[0] != total.shape[0]:
         total = folded(total).unsqueeze(0)
     return total[..., : like.shape[3]].contiguous()
