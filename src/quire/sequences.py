@@ -56,6 +56,11 @@ class Sequences(NamedTuple):
         """Those that are chosen, by truth values or in the order of their places."""
         return Sequences(*(column[chosen] for column in self))
 
+    def largest_first(self) -> Numbers:
+        """The places of the sequences in the order in which threads should take them."""
+        order: Numbers = np.argsort(-self.q_len * self.kv_len, kind="stable")
+        return order
+
     def unowned(self, num_rows: int) -> NDArray[np.bool_] | None:
         """Which rows of the query belong to no sequence; None where all belong to one."""
         if int(self.q_len.sum()) == num_rows:

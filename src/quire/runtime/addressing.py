@@ -73,8 +73,7 @@ class Addressing(NamedTuple):
         Threads take items in this order: large ones come first, so that none is left for the end.
         """
         if sequences.num > 1:
-            work = sequences.q_len * sequences.kv_len
-            sequences = sequences.where(np.argsort(-work, kind="stable"))
+            sequences = sequences.where(sequences.largest_first())
         items = num_items(sequences.q_len, heads, block_q)
         first = np.cumsum(items) - items
         return records(sequences, first, np.ones_like(first)), int(items.sum()) * self.batches

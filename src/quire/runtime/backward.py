@@ -203,9 +203,12 @@ class _Backward:
     def _launch(self, record: bytes, part: Round) -> None:
         """The shares of a round. They are numbered by sequence, then by head, then by slice."""
         memory, above = self.memory, self.above
-        slices = np.array(self.slices, np.int64)
+        slices, sequences = np.array(self.slices, np.int64), memory.sequences
+        if part == Round(0, sequences.num, 0, self.key_heads):
+            order = sequences.largest_first()
+            slices, sequences = slices[order], sequences.where(order)
         ends = np.cumsum(self.key_heads * slices)
-        sequences = records(memory.sequences, ends - self.key_heads * slices, slices)
+        table = records(sequences, ends - self.key_heads * slices, slices)
         starts = [0, *ends.tolist()]
         if memory.copies is not None:
             starts = [starts[1] * b for b in range(memory.copies + 1)]
@@ -215,17 +218,17 @@ class _Backward:
             first, stop = first + part.h * each, first + part.h_stop * each
         if first == stop or 0 in memory.query.shape[:3]:
             return
-        table = memory.page_table
+        pages = memory.page_table
         operands = (memory.query, memory.key, memory.value, above.out, above.lse)
         self.plan.launch_at(
             (*(tensor.data_ptr() for tensor in operands), 0, 0, 0, 0),
-            sequences,
-            memory.sequences.num,
+            table,
+            sequences.num,
             stop,
             memory.work(memory.sequences),
             self.captures,
             self.lists,
-            0 if table is None else table.data_ptr(),
+            0 if pages is None else pages.data_ptr(),
             record,
             first,
         )
