@@ -40,7 +40,12 @@ class Wanted(NamedTuple):
     @property
     def scores(self) -> bool:
         """Whether any of them needs the gradient of the scores."""
-        return self.query or self.key or any(tensor.requires_grad for tensor in self.captures)
+        return self.query or self.key or bool(self.learned)
+
+    @property
+    def learned(self) -> tuple[int, ...]:
+        """The captures that require one, by their place."""
+        return tuple(n for n, tensor in enumerate(self.captures) if tensor.requires_grad)
 
 
 class Above(NamedTuple):

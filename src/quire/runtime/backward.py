@@ -25,9 +25,9 @@ from quire.eager.backward import Above, Gradients, Wanted, folded
 from quire.ir.graph import Node
 from quire.problem import Problem
 from quire.runtime.addressing import Addressing, records
-from quire.runtime.plan import Rows, make_plan, wide_dtype
+from quire.runtime.plan import Plan, Rows, make_plan
 from quire.runtime.roots import mod_roots
-from quire.runtime.tile_lists import NO_LISTS, tile_lists
+from quire.runtime.tile_lists import NO_LISTS, TileLists, tile_lists
 
 ENOUGH_SHARES = 8  # of one sequence; more would need more memory for their sums
 QUERIES_OF_SHARE = 1024  # at least
@@ -42,11 +42,46 @@ def num_slices(q_len: int, heads: int, key_heads: int) -> int:
     return max(1, min(-(-ENOUGH_SHARES // each), rows // QUERIES_OF_SHARE))
 
 
+class BackwardPlan(NamedTuple):
+    """What a backward pass needs, apart from its tensors: made once, used many times."""
+
+    plan: Plan
+    lists: TileLists
+    loads: tuple[Node, ...]  # that have a gradient
+    learned: tuple[int, ...]  # the captured tensors whose gradients are wanted, by their place
+    slices: tuple[int, ...]  # of each sequence
+    scale: float
+    first_b: int
+
+
+def plan_backward(
+    problem: Problem,
+    memory: Addressing,
+    blocks: BlockRows | None,
+    learned: tuple[int, ...],
+    results: Rows,
+) -> tuple[BackwardPlan, tuple[Tensor, ...]]:
+    """The plan for operands and results that are laid out like these, and what mods load from."""
+    lists = NO_LISTS
+    if blocks is not None:
+        lists = tile_lists(blocks, BLOCK_Q, Target.host().block_kv)
+    roots, captures = mod_roots(problem, results.lse.dtype, memory.longest, lists.mixed)
+    roots = roots._replace(learned=learned)
+    plan = make_plan("backward", memory, roots, captures, lists, BLOCK_Q, problem.scale, results)
+    heads, key_heads = memory.query.shape[1], memory.key.shape[1]
+    slices = tuple(num_slices(q_len, heads, key_heads) for q_len in memory.sequences.q_len.tolist())
+    loads = tuple(roots.slopes.loads)
+    scale, first_b = problem.scale, problem.b_start
+    return BackwardPlan(plan, lists, loads, learned, slices, scale, first_b), captures
+
+
 def backward(
     problem: Problem, memory: Addressing, blocks: BlockRows | None, wanted: Wanted, above: Above
 ) -> Gradients | None:
     """The gradients; None where something is not finite."""
-    return _Backward(problem, memory, blocks, wanted, above).run()
+    results = Rows(above.out, above.lse)
+    plan, captures = plan_backward(problem, memory, blocks, wanted.learned, results)
+    return Pass(plan, memory, captures, wanted, above).gradients()
 
 
 def key_mass(problem: Problem, memory: Addressing, results: Rows) -> Tensor:
@@ -56,8 +91,9 @@ def key_mass(problem: Problem, memory: Addressing, results: Rows) -> Tensor:
     """
     problem, mask = replace(problem, dropout=None), problem.block_mask
     blocks = None if mask is None else mask.rows(*memory.lengths)
+    plan, captures = plan_backward(problem, memory, blocks, (), results)
     above = Above(results.out, results.lse, None, None)
-    return _Backward(problem, memory, blocks, Wanted(False, False, False, ()), above).masses()
+    return Pass(plan, memory, captures, Wanted(False, False, False, ()), above).masses()
 
 
 class Round(NamedTuple):
@@ -69,46 +105,26 @@ class Round(NamedTuple):
     h_stop: int
 
 
-class _Backward:
+class Pass:
     """One backward pass."""
 
     def __init__(
         self,
-        problem: Problem,
+        plan: BackwardPlan,
         memory: Addressing,
-        blocks: BlockRows | None,
+        captures: tuple[Tensor, ...],
         wanted: Wanted,
         above: Above,
     ) -> None:
-        self.memory, self.wanted, self.above = memory, wanted, above
+        self.plan, self.memory, self.captures = plan, memory, captures
+        self.wanted, self.above = wanted, above
         out, lse, grad_out, grad_lse = above
         self.grad_out = out.new_zeros(()).expand(out.shape) if grad_out is None else grad_out
         self.grad_lse = None if grad_lse is None else torch.empty_like(lse).copy_(grad_lse)
-        self.scale, self.dtype = problem.scale, wide_dtype(memory.query)
-        heads, self.key_heads = memory.query.shape[1], memory.key.shape[1]
-        lengths = memory.sequences.q_len.tolist()
-        self.slices = [num_slices(q_len, heads, self.key_heads) for q_len in lengths]
-        self.first_b = problem.b_start
-        self.lists = NO_LISTS
-        if blocks is not None:
-            self.lists = tile_lists(blocks, BLOCK_Q, Target.host().block_kv)
-        roots, self.captures = mod_roots(problem, self.dtype, memory.longest, self.lists.mixed)
-        learned = tuple(n for n, tensor in enumerate(wanted.captures) if tensor.requires_grad)
-        roots = roots._replace(learned=learned)
-        self.plan = make_plan(
-            "backward",
-            memory,
-            roots,
-            self.captures,
-            self.lists,
-            BLOCK_Q,
-            problem.scale,
-            Rows(above.out, above.lse),
-        )
-        self.loads = list(roots.slopes.loads)
-        self.learned = {place: self._sums_of_capture(place) for place in learned}
+        self.dtype, self.key_heads = lse.dtype, memory.key.shape[1]
+        self.learned = {place: self._sums_of_capture(place) for place in plan.learned}
 
-    def run(self) -> Gradients | None:
+    def gradients(self) -> Gradients | None:
         """Launch, and add up."""
         memory, wanted = self.memory, self.wanted
         holes = memory.copies is None  # rows of no sequence, perhaps
@@ -118,7 +134,7 @@ class _Backward:
         value = self._sums_of_rows(memory.value) if wanted.value else None
         delta = torch.zeros_like(self.above.lse)
         odd = torch.zeros(1, dtype=torch.int64, device="cpu")
-        table = ctypes.create_string_buffer(CAPTURED.size * len(self.loads) + 1)
+        table = ctypes.create_string_buffer(CAPTURED.size * len(self.plan.loads) + 1)
         fields = self._fields(query, key, value, delta)
         fields |= {"captured": ctypes.addressof(table), "odd": odd.data_ptr()}
         record = GRADIENTS_PART.pack(fields)
@@ -147,7 +163,12 @@ class _Backward:
         """The weights that each key has."""
         memory = self.memory
         batch = 1 if memory.copies is None else memory.copies
-        shape = (max(self.slices, default=1), batch, memory.query.shape[1], memory.key.shape[2])
+        shape = (
+            max(self.plan.slices, default=1),
+            batch,
+            memory.query.shape[1],
+            memory.key.shape[2],
+        )
         sums = torch.zeros(shape, dtype=self.dtype, device="cpu")
         fields = dict.fromkeys(GRADIENTS, 0) | _strided("masses", sums, ("slice", "batch", "head"))
         for part in self._rounds():
@@ -170,7 +191,7 @@ class _Backward:
         return fields | {
             "delta": delta.data_ptr(),
             "wants_slopes": int(self.wanted.scores),
-            "slope_scale": self.scale,
+            "slope_scale": self.plan.scale,
         }
 
     # --- shares
@@ -178,7 +199,7 @@ class _Backward:
     @property
     def _places(self) -> list[int]:
         """From which captured tensor each load is."""
-        return [load.payload for load in self.loads if isinstance(load.payload, int)]
+        return [load.payload for load in self.plan.loads if isinstance(load.payload, int)]
 
     @property
     def _batch(self) -> int:
@@ -203,7 +224,7 @@ class _Backward:
     def _launch(self, record: bytes, part: Round) -> None:
         """The shares of a round. They are numbered by sequence, then by head, then by slice."""
         memory, above = self.memory, self.above
-        slices, sequences = np.array(self.slices, np.int64), memory.sequences
+        slices, sequences = np.array(self.plan.slices, np.int64), memory.sequences
         if part == Round(0, sequences.num, 0, self.key_heads):
             order = sequences.largest_first()
             slices, sequences = slices[order], sequences.where(order)
@@ -220,14 +241,14 @@ class _Backward:
             return
         pages = memory.page_table
         operands = (memory.query, memory.key, memory.value, above.out, above.lse)
-        self.plan.launch_at(
+        self.plan.plan.launch_at(
             (*(tensor.data_ptr() for tensor in operands), 0, 0, 0, 0),
             table,
             sequences.num,
             stop,
             memory.work(memory.sequences),
             self.captures,
-            self.lists,
+            self.plan.lists,
             0 if pages is None else pages.data_ptr(),
             record,
             first,
@@ -237,22 +258,22 @@ class _Backward:
 
     def _sums_of_rows(self, rows: Tensor) -> Tensor:
         """Room for the gradients of keys or values: [slices, B, H, rows, whole panels]."""
-        tile = self.plan.kernel.tile
+        tile = self.plan.plan.kernel.tile
         width = gradient_stride(tile, rows.shape[3]) - tile.width
         batch = 1 if self.memory.copies is None else self.memory.copies
-        shape = (max(self.slices, default=1), batch, *rows.shape[1:3], width)
+        shape = (max(self.plan.slices, default=1), batch, *rows.shape[1:3], width)
         return torch.zeros(shape, dtype=self.dtype, device="cpu")
 
     def _folded(self, sums: Tensor) -> Tensor:
         """All slices as one: of each sequence as many as it has, so that others do not matter."""
-        counts, sequences = np.array(self.slices), self.memory.sequences
-        if len(set(self.slices)) <= 1:
+        counts, sequences = np.array(self.plan.slices), self.memory.sequences
+        if len(set(self.plan.slices)) <= 1:
             return folded(sums)
         ends = np.cumsum(sequences.kv_len)
         first = sequences.kv_row + sequences.kv_begin - ends + sequences.kv_len
         rows = np.arange(ends[-1]) + np.repeat(first, sequences.kv_len)
         total = sums.new_zeros(sums.shape[1:])
-        for count in set(self.slices):
+        for count in set(self.plan.slices):
             chosen = np.repeat(counts == count, sequences.kv_len)
             at = torch.from_numpy(rows[chosen])
             total[:, :, at] = folded(sums[:count, :, :, at])
@@ -260,13 +281,13 @@ class _Backward:
 
     def _sums_of_capture(self, place: int) -> SumsOfCapture:
         """What tells shares apart is an index of every load, or has sums of its own."""
-        loads = [load for load in self.loads if load.payload == place]
+        loads = [load for load in self.plan.loads if load.payload == place]
         shared = [
             all(name in _direct_inputs(load) for load in loads) for name in ("b", "h", "q_idx")
         ]
-        slices = 1 if shared[2] else max(self.slices, default=1)
+        slices = 1 if shared[2] else max(self.plan.slices, default=1)
         tensor = self.captures[place]
-        return SumsOfCapture(tensor, self.dtype, shared[0], shared[1], slices, self.first_b)
+        return SumsOfCapture(tensor, self.dtype, shared[0], shared[1], slices, self.plan.first_b)
 
 
 class SumsOfCapture:
