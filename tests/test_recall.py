@@ -430,3 +430,77 @@ def test_what_is_not_finite_is_computed_anew() -> None:
     assert bool(actual[0, 0, 0].isfinite().all())
     assert bool(actual[1, 1, 2].isinf().all())
     assert bool(actual[1, 1, :2].isfinite().all())
+
+
+# --- training
+
+
+def test_a_training_step_is_recalled_too(long_ways: list[None]) -> None:
+    table = torch.randn(40, requires_grad=True)
+    leaves = [tensor.requires_grad_() for tensor in operands(30, 20)]
+
+    def step(backend: str = "auto") -> tuple[Tensor, ...]:
+        memory = Dense(*leaves[1:])
+        out = attention(leaves[0], memory, score_mod=biased_by(table), mask=causal, backend=backend)
+        return out, *torch.autograd.grad(out.square().sum(), (*leaves, table))
+
+    first = step()
+    assert len(long_ways) == 1
+    for found, expected in zip(step(), first, strict=True):
+        assert torch.equal(found, expected)
+    assert len(long_ways) == 1
+    for found, expected in zip(step("eager"), first, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_learned_is_part_of_a_signature(long_ways: list[None]) -> None:
+    query, key, value = operands(30, 20)
+    memory = Dense(key, value)
+    for _ in range(2):
+        assert not attention(query, memory).requires_grad
+    assert attention(query.clone().requires_grad_(), memory).requires_grad
+    assert len(long_ways) == 2
+    value.requires_grad_()
+    with torch.no_grad():
+        assert not attention(query, memory).requires_grad
+    assert len(long_ways) == 2
+    out = attention(query, memory)  # as when the query alone had a gradient
+    assert len(long_ways) == 2
+    (grad,) = torch.autograd.grad(out.sum(), value)
+    assert grad.shape == value.shape
+
+
+def test_a_recalled_step_can_be_differentiated_twice(long_ways: list[None]) -> None:
+    query, key, value = (x.double().requires_grad_() for x in operands(3, 5))
+    attention(query, Dense(key, value), mask=causal)
+
+    def second(backend: str) -> Tensor:
+        out = attention(query, Dense(key, value), mask=causal, backend=backend)
+        (slope,) = torch.autograd.grad(out.square().sum(), query, create_graph=True)
+        return torch.autograd.grad(slope.square().sum(), key)[0]
+
+    torch.testing.assert_close(second("auto"), second("eager"))
+    assert len(long_ways) == 2  # the first call, and the eager one
+
+
+def test_a_recalled_step_notices_an_edit(long_ways: list[None]) -> None:
+    table = torch.randn(40, requires_grad=True)
+    query, key, value = operands(30, 20)
+    for _ in range(2):
+        out = attention(query, Dense(key, value), score_mod=biased_by(table))
+    assert len(long_ways) == 1
+    with torch.no_grad():
+        table.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_a_recalled_step_keeps_what_is_not_finite_apart(long_ways: list[None]) -> None:
+    query, key, value = (x.requires_grad_() for x in operands(20, 20))
+    with torch.no_grad():
+        key[:, :, -1] = torch.nan
+    for _ in range(2):
+        out = attention(query, Dense(key, value), mask=causal)
+    assert len(long_ways) == 1
+    (grad,) = torch.autograd.grad(out[:, :, :-1].sum(), query)
+    assert grad[:, :, :-1].isfinite().all()

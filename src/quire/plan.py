@@ -74,7 +74,7 @@ class Plan:
         if type(memory) is not Dense:
             self._checked(query, memory)
         key, value = memory.key, memory.value
-        signature = layout(query, key, value, grad=False)
+        signature = layout(query, key, value)
         if signature is not None and memory.start == 0 and type(memory.start) is int:
             first = memory.first_position(query, self._q_start)
             for tensor in self._captures:
@@ -82,9 +82,9 @@ class Plan:
             if self._fixed:
                 signature += (first, key.shape[2])
             known = self._known.get(signature) or self._learn(signature, query, memory)
-            out = None if known is None else known.run(query, key, value, first, self._captures)
-            if out is not None:
-                return out
+            rows = None if known is None else known.run(query, key, value, first, self._captures)
+            if rows is not None:
+                return rows.out
         with torch.no_grad():
             return compiled.attention(self._checked(query, memory)).out
 

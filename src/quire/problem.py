@@ -51,6 +51,8 @@ class Problem:
 
     def with_captures(self, captures: tuple[Tensor, ...]) -> Problem:
         """The same problem on other tensors, given in the order of `captures`."""
+        if not captures:
+            return self
         changed, rest = self, captures
         for name, mod in self._mods().items():
             mine, rest = rest[: len(mod.captures)], rest[len(mod.captures) :]

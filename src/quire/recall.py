@@ -9,7 +9,8 @@ and takes the long way.
 from __future__ import annotations
 
 import operator
-from typing import NamedTuple, TypeAlias
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,17 +18,20 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 from torch.nn.attention import flex_attention as torch_flex
 
-from quire.block_mask import BlockMask
+from quire import compiled
+from quire.block_mask import BlockMask, BlockRows
 from quire.codegen.arguments import CaptureShape
 from quire.config import config
-from quire.eager import output_layout, working_dtype
+from quire.eager import Above, Gradients, Operands, Wanted, output_layout, working_dtype
+from quire.eager.function import gradients
 from quire.ir.trace import Mod, Traced, trace
 from quire.memory import Dense
 from quire.problem import Call, Problem
 from quire.runtime.addressing import dense, record
+from quire.runtime.backward import BackwardPlan, Pass, plan_backward
 from quire.runtime.forward import plan_for
 from quire.runtime.known import Known
-from quire.runtime.plan import Plan, Rows
+from quire.runtime.plan import NOTHING, Plan, Rows, wide_dtype
 from quire.runtime.tile_lists import TileLists
 
 Signature: TypeAlias = tuple[object, ...]
@@ -36,11 +40,8 @@ MOST_KEYS = 2**19  # farther positions have other graphs, and microseconds do no
 MOST_BYTES = 2**16  # of a block mask
 
 
-def layout(query: Tensor, key: Tensor, value: Tensor, grad: bool) -> Signature | None:
-    """How ordinary tensors are laid out; None where one is not ordinary, or something watches.
-
-    With `grad` their gradients count.
-    """
+def layout(query: Tensor, key: Tensor, value: Tensor) -> Signature | None:
+    """How ordinary tensors are laid out; None where one is not ordinary, or something watches."""
     for tensor in (query, key, value):
         if (
             type(tensor) is not Tensor
@@ -48,7 +49,6 @@ def layout(query: Tensor, key: Tensor, value: Tensor, grad: bool) -> Signature |
             or tensor.is_nested
             or tensor.layout is not torch.strided
             or tensor.is_neg()
-            or (grad and tensor.requires_grad)
         ):
             return None
     q_shape, k_shape, v_shape = query.shape, key.shape, value.shape
@@ -87,12 +87,13 @@ def familiar(
     scale: float | None,
 ) -> Familiar | None:
     """A call with its signature; None where it has none."""
-    grad = torch.is_grad_enabled()
-    tensors = layout(query, key, value, grad)
+    tensors = layout(query, key, value)
     if tensors is None or not (scale is None or type(scale) is float):
         return None
+    grad = torch.is_grad_enabled()
+    learns = grad and (query.requires_grad or key.requires_grad or value.requires_grad)
     if score_mod is None and not masks:
-        return Familiar((*tensors, scale))
+        return Familiar((*tensors, scale, learns), learns)
     signature: list[object] = [*tensors, scale]
     captures: list[Tensor] = []
 
@@ -121,14 +122,11 @@ def familiar(
     except Exception:  # the long way says what is wrong
         return None
     for tensor in captures:
-        if (
-            type(tensor) not in (Tensor, Parameter)
-            or not tensor.is_cpu
-            or tensor.is_neg()
-            or (grad and tensor.requires_grad)
-        ):
+        if type(tensor) not in (Tensor, Parameter) or not tensor.is_cpu or tensor.is_neg():
             return None
-    return Familiar(tuple(signature), tuple(captures))
+        learns = learns or (grad and tensor.requires_grad)
+    signature.append(learns)
+    return Familiar(tuple(signature), learns, tuple(captures))
 
 
 class Recalled(NamedTuple):
@@ -140,13 +138,16 @@ class Recalled(NamedTuple):
     items: int
     work: int  # for each key
     lists: TileLists
+    problem: Problem  # whose captures are other ones at every call
+    blocks: BlockRows | None
+    backward_plans: dict[tuple[int, ...], BackwardPlan]  # by what is learned
 
     @staticmethod
-    def of(call: Call) -> Recalled | None:
+    def of(call: Call, learns: bool = False) -> Recalled | None:
         """What a call is planned to be; None where there is nothing to do, or too much."""
-        query, problem = call.query, call.problem
+        query, problem, mask = call.query, call.problem, call.problem.block_mask
         shape, strides = output_layout(query, call.value.shape[3])
-        results = Rows(torch.empty_strided(shape, strides, dtype=query.dtype, device="cpu"))
+        results = _room(query, shape, strides, learns)
         operands = dense(query, Dense(call.key, call.value), problem.q_start)
         ((form, sequences),) = operands.by_form()
         plan, _, lists = plan_for(problem, operands, form, sequences, results)
@@ -154,24 +155,98 @@ class Recalled(NamedTuple):
         if items == 0 or lists.mixed is not None:
             return None
         batch, heads, q_len, head_dim = query.shape
-        return Recalled(plan, shape, strides, items, batch * heads * q_len * head_dim, lists)
+        work = batch * heads * q_len * head_dim
+        nothing = problem.with_captures((NOTHING,) * len(problem.captures))
+        blocks = None if mask is None else mask.rows(*operands.lengths)
+        return Recalled(plan, shape, strides, items, work, lists, nothing, blocks, {})
 
     def run(
-        self, query: Tensor, key: Tensor, value: Tensor, q_start: int, captures: tuple[Tensor, ...]
-    ) -> Tensor | None:
-        """The output; None where the long way has to say what is wrong."""
-        out = torch.empty_strided(self.out_shape, self.out_strides, dtype=query.dtype, device="cpu")
-        if type(out) is not Tensor:  # a mode is active that makes others
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        q_start: int,
+        captures: tuple[Tensor, ...],
+        learns: bool = False,
+    ) -> Rows | None:
+        """The output, and lse for a backward pass; None where the long way says what is wrong."""
+        rows = _room(query, self.out_shape, self.out_strides, learns)
+        if type(rows.out) is not Tensor:  # a mode is active that makes others
             return None
         keys = key.shape[2]
         sequence = record(query.shape[2], q_start, keys)
-        operands = (query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr())
+        operands = (query.data_ptr(), key.data_ptr(), value.data_ptr(), rows.out.data_ptr())
         if 0 in operands:  # a tensor that is empty, or has no memory
             return None
-        addresses = (*operands, 0, 0, 0, 0, 0)
+        addresses = (*operands, rows.lse.data_ptr(), 0, 0, 0, 0)
         work = self.work * keys
         wrong = self.plan.launch_at(addresses, sequence, 1, self.items, work, captures, self.lists)
-        return None if wrong else out
+        return None if wrong else rows
+
+    def gradients(
+        self, operands: Operands, q_start: int, wanted: Wanted, above: Above
+    ) -> Gradients:
+        """The backward pass, planned once for what is learned."""
+        problem = self.problem.with_captures(wanted.captures)
+        given = [x for x in (above.grad_out, above.grad_lse) if x is not None]
+        if not torch.is_grad_enabled() and all(type(x) is Tensor and not x.is_neg() for x in given):
+            query, key, value = operands
+            memory = dense(query, Dense(key, value), q_start)
+            plan = self.backward_plans.get(wanted.learned)
+            if plan is None:
+                results = Rows(above.out, above.lse)
+                plan, _ = plan_backward(problem, memory, self.blocks, wanted.learned, results)
+                self.backward_plans[wanted.learned] = plan
+            found = Pass(plan, memory, wanted.captures, wanted, above).gradients()
+            if found is not None:
+                return found
+        problem = replace(problem, q_start=q_start)
+        return compiled.run_backward(None, problem, operands, self.blocks, wanted, above)
+
+
+def _room(query: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], learns: bool) -> Rows:
+    """Where results go. A backward pass needs all digits of `out`, and lse."""
+    if not learns:
+        return Rows(torch.empty_strided(shape, strides, dtype=query.dtype, device="cpu"))
+    wide = wide_dtype(query)
+    out = torch.empty_strided(shape, strides, dtype=wide, device="cpu")
+    return Rows(out, torch.empty(shape[:3], dtype=wide, device="cpu"))
+
+
+class Recorded(torch.autograd.Function):
+    """Gives the results of a recalled call to autograd.
+
+    Inputs: recalled, rows, q_start, query, key, value, *captures. Outputs: out and lse.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, recalled: Recalled, rows: Rows, q_start: int, *tensors: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Keep what the backward pass needs."""
+        ctx.recalled, ctx.q_start = recalled, q_start
+        ctx.save_for_backward(rows.out, rows.lse, *tensors)
+        ctx.set_materialize_grads(False)
+        return rows.out, rows.lse
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
+        """The gradients of the inputs that need one."""
+        out, lse, *tensors = ctx.saved_tensors
+        _, _, _, *needs = ctx.needs_input_grad
+        above = Above(out, lse, grad_out, grad_lse)
+        return (
+            None,
+            None,
+            None,
+            *gradients(
+                lambda operands, wanted: ctx.recalled.gradients(
+                    operands, ctx.q_start, wanted, above
+                ),
+                tensors,
+                needs,
+            ),
+        )
 
 
 _known: Known[Signature, Recalled] = Known(256)
@@ -181,16 +256,24 @@ class Familiar(NamedTuple):
     """A call that may be like an earlier one: its signature, and what its mods load from."""
 
     signature: Signature
+    learns: bool
     captures: tuple[Tensor, ...] = ()
 
     def again(self, query: Tensor, key: Tensor, value: Tensor, q_start: int) -> Tensor | None:
         """The output; None where nothing is known, or the long way has to say what is wrong."""
         known = _known.get(self.signature) if q_start <= MOST_KEYS else None
-        return None if known is None else known.run(query, key, value, q_start, self.captures)
+        if known is None:
+            return None
+        rows = known.run(query, key, value, q_start, self.captures, self.learns)
+        if rows is None or not self.learns:
+            return None if rows is None else rows.out
+        apply: Any = Recorded.apply
+        out, _ = apply(known, rows, q_start, query, key, value, *self.captures)
+        return out.to(query.dtype)  # type: ignore[no-any-return]
 
     def remember(self, call: Call) -> None:
         """Keep what a call that went well was planned to be."""
-        recalled = Recalled.of(call)
+        recalled = Recalled.of(call, self.learns)
         if recalled is not None and self._describes(call.problem):
             _known.keep(self.signature, recalled)
 

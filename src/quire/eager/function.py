@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -86,25 +86,36 @@ class TiledAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: Any) -> Any:
         """The gradients of the inputs that need one."""
         out, lse, query, key, value, sink, *captures = ctx.saved_tensors
-        _, _, wants_query, wants_key, wants_value, wants_sink, *learns = ctx.needs_input_grad
-        captures = tuple(map(_alone, captures, learns))
-        with _without_autocast(query):
-            problem = ctx.problem.with_captures(captures)
-            above = Above(out, lse, grad_out, grad_lse)
-            wanted = Wanted(wants_query, wants_key, wants_value, captures)
-            operands = Operands(query, key, value)
-            grads = ctx.run_backward(problem, operands, ctx.blocks, wanted, above)
-            grad_sink = _sink_gradient(sink, lse, grads.delta) if wants_sink else None
-        found = (grads.query, grads.key, grads.value, grad_sink, *grads.captures)
-        inputs = (query, key, value, sink, *captures)
-        return (
-            None,
-            None,
-            *(
-                None if grad is None else grad.to(tensor.dtype)
-                for grad, tensor in zip(found, inputs, strict=True)
-            ),
-        )
+        _, _, *needs, wants_sink = ctx.needs_input_grad[:6]
+        above, delta = Above(out, lse, grad_out, grad_lse), None
+
+        def run(operands: Operands, wanted: Wanted) -> Gradients:
+            nonlocal delta
+            problem = ctx.problem.with_captures(wanted.captures)
+            grads: Gradients = ctx.run_backward(problem, operands, ctx.blocks, wanted, above)
+            delta = grads.delta
+            return grads
+
+        tensors, learns = (query, key, value, *captures), ctx.needs_input_grad[6:]
+        grads = gradients(run, tensors, (*needs, *learns))
+        grad_sink = _sink_gradient(sink, lse, delta).to(sink.dtype) if wants_sink else None
+        return None, None, *grads[:3], grad_sink, *grads[3:]
+
+
+def gradients(
+    run: Callable[[Operands, Wanted], Gradients], tensors: Sequence[Tensor], needs: Sequence[bool]
+) -> list[Tensor | None]:
+    """The gradients of query, key, value and captures, as autograd wants them."""
+    query, key, value, *captures = tensors
+    wants_query, wants_key, wants_value, *learns = needs
+    wanted = Wanted(wants_query, wants_key, wants_value, tuple(map(_alone, captures, learns)))
+    with _without_autocast(query):
+        grads = run(Operands(query, key, value), wanted)
+    found = (grads.query, grads.key, grads.value, *grads.captures)
+    return [
+        None if grad is None else grad.to(tensor.dtype)
+        for grad, tensor in zip(found, tensors, strict=True)
+    ]
 
 
 # Torch asks for the signature at every call, and finds it sooner where it is written down.

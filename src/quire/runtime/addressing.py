@@ -64,7 +64,7 @@ class Addressing(NamedTuple):
     def work(self, sequences: Sequences) -> int:
         """About how many multiplications there are."""
         _, heads, _, head_dim = self.query.shape
-        count = int((sequences.q_len * sequences.kv_len).sum())
+        count = int(np.vdot(sequences.q_len, sequences.kv_len))
         return count * self.batches * heads * head_dim
 
     def records(self, sequences: Sequences, heads: int, block_q: int) -> tuple[bytes, int]:
@@ -72,8 +72,10 @@ class Addressing(NamedTuple):
 
         Threads take items in this order: large ones come first, so that none is left for the end.
         """
-        if sequences.num > 1:
-            sequences = sequences.where(sequences.largest_first())
+        if sequences.num == 1:
+            count = num_items(int(sequences.q_len[0]), heads, block_q)
+            return only_record(sequences), count * self.batches
+        sequences = sequences.where(sequences.largest_first())
         items = num_items(sequences.q_len, heads, block_q)
         first = np.cumsum(items) - items
         return records(sequences, first, np.ones_like(first)), int(items.sum()) * self.batches
@@ -122,6 +124,12 @@ def records(sequences: Sequences, first_item: Numbers, slices: Numbers) -> bytes
     more = {"first_item": first_item, "slices": slices, "tile_row": np.zeros_like(slices)}
     columns = sequences._asdict() | more
     return np.stack([columns[name] for name in SEQUENCE.fields], axis=1).tobytes()
+
+
+def only_record(sequences: Sequences, slices: int = 1) -> bytes:
+    """The same of a single sequence, sooner."""
+    b, q_len, q_start, kv_begin, kv_end, q_row, kv_row = (int(column[0]) for column in sequences)
+    return SEQUENCE.pack_in_order(b, 0, 0, q_row, q_len, q_start, kv_row, kv_begin, kv_end, slices)
 
 
 def record(q_len: int, q_start: int, kv_len: int) -> bytes:

@@ -24,7 +24,7 @@ from quire.codegen.target import Target
 from quire.eager.backward import Above, Gradients, Wanted, folded
 from quire.ir.graph import Node
 from quire.problem import Problem
-from quire.runtime.addressing import Addressing, records
+from quire.runtime.addressing import Addressing, only_record, records
 from quire.runtime.plan import Plan, Rows, make_plan
 from quire.runtime.roots import mod_roots
 from quire.runtime.tile_lists import NO_LISTS, TileLists, tile_lists
@@ -224,16 +224,19 @@ class Pass:
     def _launch(self, record: bytes, part: Round) -> None:
         """The shares of a round. They are numbered by sequence, then by head, then by slice."""
         memory, above = self.memory, self.above
-        slices, sequences = np.array(self.plan.slices, np.int64), memory.sequences
-        if part == Round(0, sequences.num, 0, self.key_heads):
-            order = sequences.largest_first()
-            slices, sequences = slices[order], sequences.where(order)
-        ends = np.cumsum(self.key_heads * slices)
-        table = records(sequences, ends - self.key_heads * slices, slices)
-        starts = [0, *ends.tolist()]
+        slices, sequences = self.plan.slices, memory.sequences
         if memory.copies is not None:
-            starts = [starts[1] * b for b in range(memory.copies + 1)]
-        first, stop = starts[part.b], starts[part.b_stop]
+            shares = self.key_heads * slices[0]
+            first, stop = shares * part.b, shares * part.b_stop
+            table = only_record(sequences, slices[0])
+        else:
+            counts = np.array(slices, np.int64)
+            if part == Round(0, sequences.num, 0, self.key_heads):
+                order = sequences.largest_first()
+                counts, sequences = counts[order], sequences.where(order)
+            ends = np.cumsum(self.key_heads * counts)
+            table = records(sequences, ends - self.key_heads * counts, counts)
+            first, stop = ([0, *ends.tolist()][b] for b in (part.b, part.b_stop))
         if part.h_stop - part.h < self.key_heads:
             each = (stop - first) // self.key_heads
             first, stop = first + part.h * each, first + part.h_stop * each
