@@ -190,3 +190,23 @@ def test_dense_buffers_of_other_offsets() -> None:
         "query and key must have the same offsets where the ragged dimension is not the sequence, "
         "but have [0, 2, 7] and [0, 3, 7]. Give them as many rows of each."
     )
+
+
+def test_offsets_that_are_none() -> None:
+    def wrong(offsets: list[int], lengths: list[int] | None = None) -> Tensor:
+        made: Tensor = torch.nested.nested_tensor_from_jagged(
+            torch.randn(7, 2, 8),
+            torch.tensor(offsets),
+            None if lengths is None else torch.tensor(lengths),
+        )
+        return made.transpose(1, 2)
+
+    for query, message in {
+        wrong([0, 3, 9]): "query.offsets must be from 0 to 7, the number of rows, but go from 0 to "
+        "9. query.offsets are the first row of each sequence and the end of the last one.",
+        wrong([0, 3, 7], [3, 5]): "query.lengths[1] must be from 0 to 4, but is 5. query.lengths "
+        "are how many rows each sequence has, at most up to the next of query.offsets.",
+    }.items():
+        with pytest.raises(ArgumentError) as caught:
+            attend(query, query, query)
+        assert str(caught.value) == message

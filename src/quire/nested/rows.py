@@ -53,7 +53,7 @@ def rows_of(query: Any, key: Any, value: Any) -> list[Rows]:
         rows = values.unsqueeze(1) if values.dim() == 2 else values.transpose(0, 1)
         known = (id(offsets), id(lengths), len(rows))
         if known not in seen:
-            names = (f"the offsets of {name}", f"the lengths of {name}")
+            names = (f"{name}.offsets", f"{name}.lengths")
             ends = checked_offsets(names[0], offsets, len(rows))
             room = np.diff(ends)
             own = room if lengths is None else checked_lengths(names, lengths, room)
