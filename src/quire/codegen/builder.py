@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from quire.codegen.blocks import Blocks
-from quire.codegen.types import F64, I1, I64, PTR, VOID, Layout, Type, literal
+from quire.codegen.types import F64, I1, I32, I64, PTR, VOID, Layout, Type, literal
 from quire.codegen.values import Operand, Signature, Value
 from quire.errors import CodegenError
 
@@ -182,6 +182,12 @@ class Function(Blocks):
         address = self.offset(pointer, index, value.type)
         text = f"store {value!r}, ptr {address.text}, align {align or value.type.size}"
         self.emit_void(text, value, address)
+
+    def prefetch(self, pointer: Value) -> None:
+        """Ask for what is at an address, which will be read soon."""
+        signature = self._module.declare(Signature("llvm.prefetch.p0", (PTR, I32, I32, I32)))
+        reading, near, data = (self.value(number, I32) for number in (0, 3, 1))
+        self.call(signature, self.value(pointer, PTR), reading, near, data)
 
     def atomic_add(self, pointer: Value, amount: int) -> Value:
         """Add to an i64 that threads share; returns the value before."""

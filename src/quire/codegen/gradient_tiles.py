@@ -128,6 +128,9 @@ def write_add_keys(module: Module, tile: Tile) -> Function:
             step = weights_stride(tile)
             mine = [f.offset(weights, place * step + start, tile.element) for place in group]
             column = f.offset(rows, start * stride + d, tile.element)
+            targets = [f.offset(grads, place * grad_stride + d, tile.element) for place in group]
+            for target in targets:  # these are in no near cache
+                f.prefetch(target)
             sums = outer_product(
                 f,
                 tile,
@@ -138,9 +141,8 @@ def write_add_keys(module: Module, tile: Tile) -> Function:
                 unroll=UNROLLED,
             )
             for r, row in enumerate(tile.rows(sums)):
-                target = f.offset(grads, group[r] * grad_stride + d, tile.element)
                 with f.when(key + r < end):
-                    _add_row(f, tile, row, target)
+                    _add_row(f, tile, row, targets[r])
 
         with f.range(0, columns, tile.width) as d:
             for key, group in key_groups(f, tile, first, end):
