@@ -30,7 +30,7 @@ LAYERS = """
     __init__
     doctor draw measure stages why
     patch
-    plan torch_api varlen
+    gradients plan torch_api varlen
     nested
     paged
     kv

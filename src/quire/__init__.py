@@ -14,6 +14,7 @@ try:
     from quire.draw import draw
     from quire.dynamo import OneGraphWarning
     from quire.errors import QuireError
+    from quire.gradients import AttentionGradients, attention_gradients
     from quire.kernel_options import FlexKernelOptions, KernelOptionWarning
     from quire.memory import Dense, Ragged
     from quire.mods import and_masks, noop_mask, not_mask, or_masks
@@ -31,6 +32,7 @@ finally:
 __version__ = version("quire")
 
 __all__ = [
+    "AttentionGradients",
     "AuxOutput",
     "AuxRequest",
     "BlockMask",
@@ -45,6 +47,7 @@ __all__ = [
     "__version__",
     "and_masks",
     "attention",
+    "attention_gradients",
     "create_block_mask",
     "create_mask",
     "draw",

@@ -173,6 +173,18 @@ def run_backward(
         found = backward(problem, memory, blocks, wanted, above)
     if found is not None:
         return found
+    return run_eagerly(sequences, problem, operands, blocks, wanted, above)
+
+
+def run_eagerly(
+    sequences: Sequences | None,
+    problem: Problem,
+    operands: Operands,
+    blocks: BlockRows | None,
+    wanted: Wanted,
+    above: Above,
+) -> Gradients:
+    """The backward pass in tiles of torch ops."""
     if sequences is not None:
         return gradients_one_by_one(problem, operands, sequences, wanted, above)
     return eager.backward(problem, operands, blocks, wanted, above)

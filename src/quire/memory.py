@@ -79,6 +79,10 @@ class Dense:
         """A result for each query, laid out as the user's query is."""
         return result
 
+    def as_placed(self, given: Tensor) -> Tensor:
+        """The other way round."""
+        return given
+
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
@@ -129,6 +133,10 @@ class Ragged:
     def as_given(self, result: Tensor) -> Tensor:
         """A result for each query, laid out as the user's query is."""
         return result[0].transpose(0, 1) if result.dim() > 2 else result
+
+    def as_placed(self, given: Tensor) -> Tensor:
+        """The other way round."""
+        return packed(given) if given.dim() > 1 else given
 
 
 def packed(rows: Tensor) -> Tensor:
