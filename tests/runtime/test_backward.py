@@ -11,10 +11,10 @@ from quire.eager.backward import Above, Gradients, Wanted, folded
 from quire.eager.backward import backward as eager_backward
 from quire.eager.tile import Operands
 from quire.ir.trace import trace
-from quire.memory import Dense, Queries, Ragged, packed
+from quire.memory import Dense, Paged, Queries, Ragged, packed
 from quire.problem import Problem
 from quire.runtime import backward as runtime
-from quire.runtime.addressing import Addressing, dense
+from quire.runtime.addressing import Addressing, dense, paged
 from quire.runtime.backward import backward, num_slices
 from quire.runtime.forward import forward
 
@@ -112,6 +112,34 @@ def test_ragged_is_dense() -> None:
         assert expected.captures[0] is not None
         total += expected.captures[0]
     torch.testing.assert_close(found.captures[0], total, rtol=1e-4, atol=1e-4)
+
+
+def test_paged_is_dense() -> None:
+    page, lengths, q_len = 16, [40, 300, 129], 40
+    table = torch.randn(13, requires_grad=True)
+    query = torch.randn(len(lengths), HQ, q_len, D)
+    keys, values = torch.randn(40, HKV, page, D), torch.randn(40, HKV, page, DV)
+    pages = torch.randint(40, (3, 19))  # some belong to several sequences
+    memory = paged(query, Paged(keys, values, pages, torch.tensor(lengths)))
+    above = torch.randn(len(lengths), HQ, q_len, DV)
+    found = run(memory, table, above)
+    expected_key, expected_value = torch.zeros_like(keys), torch.zeros_like(values)
+    for b, length in enumerate(lengths):
+        places = torch.arange(length)
+        rows = pages[b, places // page] * page + places % page
+        key, value = (
+            x.transpose(1, 2).flatten(0, 1)[rows].transpose(0, 1)[None] for x in (keys, values)
+        )
+        alone = dense(query[b : b + 1], Dense(key, value), length - q_len)
+        expected = run(alone, table, above[b : b + 1])
+        assert found.query is not None and expected.query is not None
+        assert torch.equal(found.query[b : b + 1], expected.query)
+        for total, grad in ((expected_key, expected.key), (expected_value, expected.value)):
+            assert grad is not None
+            for row, one in zip(rows.tolist(), grad[0].unbind(1), strict=True):
+                total[row // page, :, row % page] += one
+    torch.testing.assert_close(found.key, expected_key, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.value, expected_value, rtol=1e-4, atol=1e-5)
 
 
 def test_folding_adds_everything() -> None:

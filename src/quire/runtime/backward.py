@@ -153,8 +153,8 @@ class Pass:
         ]
         return Gradients(
             query,
-            None if key is None else _together(self._folded(key), memory.key),
-            None if value is None else _together(self._folded(value), memory.value),
+            None if key is None else self._together(key, memory.key),
+            None if value is None else self._together(value, memory.value),
             tuple(captures),
             delta,
         )
@@ -162,14 +162,7 @@ class Pass:
     def masses(self) -> Tensor:
         """The weights that each key has."""
         memory = self.memory
-        batch = 1 if memory.copies is None else memory.copies
-        shape = (
-            max(self.plan.slices, default=1),
-            batch,
-            memory.query.shape[1],
-            memory.key.shape[2],
-        )
-        sums = torch.zeros(shape, dtype=self.dtype, device="cpu")
+        sums = self._zeros(memory.query.shape[1], memory.key.shape[2])
         fields = dict.fromkeys(GRADIENTS, 0) | _strided("masses", sums, ("slice", "batch", "head"))
         for part in self._rounds():
             self._launch(GRADIENTS_PART.pack(fields), part)
@@ -263,15 +256,47 @@ class Pass:
         """Room for the gradients of keys or values: [slices, B, H, rows, whole panels]."""
         tile = self.plan.plan.kernel.tile
         width = gradient_stride(tile, rows.shape[3]) - tile.width
-        batch = 1 if self.memory.copies is None else self.memory.copies
-        shape = (max(self.plan.slices, default=1), batch, *rows.shape[1:3], width)
+        return self._zeros(rows.shape[1], rows.shape[2], width)
+
+    def _zeros(self, heads: int, num_rows: int, *width: int) -> Tensor:
+        """Sums for rows of keys: as they are packed, or by position for each batch of its own."""
+        memory = self.memory
+        batch = 1 if memory.copies is None else memory.copies
+        if memory.page_table is not None:
+            batch, num_rows = memory.sequences.num, memory.longest
+        shape = (max(self.plan.slices, default=1), batch, heads, num_rows, *width)
         return torch.zeros(shape, dtype=self.dtype, device="cpu")
+
+    def _together(self, sums: Tensor, like: Tensor) -> Tensor:
+        """All that was summed for keys or values, as one gradient."""
+        total = self._folded(sums)
+        if self.memory.page_table is not None:
+            total = self._to_pages(total, like)
+        elif like.shape[0] != total.shape[0]:  # all batches share their keys
+            total = folded(total).unsqueeze(0)
+        return total[..., : like.shape[3]].contiguous()
+
+    def _to_pages(self, total: Tensor, like: Tensor) -> Tensor:
+        """Sums by position, added to the rows of pages. Sequences may share some."""
+        table = self.memory.page_table
+        assert table is not None, "there are pages"
+        num_pages, heads, size, _ = like.shape
+        rows = total.new_zeros(num_pages * size, heads, total.shape[-1])
+        sequences = self.memory.sequences
+        for b, (begin, end) in enumerate(zip(sequences.kv_begin, sequences.kv_end, strict=True)):
+            places = torch.arange(int(begin), int(end))
+            at = table[b, places // size].long() * size + places % size
+            rows.index_add_(0, at, total[b, :, places].transpose(0, 1))
+        return rows.view(num_pages, size, heads, -1).transpose(1, 2)
 
     def _folded(self, sums: Tensor) -> Tensor:
         """All slices as one: of each sequence as many as it has, so that others do not matter."""
         counts, sequences = np.array(self.plan.slices), self.memory.sequences
         if len(set(self.plan.slices)) <= 1:
             return folded(sums)
+        if self.memory.page_table is not None:
+            each = [folded(sums[:count, b].clone()) for b, count in enumerate(self.plan.slices)]
+            return torch.stack(each)
         ends = np.cumsum(sequences.kv_len)
         first = sequences.kv_row + sequences.kv_begin - ends + sequences.kv_len
         rows = np.arange(ends[-1]) + np.repeat(first, sequences.kv_len)
@@ -339,13 +364,6 @@ class SumsOfCapture:
         """Add the sums of a round to those of all."""
         if self._sums.data_ptr() != self.total.data_ptr():
             self.total += folded(self._sums.flatten(0, 2))
-
-
-def _together(total: Tensor, like: Tensor) -> Tensor:
-    """All batches as one where they share their keys, in the width of `like`."""
-    if like.shape[0] != total.shape[0]:
-        total = folded(total).unsqueeze(0)
-    return total[..., : like.shape[3]].contiguous()
 
 
 def _direct_inputs(load: Node) -> set[str]:
