@@ -108,6 +108,8 @@ def write_gather(module: Module, tile: Tile, kind: Storage) -> Function:
 
         def copy_row(source: Value, target: Value) -> None:
             with f.range(0, by_vector, tile.lanes) as c:
+                # What lies behind is read soon: the next row, or that of the next head.
+                f.prefetch(f.offset(source, c + width, kind.memory))
                 copy(source, target, c, tile.vector)
             with f.range(by_vector, width) as c:
                 copy(source, target, c, tile.element)
