@@ -19,6 +19,7 @@ try:
     from quire.memory import Dense, Ragged
     from quire.mods import and_masks, noop_mask, not_mask, or_masks
     from quire.nested import jagged_scaled_dot_product_attention
+    from quire.paged import PagedAttention
     from quire.patch import patch_torch, unpatch_torch
     from quire.plan import Plan, plan
     from quire.stages import kernel
@@ -41,6 +42,7 @@ __all__ = [
     "FlexKernelOptions",
     "KernelOptionWarning",
     "OneGraphWarning",
+    "PagedAttention",
     "Plan",
     "QuireError",
     "Ragged",

@@ -18,6 +18,11 @@
     │   ├── SlicedMaskError      the mask_mod of a slice was used                  (as above)
     │   ├── MaskPickleError      its mask_mod cannot be written down               pickle.PicklingError
     │   └── MaskFileError        a file that holds none, or a damaged one          (as above)
+    ├── PagesError               pages of a cache that cannot be used like this    RuntimeError
+    │   ├── OutOfPagesError      more were asked for than are empty                AssertionError
+    │   ├── UnreservedError      a position that has no page                       IndexError
+    │   ├── SlotError            no such row of the page table                     IndexError
+    │   └── PageIntegrityError   tables that contradict each other                 AssertionError
     └── ModError                 a score_mod or mask_mod is at fault
         ├── NotCallableError     given as a mod, but no function                   RuntimeError, TypeError
         ├── ModSignatureError    takes the wrong number of arguments               AssertionError, TypeError
@@ -106,6 +111,26 @@ class MaskPickleError(BlockMaskError, pickle.PicklingError):
 
 class MaskFileError(BlockMaskError):
     """A file that was to hold a block mask and does not, or is damaged."""
+
+
+class PagesError(QuireError, RuntimeError):
+    """Pages of a cache that cannot be used as asked."""
+
+
+class OutOfPagesError(PagesError, AssertionError):
+    """More pages were asked for than are empty."""
+
+
+class UnreservedError(PagesError, IndexError):
+    """A position of a sequence that no page was reserved for."""
+
+
+class SlotError(PagesError, IndexError):
+    """A batch index that is no row of the page table."""
+
+
+class PageIntegrityError(PagesError, AssertionError):
+    """A page with two owners or none, or tables that disagree about it."""
 
 
 class ModError(QuireError):
