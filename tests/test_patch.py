@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import operator
 import pickle
 import threading
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from graphs import BLOCKS, Graphs, Model, causal, qkv, slope
 from torch import Tensor
 from torch.nested._internal.sdpa import jagged_scaled_dot_product_attention as early_jagged
 from torch.nn.attention import flex_attention as torch_flex
+from torch.nn.attention.experimental import _paged_attention as torch_paged
 from torch.nn.attention.flex_attention import create_block_mask as early_create_block_mask
 from torch.nn.attention.flex_attention import create_mask as early_create_mask
 from torch.nn.attention.flex_attention import flex_attention as early
@@ -29,6 +31,10 @@ EARLY = {
     "create_block_mask": early_create_block_mask,
     "create_mask": early_create_mask,
     "jagged_scaled_dot_product_attention": early_jagged,
+    **{
+        f"PagedAttention.{name}": getattr(torch_paged.PagedAttention, name)
+        for name in patch.PAGED_METHODS
+    },
 }
 
 
@@ -123,9 +129,10 @@ def test_many_threads_at_once() -> None:
 def test_the_objects_stay_what_they_are(name: str) -> None:
     function = EARLY[name]
     with patch_torch():
-        assert getattr(importlib.import_module(MODULES[name]), name) is function
+        module = importlib.import_module(MODULES[name])
+        assert operator.attrgetter(name)(module) is function
         assert inspect.signature(function) == BEFORE[name][-1]
-        assert function.__name__ == name
+        assert function.__qualname__ == name
         assert pickle.loads(pickle.dumps(function)) is function
 
 
@@ -164,6 +171,31 @@ def test_masks_put_together_by_pytorch_are_understood() -> None:
             assert torch.equal(out, quire.flex_attention(query, key, value, mask_mod=mask))
 
 
+def test_pages_are_kept_by_ours_also_if_made_before() -> None:
+    pages = torch_paged.PagedAttention(8, 4, 2, "cpu")
+    pages.reserve(torch.tensor([0]), torch.tensor([8]))
+    pages.reserve(torch.tensor([1]), torch.tensor([4]))
+    cache = torch.zeros(1, 1, 32, 2)
+    new = (torch.tensor([[4]]), *torch.ones(2, 1, 1, 1, 2), cache, cache.clone())
+    with patch_torch():
+        with pytest.raises(quire.QuireError, match="positions below 4, which is reserved"):
+            pages.assign(torch.tensor([1]), *new)
+        assert not cache.any()
+        pages.erase(torch.tensor(1))
+        pages.reserve(torch.tensor([0, 1]), torch.tensor([12, 4]))
+        blocks = early_create_block_mask(causal, 1, None, 4, 32, BLOCK_SIZE=4)
+        theirs = pages.convert_logical_block_mask(blocks, torch.tensor([1]))
+        assert type(theirs) is quire.BlockMask
+        assert theirs.kv_num_blocks.tolist() == [[[1]]]
+        assert theirs.mask_mod(*torch.tensor([0, 0, 3, 4 * int(pages.page_table[1, 0])]))
+        assert pages.get_score_mod(None)(*torch.tensor([1, 0, 0, 0, 31])) == -torch.inf
+    twin = quire.PagedAttention(8, 4, 2, "cpu")
+    twin.__dict__ = pages.__dict__
+    twin.check_integrity()
+    pages.assign(torch.tensor([1]), *new)  # PyTorch's again, which writes somewhere
+    assert cache.any()
+
+
 # PyTorch's own, where it is PyTorch's turn
 
 
@@ -178,6 +210,12 @@ def test_other_devices_are_pytorchs() -> None:
             mask = torch_flex.create_mask(causal, 1, 1, 4, 4, device)
             assert mask.device.type == "meta"
             assert torch_flex.create_mask(causal, 1, 1, 4, 4, device=device).device == mask.device
+        mods = {
+            device: torch_paged.PagedAttention(8, 4, 2, device).get_mask_mod(None)
+            for device in ("cpu", "meta")
+        }
+        assert mods["cpu"].__name__ == "noop_mask in pages"
+        assert mods["meta"].__name__ == "new_mask_mod"
 
 
 def test_without_a_device_the_accelerator_decides(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,8 @@ puts back every bit. On other devices PyTorch's own code runs, and so it does in
 torch.compile may not break.
 
 PyTorch's `BlockMask` is left alone: ours is a subclass, and either kind is taken everywhere. So are
-`and_masks`, `or_masks` and `noop_mask`, which mean the same.
+`and_masks`, `or_masks` and `noop_mask`, which mean the same. Of `PagedAttention` the methods are
+exchanged: an instance that was made before has the tables that ours use.
 """
 
 from __future__ import annotations
@@ -29,26 +30,40 @@ import torch
 from quire.block_mask import create_block_mask, create_mask
 from quire.dynamo import never_entered, own
 from quire.nested import jagged_scaled_dot_product_attention as jagged
+from quire.paged import PagedAttention
 from quire.torch_api import flex_attention
 
 
 class Row(NamedTuple):
-    """A function of PyTorch's, ours, and the place of the parameter that tells the device."""
+    """A function of PyTorch's, ours, and the place of the parameter that tells the device.
+
+    Where that is an object of some kind, `attribute` of it tells.
+    """
 
     module: str
     name: str
     ours: Callable[..., Any]
     device: int
+    attribute: str | None = None
 
 
 FLEX = "torch.nn.attention.flex_attention"
 NESTED = "torch.nested._internal.sdpa"
+PAGED = "torch.nn.attention.experimental._paged_attention"
+PAGED_METHODS = (
+    *("reserve", "erase", "assign"),
+    *("convert_logical_block_mask", "get_mask_mod", "get_score_mod"),
+)
 ROWS = (
     Row(FLEX, "flex_attention", flex_attention, device=0),
     Row(FLEX, "create_block_mask", create_block_mask, device=5),
     Row(FLEX, "create_mask", create_mask, device=5),
     # What F.scaled_dot_product_attention calls for nested tensors.
     Row(NESTED, jagged.__name__, jagged, device=0),
+    *(
+        Row(PAGED, f"PagedAttention.{name}", getattr(PagedAttention, name), 0, "page_table")
+        for name in PAGED_METHODS
+    ),
 )
 
 STAND_INS: dict[str, Callable[..., Any]] = {}
@@ -70,7 +85,7 @@ class Patch:
 
 
 def patch_torch() -> Patch:
-    """Put quire behind PyTorch's `flex_attention`, `create_block_mask` and `create_mask`.
+    """Put quire behind PyTorch's `flex_attention`, block masks and `PagedAttention`.
 
     with patch_torch():
         out = torch.nn.attention.flex_attention.flex_attention(query, key, value)
@@ -133,7 +148,10 @@ def _stand_in(row: Row, theirs: Callable[..., Any]) -> Callable[..., Any]:
 
     @never_entered
     def stand_in(*args: Any, **kwargs: Any) -> Any:
-        return (row.ours if _is_cpu(args[row.device]) else theirs)(*args, **kwargs)
+        where = args[row.device]
+        if row.attribute is not None:
+            where = getattr(where, row.attribute)
+        return (row.ours if _is_cpu(where) else theirs)(*args, **kwargs)
 
     return stand_in
 
