@@ -276,7 +276,7 @@ def test_other_errors(library: Any) -> None:
         (
             lambda p: p.assign(**new_rows()),
             UnreservedError,
-            "positions below 0, which is reserved for slot 1, got 0",
+            "positions below the 0 that are reserved for slot 1, got 0",
         ),
         (
             lambda p: p.convert_logical_block_mask(logical(4, 16, B=2), tensor([0])),

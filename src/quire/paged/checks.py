@@ -138,7 +138,7 @@ def addresses(paged: PagedAttention, slots: Tensor, positions: Tensor) -> Tensor
         b, s = (pages == NO_PAGE).nonzero()[0].tolist()
         slot = int(slots[b])
         raise UnreservedError(
-            f"expected positions below {int(paged.capacity[slot])}, which is reserved for slot "
-            f"{slot}, got {int(positions[b, s])}, so nothing was assigned. Reserve it first."
+            f"expected positions below the {int(paged.capacity[slot])} that are reserved for slot "
+            f"{slot}, got {int(positions[b, s])}. Reserve it first: nothing was assigned."
         )
     return pages * paged.page_size + positions % paged.page_size
