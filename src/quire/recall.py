@@ -30,6 +30,7 @@ from quire.problem import Call, Problem
 from quire.runtime.addressing import dense, record
 from quire.runtime.backward import BackwardPlan, Pass, plan_backward
 from quire.runtime.forward import plan_for
+from quire.runtime.gather import gathers
 from quire.runtime.known import Known
 from quire.runtime.plan import NOTHING, Plan, Rows, wide_dtype
 from quire.runtime.tile_lists import TileLists
@@ -149,6 +150,8 @@ class Recalled(NamedTuple):
         shape, strides = output_layout(query, call.value.shape[3])
         results = _room(query, shape, strides, learns)
         operands = dense(query, Dense(call.key, call.value), problem.q_start)
+        if gathers(problem, operands):  # what is gathered follows the content of a mask
+            return None
         ((form, sequences),) = operands.by_form()
         plan, _, lists = plan_for(problem, operands, form, sequences, results)
         _, items = operands.records(sequences, plan.heads, plan.block_q)

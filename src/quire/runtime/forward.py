@@ -10,6 +10,7 @@ from quire.codegen.convention import Form
 from quire.codegen.target import Target
 from quire.problem import Problem
 from quire.runtime.addressing import Addressing
+from quire.runtime.gather import gather
 from quire.runtime.plan import Plan, Rows, make_plan, queries_of_item, wide_dtype
 from quire.runtime.roots import mod_roots
 from quire.runtime.tile_lists import NO_LISTS, TileLists, read_lists
@@ -27,6 +28,9 @@ def forward(
 
     Of the other results those exist that are `wanted`.
     """
+    # The argmax of a row is a place in the cache, so that nothing is moved where it is wanted.
+    gathered = None if wanted.argmax else gather(problem, memory)
+    problem, memory = gathered or (problem, memory)
     results = Rows(out)
     if any(wanted):
         shape, wide = memory.query.shape[:3], wide_dtype(memory.query)

@@ -90,8 +90,8 @@ def _kinds(rows: BlockRows, block_q: int, block_kv: int) -> tuple[NDArray[np.int
     """What each tile is, and whether a partial one touches blocks of several kinds."""
     (q_len, kv_len), (q_size, kv_size) = rows.seq_lengths, rows.block_size
     q_ranges, kv_ranges = (
-        _blocks_of_tiles(q_len, block_q, q_size),
-        _blocks_of_tiles(kv_len, block_kv, kv_size),
+        blocks_of_tiles(q_len, block_q, q_size),
+        blocks_of_tiles(kv_len, block_kv, kv_size),
     )
     cells = rows.runs.cells()
     present = _count(cells != 0, q_ranges, kv_ranges)
@@ -102,7 +102,7 @@ def _kinds(rows: BlockRows, block_q: int, block_kv: int) -> tuple[NDArray[np.int
     return kinds, bool(((kinds == PARTIAL) & ~uniform).any())
 
 
-def _blocks_of_tiles(length: int, tile: int, block: int) -> NDArray[np.int64]:
+def blocks_of_tiles(length: int, tile: int, block: int) -> NDArray[np.int64]:
     """The first block that each tile touches, and one past the last: [2, tiles]."""
     starts = np.arange(0, length, tile, dtype=np.int64)
     stops = np.minimum(starts + tile, length)

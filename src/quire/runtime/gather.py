@@ -1,0 +1,161 @@
+"""Key blocks that lie scattered in one cache, put side by side: tiles have keys that are read.
+
+    blocks of a cache       0   1   2   3   4   5   6   7      a block mask lists 1, 4 and 6 for b
+    rows of b, gathered     1   4   6                          a table of pages, as in paged memory
+
+A tile of the kernel is longer than such a block. Where it went through the cache as it lies, most
+of its keys would be somebody else's; through the table all of them are b's. Mods are asked about
+rows of the cache, as before: what changes is how they reckon them from a position.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.block_mask import BlockMask
+from quire.block_mask.runs import Runs
+from quire.codegen.target import Target
+from quire.ir.graph import Node, cast, const, rebuild, rewrite
+from quire.ir.trace import Traced
+from quire.problem import Problem
+from quire.runtime.addressing import Addressing
+from quire.runtime.known import Known
+from quire.runtime.tile_lists import blocks_of_tiles
+from quire.sequences import Sequences
+
+WORTH = 0.75
+"""Gathered tiles per tile of the cache, up to which gathering pays."""
+
+
+class Gathered(NamedTuple):
+    """The blocks that each batch reads [B or 1, most], how many, and a mask over them alone."""
+
+    table: Tensor
+    counts: NDArray[np.int64]
+    mask: BlockMask
+
+
+def gather(problem: Problem, memory: Addressing) -> tuple[Problem, Addressing] | None:
+    """The same problem over the blocks that are read; None where these are not scattered."""
+    found = _find(problem, memory)
+    if found is None:
+        return None
+    page, batch = found.mask.BLOCK_SIZE[1], memory.batches
+    table = found.table.expand(batch, -1).contiguous()
+    first = memory.sequences
+    zeros = np.zeros(batch, np.int64)
+    sequences = Sequences(
+        b=np.arange(batch),
+        q_len=zeros + first.q_len,
+        q_start=zeros + first.q_start,
+        kv_begin=zeros,
+        kv_end=zeros + found.counts * page,
+        q_row=zeros,
+        kv_row=zeros,
+    )
+    key, value = (x[0].unflatten(1, (-1, page)).transpose(0, 1) for x in (memory.key, memory.value))
+    mods = {
+        name: _reading(mod, table, page)
+        for name, mod in (
+            ("score_mod", problem.score_mod),
+            ("mask_mod", problem.mask_mod),
+            ("partial_mod", problem.partial_mod),
+        )
+        if isinstance(mod, Traced)
+    }
+    return (
+        replace(problem, block_mask=found.mask, **mods),  # type: ignore[arg-type]
+        Addressing(memory.query, key, value, sequences, page_table=table),
+    )
+
+
+def gathers(problem: Problem, memory: Addressing) -> bool:
+    """Whether `gather` finds something to do."""
+    return _find(problem, memory) is not None
+
+
+def _find(problem: Problem, memory: Addressing) -> Gathered | None:
+    mask, rows = problem.block_mask, memory.key.shape[2]
+    if (
+        mask is None
+        or memory.copies is None
+        or memory.copies == 0
+        or memory.key.shape[0] != 1
+        or problem.dropout is not None
+        or problem.kv_start != 0
+        or mask.BLOCK_SIZE[1] % Target.host().block_kv == 0
+        or rows % mask.BLOCK_SIZE[1] != 0
+    ):
+        return None
+    key = (mask.content(), memory.lengths)
+    if key in _known:
+        return _known.get(key)
+    return _known.keep(key, _gathered(mask, memory.lengths, Target.host().block_kv))
+
+
+_known: Known[tuple[object, ...], Gathered | None] = Known(16)
+
+
+def _gathered(mask: BlockMask, lengths: tuple[int, int], block_kv: int) -> Gathered | None:
+    """What each batch reads, if it lies in many more tiles of `block_kv` than it would fill."""
+    runs, size = mask.rows(*lengths).runs, mask.BLOCK_SIZE[1]
+    read = _read_blocks(runs)
+    counts = read.sum(axis=1)
+    most = int(counts.max(initial=0))
+    tiles = _num_touched(read, blocks_of_tiles(lengths[1], block_kv, size))
+    if most == 0 or (-(-counts * size // block_kv)).sum() > WORTH * tiles:
+        return None
+    order = np.argsort(~read, axis=1, kind="stable")[:, :most]
+    cells = np.take_along_axis(runs.cells(), order[:, None, None, :], axis=-1)
+    side_by_side = BlockMask._from_runs(
+        Runs.of_cells(cells),
+        True,
+        BLOCK_SIZE=mask.BLOCK_SIZE,
+        mask_mod=mask.mask_mod,
+        seq_lengths=(lengths[0], most * size),
+        device=torch.device("cpu"),
+    )
+    return Gathered(torch.from_numpy(order.astype(np.int32)), counts, side_by_side)
+
+
+def _read_blocks(runs: Runs) -> NDArray[np.bool_]:
+    """Which key blocks some head and row of each batch reads: [B or 1, columns]."""
+    batches, heads, num_rows, columns = runs.shape
+    changes = np.zeros((batches, columns + 1), np.int64)
+    batch = runs.row_ids() // max(1, heads * num_rows)
+    np.add.at(changes, (batch, runs.starts), 1)
+    np.subtract.at(changes, (batch, runs.stops), 1)
+    read: NDArray[np.bool_] = np.cumsum(changes[:, :-1], axis=1) > 0
+    return read
+
+
+def _num_touched(read: NDArray[np.bool_], blocks: NDArray[np.int64]) -> int:
+    """How many tiles have a block that is read, `blocks` being the first and last of each."""
+    before = np.pad(np.cumsum(read, axis=1), ((0, 0), (1, 0)))
+    first, stop = np.minimum(blocks, read.shape[1])
+    return int((before[:, stop] > before[:, first]).sum())
+
+
+def _reading(mod: Traced, table: Tensor, page: int) -> Traced:
+    """`mod` over rows of the cache, asked about positions among the blocks in `table`."""
+    kv_idx, b = (Node("input", (), torch.int64, name) for name in ("kv_idx", "b"))
+    size = const(page, torch.int64)
+    place, offset = (Node(op, (kv_idx, size), torch.int64) for op in ("floordiv", "mod"))
+    block = cast(Node("load", (b, place), table.dtype, len(mod.captures)), torch.int64)
+    row = Node("add", (Node("mul", (block, size), torch.int64), offset), torch.int64)
+    # A mod of paged attention asks for block and offset alone, and has no use for the row.
+    reckoned = {kv_idx: row, place: block, offset: offset}
+
+    def visit(node: Node, args: tuple[Node, ...]) -> Node:
+        return reckoned[node] if node in reckoned else rebuild(node, args)
+
+    output = rewrite(mod.output, visit)
+    if output is mod.output:
+        return mod
+    return Traced(output, (*mod.captures, table), mod.kind, mod.name, mod.lines)
