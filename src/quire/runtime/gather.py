@@ -20,6 +20,7 @@ from torch import Tensor
 
 from quire.block_mask import BlockMask
 from quire.block_mask.runs import Runs
+from quire.codegen.convention import MOST_ROWS
 from quire.codegen.target import Target
 from quire.ir.graph import Node, cast, const, rebuild, rewrite
 from quire.ir.trace import Traced
@@ -108,10 +109,14 @@ def _gathered(mask: BlockMask, lengths: tuple[int, int], block_kv: int) -> Gathe
     read = _read_blocks(runs)
     counts = read.sum(axis=1)
     most = int(counts.max(initial=0))
-    tiles = _num_touched(read, blocks_of_tiles(lengths[1], block_kv, size))
-    if most == 0 or (-(-counts * size // block_kv)).sum() > WORTH * tiles:
+    if most == 0:
         return None
-    order = np.argsort(~read, axis=1, kind="stable")[:, :most]
+    order, in_disorder = _order(mask, read)
+    tiles = _num_touched(read, blocks_of_tiles(lengths[1], block_kv, size))
+    fewer = (-(-counts * size // block_kv)).sum() <= WORTH * tiles
+    if not fewer and not (in_disorder and lengths[0] > MOST_ROWS):
+        return None
+    order = order[:, :most]
     cells = np.take_along_axis(runs.cells(), order[:, None, None, :], axis=-1)
     side_by_side = BlockMask._from_runs(
         Runs.of_cells(cells),
@@ -133,6 +138,32 @@ def _read_blocks(runs: Runs) -> NDArray[np.bool_]:
     np.subtract.at(changes, (batch, runs.stops), 1)
     read: NDArray[np.bool_] = np.cumsum(changes[:, :-1], axis=1) > 0
     return read
+
+
+def _order(mask: BlockMask, read: NDArray[np.bool_]) -> tuple[NDArray[np.int64], bool]:
+    """The blocks that are read, as the longest row of each batch lists them; then the others.
+
+    And whether some list has them in another order than the cache. Lists of pages are in the order
+    of their sequence, in which fewer tiles are partial.
+    """
+    columns = read.shape[1]
+    rank = np.where(read, columns, 2 * columns) + np.arange(columns)
+    in_disorder = False
+    if mask._runs is None:
+        lists = [(mask.kv_num_blocks, mask.kv_indices)]
+        if full := mask._full_lists():
+            lists.insert(0, full)
+        counts = np.stack([count.flatten(1).numpy() for count, _ in lists])
+        blocks = [indices.flatten(1, 2).numpy() for _, indices in lists]
+        for b, row in enumerate(counts.sum(axis=0).argmax(axis=1)):
+            listed = [x[b, row, :count] for x, count in zip(blocks, counts[:, b, row], strict=True)]
+            in_disorder |= any((np.diff(each) < 0).any() for each in listed)
+            in_order = np.concatenate(listed)
+            in_order = in_order[(in_order >= 0) & (in_order < columns)]
+            in_order = in_order[read[b, in_order]]  # whatever somebody wrote into the tensors
+            rank[b, in_order] = np.arange(len(in_order)) - len(in_order)
+    order: NDArray[np.int64] = np.argsort(rank, axis=1)
+    return order, in_disorder
 
 
 def _num_touched(read: NDArray[np.bool_], blocks: NDArray[np.int64]) -> int:
