@@ -127,6 +127,17 @@ def test_a_batch_that_reads_nothing(q_len: int) -> None:
     assert not out[1].any() and not out[0].isnan().any()
 
 
+@pytest.mark.parametrize("q_len", [2, 70])
+def test_queries_that_begin_later(q_len: int) -> None:
+    mask = scattered(16, 24, q_len)
+    query, key, value = operands(mask, 2)
+    found, expected = (
+        quire.attention(query, Dense(key, value), mask=mask, q_start=7, backend=backend)
+        for backend in ("jit", "eager")
+    )
+    torch.testing.assert_close(found, expected)
+
+
 def test_edits_are_seen() -> None:
     mask = scattered(16, 24, 1)
     before = flex_attention(*operands(mask, 2), block_mask=mask, enable_gqa=True)
