@@ -41,7 +41,7 @@ clean:  ## remove .venv and everything that was generated
 $(READY): pyproject.toml constraints.txt | $(VENV)/bin/pip
 	@echo "Installing the pinned dependencies into $(VENV): this once, and for a minute or two"
 	@$(PIP) setuptools
-	@$(PIP) --no-build-isolation --editable '.[cli,dev]'
+	@$(PIP) --no-build-isolation --editable '.[cli,dev,kv]'
 	@touch $@
 
 $(VENV)/bin/pip:

@@ -23,6 +23,13 @@
     │   ├── UnreservedError      a position that has no page                       IndexError
     │   ├── SlotError            no such row of the page table                     IndexError
     │   └── PageIntegrityError   tables that contradict each other                 AssertionError
+    ├── KVCacheError             a KV cache was asked for what it refuses          RuntimeError, ValueError
+    │   ├── OutOfPages           more pages were asked for than there are          (as above)
+    │   ├── SequenceError        a sequence that was freed, or of another cache    (as above)
+    │   ├── UnwrittenRowsError   rows that were made room for, and not filled      (as above)
+    │   ├── ReleasedRowsError    rows that lie behind a sliding window             (as above)
+    │   ├── PageError            pages lost, or owned by nobody and used           (as above)
+    │   └── SequenceFileError    a file that holds no sequence, or a damaged one   (as above)
     └── ModError                 a score_mod or mask_mod is at fault
         ├── NotCallableError     given as a mod, but no function                   RuntimeError, TypeError
         ├── ModSignatureError    takes the wrong number of arguments               AssertionError, TypeError
@@ -131,6 +138,34 @@ class SlotError(PagesError, IndexError):
 
 class PageIntegrityError(PagesError, AssertionError):
     """A page with two owners or none, or tables that disagree about it."""
+
+
+class KVCacheError(QuireError, RuntimeError, ValueError):
+    """A request that a cache of keys and values refuses; it is as it was before."""
+
+
+class OutOfPages(KVCacheError):
+    """More pages were asked for than are free, can be evicted or may be added."""
+
+
+class SequenceError(KVCacheError):
+    """A sequence that was freed, belongs to another cache or is named twice."""
+
+
+class UnwrittenRowsError(KVCacheError):
+    """Rows that `extend` made room for and `write` has not filled, or no longer may."""
+
+
+class ReleasedRowsError(KVCacheError):
+    """Rows that a sliding window left behind, whose pages are no longer held."""
+
+
+class PageError(KVCacheError):
+    """Pages whose reference counts do not add up, or which nobody holds."""
+
+
+class SequenceFileError(KVCacheError):
+    """A file that was to hold a sequence and does not, is damaged or was made for another cache."""
 
 
 class ModError(QuireError):

@@ -1,0 +1,445 @@
+"""A cache of keys and values in pages, for many sequences and all layers of a model.
+
+    cache = PagedKVCache(layers=32, heads=8, head_dim=128, page_size=16, max_bytes=8 << 30)
+    a, b = cache.sequence(), cache.sequence()
+    rows = cache.extend([a, b], [5, 1])                  # room for 6 tokens, in every layer
+    for layer in range(32):
+        cache.write(layer, rows, key, value)             # [6, Hkv, D]: five of a, then one of b
+        out = attention(query, cache.memory(layer, [a, b]), ...)
+    c = cache.fork(a)                                    # shares everything until one is extended
+
+A sequence is a handle. Layers that keep the same positions form a group, with one pool of pages and
+one table; a group with a sliding window holds what the window reaches. Everything is checked before
+anything changes: a call that raises leaves the cache as it was. One thread at a time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.arguments import whole_number
+from quire.errors import (
+    ArgumentError,
+    DtypeError,
+    PageError,
+    ReleasedRowsError,
+    SequenceFileError,
+    ShapeError,
+)
+from quire.kv import files
+from quire.kv.groups import Budget, Group, LayerGroup, checked_groups
+from quire.kv.handles import Roster, Rows, SequenceHandle, refuse_unwritten, token_counts
+from quire.kv.pages import PageShape
+from quire.kv.prefix import PrefixCache
+from quire.kv.table import Numbers, PageTable, spread
+from quire.memory import Dense, Paged
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+Tokens = Sequence[int] | NDArray[np.int64]
+
+
+class Statistics(NamedTuple):
+    """What a cache holds. With a waste of 0.04, 4 % of the rows of held pages hold no token."""
+
+    sequences: int
+    tokens: int
+    pages: int
+    free: int
+    shared: int
+    kept: int
+    waste: float
+    num_bytes: int
+
+
+class PagedKVCache:
+    """Keys and values of sequences, in pages that are shared, forked and found again.
+
+    Give `layers`, or `groups` where some have windows. `n_pages` limits the pages of each group,
+    `max_bytes` the memory of all; memory is taken as it is needed, twice as much each time. With
+    `prefix`, `keep` and `sequence(tokens)` find full pages again by their tokens.
+    """
+
+    def __init__(
+        self,
+        layers: int | None = None,
+        *,
+        heads: int,
+        head_dim: int,
+        value_dim: int | None = None,
+        page_size: int = 16,
+        n_pages: int | None = None,
+        max_bytes: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        groups: Iterable[Group] | None = None,
+        prefix: bool = False,
+    ) -> None:
+        if dtype not in DTYPES:
+            names = ", ".join(str(each).removeprefix("torch.") for each in DTYPES)
+            raise DtypeError(f"expected a dtype out of {names}, got {dtype}. Choose one of these.")
+        sizes = {"heads": heads, "head_dim": head_dim, "page_size": page_size}
+        sizes["value_dim"] = head_dim if value_dim is None else value_dim
+        for name, size in sizes.items():
+            whole_number(name, size, minimum=1, advice="Give the size that the model has.")
+        self.shape = PageShape(dtype=dtype, **sizes)
+        self._budget = Budget(n_pages, max_bytes)
+        self._groups = [LayerGroup.of(each, self.shape) for each in checked_groups(layers, groups)]
+        self._place = {
+            layer: place for place, group in enumerate(self._groups) for layer in group.layers
+        }
+        self._roster = Roster()
+        self._prefix = self._prefix_cache() if prefix else None
+        # The table and lengths that `memory` gave last, which the next layer asks for again.
+        self._views: dict[int, tuple[list[SequenceHandle], Tensor, Tensor]] = {}
+
+    def _prefix_cache(self) -> PrefixCache:
+        if len(self._groups) > 1 or self._groups[0].table.window is not None:
+            raise ArgumentError(
+                "expected one group of layers without a window for prefix=True, since pages behind "
+                "a window are gone, got others. Leave prefix out, or give all layers one group."
+            )
+        return PrefixCache(self._groups[0].pool, self.shape.page_size)
+
+    def __repr__(self) -> str:
+        now = self.statistics()
+        return (
+            f"PagedKVCache({self.num_layers} layers, {now.sequences} sequences, {now.tokens} "
+            f"tokens, {now.free} of {now.pages} pages free)"
+        )
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers there are, in all groups."""
+        return len(self._place)
+
+    # --- sequences
+
+    def sequence(self, tokens: Tokens | None = None, *, salt: bytes = b"") -> SequenceHandle:
+        """A new sequence: empty, or with the beginning of `tokens` that is known already.
+
+        `length` says how many tokens that are. Whoever needs the output of the last token leaves
+        it out here.
+        """
+        if tokens is None:
+            return self._new_sequence()
+        pages = self._prefixes().match(tokens, salt=salt)
+        handle = self._new_sequence()
+        self._groups[0].table.adopt(handle.row, pages)
+        self._roster.lengths[handle.row] = len(pages) * self.shape.page_size
+        return handle
+
+    def _new_sequence(self) -> SequenceHandle:
+        handle = self._roster.add()
+        for group in self._groups:
+            group.table.reserve(len(self._roster))
+        return handle
+
+    def length(self, sequence: SequenceHandle) -> int:
+        """How many tokens a sequence has, those behind a window among them."""
+        return int(self._roster.lengths[self._roster.row(sequence)])
+
+    def start(self, layer: int, sequence: SequenceHandle) -> int:
+        """The first position that a layer still holds of a sequence."""
+        return self._group(layer).table.start(self._roster.row(sequence))
+
+    def fork(self, sequence: SequenceHandle) -> SequenceHandle:
+        """Another sequence with the same tokens, which takes no page until one is extended."""
+        row = self._written_row(sequence)
+        child = self._new_sequence()
+        for group in self._groups:
+            group.table.fork(row, child.row)
+        self._roster.lengths[child.row] = self._roster.lengths[row]
+        return child
+
+    def truncate(self, sequence: SequenceHandle, length: int) -> None:
+        """Forget all tokens from position `length` on, as after a draft that was rejected."""
+        row = self._roster.row(sequence)
+        now = int(self._roster.lengths[row])
+        if whole_number("length", length, minimum=0, advice="Say how many tokens stay.") > now:
+            raise ArgumentError(
+                f"expected at most {now} tokens, which the sequence has, got {length}. extend adds "
+                f"tokens."
+            )
+        if sequence.pending is not None and length > sequence.written:
+            refuse_unwritten(sequence)
+        for group in self._groups:
+            if group.table.first[row] > group.table.reach(length):
+                raise ReleasedRowsError(
+                    f"expected a length from which the window of {group.table.window} reaches back "
+                    f"no further than position {group.table.start(row)}, got {length}: the pages "
+                    f"before are released. Free the sequence and compute it again."
+                )
+        _give_up(sequence)
+        for group in self._groups:
+            group.table.truncate(row, length)
+        self._roster.lengths[row] = length
+        self._views.clear()
+
+    def free(self, *sequences: SequenceHandle) -> None:
+        """Give back everything that sequences hold; the handles mean nothing afterwards."""
+        self._roster.rows(sequences)
+        for sequence in sequences:
+            _give_up(sequence)
+            for group in self._groups:
+                group.table.clear(sequence.row)
+            self._roster.remove(sequence)
+        self._views.clear()
+
+    # --- tokens
+
+    def extend(self, sequences: Sequence[SequenceHandle], counts: Sequence[int] | int) -> Rows:
+        """Room for `counts` new tokens of each sequence, in every layer; `write` fills it.
+
+        Pages that others hold too are copied where they would be written to, and those that a
+        window no longer reaches are released. The lengths count the new tokens from now on.
+        """
+        rows = self._roster.rows(sequences)
+        for sequence in sequences:
+            refuse_unwritten(sequence)
+        number = token_counts(counts, len(rows))
+        lengths = self._roster.lengths[rows]
+        plans = [group.table.plan(rows, lengths, number) for group in self._groups]
+        self._budget.make_room(self._groups, plans, self._prefix)
+        for group, plan in zip(self._groups, plans, strict=True):
+            group.commit(plan)
+        self._roster.lengths[rows] += number
+        self._views.clear()
+        places = spread(rows, lengths, number)
+        slots = [torch.from_numpy(group.table.slots(*places)) for group in self._groups]
+        return Rows(sequences, lengths, slots)
+
+    def write(self, layer: int, rows: Rows, key: Tensor, value: Tensor) -> None:
+        """Fill new rows of one layer: keys [tokens, Hkv, D] and values [tokens, Hkv, Dv]."""
+        group = self._group(layer)
+        self._expect_rows("key", key, rows.num_tokens, self.shape.head_dim)
+        self._expect_rows("value", value, rows.num_tokens, self.shape.value_dim)
+        rows.expect_layer(layer)
+        group.layers[layer].write(rows.slots[self._place[layer]], key, value)
+        rows.done(layer, self.num_layers)
+
+    def append(
+        self,
+        sequences: Sequence[SequenceHandle],
+        key: Tensor,
+        value: Tensor,
+        counts: Sequence[int] | int | None = None,
+    ) -> None:
+        """Add tokens to sequences in all layers: keys [layers, tokens, Hkv, D], values alike.
+
+        Rows of the first sequence come first. Without `counts` each gets as many as the others.
+        """
+        for name, tensor, width in (
+            ("key", key, self.shape.head_dim),
+            ("value", value, self.shape.value_dim),
+        ):
+            if tensor.dim() != 4 or len(tensor) != self.num_layers:
+                raise ShapeError(
+                    f"expected {name} [layers, tokens, Hkv, width] of {self.num_layers} layers, "
+                    f"got {list(tensor.shape)}. Stack the layers, or write one by one."
+                )
+            self._expect_rows(name, tensor[0], key.shape[1], width)
+        tokens = key.shape[1]
+        number = token_counts(
+            tokens // max(1, len(sequences)) if counts is None else counts, len(sequences)
+        )
+        if int(number.sum()) != tokens:
+            raise ShapeError(
+                f"expected {int(number.sum())} tokens for {len(sequences)} sequences, got "
+                f"{tokens}. Give the counts that the tokens add up to."
+            )
+        rows = self.extend(sequences, number.tolist())
+        for layer in range(self.num_layers):
+            self.write(layer, rows, key[layer], value[layer])
+
+    # --- reading
+
+    def memory(self, layer: int, sequences: Sequence[SequenceHandle]) -> Paged:
+        """Where the keys and values of sequences are, for `attention`.
+
+        It is a snapshot: ask again after sequences were extended, truncated or freed.
+        """
+        group, place = self._group(layer), self._place[layer]
+        known = self._views.get(place)
+        if known is None or known[0] != list(sequences):
+            rows = self._roster.rows(sequences)
+            table = torch.from_numpy(group.table.view(rows))
+            known = list(sequences), table, torch.from_numpy(self._roster.lengths[rows])
+            self._views[place] = known
+        pages = group.layers[layer]
+        return Paged(pages.key, pages.value, known[1], known[2])
+
+    def dense(self, layer: int, sequence: SequenceHandle) -> Dense:
+        """A copy of the rows that a layer holds of a sequence, one after the other."""
+        row, group = self._roster.row(sequence), self._group(layer)
+        key, value = group.layers[layer].read(self._held_slots(group.table, row))
+        start = group.table.start(row)
+        return Dense(key.transpose(0, 1)[None], value.transpose(0, 1)[None], start)
+
+    def _held_slots(self, table: PageTable, row: int) -> Tensor:
+        positions = np.arange(table.start(row), self._roster.lengths[row])
+        return torch.from_numpy(table.slots(np.full(len(positions), row), positions))
+
+    # --- prefixes
+
+    def keep(self, sequence: SequenceHandle, tokens: Tokens, *, salt: bytes = b"") -> int:
+        """Let `sequence(tokens)` find the full pages of a sequence, also after it is freed.
+
+        Returns how many pages were not known. They are evicted when pages run out.
+        """
+        prefixes, row = self._prefixes(), self._written_row(sequence)
+        length = int(self._roster.lengths[row])
+        if len(tokens) > length:
+            raise ArgumentError(
+                f"expected at most {length} tokens, which the sequence has, got {len(tokens)}. "
+                f"Keep what is written."
+            )
+        return prefixes.insert(tokens, self._groups[0].table.held(row), salt=salt)
+
+    def evict(self, count: int) -> int:
+        """Let go of up to `count` kept pages that no sequence uses; returns how many."""
+        return self._prefixes().evict(count)
+
+    def _prefixes(self) -> PrefixCache:
+        if self._prefix is None:
+            raise ArgumentError(
+                "expected a cache that finds pages by tokens, got one that does not. Make it with "
+                "prefix=True."
+            )
+        return self._prefix
+
+    # --- files
+
+    def save(self, sequence: SequenceHandle, path: str | os.PathLike[str]) -> None:
+        """Write a sequence to a file, which is the new one as a whole, or still the old one."""
+        row = self._written_row(sequence)
+        tensors: dict[str, Tensor] = {}
+        for group in self._groups:
+            slots = self._held_slots(group.table, row)
+            for layer, pages in group.layers.items():
+                tensors[f"key.{layer}"], tensors[f"value.{layer}"] = pages.read(slots)
+        files.save(path, self._header(row), tensors)
+
+    def load(self, path: str | os.PathLike[str]) -> SequenceHandle:
+        """A new sequence from a file that `save` has written, bit for bit."""
+        header, tensors = files.load(path, self._header())
+        for group, start in zip(self._groups, header.starts, strict=True):
+            self._expect_start(path, group.table, start, header.length)
+        plans = [
+            group.table.plan_new(start, header.length)
+            for group, start in zip(self._groups, header.starts, strict=True)
+        ]
+        self._budget.make_room(self._groups, plans, self._prefix)
+        handle = self._new_sequence()
+        self._roster.lengths[handle.row] = header.length
+        for group, plan in zip(self._groups, plans, strict=True):
+            group.commit(plan._replace(rows=np.array([handle.row])))
+            slots = self._held_slots(group.table, handle.row)
+            for layer, pages in group.layers.items():
+                pages.write(slots, tensors[f"key.{layer}"], tensors[f"value.{layer}"])
+        return handle
+
+    def _header(self, row: int | None = None) -> files.Header:
+        tables = [group.table for group in self._groups]
+        return files.Header(
+            length=0 if row is None else int(self._roster.lengths[row]),
+            starts=[0 if row is None else table.start(row) for table in tables],
+            layers=[list(group.layers) for group in self._groups],
+            windows=[table.window for table in tables],
+            heads=self.shape.heads,
+            head_dim=self.shape.head_dim,
+            value_dim=self.shape.value_dim,
+            dtype=str(self.shape.dtype).removeprefix("torch."),
+        )
+
+    def _expect_start(
+        self, path: str | os.PathLike[str], table: PageTable, start: int, length: int
+    ) -> None:
+        size = self.shape.page_size
+        if start % size or start > table.reach(length) * size:
+            raise SequenceFileError(
+                f"expected a file whose rows begin with a page of {size} and reach back as far as "
+                f"the window of {table.window}, got {os.fspath(path)!r}, which begins at {start}. "
+                f"Load it into a cache with the page size it was saved from."
+            )
+
+    # --- looking at itself
+
+    def statistics(self) -> Statistics:
+        """What it holds now."""
+        pools = [group.pool for group in self._groups]
+        filled = np.concatenate([self._filled(group.table) for group in self._groups])
+        return Statistics(
+            sequences=len(self._roster.living),
+            tokens=int(self._roster.lengths.sum()),
+            pages=sum(pool.num_pages for pool in pools),
+            free=sum(pool.num_free for pool in pools),
+            shared=sum(pool.num_shared for pool in pools),
+            kept=0 if self._prefix is None else len(self._prefix),
+            waste=1 - float(filled.mean()) / self.shape.page_size if len(filled) else 0.0,
+            num_bytes=sum(group.num_bytes for group in self._groups),
+        )
+
+    def _filled(self, table: PageTable) -> Numbers:
+        """How many rows of each held page hold a token."""
+        rows, size = np.arange(len(self._roster)), self.shape.page_size
+        first, end = table.first[rows], table.end[rows]
+        which, columns = spread(rows, first, end - first)
+        filled = np.zeros(table.pool.num_pages, np.int64)
+        in_page = np.minimum(size, self._roster.lengths[which] - columns * size)
+        np.maximum.at(filled, table.pages[which, columns], in_page)
+        if self._prefix is not None:
+            filled[self._prefix.pages] = size
+        return filled[filled > 0]
+
+    def check_integrity(self) -> None:
+        """A PageError unless every page is free, or held exactly as often as is counted."""
+        rows = [handle.row for handle in self._roster.living]
+        for group in self._groups:
+            held = [group.table.held(row) for row in rows]
+            if self._prefix is not None:
+                held.append(self._prefix.pages)
+            group.pool.check_integrity(np.concatenate([np.zeros(0, np.int32), *held]))
+            needed = -(-self._roster.lengths[rows] // self.shape.page_size)
+            if not np.array_equal(group.table.end[rows], needed):
+                raise PageError("expected as many pages as tokens need, got others: a bug.")
+        if self._prefix is not None:
+            self._prefix.check_integrity()
+
+    # --- checks
+
+    def _written_row(self, sequence: SequenceHandle) -> int:
+        row = self._roster.row(sequence)
+        refuse_unwritten(sequence)
+        return row
+
+    def _group(self, layer: int) -> LayerGroup:
+        place = self._place.get(layer)
+        if place is None:
+            raise ArgumentError(
+                f"expected a layer from 0 to {self.num_layers - 1}, got {layer!r}. Count from 0."
+            )
+        return self._groups[place]
+
+    def _expect_rows(self, name: str, tensor: Tensor, tokens: int, width: int) -> None:
+        wanted = (tokens, self.shape.heads, width)
+        if tensor.shape != wanted:
+            raise ShapeError(
+                f"expected {name} [tokens, Hkv, width] of {list(wanted)}, got "
+                f"{list(tensor.shape)}. Give a row for each new token, those of the first sequence first."
+            )
+        if tensor.dtype not in DTYPES:
+            raise DtypeError(f"expected {name} of floats, got {tensor.dtype}. Convert it.")
+
+
+def _give_up(sequence: SequenceHandle) -> None:
+    """Rows that a sequence waits for are not written any more, by nobody in its batch."""
+    if sequence.pending is not None:
+        sequence.pending.close()
+        sequence.pending = None

@@ -1,0 +1,159 @@
+"""Groups of layers that keep the same positions, and how much memory all of them may take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from quire.arguments import whole_number
+from quire.errors import ArgumentError, OutOfPages
+from quire.kv.pages import LayerPages, PageShape
+from quire.kv.pool import PagePool
+from quire.kv.prefix import PrefixCache
+from quire.kv.table import PageTable, Plan
+
+FIRST_PAGES = 16  # a pool starts with so many, and doubles
+NO_LIMIT = 2**62
+
+
+class Group(NamedTuple):
+    """Layers that keep the same positions: all of them, or those that a `window` reaches.
+
+    As in `quire.mods.sliding_window`, a query sees itself and `window` positions before it.
+    """
+
+    layers: Sequence[int]
+    window: int | None = None
+
+
+@dataclass(eq=False)
+class LayerGroup:
+    """A group with its table and its memory."""
+
+    layers: dict[int, LayerPages]
+    table: PageTable
+    page_bytes: int  # one page of all its layers
+
+    @classmethod
+    def of(cls, group: Group, shape: PageShape) -> LayerGroup:
+        """A group without any pages."""
+        layers = {layer: LayerPages(shape) for layer in group.layers}
+        table = PageTable(PagePool(0), shape.page_size, group.window)
+        return cls(layers, table, len(layers) * shape.num_bytes)
+
+    @property
+    def pool(self) -> PagePool:
+        """Its pages."""
+        return self.table.pool
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory of its pages."""
+        return self.pool.num_pages * self.page_bytes
+
+    def commit(self, plan: Plan) -> None:
+        """Extend sequences, and copy the pages that they can no longer share."""
+        copies = self.table.commit(plan)
+        if len(copies.source):
+            for pages in self.layers.values():
+                pages.copy(copies)
+
+    def grow(self, more: int) -> None:
+        """Add pages, one layer after the other."""
+        num_pages = self.pool.num_pages + more
+        for pages in self.layers.values():
+            pages.grow(num_pages)
+        self.pool.grow(num_pages)
+
+
+def checked_groups(layers: int | None, groups: Iterable[Group] | None) -> list[Group]:
+    """One group of all layers, or the given ones if they name each layer once."""
+    if (layers is None) == (groups is None):
+        raise ArgumentError(
+            f"expected layers or groups, got layers={layers} and groups={groups}. Give the number "
+            f"of layers, or groups of them where some have windows."
+        )
+    if groups is None:
+        count = whole_number("layers", layers, minimum=1, advice="Say how many layers there are.")
+        return [Group(range(count))]
+    made = [Group(*group) for group in groups]
+    named = sorted(layer for group in made for layer in group.layers)
+    if not named or named != list(range(len(named))) or not all(group.layers for group in made):
+        raise ArgumentError(
+            f"expected groups that name every layer from 0 on once, got {named}. Give each layer "
+            f"to one group."
+        )
+    for group in made:
+        if group.window is not None:
+            advice = "Say how many positions before its own a query sees."
+            whole_number("window", group.window, minimum=1, advice=advice)
+    return made
+
+
+class Budget:
+    """Pages of a group, and bytes of all groups, that a cache may have at most."""
+
+    def __init__(self, n_pages: int | None, max_bytes: int | None) -> None:
+        if n_pages is None and max_bytes is None:
+            raise ArgumentError(
+                "expected n_pages or max_bytes, got neither. Say how large the cache may become."
+            )
+        self._pages = _limit("n_pages", n_pages)
+        self._bytes = _limit("max_bytes", max_bytes)
+
+    def __str__(self) -> str:
+        both = {"pages": self._pages, "bytes": self._bytes}
+        return " and ".join(f"{limit:,} {unit}" for unit, limit in both.items() if limit < NO_LIMIT)
+
+    def make_room(
+        self, groups: Sequence[LayerGroup], plans: Sequence[Plan], prefix: PrefixCache | None
+    ) -> None:
+        """Have enough free pages for the plans: grow, then evict. Or raise, and change nothing."""
+        wanted = [
+            max(0, plan.shortage - group.pool.num_free)
+            for group, plan in zip(groups, plans, strict=True)
+        ]
+        if not any(wanted):
+            return
+        grown = self._growth(groups, wanted)
+        missing = [max(0, want - more) for want, more in zip(wanted, grown, strict=True)]
+        if any(missing) and not (prefix is not None and prefix.make_room(missing[0])):
+            raise OutOfPages(self._shortage(groups, plans, missing, prefix))
+        for group, more in zip(groups, grown, strict=True):
+            if more:
+                group.grow(more)
+
+    def _growth(self, groups: Sequence[LayerGroup], wanted: list[int]) -> list[int]:
+        """How many pages to add to each group: as many as it has, if the limits allow it."""
+        left = self._bytes - sum(group.num_bytes for group in groups)
+        grown = []
+        for least, group in zip(wanted, groups, strict=True):
+            have = group.pool.num_pages
+            most = max(0, min(self._pages - have, left // group.page_bytes))
+            more = min(most, max(least, have, FIRST_PAGES)) if least else 0
+            grown.append(more)
+            left -= more * group.page_bytes
+        return grown
+
+    def _shortage(
+        self,
+        groups: Sequence[LayerGroup],
+        plans: Sequence[Plan],
+        missing: list[int],
+        prefix: PrefixCache | None,
+    ) -> str:
+        place = next(place for place, count in enumerate(missing) if count)
+        pool = groups[place].pool
+        kept = "" if prefix is None else f", {len(prefix)} are kept for prompts to come"
+        return (
+            f"expected a request for pages that can be met, got one for {plans[place].num_pages}: "
+            f"{pool.num_free} of {pool.num_pages} are free{kept}, and the limit is {self}. Free or "
+            f"truncate sequences, or allow more."
+        )
+
+
+def _limit(name: str, limit: int | None) -> int:
+    if limit is None:
+        return NO_LIMIT
+    return whole_number(name, limit, minimum=1, advice="Say how large the cache may become.")

@@ -1,0 +1,138 @@
+"""Handles of sequences, and the rows that are made room for: who may be asked for what.
+
+row of the tables    0   1   2
+handles              a   .   c        b was freed: its row is given to the next sequence,
+lengths              9   0   4        and b itself is refused from then on
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from quire.arguments import whole_number
+from quire.errors import SequenceError, ShapeError, UnwrittenRowsError
+from quire.kv.table import Numbers
+
+
+class SequenceHandle:
+    """A sequence of a cache. It means nothing once it is freed."""
+
+    __slots__ = ("pending", "row", "written")
+
+    def __init__(self, row: int) -> None:
+        self.row = row
+        self.pending: Rows | None = None  # rows that not all layers have
+        self.written = 0  # how many tokens come before these
+
+
+class Rows:
+    """Room for new tokens of some sequences, to be written once in each layer."""
+
+    def __init__(
+        self, sequences: Sequence[SequenceHandle], lengths: Numbers, slots: list[Tensor]
+    ) -> None:
+        self.num_tokens = len(slots[0])
+        self.slots = slots  # for each group of layers
+        self._sequences = list(sequences)
+        self._open = True
+        self._layers: set[int] = set()
+        if self.num_tokens:
+            for sequence, length in zip(sequences, lengths.tolist(), strict=True):
+                sequence.pending, sequence.written = self, length
+
+    def expect_layer(self, layer: int) -> None:
+        """An error unless a layer may write these rows now."""
+        if not self._open or layer in self._layers:
+            why = "this layer has written" if self._open else "were truncated or freed"
+            raise UnwrittenRowsError(
+                f"expected rows that extend made room for and that layer {layer} waits for, got "
+                f"some that {why}. Extend the sequences, and write each layer once."
+            )
+
+    def done(self, layer: int, num_layers: int) -> None:
+        """A layer has written them."""
+        self._layers.add(layer)
+        if len(self._layers) == num_layers:
+            for sequence in self._sequences:
+                sequence.pending = None
+
+    def close(self) -> None:
+        """Nobody may write them any more, since some are gone."""
+        self._open = False
+
+
+def refuse_unwritten(sequence: SequenceHandle) -> None:
+    """An error if a sequence has rows that not all layers have written."""
+    if sequence.pending is not None:
+        raise UnwrittenRowsError(
+            f"expected a sequence whose rows are written in every layer, got one with rows that "
+            f"are not, from position {sequence.written} on. Write them in the layers that are "
+            f"left, or truncate the sequence to {sequence.written}."
+        )
+
+
+class Roster:
+    """The sequences of a cache: their handles and lengths, by their rows in the tables."""
+
+    def __init__(self) -> None:
+        self.lengths: Numbers = np.zeros(0, np.int64)
+        self._handles: list[SequenceHandle | None] = []
+        self._free: list[int] = []
+
+    def __len__(self) -> int:
+        """How many rows there are, free ones among them."""
+        return len(self._handles)
+
+    @property
+    def living(self) -> list[SequenceHandle]:
+        """The sequences that are not freed."""
+        return [handle for handle in self._handles if handle is not None]
+
+    def add(self) -> SequenceHandle:
+        """A sequence without tokens."""
+        if not self._free:
+            self._free.append(len(self._handles))
+            self._handles.append(None)
+            self.lengths = np.append(self.lengths, 0)
+        handle = SequenceHandle(self._free.pop())
+        self._handles[handle.row] = handle
+        return handle
+
+    def remove(self, sequence: SequenceHandle) -> None:
+        """Free the row of a sequence."""
+        self._handles[sequence.row] = None
+        self.lengths[sequence.row] = 0
+        self._free.append(sequence.row)
+
+    def row(self, sequence: SequenceHandle) -> int:
+        """The row of a sequence that is not freed."""
+        known = isinstance(sequence, SequenceHandle) and sequence.row < len(self._handles)
+        if not known or self._handles[sequence.row] is not sequence:
+            raise SequenceError(
+                f"expected a sequence that this cache holds, got {sequence!r}, which was freed or "
+                f"belongs to another cache. cache.sequence() makes a new one."
+            )
+        return sequence.row
+
+    def rows(self, sequences: Sequence[SequenceHandle]) -> Numbers:
+        """The rows of several sequences."""
+        rows = list(map(self.row, sequences))
+        if len(set(rows)) < len(rows):
+            raise SequenceError("expected each sequence once, got one twice. Leave one out.")
+        return np.array(rows, np.int64)
+
+
+def token_counts(counts: Sequence[int] | int, num_sequences: int) -> Numbers:
+    """A number of tokens for each sequence."""
+    each = [counts] * num_sequences if isinstance(counts, int) else list(counts)
+    if len(each) != num_sequences:
+        raise ShapeError(
+            f"expected a count for each of {num_sequences} sequences, got {len(each)}. Give one "
+            f"number for all, or one for each."
+        )
+    advice = "Say how many tokens a sequence gets."
+    checked = [whole_number("counts", count, minimum=0, advice=advice) for count in each]
+    return np.array(checked, np.int64)

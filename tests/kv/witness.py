@@ -1,0 +1,214 @@
+"""A cache of keys and values, and beside it a dictionary of tokens that says what it must hold.
+
+Keys and values are a function of all tokens up to their position, as in a model, so that a page of
+another prompt is noticed. After each action everything is read back, bit for bit, from memory in
+which free pages and those of other sequences are NaN.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quire.errors import OutOfPages, ReleasedRowsError
+from quire.kv import PagedKVCache, SequenceHandle
+from quire.kv.pages import PageShape
+from quire.memory import Paged
+
+Choose = Callable[[int], int]
+"""choose(n) is one of 0, 1, ..., n - 1."""
+
+VOCABULARY = 3  # small, so that prompts begin alike
+MOST_SEQUENCES = 6
+
+
+def prefix_codes(tokens: Sequence[int]) -> list[int]:
+    """A number for each position that depends on all tokens up to there."""
+    codes, code = [], 1
+    for token in tokens:
+        code = (code * 1_000_003 + token + 1) % 2_147_483_647
+        codes.append(code)
+    return codes
+
+
+def content(tokens: Sequence[int], layer: int, heads: int, width: int) -> Tensor:
+    """The rows [tokens, heads, width] that a layer computes."""
+    codes = torch.tensor(prefix_codes(tokens), dtype=torch.int64).view(-1, 1, 1)
+    place = torch.arange(heads * width).view(1, heads, width) + 1 + 1000 * layer
+    return ((codes * place) % 65_521).float() / 64
+
+
+@functools.lru_cache(maxsize=10_000)
+def _computed(shape: PageShape, layer: int, tokens: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    key = content(tokens, layer, shape.heads, shape.head_dim)
+    value = -content(tokens, layer, shape.heads, shape.value_dim)
+    return key.to(shape.dtype), value.to(shape.dtype)
+
+
+class Witness:
+    """Does to a cache and to a dictionary the same, and compares them."""
+
+    def __init__(self, cache: PagedKVCache, directory: Path) -> None:
+        self.cache, self.directory = cache, directory
+        self.tokens: dict[SequenceHandle, list[int]] = {}
+        self.salts: dict[SequenceHandle, bytes] = {}
+        self.saved: list[list[int]] = []
+        self.prompts: list[list[int]] = [[]]
+        self.refusals = 0
+
+    def _one(self, choose: Choose) -> SequenceHandle | None:
+        known = list(self.tokens)
+        return known[choose(len(known))] if known else None
+
+    def _rows(self, layer: int, tokens: list[int]) -> tuple[Tensor, Tensor]:
+        return _computed(self.cache.shape, layer, tuple(tokens))
+
+    def _salt(self, sequence: SequenceHandle) -> bytes:
+        return self.salts.get(sequence, b"")
+
+    # --- actions
+
+    def start(self, choose: Choose) -> None:
+        if len(self.tokens) < MOST_SEQUENCES:
+            self.tokens[self.cache.sequence()] = []
+
+    def append(self, choose: Choose) -> None:
+        batch = [sequence for sequence in self.tokens if choose(2)]
+        new = {each: [choose(VOCABULARY) for _ in range(choose(8))] for each in batch}
+        try:
+            rows = self.cache.extend(batch, [len(new[each]) for each in batch])
+        except OutOfPages:
+            self.refusals += 1
+            return
+        for each in batch:
+            self.tokens[each] = self.tokens[each] + new[each]
+        for layer in range(self.cache.num_layers):
+            made = [self._rows(layer, self.tokens[each]) for each in batch]
+            parts = [
+                [rows[len(rows) - len(new[each]) :] for rows in pair]
+                for each, pair in zip(batch, made, strict=True)
+            ]
+            none = self._rows(layer, [])
+            key, value = (torch.cat([none[i], *(part[i] for part in parts)]) for i in (0, 1))
+            self.cache.write(layer, rows, key, value)
+        self.prompts = [*self.prompts, *(list(self.tokens[each]) for each in batch)][-20:]
+
+    def give_up(self, choose: Choose) -> None:
+        """Make room, write some layers, and go back."""
+        sequence = self._one(choose)
+        if sequence is None:
+            return
+        before = self.tokens[sequence]
+        try:
+            rows = self.cache.extend([sequence], 1 + choose(6))
+        except OutOfPages:
+            self.refusals += 1
+            return
+        if choose(2):
+            key, value = self._rows(0, [0] * rows.num_tokens)
+            self.cache.write(0, rows, torch.full_like(key, 99), torch.full_like(value, 99))
+        self.cache.truncate(sequence, len(before))
+
+    def fork(self, choose: Choose) -> None:
+        sequence = self._one(choose)
+        if sequence is not None and len(self.tokens) < MOST_SEQUENCES:
+            child = self.cache.fork(sequence)
+            self.tokens[child] = list(self.tokens[sequence])
+            self.salts[child] = self._salt(sequence)
+
+    def truncate(self, choose: Choose) -> None:
+        sequence = self._one(choose)
+        if sequence is not None:
+            length = choose(len(self.tokens[sequence]) + 1)
+            try:
+                self.cache.truncate(sequence, length)
+            except ReleasedRowsError:
+                self.refusals += 1
+                assert any(self.cache.start(layer, sequence) for layer in self._layers())
+            else:
+                self.tokens[sequence] = self.tokens[sequence][:length]
+
+    def free(self, choose: Choose) -> None:
+        sequence = self._one(choose)
+        if sequence is not None:
+            self.cache.free(sequence)
+            del self.tokens[sequence]
+            self.salts.pop(sequence, None)
+
+    def keep(self, choose: Choose) -> None:
+        sequence = self._one(choose)
+        if sequence is not None:
+            tokens = self.tokens[sequence]
+            self.cache.keep(sequence, tokens[: choose(len(tokens) + 1)], salt=self._salt(sequence))
+
+    def match(self, choose: Choose) -> None:
+        if len(self.tokens) < MOST_SEQUENCES:
+            prompt = self.prompts[choose(len(self.prompts))]
+            prompt = prompt[: choose(len(prompt) + 1)] + [choose(VOCABULARY)] * choose(6)
+            salt = b"" if choose(4) else b"another tenant"
+            sequence = self.cache.sequence(prompt, salt=salt)
+            self.tokens[sequence] = prompt[: self.cache.length(sequence)]
+            self.salts[sequence] = salt
+
+    def evict(self, choose: Choose) -> None:
+        self.cache.evict(choose(4))
+
+    def save(self, choose: Choose) -> None:
+        sequence = self._one(choose)
+        if sequence is not None and len(self.saved) < 8:
+            self.cache.save(sequence, self.directory / f"{len(self.saved)}")
+            self.saved.append(list(self.tokens[sequence]))
+
+    def load(self, choose: Choose) -> None:
+        if self.saved and len(self.tokens) < MOST_SEQUENCES:
+            which = choose(len(self.saved))
+            try:
+                sequence = self.cache.load(self.directory / f"{which}")
+            except OutOfPages:
+                self.refusals += 1
+            else:
+                self.tokens[sequence] = list(self.saved[which])
+
+    # --- what must hold
+
+    def check(self) -> None:
+        """Everything is sound, and every sequence reads back."""
+        self.cache.check_integrity()
+        self._poison_free_pages()
+        sequences = list(self.tokens)
+        assert self.cache.statistics().sequences == len(sequences)
+        for layer in self._layers():
+            memory = self.cache.memory(layer, sequences)
+            assert memory.lengths.tolist() == [len(self.tokens[each]) for each in sequences]
+            for place, sequence in enumerate(sequences):
+                start = self.cache.start(layer, sequence)
+                found = held_rows(memory, place, start)
+                true = self._rows(layer, self.tokens[sequence])
+                for mine, expected in zip(found, true, strict=True):
+                    assert torch.equal(mine, expected[start:])
+
+    def _layers(self) -> range:
+        return range(self.cache.num_layers)
+
+    def _poison_free_pages(self) -> None:
+        for group in self.cache._groups:
+            free = torch.from_numpy(group.pool.free_pages).long()
+            for pages in group.layers.values():
+                pages.key[free] = pages.value[free] = float("nan")
+
+
+def held_rows(memory: Paged, place: int, start: int) -> list[Tensor]:
+    """The rows of a sequence from `start` on, read while all pages of others are NaN."""
+    size, length = memory.key.shape[2], int(memory.lengths[place])
+    own = memory.page_table[place, start // size : -(-length // size)].long()
+    found = []
+    for pages in (memory.key, memory.value):
+        alone = torch.full_like(pages, float("nan"))
+        alone[own] = pages[own]
+        rows = alone[own].transpose(1, 2).flatten(0, 1)
+        found.append(rows[: length - start])
+    return found
