@@ -125,15 +125,20 @@ class Budget:
                 group.grow(more)
 
     def _growth(self, groups: Sequence[LayerGroup], wanted: list[int]) -> list[int]:
-        """How many pages to add to each group: as many as it has, if the limits allow it."""
+        """How many pages to add to each group: twice as many, if that leaves the others a share."""
         left = self._bytes - sum(group.num_bytes for group in groups)
         grown = []
         for least, group in zip(wanted, groups, strict=True):
-            have = group.pool.num_pages
-            most = max(0, min(self._pages - have, left // group.page_bytes))
-            more = min(most, max(least, have, FIRST_PAGES)) if least else 0
-            grown.append(more)
-            left -= more * group.page_bytes
+            most = max(0, min(self._pages - group.pool.num_pages, left // group.page_bytes))
+            grown.append(min(least, most))
+            left -= grown[-1] * group.page_bytes
+        for place, group in enumerate(groups):
+            if wanted[place] and grown[place] == wanted[place]:
+                share = left // sum(each.page_bytes for each in groups[place:])
+                double = max(group.pool.num_pages, FIRST_PAGES)
+                most = min(double, self._pages - group.pool.num_pages, grown[place] + share)
+                left -= max(0, most - grown[place]) * group.page_bytes
+                grown[place] = max(grown[place], most)
         return grown
 
     def _shortage(

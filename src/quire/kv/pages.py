@@ -66,7 +66,7 @@ class LayerPages:
     def write(self, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Write rows [tokens, Hkv, D] of keys, and as many of values."""
         for pages, rows in ((self.key, key), (self.value, value)):
-            _rows_of(pages).index_put_(self._places(slots), rows.to(pages.dtype))
+            _rows_of(pages).index_put_(self._places(slots), rows.detach().to(pages.dtype))
 
     def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """The rows in some slots, [tokens, Hkv, D]."""
