@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -132,10 +131,11 @@ def test_memory_grows_as_it_is_needed_and_not_beyond_the_limit() -> None:
     cache = made(n_pages=None, max_bytes=40 * page_bytes + 1)
     sequence = cache.sequence()
     sizes = {cache.statistics().num_bytes}
-    with pytest.raises(OutOfPages, match=re.escape("20,481 bytes")):
-        for _ in range(1_000):
-            append(cache, sequence, 4)
-            sizes.add(cache.statistics().num_bytes)
+    for _ in range(40):
+        append(cache, sequence, 4)
+        sizes.add(cache.statistics().num_bytes)
+    with pytest.raises(OutOfPages, match="20,481 bytes"):
+        append(cache, sequence, 1)
     assert sorted(sizes) == [0, 16 * page_bytes, 32 * page_bytes, 40 * page_bytes]
     assert cache.length(sequence) == 160
 
@@ -160,7 +160,7 @@ def test_running_out_names_what_was_asked_and_leaves_everything() -> None:
     cache.keep(a, range(30))
     before = cache.statistics()
     with pytest.raises(
-        OutOfPages, match="got one for 5: 4 of 12 are free, 7 are kept .* the limit is 12 pages"
+        OutOfPages, match=r"got one for 5: 4 of 12 are free, 7 are kept .* the limit is 12 pages"
     ):
         cache.extend([a, b], [3, 16])
     assert cache.statistics() == before and cache.length(b) == 0
@@ -182,7 +182,7 @@ def test_a_window_lets_pages_go() -> None:
     table = cache.memory(0, [sequence]).page_table[0]
     assert (table[:5] == table[5]).all()  # never another sequence's
     cache.truncate(sequence, 26)
-    with pytest.raises(ReleasedRowsError, match="window of 6 .* position 20, got 25"):
+    with pytest.raises(ReleasedRowsError, match=r"window of 6 .* position 20, got 25"):
         cache.truncate(sequence, 25)
     assert cache.length(sequence) == 26
     cache.check_integrity()

@@ -13,7 +13,7 @@ from quire.block_mask import NOOP_BLOCK_SIZE, BlockMask
 from quire.block_mask.lists import as_block_size, as_count
 from quire.block_mask.mask_mods import try_trace
 from quire.draw.png import write_png
-from quire.draw.sheet import Sheet
+from quire.draw.sheet import Picture, Sheet
 from quire.draw.subject import Blocks, Elements, Pair, Subject, TracedMask
 from quire.draw.svg import write_svg
 from quire.draw.text import LEAST_WIDTH, write_text
@@ -52,16 +52,21 @@ class Drawing:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the picture to a file whose name ends in .png or .svg."""
-        match (file := Path(path)).suffix.lower():
-            case ".png":
-                file.write_bytes(self.png())
-            case ".svg":
-                file.write_text(self.svg(), encoding="utf-8")
-            case _:
-                raise ArgumentError(
-                    f"expected a path that ends in .png or .svg, got {os.fspath(path)!r}. "
-                    f"Name the file mask.png or mask.svg."
-                )
+        save_picture(Sheet(self.subject), path, "mask")
+
+
+def save_picture(picture: Picture, path: str | os.PathLike[str], name: str) -> None:
+    """Write a picture to a file whose name ends in .png or .svg."""
+    match (file := Path(path)).suffix.lower():
+        case ".png":
+            file.write_bytes(write_png(picture))
+        case ".svg":
+            file.write_text(write_svg(picture), encoding="utf-8")
+        case _:
+            raise ArgumentError(
+                f"expected a path that ends in .png or .svg, got {os.fspath(path)!r}. "
+                f"Name the file {name}.png or {name}.svg."
+            )
 
 
 def draw(

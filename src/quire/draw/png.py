@@ -8,13 +8,13 @@ import zlib
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.draw.sheet import COLOURS, LEFT, PAPER, RESOLUTION, TOP, Box, Label, Sheet
+from quire.draw.sheet import LEFT, PAPER, RESOLUTION, TOP, Box, Label, Picture
 from quire.draw.strokes import descent, letters, text_width
 
 _SHIFT = {"start": 0.0, "middle": 0.5, "end": 1.0}
 
 
-def write_png(sheet: Sheet) -> bytes:
+def write_png(sheet: Picture) -> bytes:
     """The content of a file."""
     dots = np.empty((sheet.height * RESOLUTION, sheet.width * RESOLUTION, 3), np.uint8)
     dots[:] = PAPER
@@ -26,9 +26,9 @@ def write_png(sheet: Sheet) -> bytes:
     return _encoded(dots)
 
 
-def _paint_cells(dots: NDArray[np.uint8], sheet: Sheet) -> None:
-    palette = np.array([COLOURS[kind] for kind in sorted(COLOURS)], np.uint8)
-    colours = palette[sheet.cells.kinds]
+def _paint_cells(dots: NDArray[np.uint8], sheet: Picture) -> None:
+    palette = np.array([sheet.colours[kind] for kind in sorted(sheet.colours)], np.uint8)
+    colours = palette[sheet.kinds]
     drawn = colours.repeat(sheet.q.dots, axis=0).repeat(sheet.kv.dots, axis=1)
     height, width = (round(axis.side * RESOLUTION) for axis in (sheet.q, sheet.kv))
     top, left = TOP * RESOLUTION, LEFT * RESOLUTION

@@ -16,12 +16,12 @@ Lengths are in pixels; a PNG has RESOLUTION dots in each, and cells are whole nu
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from quire.block_mask.lists import EMPTY, FULL, PARTIAL
 from quire.draw.scale import scale
 from quire.draw.strokes import text_width
-from quire.draw.subject import Pair, Subject
+from quire.draw.subject import Kinds, Pair, Subject
 from quire.draw.text import cell_size, facts, words
 
 Colour: TypeAlias = tuple[int, int, int]
@@ -91,8 +91,32 @@ class Axis(NamedTuple):
         return [(self.place(at), text) for at, text in scale(self.length, most).labels]
 
 
+class Picture(Protocol):
+    """What is read off a layout: cells of some kinds between two axes, and what stands around."""
+
+    title: str
+    facts: str
+    width: int
+    height: int
+    q: Axis  # down
+    kv: Axis  # to the right
+    colours: dict[int, Colour]
+
+    @property
+    def kinds(self) -> Kinds:
+        """The kind of each cell, a key of `colours`."""
+
+    def boxes(self) -> list[Box]:
+        """Everything but cells and words, in the order of drawing."""
+
+    def labels(self) -> Iterator[Label]:
+        """All words."""
+
+
 class Sheet:
     """A picture of a subject, laid out."""
+
+    colours = COLOURS
 
     def __init__(self, subject: Subject) -> None:
         sides = _sides(subject.lengths)
@@ -109,9 +133,14 @@ class Sheet:
         self.width, self.height = round(2 * MARGIN + inner), round(TOP + self.q.side + BELOW)
         self.title = _shortened(subject.name, LARGE, inner)
 
+    @property
+    def kinds(self) -> Kinds:
+        """EMPTY, PARTIAL or FULL."""
+        return self.cells.kinds
+
     def boxes(self) -> list[Box]:
         """Everything but cells and words, in the order of drawing."""
-        return [*self._lines(), *self._frame(), *self._ticks(), *self._swatches()]
+        return [*self._lines(), *frame(self.q, self.kv), *self._swatches()]
 
     def labels(self) -> Iterator[Label]:
         """All words."""
@@ -119,10 +148,7 @@ class Sheet:
         yield Label(MARGIN, 66, self.facts, MEDIUM)
         yield Label(LEFT, TOP - 30, "keys", MEDIUM, INK)
         yield Label(LEFT - 12, TOP + 4, "queries", MEDIUM, INK, "end")
-        for x, text in self.kv.numbers(room=40):
-            yield Label(LEFT + x, TOP - 10, text, SMALL, anchor="middle")
-        for y, text in self.q.numbers(room=40)[1:]:
-            yield Label(LEFT - 12, TOP + y + 4, text, SMALL, anchor="end")
+        yield from numbers(self.q, self.kv)
         below = TOP + self.q.side
         for x, _, word in self._legend():
             yield Label(x + 18, below + 31, word, SMALL)
@@ -143,19 +169,6 @@ class Sheet:
             yield Box(x - THIN, y - THIN, 11 + 2 * THIN, 11 + 2 * THIN, QUIET)
             yield Box(x, y, 11, 11, COLOURS[kind])
 
-    def _frame(self) -> Iterator[Box]:
-        width, height = self.kv.side, self.q.side
-        for y in (TOP - THIN, TOP + height):
-            yield Box(LEFT - THIN, y, width + 2 * THIN, THIN, QUIET)
-        for x in (LEFT - THIN, LEFT + width):
-            yield Box(x, TOP, THIN, height, QUIET)
-
-    def _ticks(self) -> Iterator[Box]:
-        for x, _ in self.kv.numbers(room=40):
-            yield Box(LEFT + x - THIN * (x == 0), TOP - 5, THIN, 5, QUIET)
-        for y, _ in self.q.numbers(room=40):
-            yield Box(LEFT - 5, TOP + y - THIN * (y == 0), 5, THIN, QUIET)
-
     def _lines(self) -> Iterator[Box]:
         """Between cells, light; between the blocks of single elements, dark."""
         yield from self._grid(self.cells.step, PAPER)
@@ -169,6 +182,26 @@ class Sheet:
             yield Box(LEFT, TOP + y - THIN, self.kv.side, THIN, colour)
         for x in self.kv.edges(size[1]):
             yield Box(LEFT + x - THIN, TOP, THIN, self.q.side, colour)
+
+
+def frame(q: Axis, kv: Axis) -> Iterator[Box]:
+    """Lines around the cells, and ticks where numbers stand."""
+    for y in (TOP - THIN, TOP + q.side):
+        yield Box(LEFT - THIN, y, kv.side + 2 * THIN, THIN, QUIET)
+    for x in (LEFT - THIN, LEFT + kv.side):
+        yield Box(x, TOP, THIN, q.side, QUIET)
+    for x, _ in kv.numbers(room=40):
+        yield Box(LEFT + x - THIN * (x == 0), TOP - 5, THIN, 5, QUIET)
+    for y, _ in q.numbers(room=40):
+        yield Box(LEFT - 5, TOP + y - THIN * (y == 0), 5, THIN, QUIET)
+
+
+def numbers(q: Axis, kv: Axis) -> Iterator[Label]:
+    """The numbers along both axes."""
+    for x, text in kv.numbers(room=40):
+        yield Label(LEFT + x, TOP - 10, text, SMALL, anchor="middle")
+    for y, text in q.numbers(room=40)[1:]:
+        yield Label(LEFT - 12, TOP + y + 4, text, SMALL, anchor="end")
 
 
 def _sides(lengths: Pair) -> Pair:

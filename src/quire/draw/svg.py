@@ -7,13 +7,13 @@ from xml.sax.saxutils import escape
 
 import numpy as np
 
-from quire.draw.sheet import COLOURS, LEFT, PAPER, RESOLUTION, TOP, Box, Colour, Label, Sheet
+from quire.draw.sheet import LEFT, PAPER, RESOLUTION, TOP, Box, Colour, Label, Picture
 from quire.draw.subject import Kinds
 
 FONT = "system-ui, 'Segoe UI', Helvetica, Arial, sans-serif"
 
 
-def write_svg(sheet: Sheet) -> str:
+def write_svg(sheet: Picture) -> str:
     """The content of a file."""
     size = f'width="{sheet.width}" height="{sheet.height}"'
     lines = [
@@ -31,16 +31,16 @@ def write_svg(sheet: Sheet) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _cells(sheet: Sheet) -> Iterator[str]:
+def _cells(sheet: Picture) -> Iterator[str]:
     rows, columns = (
         np.minimum(np.arange(count + 1) * axis.dots / RESOLUTION, axis.side)
-        for axis, count in zip((sheet.q, sheet.kv), sheet.cells.kinds.shape, strict=True)
+        for axis, count in zip((sheet.q, sheet.kv), sheet.kinds.shape, strict=True)
     )
-    for kind, colour in COLOURS.items():
+    for kind, colour in sheet.colours.items():
         path = "".join(
             f"M{columns[left]:g} {rows[top]:g}H{columns[right]:g}V{rows[bottom]:g}"
             f"H{columns[left]:g}Z"
-            for top, bottom, left, right in rectangles(sheet.cells.kinds, kind)
+            for top, bottom, left, right in rectangles(sheet.kinds, kind)
         )
         if path:
             yield f'<path transform="translate({LEFT} {TOP})" fill="{_hex(colour)}" d="{path}"/>'

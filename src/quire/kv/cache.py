@@ -36,6 +36,7 @@ from quire.errors import (
 from quire.kv import files
 from quire.kv.groups import Budget, Group, LayerGroup, checked_groups
 from quire.kv.handles import Roster, Rows, SequenceHandle, refuse_unwritten, token_counts
+from quire.kv.page_map import FREE, KEPT, OWNED, SHARED, PageMap
 from quire.kv.pages import PageShape
 from quire.kv.prefix import PrefixCache
 from quire.kv.table import Numbers, PageTable, spread
@@ -371,6 +372,18 @@ class PagedKVCache:
 
     # --- looking at itself
 
+    def page_map(self, layer: int = 0) -> PageMap:
+        """Who holds which page of a layer now: text when it is printed."""
+        table = self._group(layer).table
+        owners = np.full(table.pool.num_pages, FREE, np.int64)
+        if self._prefix is not None:
+            owners[self._prefix.pages] = KEPT
+        for sequence in self._roster.living:
+            owners[table.held(sequence.row)] = OWNED + sequence.serial
+        everything = np.arange(table.pool.num_pages, dtype=np.int32)
+        owners[table.pool.references(everything) > 1] = SHARED
+        return PageMap(owners, self.shape.page_size)
+
     def statistics(self) -> Statistics:
         """What it holds now."""
         pools = [group.pool for group in self._groups]
@@ -432,7 +445,8 @@ class PagedKVCache:
         if tensor.shape != wanted:
             raise ShapeError(
                 f"expected {name} [tokens, Hkv, width] of {list(wanted)}, got "
-                f"{list(tensor.shape)}. Give a row for each new token, those of the first sequence first."
+                f"{list(tensor.shape)}. Give a row for each new token, those of the first sequence "
+                f"first."
             )
         if tensor.dtype not in DTYPES:
             raise DtypeError(f"expected {name} of floats, got {tensor.dtype}. Convert it.")

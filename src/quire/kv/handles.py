@@ -20,10 +20,11 @@ from quire.kv.table import Numbers
 class SequenceHandle:
     """A sequence of a cache. It means nothing once it is freed."""
 
-    __slots__ = ("pending", "row", "written")
+    __slots__ = ("pending", "row", "serial", "written")
 
-    def __init__(self, row: int) -> None:
+    def __init__(self, row: int, serial: int) -> None:
         self.row = row
+        self.serial = serial  # how many sequences the cache has made before
         self.pending: Rows | None = None  # rows that not all layers have
         self.written = 0  # how many tokens come before these
 
@@ -81,6 +82,7 @@ class Roster:
         self.lengths: Numbers = np.zeros(0, np.int64)
         self._handles: list[SequenceHandle | None] = []
         self._free: list[int] = []
+        self._num_made = 0
 
     def __len__(self) -> int:
         """How many rows there are, free ones among them."""
@@ -97,7 +99,8 @@ class Roster:
             self._free.append(len(self._handles))
             self._handles.append(None)
             self.lengths = np.append(self.lengths, 0)
-        handle = SequenceHandle(self._free.pop())
+        handle = SequenceHandle(self._free.pop(), self._num_made)
+        self._num_made += 1
         self._handles[handle.row] = handle
         return handle
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.kv.table import Copies, Numbers
+from quire.kv.table import Copies
+from quire.runtime.append import PagePair, append
 
 
 @dataclass(frozen=True)
@@ -65,24 +66,10 @@ class LayerPages:
 
     def write(self, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Write rows [tokens, Hkv, D] of keys, and as many of values."""
-        for pages, rows in ((self.key, key), (self.value, value)):
-            _rows_of(pages).index_put_(self._places(slots), rows.detach().to(pages.dtype))
+        append(PagePair(self.key, self.value), slots, key, value)
 
     def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """The rows in some slots, [tokens, Hkv, D]."""
-        page, row = self._places(slots)
-        return _rows_of(self.key)[page, row], _rows_of(self.value)[page, row]
-
-    def _places(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         size = self._shape.page_size
-        return slots.div(size, rounding_mode="floor"), slots.remainder(size)
-
-
-def _rows_of(pages: Tensor) -> Tensor:
-    """[P, page, Hkv, D]"""
-    return pages.transpose(1, 2)
-
-
-def as_slots(slots: Numbers) -> Tensor:
-    """Slots as `LayerPages` takes them."""
-    return torch.from_numpy(slots)
+        page, row = slots.div(size, rounding_mode="floor"), slots.remainder(size)
+        return self.key.transpose(1, 2)[page, row], self.value.transpose(1, 2)[page, row]

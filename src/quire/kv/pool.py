@@ -89,9 +89,8 @@ class PagePool:
 
     def share(self, pages: Pages | Sequence[int]) -> None:
         """Hold pages once more; one that is named twice, twice."""
-        held = self._held(pages)
-        if held.size:
-            np.add.at(self._counts, held, 1)
+        held, times = np.unique(self._held(pages), return_counts=True)
+        self._counts[held] += times.astype(np.int32)
 
     def release(self, pages: Pages | Sequence[int]) -> Pages:
         """Hold pages once less; returns those that have become free."""

@@ -1,0 +1,57 @@
+"""Who holds which page, as text.
+
+    12 pages of 4 tokens: 5 held by one sequence, 2 shared, 1 kept, 4 free
+     0 aab##c+.
+     8 bb..
+
+A letter is a sequence, in the order in which they were made; # is held more than once, + is kept
+for prompts to come, . is free. `quire.draw.pages` draws many of them, over time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+FREE, KEPT, SHARED, OWNED = range(4)
+"""What a page is; OWNED + n is held by sequence n alone."""
+
+SIGNS = {FREE: ".", KEPT: "+", SHARED: "#"}
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+COLUMNS = 64
+
+
+@dataclass(frozen=True, eq=False)
+class PageMap:
+    """What each page of a pool is at one time."""
+
+    owners: NDArray[np.int64]
+    page_size: int
+
+    def count(self, kind: int) -> int:
+        """How many pages are FREE, KEPT, SHARED, or OWNED by some sequence."""
+        owners = np.minimum(self.owners, OWNED)
+        return int((owners == kind).sum())
+
+    @property
+    def facts(self) -> str:
+        """How many pages are what."""
+        return (
+            f"{len(self.owners)} pages of {self.page_size} tokens: {self.count(OWNED)} held by one "
+            f"sequence, {self.count(SHARED)} shared, {self.count(KEPT)} kept, "
+            f"{self.count(FREE)} free"
+        )
+
+    def __str__(self) -> str:
+        signs = "".join(map(_sign, self.owners.tolist()))
+        margin = len(str(max(0, len(signs) - 1)))
+        rows = [
+            f"{at:>{margin}} {signs[at : at + COLUMNS]}" for at in range(0, len(signs), COLUMNS)
+        ]
+        return "\n".join([self.facts, *rows])
+
+
+def _sign(owner: int) -> str:
+    return SIGNS.get(owner) or LETTERS[(owner - OWNED) % len(LETTERS)]
