@@ -48,6 +48,17 @@ def test_the_page_on_masks_shows_what_its_programs_print(
     assert capsys.readouterr().out == "".join(shown) != ""
 
 
+def test_the_page_on_the_cache_shows_what_its_programs_draw(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("safetensors")
+    page = ROOT / "docs" / "kv.md"
+    (shown,) = re.findall(r"^```text\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    names = run_programs(page)
+    assert (page.parent / "pages.svg").read_text() == names["picture"].svg()
+    assert capsys.readouterr().out.endswith(shown)
+
+
 def test_readme_has_a_program() -> None:
     assert ROOT / "README.md" in PROGRAMS
 
