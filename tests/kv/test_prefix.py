@@ -136,6 +136,20 @@ def test_tokens_that_collide_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> 
     pool.check_integrity(prefix.pages)
 
 
+def test_a_page_is_found_only_behind_the_very_page_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forgetful(data: bytes, key: bytes = b"") -> types.SimpleNamespace:
+        return types.SimpleNamespace(digest=lambda: data[-8:])  # the tokens of the last page alone
+
+    monkeypatch.setattr(module, "hashlib", types.SimpleNamespace(blake2b=forgetful))
+    pool, prefix = made()
+    pages = kept(pool, prefix, [1, 1, 5, 5])
+    other = kept(pool, prefix, [2, 2, 5, 5])
+    assert found(pool, prefix, [1, 1, 5, 5]) == pages
+    assert found(pool, prefix, [2, 2, 5, 5]) == other[:1]  # the keys of 5, 5 after 1, 1 are others
+    assert found(pool, prefix, [1, 1], salt=b"tenant") == []
+    pool.check_integrity(prefix.pages)
+
+
 def test_secrets_differ_unless_given() -> None:
     pool = PagePool(4)
     digests = [PrefixCache(pool, 2)._digest(b"", b"x") for _ in range(2)]

@@ -5,7 +5,7 @@
     rows = cache.extend([a, b], [5, 1])                  # room for 6 tokens, in every layer
     for layer in range(32):
         cache.write(layer, rows, key, value)             # [6, Hkv, D]: five of a, then one of b
-        out = attention(query, cache.memory(layer, [a, b]), ...)
+        memory = cache.memory(layer, [a, b])             # pages, page table and lengths
     c = cache.fork(a)                                    # shares everything until one is extended
 
 A sequence is a handle. Layers that keep the same positions form a group, with one pool of pages and
@@ -262,7 +262,7 @@ class PagedKVCache:
     # --- reading
 
     def memory(self, layer: int, sequences: Sequence[SequenceHandle]) -> Paged:
-        """Where the keys and values of sequences are, for `attention`.
+        """Where the keys and values of sequences are: pages, page table and lengths.
 
         It is a snapshot: ask again after sequences were extended, truncated or freed.
         """
