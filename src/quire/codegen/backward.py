@@ -22,13 +22,13 @@ shares there are depends on the lengths of the sequence and on the heads alone. 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from quire.codegen.builder import Function, Module, Value
 from quire.codegen.convention import (
     BACKWARD,
     DERIVE,
-    ENTRY,
     ForwardSpec,
     backward_regions,
     gradient_stride,
@@ -43,11 +43,12 @@ from quire.codegen.gradient_tiles import (
     write_find_spans,
     write_scale_rows,
 )
-from quire.codegen.items import Block, Item, Share, Work
+from quire.codegen.items import Arguments, Block, Item, Share
+from quire.codegen.nest import Nest, entry
 from quire.codegen.softmax import LOG2_E
-from quire.codegen.staging import ROWS, padded, storage, write_gather, write_pack, write_scatter
+from quire.codegen.staging import storage, write_gather, write_pack, write_scatter
 from quire.codegen.tiles import write_multiply_keys
-from quire.codegen.types import I8, I64, PTR
+from quire.codegen.types import I64
 
 
 class _Phases(NamedTuple):
@@ -70,12 +71,10 @@ def write_backward(spec: ForwardSpec) -> Module:
     """The kernel as a module that exports `ENTRY`: void(BACKWARD record), run by every thread."""
     module = Module()
     phases = _write_phases(module, spec)
-    with module.function(ENTRY, {"args": PTR}) as f:
+    with entry(module) as f:
         kernel = _Kernel(spec, f, phases)
-        with f.forever() as leave:
-            share = f.atomic_add(kernel.arg["counters"], 1)
-            leave(share >= kernel.arg["num_items"])
-            kernel.compute(kernel.work.find_share(share))
+        with kernel.numbers() as number:
+            kernel.compute(kernel.work.find_share(number))
     return module
 
 
@@ -98,27 +97,16 @@ def _write_phases(module: Module, spec: ForwardSpec) -> _Phases:
     )
 
 
-RECORDS = ("query", "key", "value", "out", "grad_out", "grad_query")
-
-
-class _Kernel:
-    """The loop nest, being written into one function."""
+class _Kernel(Nest):
+    """The loop nest."""
 
     def __init__(self, spec: ForwardSpec, f: Function, phases: _Phases) -> None:
-        self.spec, self.f, self.phases, self.tile = spec, f, phases, spec.tile
-        self.work = Work(f, spec, f.parameters[0], BACKWARD)
-        self.arg = arg = self.work.arg
-        slot = f.atomic_add(f.offset(arg["counters"], 8, I64), 1)
-        base = f.offset(arg["scratch"], slot * arg["scratch_bytes"], I8)
-        regions = backward_regions(self.tile, arg["head_dim"], arg["value_dim"], arg["block_q"])
-        self.scratch = {name: f.offset(base, at, self.tile.element) for name, at in regions}
-        self.rows = {
-            name: f.offset(self.scratch["records"], place * ROWS.size, I8)
-            for place, name in enumerate(RECORDS)
-        }
-        widths = {"key": arg["head_dim"], "value": arg["value_dim"]}
-        self.stride = {name: gradient_stride(self.tile, width) for name, width in widths.items()}
-        self.depth = {name: padded(self.tile, width) for name, width in widths.items()}
+        def regions(arg: Arguments) -> Iterator[tuple[str, Value]]:
+            return backward_regions(spec.tile, arg["head_dim"], arg["value_dim"], arg["block_q"])
+
+        rows = ("query", "key", "value", "out", "grad_out", "grad_query")
+        super().__init__(spec, f, regions, rows, layout=BACKWARD, stride=gradient_stride)
+        self.phases = phases
 
     def compute(self, share: Share) -> None:
         """All that a share adds."""

@@ -20,19 +20,18 @@ what is not finite there reaches nobody.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from quire.codegen import observe, vecmath
 from quire.codegen.builder import Function, Module, Value
-from quire.codegen.convention import ENTRY, OBSERVE, ROW_REWRITE, ForwardSpec, decode_regions
-from quire.codegen.items import Block, Item, Work
+from quire.codegen.convention import OBSERVE, ROW_REWRITE, ForwardSpec, decode_regions
+from quire.codegen.items import Arguments, Block, Item
+from quire.codegen.nest import Nest, entry
 from quire.codegen.softmax import close, sink_of
 from quire.codegen.staging import (
     ROWS,
     Storage,
-    padded,
-    scratch_stride,
     storage,
     transpose,
     write_gather,
@@ -40,7 +39,7 @@ from quire.codegen.staging import (
     write_scatter,
 )
 from quire.codegen.tiles import UNREAD, Tile, across
-from quire.codegen.types import I1, I8, I64, PTR
+from quire.codegen.types import I1, I64, PTR
 
 COLUMNS = 8  # vectors of values that one pass over the keys adds up
 
@@ -65,12 +64,10 @@ def write_decode(spec: ForwardSpec) -> Module:
     """The kernel as a module that exports `ENTRY`: void(FORWARD record), run by every thread."""
     module = Module()
     phases = _write_phases(module, spec)
-    with module.function(ENTRY, {"args": PTR}) as f:
+    with entry(module) as f:
         kernel = _Kernel(spec, f, phases)
-        with f.forever() as leave:
-            item = f.atomic_add(kernel.arg["counters"], 1)
-            leave(item >= kernel.arg["num_items"])
-            kernel.attend(kernel.work.find(item))
+        with kernel.numbers() as number:
+            kernel.attend(kernel.work.find(number))
     return module
 
 
@@ -247,25 +244,16 @@ class _Staged(NamedTuple):
     near: Value
 
 
-class _Kernel:
-    """The loop nest, being written into one function."""
+class _Kernel(Nest):
+    """The loop nest."""
 
     def __init__(self, spec: ForwardSpec, f: Function, phases: _Phases) -> None:
-        self.spec, self.f, self.phases, self.tile = spec, f, phases, spec.tile
-        self.work = Work(f, spec, f.parameters[0])
-        self.arg = arg = self.work.arg
-        slot = f.atomic_add(f.offset(arg["counters"], 8, I64), 1)
-        base = f.offset(arg["scratch"], slot * arg["scratch_bytes"], I8)
-        rows = arg["block_q"] * arg["row_group"]
-        regions = decode_regions(self.tile, arg["head_dim"], arg["value_dim"], rows)
-        self.scratch = {name: f.offset(base, at, self.tile.element) for name, at in regions}
-        self.rows = {
-            name: f.offset(self.scratch["records"], place * ROWS.size, I8)
-            for place, name in enumerate(("query", "key", "value", "out"))
-        }
-        widths = {"key": arg["head_dim"], "value": arg["value_dim"]}
-        self.stride = {name: scratch_stride(self.tile, width) for name, width in widths.items()}
-        self.depth = {name: padded(self.tile, width) for name, width in widths.items()}
+        def regions(arg: Arguments) -> Iterator[tuple[str, Value]]:
+            rows = arg["block_q"] * arg["row_group"]
+            return decode_regions(spec.tile, arg["head_dim"], arg["value_dim"], rows)
+
+        super().__init__(spec, f, regions, ("query", "key", "value", "out"))
+        self.phases = phases
 
     def attend(self, item: Item) -> None:
         """One item, from the queries to the results."""

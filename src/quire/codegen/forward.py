@@ -20,17 +20,16 @@ neither do the bits.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from quire.codegen import observe
 from quire.codegen.builder import Function, Module, Value
-from quire.codegen.convention import ENTRY, OBSERVE, REWRITE, ForwardSpec, scratch_regions
-from quire.codegen.items import Block, Item, PanelRange, Work
+from quire.codegen.convention import OBSERVE, REWRITE, ForwardSpec, scratch_regions
+from quire.codegen.items import Arguments, Block, Item, PanelRange
+from quire.codegen.nest import Nest, entry
 from quire.codegen.softmax import close, sink_of
 from quire.codegen.staging import (
-    ROWS,
-    padded,
-    scratch_stride,
     storage,
     write_gather,
     write_pack,
@@ -38,7 +37,7 @@ from quire.codegen.staging import (
     write_unpack,
 )
 from quire.codegen.tiles import write_exponentiate, write_multiply_keys, write_multiply_values
-from quire.codegen.types import I1, I8, I64, PTR
+from quire.codegen.types import I1, I64
 
 
 class _Phases(NamedTuple):
@@ -61,12 +60,10 @@ def write_forward(spec: ForwardSpec) -> Module:
     """The kernel as a module that exports `ENTRY`: void(FORWARD record), run by every thread."""
     module = Module()
     phases = _write_phases(module, spec)
-    with module.function(ENTRY, {"args": PTR}) as f:
+    with entry(module) as f:
         kernel = _Kernel(spec, f, phases)
-        with f.forever() as leave:
-            item = f.atomic_add(kernel.arg["counters"], 1)
-            leave(item >= kernel.arg["num_items"])
-            kernel.attend(kernel.work.find(item))
+        with kernel.numbers() as number:
+            kernel.attend(kernel.work.find(number))
     return module
 
 
@@ -89,25 +86,15 @@ def _write_phases(module: Module, spec: ForwardSpec) -> _Phases:
     )
 
 
-class _Kernel:
-    """The loop nest, being written into one function."""
+class _Kernel(Nest):
+    """The loop nest."""
 
     def __init__(self, spec: ForwardSpec, f: Function, phases: _Phases) -> None:
-        self.spec, self.f, self.phases, self.tile = spec, f, phases, spec.tile
-        self.work = Work(f, spec, f.parameters[0])
-        self.arg = arg = self.work.arg
-        slot = f.atomic_add(f.offset(arg["counters"], 8, I64), 1)
-        base = f.offset(arg["scratch"], slot * arg["scratch_bytes"], I8)
-        regions = scratch_regions(self.tile, arg["head_dim"], arg["value_dim"], arg["block_q"])
-        self.scratch = {name: f.offset(base, at, self.tile.element) for name, at in regions}
-        self.rows = {
-            name: f.offset(self.scratch["records"], place * ROWS.size, I8)
-            for place, name in enumerate(("query", "key", "value", "out"))
-        }
-        # For keys and values: from row to row in scratch, and the padded width of a row.
-        widths = {"keys": arg["head_dim"], "values": arg["value_dim"]}
-        self.stride = {name: scratch_stride(self.tile, width) for name, width in widths.items()}
-        self.depth = {name: padded(self.tile, width) for name, width in widths.items()}
+        def regions(arg: Arguments) -> Iterator[tuple[str, Value]]:
+            return scratch_regions(spec.tile, arg["head_dim"], arg["value_dim"], arg["block_q"])
+
+        super().__init__(spec, f, regions, ("query", "key", "value", "out"))
+        self.phases = phases
 
     def attend(self, item: Item) -> None:
         """One item, from the queries to the results."""
@@ -135,20 +122,20 @@ class _Kernel:
     def _start(self, item: Item) -> None:
         """Queries to panels, and nothing read so far."""
         f, tile, scratch, depth = self.f, self.tile, self.scratch, self.depth
-        rows, stride = scratch["keys"], self.stride["keys"]
+        rows, stride = scratch["keys"], self.stride["key"]
         scale = f.convert(self.arg["scale"], tile.element)
         with f.range(0, item.q_count, self.spec.target.block_kv) as q:
             count = f.minimum(item.q_count - q, self.spec.target.block_kv)
             first = item.q_first + q
-            panels = f.offset(scratch["queries"], q * depth["keys"], tile.element)
+            panels = f.offset(scratch["queries"], q * depth["key"], tile.element)
             f.call(self.phases.gather_query, self.rows["query"], first, first + count, rows, stride)
-            f.call(self.phases.pack, rows, stride, count, depth["keys"], panels, scale)
+            f.call(self.phases.pack, rows, stride, count, depth["key"], panels, scale)
         with f.range(0, item.q_count, tile.width) as q:
             maxima, sums = self._running(q)
             tile.store_row(f, tile.row(f, -math.inf), maxima)
             tile.store_row(f, tile.row(f, 0.0), sums)
-            panel = f.offset(scratch["out"], q * depth["values"], tile.element)
-            with f.range(0, depth["values"]) as d:
+            panel = f.offset(scratch["out"], q * depth["value"], tile.element)
+            with f.range(0, depth["value"]) as d:
                 tile.store_row(f, tile.row(f, 0.0), panel, d)
         with (
             f.when(self.arg["observe"].differs(f.null())),
@@ -172,7 +159,7 @@ class _Kernel:
         f = self.f
         begin, end = block.origin + block.begin, block.origin + block.end
         for name, gather in (("key", self.phases.gather_key), ("value", self.phases.gather_value)):
-            stride = self.stride[f"{name}s"]
+            stride = self.stride[name]
             into = f.offset(self.scratch[f"{name}s"], block.begin * stride, self.tile.element)
             f.call(gather, self.rows[name], begin, end, into, stride)
 
@@ -181,11 +168,11 @@ class _Kernel:
     ) -> None:
         """One tile: the panel at query q and some keys of a block."""
         f, tile, arg, scratch, phases = self.f, self.tile, self.arg, self.scratch, self.phases
-        count, keys, values = part.end - part.first, self.stride["keys"], self.stride["values"]
+        count, keys, values = part.end - part.first, self.stride["key"], self.stride["value"]
         key_rows = f.offset(scratch["keys"], part.first * keys, tile.element)
         value_rows = f.offset(scratch["values"], part.first * values, tile.element)
-        queries = f.offset(scratch["queries"], q * self.depth["keys"], tile.element)
-        out = f.offset(scratch["out"], q * self.depth["values"], tile.element)
+        queries = f.offset(scratch["queries"], q * self.depth["key"], tile.element)
+        out = f.offset(scratch["out"], q * self.depth["value"], tile.element)
         scores, maxima, alpha = scratch["scores"], scratch["maxima"], scratch["alpha"]
         running_max, running_sum = self._running(q)
         depth, columns = ((arg[name] + 3) & -4 for name in ("head_dim", "value_dim"))
@@ -225,7 +212,7 @@ class _Kernel:
         """Divide by the sums, write out, lse and the like; whether out is not finite."""
         f, tile, scratch = self.f, self.tile, self.scratch
         self._close_sums(item)
-        rows, stride, depth = scratch["values"], self.stride["values"], self.depth["values"]
+        rows, stride, depth = scratch["values"], self.stride["value"], self.depth["value"]
 
         def write(q: Value, seen: list[Value]) -> list[Value]:
             count = f.minimum(item.q_count - q, self.spec.target.block_kv)
