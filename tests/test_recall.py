@@ -504,3 +504,42 @@ def test_a_recalled_step_keeps_what_is_not_finite_apart(long_ways: list[None]) -
     assert len(long_ways) == 1
     (grad,) = torch.autograd.grad(out[:, :, :-1].sum(), query)
     assert grad[:, :, :-1].isfinite().all()
+
+
+@pytest.mark.parametrize("block", [32, 64, 128])
+def test_a_recalled_step_with_a_block_mask(block: int, long_ways: list[None]) -> None:
+    """Blocks that the backward kernel's tiles straddle are looked up element by element."""
+    size = 300
+    query, key, value = (x.requires_grad_() for x in operands(size, size))
+    mask = create_block_mask(
+        lambda b, h, q, kv: (q // 50) * 30 >= kv, 2, 2, size, size, BLOCK_SIZE=block
+    )
+
+    def step(backend: str = "auto") -> tuple[Tensor, ...]:
+        out = flex_attention(query, key, value, block_mask=mask, backend=backend)
+        return torch.autograd.grad(out.square().sum(), (query, key, value))
+
+    first = step()
+    for _ in range(2):
+        for found, expected in zip(step(), first, strict=True):
+            assert torch.equal(found, expected)
+    for found, expected in zip(step("eager"), first, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_recalled_step_whose_tensors_come_back_otherwise(long_ways: list[None]) -> None:
+    """Hooks on saved tensors may keep them in other strides."""
+    rows = [torch.randn(2, 30, 3, 8).transpose(1, 2).requires_grad_() for _ in range(3)]
+
+    def step() -> tuple[Tensor, ...]:
+        out = attention(rows[0], Dense(*rows[1:]), mask=causal)
+        return torch.autograd.grad(out.square().sum(), rows)
+
+    expected = [step() for _ in range(2)][1]
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: x.contiguous(), lambda x: x.clone(memory_format=torch.contiguous_format)
+    ):
+        found = step()
+    assert len(long_ways) == 1
+    for mine, its in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, its)

@@ -123,7 +123,7 @@ def familiar(
     except Exception:  # the long way says what is wrong
         return None
     for tensor in captures:
-        if type(tensor) not in (Tensor, Parameter) or not tensor.is_cpu or tensor.is_neg():
+        if not _is_ordinary(tensor):
             return None
         learns = learns or (grad and tensor.requires_grad)
     signature.append(learns)
@@ -141,7 +141,8 @@ class Recalled(NamedTuple):
     lists: TileLists
     problem: Problem  # whose captures are other ones at every call
     blocks: BlockRows | None
-    backward_plans: dict[tuple[int, ...], BackwardPlan]  # by what is learned
+    backward_plans: dict[Signature, tuple[BackwardPlan, tuple[Tensor, ...]]]
+    """By what is learned and how tensors lie; with what a block mask adds to the captures."""
 
     @staticmethod
     def of(call: Call, learns: bool = False) -> Recalled | None:
@@ -190,21 +191,28 @@ class Recalled(NamedTuple):
         self, operands: Operands, q_start: int, wanted: Wanted, above: Above
     ) -> Gradients:
         """The backward pass, planned once for what is learned."""
-        problem = self.problem.with_captures(wanted.captures)
-        given = [x for x in (above.grad_out, above.grad_lse) if x is not None]
-        if not torch.is_grad_enabled() and all(type(x) is Tensor and not x.is_neg() for x in given):
-            query, key, value = operands
-            memory = dense(query, Dense(key, value), q_start)
-            plan = self.backward_plans.get(wanted.learned)
-            if plan is None:
-                results = Rows(above.out, above.lse)
-                plan, _ = plan_backward(problem, memory, self.blocks, wanted.learned, results)
-                self.backward_plans[wanted.learned] = plan
-            found = Pass(plan, memory, wanted.captures, wanted, above).gradients()
-            if found is not None:
-                return found
-        problem = replace(problem, q_start=q_start)
-        return compiled.run_backward(None, problem, operands, self.blocks, wanted, above)
+        problem = replace(self.problem.with_captures(wanted.captures), q_start=q_start)
+        tensors = [x for x in (*operands, *above, *wanted.captures) if x is not None]
+        if torch.is_grad_enabled() or not all(map(_is_ordinary, tensors)):
+            return compiled.run_backward(None, problem, operands, self.blocks, wanted, above)
+        memory = dense(operands.query, Dense(operands.key, operands.value), q_start)
+        # Who keeps tensors for autograd may give them back in other strides.
+        kept = (*operands, above.out, above.lse, *wanted.captures)
+        layout = (wanted.learned, *(tensor.stride() for tensor in kept))
+        known = self.backward_plans.get(layout)
+        if known is None:
+            results, learned = Rows(above.out, above.lse), wanted.learned
+            plan, captures = plan_backward(problem, memory, self.blocks, learned, results)
+            known = self.backward_plans[layout] = plan, captures[len(wanted.captures) :]
+        plan, more = known
+        found = Pass(plan, memory, (*wanted.captures, *more), wanted, above).gradients()
+        if found is not None:
+            return found
+        return compiled.run_eagerly(None, problem, operands, self.blocks, wanted, above)
+
+
+def _is_ordinary(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, Parameter) and tensor.is_cpu and not tensor.is_neg()
 
 
 def _room(query: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], learns: bool) -> Rows:
