@@ -7,8 +7,11 @@ more work the padding is: 1 means that we do the real work as fast as SDPA does 
 from __future__ import annotations
 
 import functools
+import importlib
 import math
+import sys
 import warnings
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +28,8 @@ HEADS, HEAD_DIM = 8, 64
 MANY, SHORTEST, LONGEST = 64, 16, 2048
 EQUAL = ((16, 512, "10"), (128, 64, "10"), (1024, 8, "20"))
 LONG, SHORT, SHORT_ONES = 8192, 16, 1000
+TEXTS = 500
+EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 def unequal_lengths() -> list[int]:
@@ -163,7 +168,22 @@ def balance(table: Table, seconds: float) -> None:
     table.add(case, share, "% of half", "85", one_thread_ms=round(times["1"] * 1e3, 1))
 
 
-PARTS = (forward, training, nested, balance)
+def minilm(table: Table, seconds: float) -> None:
+    """A whole encoder, as examples/embed_docstrings.py runs it."""
+    sys.path.insert(0, str(EXAMPLES))
+    example = importlib.import_module("embed_docstrings")
+    case = f"MiniLM embedding of {TEXTS} texts, whole model"
+    if absent := example.missing():
+        print(f"  {case}: needs {' and '.join(absent)}: {example.HOW_TO_INSTALL}")
+        return
+    texts = example.tokenize(example.docstrings(TEXTS))
+    _, by_length, ragged = example.ways(texts)
+    times = race({"ours": ragged.run, "sorted": by_length.run}, seconds)
+    figure = times["sorted"] / times["ours"]
+    table.add(case, figure, "x sorted", "1.3", ours_s=round(times["ours"], 2))
+
+
+PARTS = (forward, training, nested, balance, minilm)
 
 
 def main() -> None:
