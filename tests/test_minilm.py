@@ -21,6 +21,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     def refuse(*_: object) -> None:
         raise AssertionError("the model is on the disk: nothing may be asked for over the network")
 
+    torch.set_num_threads(1)  # the fastest on a busy machine
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.syspath_prepend(str(EXAMPLES))
     module = importlib.import_module("embed_docstrings")
@@ -35,14 +36,14 @@ def test_ragged_and_padded_embeddings_are_the_same(
 ) -> None:
     monkeypatch.setattr(example, "BATCH", 8)
     monkeypatch.setattr(example, "ROW", 500)  # several rows, and one text that is longer
-    texts = example.tokenize(["", *example.docstrings(300), "a " * 1000])
+    texts = example.tokenize(["", *example.docstrings(200), "a " * 1000])
     lengths = [len(text) for text in texts]
     assert (min(lengths), max(lengths)) == (2, 512)
     _, padded, ragged = example.ways(texts)
     assert len(ragged.batches) > 10
     wanted = padded.run()
-    assert wanted.shape == (302, 384)
-    torch.testing.assert_close(wanted.norm(dim=1), torch.ones(302))
+    assert wanted.shape == (202, 384)
+    torch.testing.assert_close(wanted.norm(dim=1), torch.ones(202))
     torch.testing.assert_close(ragged.run(), wanted, rtol=0, atol=1e-5)
 
 
@@ -63,6 +64,7 @@ def test_the_model_is_the_trained_one(example: ModuleType) -> None:
     assert near > 0.5 > far + 0.3
 
 
+@pytest.mark.slow
 def test_the_example_says_and_draws_what_it_did(
     example: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
