@@ -20,7 +20,7 @@ from quire import inductor, reference
 from quire.attention import prepare
 from quire.errors import BackendError
 from quire.inductor import folded, obstacle, with_sink
-from quire.memory import Dense
+from quire.memory import Dense, Queries
 from quire.problem import Call, Problem
 
 
@@ -29,8 +29,8 @@ def qkv(**kind: Any) -> list[Tensor]:
 
 
 def call(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Call:
-    defaults: dict[str, Any] = dict.fromkeys(("score_mod", "scale", "sink", "q_start"))
-    defaults |= {"masks": (), "dropout_p": 0.0}
+    defaults: dict[str, Any] = dict.fromkeys(("score_mod", "scale", "sink"))
+    defaults |= {"masks": (), "dropout_p": 0.0, "queries": Queries()}
     return prepare(query, Dense(key, value), **(defaults | options))
 
 
@@ -203,7 +203,7 @@ def test_the_same_numbers() -> None:
             scale=0.3,
             dropout_p=0.0,
             sink=None,
-            q_start=7,
+            queries=Queries(start=7),
         )
         return quire.backends.choose(backend, operands).run(operands).out
 
