@@ -9,8 +9,13 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import torch
+
+from quire.codegen.target import Target
 
 
 def race(contestants: dict[str, Callable[[], object]], seconds: float = 2.0) -> dict[str, float]:
@@ -62,3 +67,26 @@ def arguments(description: str) -> argparse.Namespace:
     parser.add_argument("--only", default="", help="run the parts whose name contains this")
     parser.add_argument("--json", default=None, help="write the rows to this file")
     return parser.parse_args()
+
+
+Part = Callable[[Table, float, int], None]
+"""part(table, seconds, threads): some rows of a benchmark."""
+
+
+def run_parts(
+    name: str, description: str | None, parts: Sequence[Part], with_one_thread: Sequence[Part] = ()
+) -> None:
+    """Run the parts that are asked for, some with one thread as well, and write the table."""
+    options = arguments(description or "")
+    warnings.simplefilter("ignore")
+    most = torch.get_num_threads()
+    table = Table(f"{name}: {Target.host().cpu}, torch {torch.__version__}, {most} threads")
+    for part in parts:
+        if options.only not in part.__name__:
+            continue
+        counts = [most, 1] if part in with_one_thread and most > 1 else [most]
+        for threads in counts:
+            torch.set_num_threads(threads)
+            part(table, options.seconds, threads)
+        torch.set_num_threads(most)
+    table.write(options.json)

@@ -8,15 +8,13 @@ what a mod learns. Memory is measured in fresh processes, beyond the inputs, gra
 from __future__ import annotations
 
 import functools
-import warnings
 
 import torch
 import torch.nn.functional as F
-from _race import Table, arguments, race
+from _race import Table, race, run_parts
 
 import quire
 from quire import measure
-from quire.codegen.target import Target
 from quire.mods import alibi, and_masks, causal, distance_bias, document, sliding_window
 
 HEADS = 8
@@ -183,21 +181,5 @@ PARTS = (dense, masked, narrow, sparse, bias, bias_memory, mods, memory)
 WITH_ONE_THREAD = (dense, masked, narrow, mods)
 
 
-def main() -> None:
-    options = arguments(__doc__ or "")
-    warnings.simplefilter("ignore")
-    table = Table(f"backward: {Target.host().cpu}, torch {torch.__version__}")
-    most = torch.get_num_threads()
-    for part in PARTS:
-        if options.only not in part.__name__:
-            continue
-        counts = [most, 1] if part in WITH_ONE_THREAD and most > 1 else [most]
-        for threads in counts:
-            torch.set_num_threads(threads)
-            part(table, options.seconds, threads)
-        torch.set_num_threads(most)
-    table.write(options.json)
-
-
 if __name__ == "__main__":
-    main()
+    run_parts("backward", __doc__, PARTS, WITH_ONE_THREAD)

@@ -11,11 +11,10 @@ import os
 import subprocess
 import sys
 import tempfile
-import warnings
 
 import torch
 import torch.nn.functional as F
-from _race import Table, arguments, race
+from _race import Table, race, run_parts
 
 import quire
 from quire import Dense
@@ -283,21 +282,5 @@ PARTS = (sdpa, dtypes, mods, peak, overhead, start, memory, inductor)
 WITH_ONE_THREAD = (sdpa, dtypes, mods, peak)
 
 
-def main() -> None:
-    options = arguments(__doc__ or "")
-    warnings.simplefilter("ignore")
-    table = Table(f"forward: {Target.host().cpu}, torch {torch.__version__}")
-    most = torch.get_num_threads()
-    for part in PARTS:
-        if options.only not in part.__name__:
-            continue
-        counts = [most, 1] if part in WITH_ONE_THREAD and most > 1 else [most]
-        for threads in counts:
-            torch.set_num_threads(threads)
-            part(table, options.seconds, threads)
-        torch.set_num_threads(most)
-    table.write(options.json)
-
-
 if __name__ == "__main__":
-    main()
+    run_parts("forward", __doc__, PARTS, WITH_ONE_THREAD)

@@ -7,11 +7,10 @@ raced in this process. Waste is that of a simulated server, and does not depend 
 from __future__ import annotations
 
 import random
-import warnings
 
 import numpy as np
 import torch
-from _race import Table, arguments, race
+from _race import Table, race, run_parts
 from torch.nn.attention.experimental._paged_attention import PagedAttention
 
 from quire.kv import PagedKVCache, PagePool, PrefixCache
@@ -25,7 +24,7 @@ def made(layers: int, tokens: int) -> PagedKVCache:
     )
 
 
-def decode(table: Table, seconds: float) -> None:
+def decode(table: Table, seconds: float, threads: int) -> None:
     """One token for each of 64 sequences, in 32 layers, against PyTorch's `assign`."""
     batch, length = 64, 64  # the pages of both are there beforehand
     cache = made(LAYERS, batch * (length + PAGE))
@@ -60,7 +59,7 @@ def decode(table: Table, seconds: float) -> None:
     table.add(case, times["peer"] / times["ours"], "x assign", "20", ms=_ms(times["ours"]))
 
 
-def prefill(table: Table, seconds: float) -> None:
+def prefill(table: Table, seconds: float, threads: int) -> None:
     """2,048 tokens of one sequence, in one layer, against a copy of the same bytes."""
     cache = made(1, 4096)
     sequence = cache.sequence()
@@ -80,7 +79,7 @@ def prefill(table: Table, seconds: float) -> None:
     table.add("prefill append of 2,048 tokens", share, "% of copy", "70", ms=_ms(times["ours"]))
 
 
-def waste(table: Table, seconds: float) -> None:
+def waste(table: Table, seconds: float, threads: int) -> None:
     """A server in its steady state: 64 requests, prompts and answers of lognormal lengths."""
     chance = random.Random(0)
     cache = PagedKVCache(1, heads=1, head_dim=1, page_size=PAGE, max_bytes=1 << 30)
@@ -110,7 +109,7 @@ def waste(table: Table, seconds: float) -> None:
     table.add("waste, lognormal lengths, page 16, steady state", mean, "%", "<4")
 
 
-def pool(table: Table, seconds: float) -> None:
+def pool(table: Table, seconds: float, threads: int) -> None:
     """Allocate, share, release and release again, 1,000 pages at a time."""
     pages = PagePool(100_000)
 
@@ -124,7 +123,7 @@ def pool(table: Table, seconds: float) -> None:
     table.add("allocate, share, release", 1_000 / best / 1e6, "M pages/s", "1")
 
 
-def match(table: Table, seconds: float) -> None:
+def match(table: Table, seconds: float, threads: int) -> None:
     """A prompt of 8,192 tokens that is known as a whole, among 100,000 pages."""
     pages = PagePool(100_000)
     prefix = PrefixCache(pages, PAGE)
@@ -144,7 +143,7 @@ def match(table: Table, seconds: float) -> None:
     table.add("prefix match of 8,192 tokens in 100,000 pages", 1e3 * best, "ms", "<1")
 
 
-def fork(table: Table, seconds: float) -> None:
+def fork(table: Table, seconds: float, threads: int) -> None:
     """A sequence of 32,768 tokens, one layer, against a copy of its keys and values."""
     cache = made(1, 32_768)
     sequence = cache.sequence()
@@ -172,15 +171,5 @@ def _ms(seconds: float) -> str:
 PARTS = (decode, prefill, waste, pool, match, fork)
 
 
-def main() -> None:
-    options = arguments(__doc__ or "")
-    warnings.simplefilter("ignore")
-    table = Table(f"kv: torch {torch.__version__}, {torch.get_num_threads()} threads")
-    for part in PARTS:
-        if options.only in part.__name__:
-            part(table, options.seconds)
-    table.write(options.json)
-
-
 if __name__ == "__main__":
-    main()
+    run_parts("kv", __doc__, PARTS)

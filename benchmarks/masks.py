@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import functools
 import runpy
-import warnings
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from _race import Table, arguments, race
+from _race import Table, race, run_parts
 from torch.nn.attention import flex_attention as torch_flex
 
 import quire
@@ -153,15 +152,5 @@ def linear(table: Table, seconds: float, threads: int) -> None:
 PARTS = (attention, linear, million, create)
 
 
-def main() -> None:
-    options = arguments(__doc__ or "")
-    warnings.simplefilter("ignore")
-    table = Table(f"masks: torch {torch.__version__}, {torch.get_num_threads()} threads")
-    for part in PARTS:
-        if options.only in part.__name__:
-            part(table, options.seconds, torch.get_num_threads())
-    table.write(options.json)
-
-
 if __name__ == "__main__":
-    main()
+    run_parts("masks", __doc__, PARTS)

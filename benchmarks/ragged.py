@@ -10,18 +10,16 @@ import functools
 import importlib
 import math
 import sys
-import warnings
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from _race import Table, arguments, race
+from _race import Table, race, run_parts
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 import quire
 from quire import Ragged
-from quire.codegen.target import Target
 from quire.mods import causal
 
 HEADS, HEAD_DIM = 8, 64
@@ -86,7 +84,7 @@ class Batch:
         return len(self.lengths) * max(self.lengths) ** 2 / real
 
 
-def forward(table: Table, seconds: float) -> None:
+def forward(table: Table, seconds: float, threads: int) -> None:
     """Causal, against a padded batch and against a loop in Python."""
     batch = Batch(unequal_lengths())
     query, key, value = batch.padded()
@@ -110,7 +108,7 @@ def forward(table: Table, seconds: float) -> None:
     table.add(f"{case}, loop", times["loop"] / times["ours"], "x SDPA", "1.3")
 
 
-def training(table: Table, seconds: float) -> None:
+def training(table: Table, seconds: float, threads: int) -> None:
     """The same with a backward pass."""
     batch = Batch(unequal_lengths()).requires_grad()
     padded = [x.requires_grad_() for x in batch.padded()]
@@ -132,7 +130,7 @@ def training(table: Table, seconds: float) -> None:
     table.add(case, figure, "x SDPA", "1.1", padding=round(batch.padding, 2))
 
 
-def nested(table: Table, seconds: float) -> None:
+def nested(table: Table, seconds: float, threads: int) -> None:
     """Against PyTorch's own attention of nested tensors, which takes no mask."""
     for count, length, must in EQUAL:
         operands = Batch([length] * count).nested()
@@ -152,7 +150,7 @@ def nested(table: Table, seconds: float) -> None:
         )
 
 
-def balance(table: Table, seconds: float) -> None:
+def balance(table: Table, seconds: float, threads: int) -> None:
     """One long sequence among many short ones: do two threads take half the time of one?"""
     batch = Batch([*[SHORT] * (SHORT_ONES // 2), LONG, *[SHORT] * (SHORT_ONES // 2)])
     before = torch.get_num_threads()
@@ -168,7 +166,7 @@ def balance(table: Table, seconds: float) -> None:
     table.add(case, share, "% of half", "85", one_thread_ms=round(times["1"] * 1e3, 1))
 
 
-def minilm(table: Table, seconds: float) -> None:
+def minilm(table: Table, seconds: float, threads: int) -> None:
     """A whole encoder, as examples/embed_docstrings.py runs it."""
     sys.path.insert(0, str(EXAMPLES))
     example = importlib.import_module("embed_docstrings")
@@ -186,15 +184,5 @@ def minilm(table: Table, seconds: float) -> None:
 PARTS = (forward, training, nested, balance, minilm)
 
 
-def main() -> None:
-    options = arguments(__doc__ or "")
-    warnings.simplefilter("ignore")
-    table = Table(f"ragged: {Target.host().cpu}, torch {torch.__version__}")
-    for part in PARTS:
-        if options.only in part.__name__:
-            part(table, options.seconds)
-    table.write(options.json)
-
-
 if __name__ == "__main__":
-    main()
+    run_parts("ragged", __doc__, PARTS)
