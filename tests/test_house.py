@@ -45,6 +45,7 @@ LAYERS = """
     problem
     block_mask
     aux_outputs memory
+    page_table
     sequences
     dropout vectorise
     checks kernel_options

@@ -588,7 +588,7 @@ def test_a_plan_takes_no_ragged_memory() -> None:
     dense = torch.randn(1, 2, 12, 8)
     step = quire.plan(dense, Dense(dense, dense))
     memory: Any = Ragged(ROWS, ROWS, [0, 5, 12])
-    message = "a plan takes Dense memory, but got a Ragged. Call quire.attention, which takes both."
+    message = "a plan takes Dense memory, but got a Ragged. Call quire.attention, which takes all."
     for make in (lambda: quire.plan(ROWS, memory), lambda: step(ROWS, memory)):
         with pytest.raises(ArgumentError) as caught:
             make()

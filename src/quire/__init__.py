@@ -16,7 +16,7 @@ try:
     from quire.errors import QuireError
     from quire.gradients import AttentionGradients, attention_gradients
     from quire.kernel_options import FlexKernelOptions, KernelOptionWarning
-    from quire.memory import Dense, Ragged
+    from quire.memory import Dense, Paged, Ragged
     from quire.mods import and_masks, noop_mask, not_mask, or_masks
     from quire.nested import jagged_scaled_dot_product_attention
     from quire.paged import PagedAttention
@@ -42,6 +42,7 @@ __all__ = [
     "FlexKernelOptions",
     "KernelOptionWarning",
     "OneGraphWarning",
+    "Paged",
     "PagedAttention",
     "Plan",
     "QuireError",

@@ -12,7 +12,7 @@ from torch.nn.attention import flex_attention as torch_flex
 from quire import checks, compiled
 from quire.aux_outputs import AuxOutput, AuxRequest, checked_request
 from quire.backends import choose
-from quire.block_mask import BlockMask, check_fits
+from quire.block_mask import BlockMask, check_fits, element_mod
 from quire.config import Backend as BackendName
 from quire.config import config
 from quire.dropout import check_dropout
@@ -25,7 +25,7 @@ from quire.memory import TOP_LEFT, Dense, Integers, Memory, Queries
 from quire.problem import Call, Problem, ReadyMod
 from quire.recall import familiar
 from quire.runtime.plan import Rows
-from quire.sequences import Sequences
+from quire.sequences import Packed
 from quire.vectorise import Opaque
 from quire.warn import warn
 
@@ -114,6 +114,7 @@ def attention(
 
         attention(query, Dense(key, value), mask=causal)              # query [B, Hq, L, D]
         attention(query, Ragged(key, value, offsets), mask=causal)    # query [total, Hq, D]
+        attention(query, Paged(key, value, page_table, lengths), mask=causal)    # either
 
     `score_mod(score, b, h, q_idx, kv_idx)` rewrites each scaled score and `mask(b, h, q_idx,
     kv_idx)` says which are used; both are plain Python, and positions are absolute. The last query
@@ -124,6 +125,10 @@ def attention(
     In `Ragged` memory `b` is the sequence and positions are within it. The queries lie in the
     sequences of the keys, or in those that `q_offsets` and `q_lengths` give; `q_start` may be one
     number for each. A row that belongs to no sequence is 0.
+
+    In `Paged` memory it is the same: query [B, Hq, L, D] are the newest L positions of B sequences,
+    and query [total, Hq, D] with `q_offsets` as many of each as there are. Columns of a `BlockMask`
+    are positions.
 
     Returns what the query is with Dv in place of D, and an `AuxOutput` as well where `return_aux`
     asks for one.
@@ -187,7 +192,7 @@ def compute(
     result = launch(call, backend, generator)
     if known is not None and compiled.obstacle(call) is None:
         known.remember(call)
-    return Result(*map(memory.as_given, result))
+    return _as_given(query, memory, result)
 
 
 def prepare(
@@ -205,8 +210,8 @@ def prepare(
     """Check everything and put it into the form that backends take."""
     if not isinstance(memory, Memory):
         raise ArgumentError(
-            f"memory must be a Dense or a Ragged, but got {type(memory).__name__}. Wrap keys and "
-            f"values: Dense(key, value)."
+            f"memory must be a Dense, a Ragged or a Paged, but got {type(memory).__name__}. Wrap "
+            f"keys and values: Dense(key, value)."
         )
     placed = memory.place(query, queries)
     query, key, value = autocast(placed.query, placed.key, placed.value)
@@ -220,12 +225,17 @@ def prepare(
     if score_mod is not None:
         problem = replace(problem, score_mod=ready(score_mod, "score", query))
     for mask in masks:
-        problem = _with_mask(problem, mask, query, key, placed.sequences)
+        problem = _with_mask(problem, mask, query, key, placed.packed)
     mask_mods = [mask for mask in masks if not isinstance(mask, torch_flex.BlockMask)]
     return Call(
         *(problem, query, key, value, sink, score_mod),
-        *(mask_mods[0] if mask_mods else None, aux, kernel_options, placed.sequences),
+        *(mask_mods[0] if mask_mods else None, aux, kernel_options, placed.packed),
     )
+
+
+def _as_given(query: Tensor, memory: Memory, result: Result) -> Result:
+    out, lse, max_scores, argmax, entropy = (memory.as_given(query, x) for x in result[:-1])
+    return Result(out, lse, max_scores, argmax, entropy, memory.keys_as_given(result.key_mass))
 
 
 def launch(call: Call, backend: BackendName, generator: torch.Generator | None) -> Result:
@@ -254,11 +264,13 @@ def aux_output(
 
 
 def _with_mask(
-    problem: Problem, mask: Mask, query: Tensor, key: Tensor, sequences: Sequences | None
+    problem: Problem, mask: Mask, query: Tensor, key: Tensor, packed: Packed | None
 ) -> Problem:
     if not isinstance(mask, torch_flex.BlockMask):
         return replace(problem, mask_mod=ready(mask, "mask", query))
-    if sequences is not None:
+    if packed is not None and packed.page_table is not None:
+        return replace(problem, mask_mod=ready(_in_pages(mask, query, packed), "mask", query))
+    if packed is not None:
         raise BlockMaskError(
             "mask must be a function of (b, h, q_idx, kv_idx) for Ragged memory, but got a "
             "BlockMask, whose blocks are those of one length. Give its mask_mod: what no query "
@@ -271,13 +283,26 @@ def _with_mask(
     return replace(problem, block_mask=block_mask, partial_mod=ready(partial_mod, "mask", query))
 
 
-def _counted_from(q_start: int, kv_start: int, mask_mod: Mod) -> Mod:
+def _in_pages(mask: torch_flex.BlockMask, query: Tensor, packed: Packed) -> Mod:
+    """What a block mask says of queries counted from each sequence's first, and of positions."""
+    block_mask, sequences = BlockMask.from_torch(mask), packed.sequences
+    q_len = int(sequences.q_len.max(initial=0))
+    q_len, kv_len = (
+        max(least, given)
+        for least, given in zip((q_len, packed.longest), block_mask.seq_lengths, strict=True)
+    )
+    check_fits(block_mask, sequences.num, query.shape[1], q_len, kv_len, query.device)
+    return _counted_from(torch.from_numpy(sequences.q_start), 0, element_mod(block_mask))
+
+
+def _counted_from(q_start: int | Tensor, kv_start: int, mask_mod: Mod) -> Mod:
     """`mask_mod` for absolute positions, where it counts from the first query and key."""
-    if q_start == kv_start == 0:
+    if not isinstance(q_start, Tensor) and q_start == kv_start == 0:
         return mask_mod
 
     def moved(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return mask_mod(b, h, q_idx - q_start, kv_idx - kv_start)  # type: ignore[no-any-return]
+        first = q_start[b] if isinstance(q_start, Tensor) else q_start
+        return mask_mod(b, h, q_idx - first, kv_idx - kv_start)  # type: ignore[no-any-return]
 
     moved.__name__ = mod_name(mask_mod)
     return moved

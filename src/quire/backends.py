@@ -53,7 +53,7 @@ class Eager:
         return one_by_one(
             call.problem,
             Operands(call.query, call.key, call.value),
-            call.sequences,
+            call.packed,
             lambda problem, operands: eager.attention(
                 problem, *operands, call.sink, wanted=call.aux
             ),

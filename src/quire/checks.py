@@ -24,6 +24,7 @@ KV_DTYPES = (*DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)
 
 DENSE_AXES = ("batch", "heads", "length", "head_dim")
 PACKED_AXES = ("total", "heads", "head_dim")
+PAGE_AXES = ("pages", "heads", "rows", "head_dim")
 
 
 def check_operands(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -42,6 +43,33 @@ def check_packed(query: Tensor, key: Tensor, value: Tensor) -> None:
         )
     check_head_dims(query, key)
     check_heads(query.shape[1], key.shape[1])
+
+
+def check_paged(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """query [B, Hq, L, D] or [total, Hq, D], key [P, Hkv, page, D], value [P, Hkv, page, Dv]."""
+    named = {"query": query, "key": key, "value": value}
+    for name, tensor in named.items():
+        check_kind(name, tensor)
+    check_device(**named)
+    packed = query.dim() == 3
+    advice = "Give [total, heads, head_dim] with q_offsets, or as many queries for each sequence."
+    check_rank("query", query, PACKED_AXES if packed else DENSE_AXES, advice)
+    check_dtype("query", query)
+    for name, tensor in (("key", key), ("value", value)):
+        check_rank(name, tensor, PAGE_AXES, "Give pages: rows of one head lie within a page.")
+        check_dtype(name, tensor, KV_DTYPES)
+    if key.shape[:3] != value.shape[:3]:
+        raise ShapeError(
+            f"key and value must agree in pages, heads and rows, but have shapes "
+            f"{list(key.shape)} and {list(value.shape)}. Only their last dimension may differ."
+        )
+    check_head_dims(query, key)
+    check_heads(query.shape[1], key.shape[1])
+    if key.shape[2] == 0:
+        raise ShapeError(
+            f"pages must have at least one row, but key has shape {list(key.shape)}. Pages of 16 "
+            f"to 128 rows are usual."
+        )
 
 
 def _check_tensors(

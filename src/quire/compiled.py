@@ -19,13 +19,13 @@ from quire.eager import Above, Gradients, Operands, Result, Wanted, output_layou
 from quire.errors import BackendError, TensorKindError, UnsupportedOpError
 from quire.ir.trace import Traced, mod_name
 from quire.memory import Dense
-from quire.one_by_one import each, fill_holes, gradients_one_by_one, one_by_one
+from quire.one_by_one import each, fill_holes, gradients_one_by_one, in_rows, one_by_one
 from quire.problem import Call, Problem, ReadyMod
 from quire.recheck import recheck
 from quire.runtime.addressing import Addressing, dense
 from quire.runtime.backward import backward, key_mass
 from quire.runtime.forward import forward
-from quire.sequences import Sequences
+from quire.sequences import Packed
 
 LARGEST_HEAD_DIM = 512
 
@@ -97,11 +97,11 @@ def attention(call: Call) -> Result:
             *operands,
             call.sink,
             wanted=call.aux,
-            run=functools.partial(run, sequences=call.sequences),
-            run_backward=functools.partial(run_backward, call.sequences),
+            run=functools.partial(run, packed=call.packed),
+            run_backward=functools.partial(run_backward, call.packed),
         )
     wanted = call.aux or NO_AUX
-    return run(problem, operands, call.sink, call.query.dtype, call.sequences, wanted=wanted)
+    return run(problem, operands, call.sink, call.query.dtype, call.packed, wanted=wanted)
 
 
 def _is_transformed() -> bool:
@@ -115,7 +115,7 @@ def run(
     operands: Operands,
     sink: Tensor | None,
     dtype: torch.dtype | None = None,
-    sequences: Sequences | None = None,
+    packed: Packed | None = None,
     *,
     wanted: AuxRequest,
 ) -> Result:
@@ -127,7 +127,7 @@ def run(
             f"expected to compute into a plain tensor, but a mode that is active makes a "
             f"{type(out).__name__} of every new one. Call attention outside of it."
         )
-    memory = _memory(problem, operands, sequences)
+    memory = _memory(problem, operands, packed)
     if config().check:
         wanted = wanted._replace(lse=True, max_scores=True)
     by_row = wanted._replace(lse=wanted.lse or wanted.key_mass, key_mass=False)
@@ -138,14 +138,14 @@ def run(
         found = one_by_one(
             problem,
             operands,
-            sequences,
+            packed,
             lambda problem, operands: eager.forward(problem, operands, sink, wanted),
         )
         return found._replace(out=found.out.to(out.dtype))
     result = Result(*rows)
-    fill_holes(result, sequences)
+    fill_holes(result, packed)
     if config().check:
-        for alone in each(problem, operands, sequences):
+        for alone in each(problem, *in_rows(operands, packed)):
             recheck(alone.problem, alone.operands, sink, _part(result, alone.rows))
     if wanted.key_mass:
         return result._replace(key_mass=key_mass(problem, memory, rows))
@@ -157,7 +157,7 @@ def _part(result: Result, rows: slice) -> Result:
 
 
 def run_backward(
-    sequences: Sequences | None,
+    packed: Packed | None,
     problem: Problem,
     operands: Operands,
     blocks: BlockRows | None,
@@ -169,15 +169,15 @@ def run_backward(
     given = [None if x is None else x.resolve_neg() for x in (above.grad_out, above.grad_lse)]
     tensors = (*operands, *problem.captures, *(x for x in given if x is not None))
     if not torch.is_grad_enabled() and all(map(has_memory, tensors)):
-        memory, above = _memory(problem, operands, sequences), Above(above.out, above.lse, *given)
+        memory, above = _memory(problem, operands, packed), Above(above.out, above.lse, *given)
         found = backward(problem, memory, blocks, wanted, above)
     if found is not None:
         return found
-    return run_eagerly(sequences, problem, operands, blocks, wanted, above)
+    return run_eagerly(packed, problem, operands, blocks, wanted, above)
 
 
 def run_eagerly(
-    sequences: Sequences | None,
+    packed: Packed | None,
     problem: Problem,
     operands: Operands,
     blocks: BlockRows | None,
@@ -185,14 +185,14 @@ def run_eagerly(
     above: Above,
 ) -> Gradients:
     """The backward pass in tiles of torch ops."""
-    if sequences is not None:
-        return gradients_one_by_one(problem, operands, sequences, wanted, above)
+    if packed is not None:
+        return gradients_one_by_one(problem, operands, packed, wanted, above)
     return eager.backward(problem, operands, blocks, wanted, above)
 
 
-def _memory(problem: Problem, operands: Operands, sequences: Sequences | None) -> Addressing:
+def _memory(problem: Problem, operands: Operands, packed: Packed | None) -> Addressing:
     query, key, value = (tensor.resolve_neg() for tensor in operands)
-    if sequences is not None:
-        return Addressing(query, key, value, sequences)
+    if packed is not None:
+        return Addressing(query, key, value, packed.sequences, page_table=packed.page_table)
     dense_memory = Dense(key, value, problem.kv_start)
     return dense(query, dense_memory, problem.q_start, problem.b_start)

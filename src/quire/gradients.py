@@ -68,9 +68,9 @@ def attention_gradients(
     dtype = working_dtype(call.query.dtype)
 
     def placed(name: str, given: Tensor, shape: tuple[int, ...]) -> Tensor:
-        rows = memory.as_placed(given.detach())
+        rows = memory.as_placed(query, given.detach())
         if rows.shape != shape:
-            expected = list(memory.as_given(rows.new_empty(shape)).shape)
+            expected = list(memory.as_given(query, rows.new_empty(shape)).shape)
             raise ShapeError(
                 f"{name} must have the shape {expected} of what attention returns, but has "
                 f"{list(given.shape)}. Give the results for this query."
@@ -89,15 +89,16 @@ def attention_gradients(
     run = compiled.run_backward if compiled.obstacle(call) is None else compiled.run_eagerly
     wanted = Wanted(True, True, True, captures)
     with torch.no_grad():
-        found = run(call.sequences, problem, operands, blocks, wanted, above)
+        found = run(call.packed, problem, operands, blocks, wanted, above)
 
     def as_given(tensor: Tensor, grad: Tensor | None) -> Tensor:
         assert grad is not None, "all three are wanted"
-        return memory.as_given(grad.to(tensor.dtype))
+        return memory.keys_as_given(grad.to(tensor.dtype))
 
+    assert found.query is not None, "all three are wanted"
     pairs = zip(captures, found.captures, strict=True)
     return AttentionGradients(
-        as_given(call.query, found.query),
+        memory.as_given(query, found.query.to(call.query.dtype)),
         as_given(call.key, found.key),
         as_given(call.value, found.value),
         tuple((x, grad.to(x.dtype)) for x, grad in pairs if grad is not None),

@@ -46,7 +46,7 @@ def obstacle(call: Call) -> str | None:
     device = call.query.device.type
     if device not in DEVICES:
         return f"PyTorch's flex_attention does not run on {device}"
-    if call.sequences is not None:
+    if call.packed is not None:
         return "PyTorch's flex_attention takes no sequences that are packed into one tensor"
     if call.problem.dropout is not None:
         return "PyTorch's flex_attention has no dropout, and dropout_p is not 0"

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from quire import checks
 from quire.errors import ArgumentError, ShapeError
-from quire.sequences import Sequences, first_positions, spans
+from quire.page_table import checked_page_table, first_keys
+from quire.sequences import Packed, Sequences, Spans, checked_counts, first_positions, spans
 
 Integers: TypeAlias = Tensor | Sequence[int]
 
@@ -34,8 +35,8 @@ TOP_LEFT = Queries(start=0)
 class Placed(NamedTuple):
     """The operands of a call, each [B, heads, rows, dim].
 
-    Positions begin at `q_start` and `kv_start`; or there is one batch, of which `sequences` says
-    whose rows are whose.
+    Positions begin at `q_start` and `kv_start`; or there is one batch, of which `packed` says
+    whose rows are whose, and keys and values may be pages.
     """
 
     query: Tensor
@@ -43,7 +44,7 @@ class Placed(NamedTuple):
     value: Tensor
     q_start: int = 0
     kv_start: int = 0
-    sequences: Sequences | None = None
+    packed: Packed | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,13 +76,17 @@ class Dense:
             return max(0, self.start + self.key.shape[2] - query.shape[2])
         return checks.check_position("q_start", start)
 
-    def as_given(self, result: Tensor) -> Tensor:
-        """A result for each query, laid out as the user's query is."""
-        return result
+    def as_given(self, query: Tensor, rows: Tensor) -> Tensor:
+        """What there is for each query, laid out as the user's query is."""
+        return rows
 
-    def as_placed(self, given: Tensor) -> Tensor:
+    def as_placed(self, query: Tensor, given: Tensor) -> Tensor:
         """The other way round."""
         return given
+
+    def keys_as_given(self, keys: Tensor) -> Tensor:
+        """What there is for each key, laid out as the user's keys are."""
+        return keys
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,34 +133,112 @@ class Ragged:
             q_row=rows.first,
             kv_row=keys.first,
         )
-        return Placed(packed(query), packed(self.key), packed(self.value), sequences=sequences)
+        operands = packed(query), packed(self.key), packed(self.value)
+        return Placed(*operands, packed=Packed(sequences))
 
-    def as_given(self, result: Tensor) -> Tensor:
-        """A result for each query, laid out as the user's query is."""
-        return result[0].transpose(0, 1) if result.dim() > 2 else result
+    def as_given(self, query: Tensor, rows: Tensor) -> Tensor:
+        """What there is for each query, laid out as the user's query is."""
+        return unpacked(rows)
 
-    def as_placed(self, given: Tensor) -> Tensor:
+    def as_placed(self, query: Tensor, given: Tensor) -> Tensor:
         """The other way round."""
-        return packed(given) if given.dim() > 1 else given
+        return packed(given)
+
+    def keys_as_given(self, keys: Tensor) -> Tensor:
+        """What there is for each key, laid out as the user's keys are."""
+        return unpacked(keys)
 
 
 def packed(rows: Tensor) -> Tensor:
-    """Rows [total, H, D] as one batch entry [1, H, total, D]."""
-    return rows.transpose(0, 1).unsqueeze(0)
+    """Rows [total, H, D] as one batch entry [1, H, total, D]; or numbers [total, H]."""
+    return rows.transpose(0, 1).unsqueeze(0) if rows.dim() > 1 else rows
+
+
+def unpacked(entry: Tensor) -> Tensor:
+    """The other way round; what nobody asked for stays as it is."""
+    return entry[0].transpose(0, 1) if entry.dim() > 2 else entry
 
 
 @dataclass(frozen=True, eq=False)
 class Paged:
-    """Keys [P, Hkv, page, D] and values [P, Hkv, page, Dv] in pages that sequences own.
+    """Keys [P, Hkv, page, D] and values [P, Hkv, page, Dv] in pages that sequences own or share.
 
-    Row t of sequence b is row t % page of page page_table[b, t // page]; it has lengths[b] rows.
+    page_table = [[7, 2, 4], [5, 2, -1]]    with pages of 16: position 20 of sequence 1 is row 4 of
+    lengths    = [40, 30]                   page 2; it has 30 keys, the newest ones among them
+    first_page = [1, 0]                     page 7 was released: sequence 0 begins at position 16
+
+    Any strides will do. Entries for pages that a sequence does not have are not looked at.
     """
 
     key: Tensor
     value: Tensor
     page_table: Tensor
-    lengths: Tensor
+    lengths: Integers
+    first_page: Integers | None = None
+
+    def place(self, query: Tensor, queries: Queries) -> Placed:
+        """query [B, Hq, L, D]; or [total, Hq, D], where `q_offsets` say which rows are whose."""
+        checks.check_paged(query, self.key, self.value)
+        page = self.key.shape[2]
+        table, ends = checked_page_table(self.page_table, self.lengths, len(self.key), page)
+        begins = first_keys(self.first_page, ends, page)
+        table.check_used(begins // page, -(-ends // page))
+        rows = self._query_rows(query, queries, len(ends))
+        sequences = Sequences(
+            b=np.arange(len(ends)),
+            q_len=rows.lengths,
+            q_start=first_positions(queries.start, rows.lengths, ends),
+            kv_begin=begins,
+            kv_end=ends,
+            q_row=rows.first,
+            kv_row=np.zeros_like(ends),
+        )
+        in_pages = Packed(sequences, table.numbers)
+        return Placed(self.as_placed(query, query), self.key, self.value, packed=in_pages)
+
+    def _query_rows(self, query: Tensor, queries: Queries, count: int) -> Spans:
+        offsets, lengths = queries.offsets, queries.lengths
+        if query.dim() == 3:
+            if offsets is None:
+                raise ArgumentError(
+                    f"query [total, Hq, D] must come with q_offsets, the first row of each of "
+                    f"{count} sequences and the end of the last. For as many queries in each, give "
+                    f"query [B, Hq, L, D]."
+                )
+            rows = spans(("q_offsets", "q_lengths"), offsets, lengths, len(query))
+        elif offsets is not None:
+            raise ArgumentError(
+                "q_offsets say where sequences lie in query [total, Hq, D], but it has 4 "
+                "dimensions. Leave them out, or pack the rows of all sequences."
+            )
+        else:
+            batch, _, q_len, _ = query.shape
+            first = np.arange(batch) * q_len
+            room = np.full(batch, q_len)
+            rows = Spans(first, checked_counts("q_lengths", lengths, room))
+        if len(rows.first) != count:
+            raise ArgumentError(
+                f"query must be for the {count} sequences of the page table, but is for "
+                f"{len(rows.first)}. Give each a row of the table, also where it has no query."
+            )
+        return rows
+
+    def as_given(self, query: Tensor, rows: Tensor) -> Tensor:
+        """What there is for each query, laid out as the user's query is."""
+        rows = unpacked(rows)
+        if query.dim() == 3 or rows.dim() < 2:
+            return rows
+        batch, _, q_len, _ = query.shape
+        return rows.view(batch, q_len, *rows.shape[1:]).transpose(1, 2)
+
+    def as_placed(self, query: Tensor, given: Tensor) -> Tensor:
+        """The other way round."""
+        return packed(given if query.dim() == 3 else given.transpose(1, 2).flatten(0, 1))
+
+    def keys_as_given(self, keys: Tensor) -> Tensor:
+        """What there is for each key: by page, or by position of each sequence."""
+        return keys
 
 
-Memory: TypeAlias = Dense | Ragged
+Memory: TypeAlias = Dense | Ragged | Paged
 """What `attention` takes."""

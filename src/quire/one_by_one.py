@@ -1,6 +1,6 @@
-"""Ragged attention as dense attention of one sequence after the other.
+"""Ragged and paged attention as dense attention of one sequence after the other.
 
-It is what ragged attention means, and how it is computed where no kernel takes all at once.
+It is what they mean, and how it is computed where no kernel takes all at once.
 """
 
 from __future__ import annotations
@@ -10,18 +10,42 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from quire import eager
 from quire.eager import Above, Gradients, Operands, Result, Wanted
 from quire.problem import Problem
-from quire.sequences import Sequences
+from quire.sequences import Numbers, Packed, Sequences
 
 NOWHERE = Result(*map(torch.tensor, (0.0, -math.inf, -math.inf, -1, 0.0)))
 """What a row holds that may attend nowhere."""
 
 Attend: TypeAlias = Callable[[Problem, Operands], Result]
+
+
+def in_rows(operands: Operands, packed: Packed | None) -> tuple[Operands, Sequences | None]:
+    """The operands with keys and values in rows: those of pages are copied out of them."""
+    if packed is None or packed.page_table is None:
+        return operands, None if packed is None else packed.sequences
+    query, key, value = operands
+    pages, rows = packed.key_places(key.shape[2])
+    key, value = (x[pages, :, rows].transpose(0, 1).unsqueeze(0) for x in (key, value))
+    sequences = packed.sequences
+    counts = sequences.kv_len
+    first = np.cumsum(counts) - counts - sequences.kv_begin
+    return Operands(query, key, value), sequences._replace(kv_row=first)
+
+
+def _to_pages(grad: Tensor | None, like: Tensor, packed: Packed) -> Tensor | None:
+    """The gradient of what `in_rows` copied. Sequences may share pages."""
+    if grad is None or packed.page_table is None:
+        return grad
+    pages, heads, size, width = like.shape
+    rows = grad.new_zeros(pages, size, heads, width)
+    places = packed.key_places(size)
+    return rows.index_put(places, grad[0].transpose(0, 1), accumulate=True).transpose(1, 2)
 
 
 class Alone(NamedTuple):
@@ -51,11 +75,12 @@ def each(problem: Problem, operands: Operands, sequences: Sequences | None) -> I
 
 
 def one_by_one(
-    problem: Problem, operands: Operands, sequences: Sequences | None, attend: Attend
+    problem: Problem, operands: Operands, packed: Packed | None, attend: Attend
 ) -> Result:
     """The result for packed operands, `attend` being asked about each sequence alone."""
-    if sequences is None:
+    if packed is None:
         return attend(problem, operands)
+    operands, sequences = in_rows(operands, packed)
     nothing = Operands(*(tensor[:, :, :0] for tensor in operands))
     nobody = attend(problem, nothing)  # by which autograd knows all operands
     end, parts, masses = 0, [nobody], []
@@ -70,6 +95,8 @@ def one_by_one(
         for column in zip(*(part[:-1] for part in parts), strict=True)
     )
     mass = _placed(nobody.key_mass, masses, operands.key.shape[2])
+    if packed.page_table is not None:
+        mass = _by_position(mass, packed)
     return Result(*columns)._replace(key_mass=mass)
 
 
@@ -83,10 +110,29 @@ def _placed(sample: Tensor, masses: list[tuple[slice, Tensor]], num_keys: int) -
     return placed
 
 
+def _by_position(mass: Tensor, packed: Packed) -> Tensor:
+    """What is known of keys that lie in pages: [sequences, Hq, positions]."""
+    if mass.dim() <= 1:
+        return mass
+    placed = mass.new_zeros((packed.sequences.num, mass.shape[1], packed.longest))
+    for b, begin, end, first in zip(
+        *(column.tolist() for column in _ends(packed.sequences)), strict=True
+    ):
+        placed[b, :, begin:end] = mass[0, :, first : first + end - begin]
+    return placed
+
+
+def _ends(sequences: Sequences) -> tuple[Numbers, ...]:
+    """Number, first and last key of each sequence, and how many keys come before."""
+    counts = sequences.kv_len
+    return sequences.b, sequences.kv_begin, sequences.kv_end, np.cumsum(counts) - counts
+
+
 def gradients_one_by_one(
-    problem: Problem, operands: Operands, sequences: Sequences, wanted: Wanted, above: Above
+    problem: Problem, given: Operands, packed: Packed, wanted: Wanted, above: Above
 ) -> Gradients:
     """The gradients for packed operands, the backward pass being that of each sequence alone."""
+    operands, sequences = in_rows(given, packed)
     rows: list[tuple[slice, Gradients]] = []
     keys: list[tuple[slice, Gradients]] = []
     captures: list[Tensor | None] = [None] * len(wanted.captures)
@@ -99,16 +145,20 @@ def gradients_one_by_one(
             if grad is not None:
                 known = captures[place]
                 captures[place] = grad if known is None else known + grad
-    query, key, _ = operands
+    query, key, value = operands
     dtype = operands.dtype
+
+    def joined(parts: list[tuple[slice, Gradients]], name: str, like: Tensor) -> Tensor:
+        return _joined([(at, getattr(each, name)) for at, each in parts], like, dtype)
+
+    grad_key = joined(keys, "key", key) if wanted.key else None
+    grad_value = joined(keys, "value", value) if wanted.value else None
     return Gradients(
-        _joined([(at, each.query) for at, each in rows], query, dtype) if wanted.query else None,
-        _joined([(at, each.key) for at, each in keys], key, dtype) if wanted.key else None,
-        _joined([(at, each.value) for at, each in keys], operands.value, dtype)
-        if wanted.value
-        else None,
+        joined(rows, "query", query) if wanted.query else None,
+        _to_pages(grad_key, given.key, packed),
+        _to_pages(grad_value, given.value, packed),
         tuple(captures),
-        _joined([(at, each.delta) for at, each in rows], above.lse, dtype),
+        joined(rows, "delta", above.lse),
     )
 
 
@@ -137,9 +187,9 @@ def _hole(sample: Result, num_rows: int) -> Result:
     return Result(*map(rows, sample[:-1], NOWHERE))
 
 
-def fill_holes(result: Result, sequences: Sequences | None) -> None:
+def fill_holes(result: Result, packed: Packed | None) -> None:
     """Say of the rows of no sequence that they attend nowhere."""
-    holes = None if sequences is None else sequences.unowned(result.out.shape[2])
+    holes = None if packed is None else packed.sequences.unowned(result.out.shape[2])
     if holes is None:
         return
     where = torch.from_numpy(holes)

@@ -22,7 +22,7 @@ from quire.block_mask import BlockMask
 from quire.eager import working_dtype
 from quire.errors import ArgumentError, BackendError, DtypeError
 from quire.ir.trace import Kind, Mod, Traced, trace
-from quire.memory import Dense, Queries, Ragged
+from quire.memory import Dense, Paged, Queries, Ragged
 from quire.problem import Call
 from quire.recall import Recalled, Signature, layout
 from quire.runtime.known import Known
@@ -123,9 +123,10 @@ def _kind(tensor: Tensor) -> tuple[object, ...]:
 
 
 def _check_dense(memory: object) -> None:
-    if isinstance(memory, Ragged):
+    if isinstance(memory, Ragged | Paged):
         raise ArgumentError(
-            "a plan takes Dense memory, but got a Ragged. Call quire.attention, which takes both."
+            f"a plan takes Dense memory, but got a {type(memory).__name__}. Call quire.attention, "
+            f"which takes all."
         )
 
 

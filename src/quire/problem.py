@@ -13,7 +13,7 @@ from quire.aux_outputs import AuxRequest
 from quire.block_mask import BlockMask
 from quire.dropout import Dropout
 from quire.ir.trace import Mod, Traced
-from quire.sequences import Sequences
+from quire.sequences import Packed
 from quire.vectorise import Opaque
 
 ReadyMod: TypeAlias = Traced | Opaque
@@ -79,8 +79,8 @@ class Problem:
 class Call:
     """A problem with its operands, the mods as the user wrote them, and what else is wanted.
 
-    With `sequences` the rows of the only batch entry are those of many sequences, each of which is
-    a problem of its own.
+    With `packed` the rows of the only batch entry are those of many sequences, each of which is a
+    problem of its own; keys and values may be pages.
     """
 
     problem: Problem
@@ -92,4 +92,4 @@ class Call:
     mask_mod: Mod | None = None
     aux: AuxRequest | None = None
     kernel_options: Mapping[str, object] | None = None
-    sequences: Sequences | None = None
+    packed: Packed | None = None

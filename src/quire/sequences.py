@@ -72,6 +72,33 @@ class Sequences(NamedTuple):
         return holes
 
 
+class Packed(NamedTuple):
+    """Sequences whose queries are rows of one batch entry; so are their keys, or they have pages.
+
+    Row `p % page` of page `page_table[b, p // page]` is position p of sequence b.
+    """
+
+    sequences: Sequences
+    page_table: Tensor | None = None
+
+    @property
+    def longest(self) -> int:
+        """One past the last position of a key."""
+        return int(self.sequences.kv_end.max(initial=0))
+
+    def key_places(self, page: int) -> tuple[Tensor, Tensor]:
+        """The page of every key and its row there, sequence after sequence."""
+        assert self.page_table is not None, "there are pages"
+        counts = self.sequences.kv_len
+        ends = np.cumsum(counts)
+        first = np.repeat(self.sequences.kv_begin - ends + counts, counts)
+        position = np.arange(len(first)) + first
+        numbers = np.repeat(self.sequences.b, counts)
+        table = self.page_table.numpy()
+        places = (table[numbers, position // page].astype(np.int64), position % page)
+        return torch.from_numpy(places[0]), torch.from_numpy(places[1])
+
+
 class Spans(NamedTuple):
     """The first row of each sequence, and how many rows it has."""
 
@@ -128,6 +155,27 @@ def checked_lengths(names: tuple[str, str], lengths: object, room: Numbers) -> N
         at = int(wrong[0])
         raise ArgumentError(
             f"{names[1]}[{at}] must be from 0 to {room[at]}, but is {given[at]}. {advice}."
+        )
+    return given
+
+
+def checked_counts(name: str, counts: object, room: Numbers, reason: str = "") -> Numbers:
+    """One number for each sequence, from 0 up to its `room`; all of it where there are none."""
+    if counts is None:
+        return room
+    advice = f"Give one for each of {len(room)} sequences."
+    given = _numbers(name, counts, advice)
+    if len(given) != len(room):
+        raise ArgumentError(
+            f"{name} must hold a number for each of {len(room)} sequences, but hold {len(given)}. "
+            f"{advice}"
+        )
+    wrong = np.flatnonzero((given < 0) | (given > room))
+    if len(wrong):
+        at = int(wrong[0])
+        why = f", {reason}" if reason else ""
+        raise ArgumentError(
+            f"{name}[{at}] must be from 0 to {room[at]}{why}, but is {given[at]}. {advice}"
         )
     return given
 

@@ -14,7 +14,7 @@ from quire.ir.trace import trace
 from quire.memory import Dense, Paged, Queries, Ragged, packed
 from quire.problem import Problem
 from quire.runtime import backward as runtime
-from quire.runtime.addressing import Addressing, dense, paged
+from quire.runtime.addressing import Addressing, dense
 from quire.runtime.backward import backward, num_slices
 from quire.runtime.forward import forward
 
@@ -98,8 +98,8 @@ def test_ragged_is_dense() -> None:
     query, key, value = (torch.cat([p[i].transpose(0, 1) for p in parts]) for i in range(3))
     offsets = [torch.tensor([0, *(pair[i] for pair in lengths)]).cumsum(0) for i in (0, 1)]
     placed = Ragged(key, value, offsets[1]).place(query, Queries(offsets=offsets[0]))
-    assert placed.sequences is not None
-    memory = Addressing(placed.query, placed.key, placed.value, placed.sequences)
+    assert placed.packed is not None
+    memory = Addressing(*placed[:3], placed.packed.sequences)
     found = run(memory, table, packed(torch.cat([x.transpose(0, 1) for x in above])))
     total = torch.zeros(13)
     for number, (q, k, v) in enumerate(parts):
@@ -120,9 +120,13 @@ def test_paged_is_dense() -> None:
     query = torch.randn(len(lengths), HQ, q_len, D)
     keys, values = torch.randn(40, HKV, page, D), torch.randn(40, HKV, page, DV)
     pages = torch.randint(40, (3, 19))  # some belong to several sequences
-    memory = paged(query, Paged(keys, values, pages, torch.tensor(lengths)))
+    memory = Paged(keys, values, pages, torch.tensor(lengths))
+    placed = memory.place(query, Queries())
+    assert placed.packed is not None
+    sequences, numbers = placed.packed
     above = torch.randn(len(lengths), HQ, q_len, DV)
-    found = run(memory, table, above)
+    in_pages = Addressing(*placed[:3], sequences, page_table=numbers)
+    found = run(in_pages, table, memory.as_placed(query, above))
     expected_key, expected_value = torch.zeros_like(keys), torch.zeros_like(values)
     for b, length in enumerate(lengths):
         places = torch.arange(length)
@@ -133,7 +137,7 @@ def test_paged_is_dense() -> None:
         alone = dense(query[b : b + 1], Dense(key, value), length - q_len)
         expected = run(alone, table, above[b : b + 1])
         assert found.query is not None and expected.query is not None
-        assert torch.equal(found.query[b : b + 1], expected.query)
+        assert torch.equal(memory.as_given(query, found.query)[b : b + 1], expected.query)
         for total, grad in ((expected_key, expected.key), (expected_value, expected.value)):
             assert grad is not None
             for row, one in zip(rows.tolist(), grad[0].unbind(1), strict=True):

@@ -10,7 +10,7 @@ from quire.aux_outputs import AuxRequest
 from quire.ir.trace import trace
 from quire.memory import Dense, Paged, Queries, Ragged, packed
 from quire.problem import Problem
-from quire.runtime.addressing import Addressing, dense, paged
+from quire.runtime.addressing import Addressing, dense
 from quire.runtime.forward import forward
 
 HQ, HKV, D, DV = 4, 2, 24, 20
@@ -56,7 +56,8 @@ def test_ragged_is_dense(dtype: torch.dtype) -> None:
     offsets = [torch.tensor([0, *(pair[i] for pair in lengths)]).cumsum(0) for i in (0, 1)]
     out = torch.empty(len(q), HQ, DV, dtype=dtype)
     placed = Ragged(k, v, offsets[1]).place(q, Queries(offsets=offsets[0]))
-    got, lse = run(Addressing(*placed[:3], placed.sequences), packed(out))
+    assert placed.packed is not None
+    got, lse = run(Addressing(*placed[:3], placed.packed.sequences), packed(out))
     for part, start, stop in zip(parts, offsets[0], offsets[0][1:], strict=False):
         expected, expected_lse = alone(*part)
         assert torch.equal(got[0, :, start:stop], expected)
@@ -82,11 +83,15 @@ def test_paged_is_dense(page: int, dtype: torch.dtype) -> None:
             values[number, :, : stop - at] = v[:, at:stop]
     memory = Paged(keys, values, table, torch.tensor(lengths))
     q = torch.stack([part[0] for part in parts])
-    out, lse = run(paged(q, memory), torch.empty(len(lengths), HQ, q_len, DV, dtype=dtype))
+    placed = memory.place(q, Queries())
+    assert placed.packed is not None
+    sequences, pages = placed.packed
+    in_pages = Addressing(*placed[:3], sequences, page_table=pages)
+    out, lse = run(in_pages, torch.empty(1, HQ, len(lengths) * q_len, DV, dtype=dtype))
     for b, part in enumerate(parts):
         expected, expected_lse = alone(*part)
-        assert torch.equal(out[b], expected)
-        assert torch.equal(lse[b], expected_lse)
+        assert torch.equal(memory.as_given(q, out)[b], expected)
+        assert torch.equal(memory.as_given(q, lse)[b], expected_lse)
 
 
 def test_threads_and_batches_do_not_matter() -> None:

@@ -11,6 +11,7 @@ parts (other lengths, some queries), packed (documents) and files.
 """
 
 from quire.block_mask.create import create_block_mask, create_mask
+from quire.block_mask.elements import element_mod
 from quire.block_mask.fit import check_fits
 from quire.block_mask.lists import NOOP_BLOCK_SIZE
 from quire.block_mask.mask import BlockMask
@@ -24,4 +25,5 @@ __all__ = [
     "check_fits",
     "create_block_mask",
     "create_mask",
+    "element_mod",
 ]

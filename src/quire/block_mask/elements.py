@@ -141,6 +141,13 @@ def look_again(cells: Tensor, mod: MaskMod, sizes: Sizes, block_size: tuple[int,
     return cells if found is None else torch.where(cells == PARTIAL, found, cells)
 
 
+def element_mod(mask: BlockMask) -> MaskMod:
+    """A mod that is right everywhere in the blocks of a mask."""
+    if is_endless(mask):
+        return mask.mask_mod
+    return looked_up(mask.mask_mod, four_dimensional(mask), mask.BLOCK_SIZE, only_in_partial=True)
+
+
 def looked_up(
     mod: MaskMod, cells: Tensor, block_size: tuple[int, int], *, only_in_partial: bool
 ) -> MaskMod:

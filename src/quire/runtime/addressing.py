@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from quire.codegen.convention import MOST_ROWS, SEQUENCE, Form, num_items
 from quire.codegen.staging import ENDLESS
-from quire.memory import Dense, Paged
+from quire.memory import Dense
 from quire.sequences import Numbers, Sequences
 
 
@@ -146,13 +145,3 @@ def dense(query: Tensor, memory: Dense, q_start: int, b_start: int = 0) -> Addre
     sequence = Sequences.one(query.shape[2], q_start, memory.start, kv_end, b_start)
     copies = query.shape[0] if b_start == 0 else None
     return Addressing(query, memory.key, memory.value, sequence, copies)
-
-
-def paged(query: Tensor, memory: Paged) -> Addressing:
-    """query [B, Hq, L, D], the last L positions of each sequence."""
-    ends = memory.lengths.numpy().astype(np.int64)
-    zeros = np.zeros_like(ends)
-    q_len = zeros + query.shape[2]
-    sequences = Sequences(np.arange(len(ends)), q_len, ends - q_len, zeros, ends, zeros, zeros)
-    table = memory.page_table.to(torch.int32).contiguous()
-    return Addressing(query, memory.key, memory.value, sequences, page_table=table)
