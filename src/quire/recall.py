@@ -21,6 +21,7 @@ from torch.nn.attention import flex_attention as torch_flex
 from quire import compiled
 from quire.block_mask import BlockMask, BlockRows
 from quire.codegen.arguments import CaptureShape
+from quire.codegen.convention import num_pieces
 from quire.config import config
 from quire.eager import Above, Gradients, Operands, Wanted, output_layout, working_dtype
 from quire.eager.function import gradients
@@ -136,7 +137,7 @@ class Recalled(NamedTuple):
     plan: Plan
     out_shape: tuple[int, ...]
     out_strides: tuple[int, ...]
-    items: int
+    items: int  # for each piece of keys
     work: int  # for each key
     lists: TileLists
     problem: Problem  # whose captures are other ones at every call
@@ -155,7 +156,8 @@ class Recalled(NamedTuple):
             return None
         ((form, sequences),) = operands.by_form()
         plan, _, lists = plan_for(problem, operands, form, sequences, results)
-        _, items = operands.records(sequences, plan.heads, plan.block_q)
+        _, items, pieces = operands.records(sequences, plan.heads, plan.block_q, form)
+        items //= pieces
         if items == 0 or lists.mixed is not None:
             return None
         batch, heads, q_len, head_dim = query.shape
@@ -178,13 +180,17 @@ class Recalled(NamedTuple):
         if type(rows.out) is not Tensor:  # a mode is active that makes others
             return None
         keys = key.shape[2]
-        sequence = record(query.shape[2], q_start, keys)
+        pieces = max(1, num_pieces(0, keys)) if self.plan.kernel.form == "row" else 1
+        sequence = record(query.shape[2], q_start, keys, pieces)
         operands = (query.data_ptr(), key.data_ptr(), value.data_ptr(), rows.out.data_ptr())
         if 0 in operands:  # a tensor that is empty, or has no memory
             return None
         addresses = (*operands, rows.lse.data_ptr(), 0, 0, 0, 0)
         work = self.work * keys
-        wrong = self.plan.launch_at(addresses, sequence, 1, self.items, work, captures, self.lists)
+        items = self.items * pieces
+        wrong = self.plan.launch_at(
+            addresses, sequence, 1, items, work, captures, self.lists, pieces=pieces
+        )
         return None if wrong else rows
 
     def gradients(

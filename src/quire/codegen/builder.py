@@ -171,6 +171,10 @@ class Function(Blocks):
         text = f"getelementptr {element.kind}, ptr {pointer.text}, {i!r}"
         return self.emit(text, PTR, pointer, i)
 
+    def address(self, pointer: Value) -> Value:
+        """A pointer as a number."""
+        return self.emit(f"ptrtoint {self.value(pointer, PTR)!r} to i64", I64, pointer)
+
     def load(self, type: Type, pointer: Value, index: Operand = 0, *, align: int = 0) -> Value:
         """Read `type` at `pointer[index]`; the index counts lanes, not vectors."""
         address = self.offset(pointer, index, type)
@@ -183,15 +187,19 @@ class Function(Blocks):
         text = f"store {value!r}, ptr {address.text}, align {align or value.type.size}"
         self.emit_void(text, value, address)
 
-    def prefetch(self, pointer: Value) -> None:
-        """Ask for what is at an address, which will be read soon."""
+    def prefetch(self, pointer: Value, near: int = 3) -> None:
+        """Ask for what is at an address, which will be read: at once (3), or soon (2)."""
         signature = self._module.declare(Signature("llvm.prefetch.p0", (PTR, I32, I32, I32)))
-        reading, near, data = (self.value(number, I32) for number in (0, 3, 1))
-        self.call(signature, self.value(pointer, PTR), reading, near, data)
+        reading, locality, data = (self.value(number, I32) for number in (0, near, 1))
+        self.call(signature, self.value(pointer, PTR), reading, locality, data)
 
-    def atomic_add(self, pointer: Value, amount: int) -> Value:
-        """Add to an i64 that threads share; returns the value before."""
-        text = f"atomicrmw add ptr {pointer.text}, i64 {amount} monotonic"
+    def atomic_add(self, pointer: Value, amount: int, *, publish: bool = False) -> Value:
+        """Add to an i64 that threads share; returns the value before.
+
+        With `publish`, who adds later sees what was written before.
+        """
+        order = "acq_rel" if publish else "monotonic"
+        text = f"atomicrmw add ptr {pointer.text}, i64 {amount} {order}"
         return self.emit(text, I64, self.value(pointer, PTR))
 
     def field(self, layout: Layout, pointer: Value, name: str) -> Value:

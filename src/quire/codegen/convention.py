@@ -42,6 +42,7 @@ ENTRY = "forward"
 Form = Literal["panel", "row", "backward"]
 BLOCK_Q = 128  # queries that the backward kernel computes together
 MOST_ROWS = 4  # the longest query that is computed row by row
+KEYS_OF_PIECE = 1024  # that one item reads for such a query; pieces begin at multiples
 EMPTY, PARTIAL, FULL, PLAIN = range(4)  # kinds of tiles: nothing to do, all masks, some, none
 
 REWRITE = Signature("rewrite", (PTR, PTR, PTR, I64, I64, I64, I64, I64, I64))
@@ -91,6 +92,8 @@ CALL = {
     "tile_entries": PTR,
     "arguments": PTR,  # of the mods
     "scratch": PTR,  # 64-byte aligned, `scratch_bytes` for each thread
+    "partials": PTR,  # of items that are pieces of a row, by number: `PARTIAL_STATES`, then out
+    "arrivals": PTR,  # i64 for each item, zero before the launch
     "counters": PTR,  # 16 x i64, zero before the launch
 }
 
@@ -165,7 +168,7 @@ SEQUENCE = Layout(
         "kv_row": I64,  # the row that position 0 has, or would have, in key and value
         "kv_begin": I64,  # keys exist at positions [kv_begin, kv_end)
         "kv_end": I64,
-        "slices": I64,  # that its items are shared out by in the backward pass
+        "slices": I64,  # that its queries are shared out by in the backward pass, or pieces of keys
     },
 )
 
@@ -221,6 +224,11 @@ def num_items(q_len: Lengths, heads: int, block_q: int) -> Lengths:
     return heads * -(-q_len // block_q)
 
 
+def num_pieces(kv_begin: Lengths, kv_end: Lengths) -> Lengths:
+    """By how many items the keys at [kv_begin, kv_end) are shared out, for few queries."""
+    return (kv_end - 1) // KEYS_OF_PIECE - kv_begin // KEYS_OF_PIECE + 1
+
+
 def scratch_bytes(spec: ForwardSpec, head_dim: int, value_dim: int, block_q: int) -> int:
     """What each thread needs."""
     regions = dict(scratch_regions(spec.tile, head_dim, value_dim, block_q))
@@ -269,21 +277,42 @@ def decode_regions(
     tile: Tile, head_dim: Number, value_dim: Number, rows: Number
 ) -> Iterator[tuple[str, Number]]:
     """The same for the kernel of few queries, which has `rows` of them at a time."""
+    more = tile.target.block_kv + 16  # some keys are computed twice
+    addresses = more * (PTR.size // tile.element.size)
     sizes = (
         ("records", 4 * ROWS.size // tile.element.size),
-        ("alpha", tile.lanes),
-        ("scores", tile.target.block_kv),
+        ("key_rows", addresses),  # where the keys of a block are
+        ("value_rows", addresses),
+        ("next_rows", addresses),  # the keys of the block after it
+        ("nowhere", addresses),  # for nothing that would have to be asked for
+        ("keys", scratch_stride(tile, head_dim) * tile.target.block_kv),
+        ("values", scratch_stride(tile, value_dim) * tile.target.block_kv),
+        ("products", more * 4),
+        ("alpha", rows * tile.lanes),
+        ("scores", rows * row_stride(tile)),
         ("running_max", rows * tile.lanes),
         ("running_sum", rows * tile.lanes),
         ("best", rows * tile.lanes),
         ("place", rows * tile.lanes),
         ("surprise", rows * tile.lanes),
-        ("keys", scratch_stride(tile, head_dim) * tile.target.block_kv),
-        ("values", scratch_stride(tile, value_dim) * tile.target.block_kv),
         ("queries", rows * scratch_stride(tile, head_dim)),
         ("out", rows * scratch_stride(tile, value_dim)),
     )
     yield from _placed(tile, sizes, rows * 0)
+
+
+PARTIAL_STATES = ("running_max", "running_sum", "best", "place", "surprise")
+"""What a row of a piece of its keys has, a vector each, besides its part of out."""
+
+
+def partial_stride(tile: Tile, value_dim: Number) -> Number:
+    """From row to row of what pieces leave behind."""
+    return scratch_stride(tile, value_dim) + len(PARTIAL_STATES) * tile.lanes
+
+
+def row_stride(tile: Tile) -> int:
+    """From row to row of scores, for one block of keys."""
+    return tile.target.block_kv + tile.lanes
 
 
 def backward_regions(

@@ -1,63 +1,74 @@
-"""The kernel for few queries: every row of scores by itself, lanes along keys and columns.
+"""The kernel for few queries: every row of scores by itself, lanes along columns and keys.
 
     for every sequence and key head (an item; `row_group` query heads at a time):
         for every block of keys that the visitor names, in ascending order:
-            for every query of every head of the group:
-                scores  = keys . query            lanes run over columns, then over keys
-                scores  = mod(scores)             a ROW function, lanes run over keys
-                weights = exp2(scores - maximum)
-                out     = out alpha + weights . values
+            scores  = keys . queries              for a set of rows at a time
+            scores  = mod(scores)                 a ROW function for each row, lanes over keys
+            weights = exp2(scores - maximum)
+            out     = out alpha + weights . values
         out / sum to the user's tensor
 
 A panel of `forward.py` would compute as many queries as it has lanes, whether they exist or not.
-Here nothing is computed for nobody, and the queries of a group share each block of keys while it
-is in a cache. The record, the items and the visitor are those of `forward.py`.
-
-A weight of -0.0 marks a key that is not read (its score is -inf), and its value is left out, so
-what is not finite there reaches nobody.
+Here nothing is computed for nobody: the time is that of reading keys and values once, which all
+rows of a group share. The record, the items and the visitor are those of `forward.py`, the phases
+are in `row_tiles.py`.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from quire.codegen import observe, vecmath
+from quire.codegen import observe
 from quire.codegen.builder import Function, Module, Value
-from quire.codegen.convention import OBSERVE, ROW_REWRITE, ForwardSpec, decode_regions
-from quire.codegen.items import Arguments, Block, Item
-from quire.codegen.nest import Nest, entry
-from quire.codegen.softmax import close, sink_of
-from quire.codegen.staging import (
-    ROWS,
-    Storage,
-    storage,
-    transpose,
-    write_gather,
-    write_place,
-    write_scatter,
+from quire.codegen.convention import (
+    OBSERVE,
+    PARTIAL_STATES,
+    ROW_REWRITE,
+    ForwardSpec,
+    decode_regions,
+    partial_stride,
+    row_stride,
 )
-from quire.codegen.tiles import UNREAD, Tile, across
+from quire.codegen.items import Arguments, Block, Item, Piece
+from quire.codegen.nest import Nest, entry
+from quire.codegen.row_tiles import (
+    MOST_KEYS,
+    set_sizes,
+    write_add_read_values,
+    write_exponentiate,
+    write_merge,
+    write_multiply_keys,
+    write_multiply_values,
+    write_point,
+    write_turn,
+)
+from quire.codegen.softmax import close, sink_of
+from quire.codegen.staging import Storage, storage, write_gather, write_scatter
+from quire.codegen.tiles import across
 from quire.codegen.types import I1, I64, PTR
 
-COLUMNS = 8  # vectors of values that one pass over the keys adds up
+
+class _Products(NamedTuple):
+    """The two products of a dtype, by how many rows take part."""
+
+    keys: dict[int, Function]
+    values: dict[int, Function]
 
 
 class _Phases(NamedTuple):
-    """The functions that the loop nest calls. `near` ones read scratch, the others user memory."""
+    """The functions that the loop nest calls. `near` ones read scratch, `far` ones user memory."""
 
-    gather_query: Function
-    gather_key: Function
-    gather_value: Function
+    gathers: dict[str, Function]
+    points: dict[str, Function]
     scatter_out: Function
-    place_key: Function
-    place_value: Function
-    multiply_keys: Function
-    multiply_keys_near: Function
+    near: _Products
+    far: _Products
+    turns: dict[int, Function]
     exponentiate: Function
-    multiply_values: Function
-    multiply_values_near: Function
+    merge: Function
 
 
 def write_decode(spec: ForwardSpec) -> Module:
@@ -67,162 +78,43 @@ def write_decode(spec: ForwardSpec) -> Module:
     with entry(module) as f:
         kernel = _Kernel(spec, f, phases)
         with kernel.numbers() as number:
-            kernel.attend(kernel.work.find(number))
+            kernel.attend(kernel.work.find_piece(number))
     return module
 
 
 def _write_phases(module: Module, spec: ForwardSpec) -> _Phases:
     tile = spec.tile
     near = Storage("near", tile.element)
-    kinds = sorted({spec.query, spec.key, spec.value})
-    gathers = {name: write_gather(module, tile, storage(name)) for name in kinds}
-    read = sorted({spec.key, spec.value})
-    places = {name: write_place(module, tile, storage(name)) for name in read}
-    key, value = storage(spec.key), storage(spec.value)
-    multiply_keys = write_multiply_keys(module, tile, key)
-    multiply_values = write_multiply_values(module, tile, value)
+    kinds = {name: storage(name) for name in sorted({spec.query, spec.key, spec.value})}
+    read = {name: kinds[name] for name in sorted({spec.key, spec.value})}
+    gathers = {name: write_gather(module, tile, kind) for name, kind in kinds.items()}
+    points = {name: write_point(module, tile, kind) for name, kind in read.items()}
+    wide = {kind for kind in read.values() if kind.memory == tile.element} or {near}
+
+    def products(key: Storage, value: Storage) -> _Products:
+        return _Products(_key_products(key), _value_products(value))
+
+    @functools.cache
+    def _key_products(kind: Storage) -> dict[int, Function]:
+        return {n: write_multiply_keys(module, tile, kind, n) for n in set_sizes(tile)}
+
+    @functools.cache
+    def _value_products(kind: Storage) -> dict[int, Function]:
+        careful = write_add_read_values(module, tile, kind)
+        sizes = set_sizes(tile)
+        return {n: write_multiply_values(module, tile, kind, n, careful) for n in sizes}
+
+    inside = wide.pop()
     return _Phases(
-        gathers[spec.query],
-        gathers[spec.key],
-        gathers[spec.value],
+        gathers,
+        points,
         write_scatter(module, tile, storage(spec.out)),
-        places[spec.key],
-        places[spec.value],
-        multiply_keys,
-        multiply_keys if key.memory == tile.element else write_multiply_keys(module, tile, near),
+        products(inside, inside),
+        products(storage(spec.key), storage(spec.value)),
+        {size: write_turn(module, tile, size) for size in set_sizes(tile)},
         write_exponentiate(module, tile),
-        multiply_values,
-        multiply_values
-        if value.memory == tile.element
-        else write_multiply_values(module, tile, near),
+        write_merge(module, tile),
     )
-
-
-# --- phases --------------------------------------------------------------------------------------
-
-
-def write_multiply_keys(module: Module, tile: Tile, kind: Storage) -> Function:
-    """scores[key] = keys[key] . query, -inf in the lanes past the last key.
-
-    As many keys at once as a vector has lanes: each adds up in a register of its own, and a
-    transposed sum puts them side by side.
-    """
-    parameters = {
-        "keys": PTR,
-        "stride": I64,
-        "query": PTR,
-        "depth": I64,
-        "scores": PTR,
-        "count": I64,
-    }
-    with module.function(f"multiply_keys_{kind.name}", parameters, internal=True) as f:
-        keys, stride, query, depth, scores, count = f.parameters
-        with f.range(0, count, tile.lanes) as j:
-            places = [f.minimum(j + r, count - 1) for r in range(tile.lanes)]
-            starts = [f.offset(keys, place * stride, kind.memory) for place in places]
-
-            def add(d: Value, sums: list[Value], starts: list[Value] = starts) -> list[Value]:
-                part = tile.load(f, query, d)
-                memory = kind.memory.vector(tile.lanes)
-                rows = [kind.read(f, f.load(memory, s, d), tile.element) for s in starts]
-                return [f.fma(row, part, x) for row, x in zip(rows, sums, strict=True)]
-
-            nothing = [f.value(0.0, tile.vector)] * tile.lanes
-            sums = transpose(f, f.loop(0, depth, add, carry=nothing, step=tile.lanes))
-            while len(sums) > 1:
-                half = len(sums) // 2
-                sums = [sums[k] + sums[k + half] for k in range(half)]
-            lanes = tile.element.as_int.vector(tile.lanes)
-            left = f.splat(f.convert(count - j, lanes.scalar), lanes)
-            tile.store(f, f.select(f.iota(lanes) < left, sums[0], -math.inf), scores, j)
-    return f
-
-
-def write_exponentiate(module: Module, tile: Tile) -> Function:
-    """scores become weights; the row's running maximum and sums move on, all in vectors.
-
-    Returns whether the row reads any of the keys.
-    """
-    parameters = {
-        "scores": PTR,
-        "running_max": PTR,
-        "running_sum": PTR,
-        "alpha": PTR,
-        "count": I64,
-    }
-    with module.function("exponentiate_row", parameters, I1, internal=True) as f:
-        scores, running_max, running_sum, alpha, count = f.parameters
-
-        def higher(j: Value, best: list[Value]) -> list[Value]:
-            return [f.maximum(best[0], tile.load(f, scores, j))]
-
-        before = tile.load(f, running_max)
-        lowest = f.value(-math.inf, tile.vector)
-        (best,) = f.loop(0, count, higher, carry=[lowest], step=tile.lanes)
-        best = across(f, best, f.maximum)
-        after = f.maximum(before, best)
-        shift = f.select(f.intrinsic("fabs", after).equals(math.inf), 0.0, after)
-        moved = vecmath.exp2(f, before - shift)
-
-        def weigh(j: Value, total: list[Value]) -> list[Value]:
-            score = tile.load(f, scores, j)
-            weight = vecmath.exp2(f, score - shift)
-            tile.store(f, f.select(score.equals(-math.inf), UNREAD, weight), scores, j)
-            return [total[0] + weight]
-
-        nothing = f.value(0.0, tile.vector)
-        (total,) = f.loop(0, count, weigh, carry=[nothing], step=tile.lanes)
-        tile.store(f, after, running_max)
-        tile.store(f, f.fma(tile.load(f, running_sum), moved, total), running_sum)
-        tile.store(f, moved, alpha)
-        f.give_back(f.any_lane(best.differs(-math.inf)))
-    return f
-
-
-def write_multiply_values(module: Module, tile: Tile, kind: Storage) -> Function:
-    """out[d] = out[d] * alpha + weights . values[:, d], without the keys that are not read."""
-    parameters = {
-        "values": PTR,
-        "stride": I64,
-        "weights": PTR,
-        "out": PTR,
-        "alpha": PTR,
-        "count": I64,
-        "columns": I64,
-    }
-    with module.function(f"multiply_values_{kind.name}", parameters, internal=True) as f:
-        values, stride, weights, out, alpha, count, columns = f.parameters
-        scale = tile.load(f, alpha)
-        bits = tile.element.as_int
-
-        def multiply(d: Value, vectors: int) -> None:
-            def add(j: Value, sums: list[Value]) -> list[Value]:
-                weight = f.load(tile.element, weights, j)
-                unread = f.bitcast(weight, bits).equals(
-                    f.bitcast(f.value(UNREAD, tile.element), bits)
-                )
-
-                def read() -> list[Value]:
-                    wide = f.splat(weight, tile.vector)
-                    row = f.offset(values, j * stride + d, kind.memory)
-                    memory = kind.memory.vector(tile.lanes)
-                    parts = [f.load(memory, row, v * tile.lanes) for v in range(vectors)]
-                    numbers = [kind.read(f, part, tile.element) for part in parts]
-                    return [f.fma(x, wide, s) for x, s in zip(numbers, sums, strict=True)]
-
-                return f.choose(unread, lambda: sums, read)
-
-            sums = f.loop(0, count, add, carry=[f.value(0.0, tile.vector)] * vectors)
-            for v, total in enumerate(sums):
-                at = f.offset(out, d + v * tile.lanes, tile.element)
-                tile.store(f, f.fma(tile.load(f, at), scale, total), at)
-
-        many = columns & -(COLUMNS * tile.lanes)
-        with f.range(0, many, COLUMNS * tile.lanes) as d:
-            multiply(d, COLUMNS)
-        with f.range(many, columns, tile.lanes) as d:
-            multiply(d, 1)
-    return f
 
 
 # --- the loop nest -------------------------------------------------------------------------------
@@ -237,10 +129,9 @@ class _Row(NamedTuple):
 
 
 class _Staged(NamedTuple):
-    """Rows of keys or values: where they begin, their stride, and whether that is in scratch."""
+    """Rows of keys or values: a table of where they are, and whether that is in scratch."""
 
-    start: Value
-    stride: Value
+    rows: Value
     near: Value
 
 
@@ -254,16 +145,76 @@ class _Kernel(Nest):
 
         super().__init__(spec, f, regions, ("query", "key", "value", "out"))
         self.phases = phases
+        with f.range(0, spec.target.block_kv + MOST_KEYS) as j:
+            f.store(self.scratch["nowhere"], self.scratch["nowhere"], j)
 
-    def attend(self, item: Item) -> None:
-        """One item, from the queries to the results."""
+    def attend(self, piece: Piece) -> None:
+        """One item, from the queries to the results; what it is a piece of, if it is the last."""
+        f, whole = self.f, piece.whole
         for name in ("key", "value"):
-            self.work.describe_rows(item, name, self.rows[name])
-        self._start(item)
-        with self.work.visit(item) as block:
-            keys, values = self._stage(block, "key"), self._stage(block, "value")
-            self._each_row(item, lambda row: self._attend_row(item, block, row, keys, values))
-        self._each_head(item, lambda head, first: self._finish(item, head, first))
+            self.work.describe_rows(whole, name, self.rows[name])
+        self._start(whole)
+        with self.work.visit(piece.item) as block:
+            self._attend_block(piece, block)
+
+        def join() -> list[Value]:
+            self._leave(piece)
+            first = piece.number - piece.place
+            arrivals = f.offset(self.arg["arrivals"], first, I64)
+            arrived = f.atomic_add(arrivals, 1, publish=True)
+            last = arrived.equals(piece.pieces - 1)
+            with f.when(last):
+                self._merge(whole, first, piece.pieces)
+            return [last]
+
+        (complete,) = f.choose(piece.pieces > 1, join, lambda: [f.value(1, I1)])
+        with f.when(complete):
+            self._each_head(whole, lambda head, first: self._finish(whole, head, first))
+
+    def _partial(self, number: Value, row: Value) -> Value:
+        """Where the row of an item is that is a piece."""
+        rows = self.arg["block_q"] * self.arg["row_group"]
+        stride = partial_stride(self.tile, self.arg["value_dim"])
+        return self.f.offset(
+            self.arg["partials"], (number * rows + row) * stride, self.tile.element
+        )
+
+    def _leave(self, piece: Piece) -> None:
+        """Put down what a piece has found, for whoever finishes last."""
+        f, tile = self.f, self.tile
+
+        def put_down(row: _Row) -> None:
+            into = self._partial(piece.number, row.place)
+            for place, name in enumerate(PARTIAL_STATES):
+                tile.store(f, tile.load(f, self._at(name, row.place)), into, place * tile.lanes)
+            out = f.offset(into, len(PARTIAL_STATES) * tile.lanes, tile.element)
+            with f.range(0, self.depth["value"], tile.lanes) as d:
+                tile.store(f, tile.load(f, self._at("out", row.place), d), out, d)
+
+        self._each_row(piece.whole, put_down)
+
+    def _merge(self, whole: Item, first: Value, count: Value) -> None:
+        """All pieces in ascending order, whoever found them when."""
+        f = self.f
+
+        def merge(row: _Row) -> None:
+            mine = [self._at(name, row.place) for name in (*PARTIAL_STATES, "out")]
+            with f.range(0, count) as place:
+                part = self._partial(first + place, row.place)
+                f.call(self.phases.merge, *mine, part, self.depth["value"])
+
+        self._clear(whole)
+        self._each_row(whole, merge)
+
+    def _each_set(self, item: Item, body: Callable[[Value, int], None]) -> None:
+        """For every set of rows: the first one, and how many there are."""
+        f, count = self.f, self.arg["row_group"] * item.q_count
+        done: Value | int = 0
+        for size in set_sizes(self.tile):
+            stop = count & -size
+            with f.range(done, stop, size) as first:
+                body(first, size)
+            done = stop
 
     def _each_head(self, item: Item, body: Callable[[Value, Value], None]) -> None:
         """For every head of the item: its number, and the scratch row of its first query."""
@@ -279,7 +230,11 @@ class _Kernel(Nest):
 
     def _at(self, region: str, row: Value) -> Value:
         """Where a row of scratch begins."""
-        widths = {"queries": self.stride["key"], "out": self.stride["value"]}
+        widths: dict[str, Value | int] = {
+            "queries": self.stride["key"],
+            "out": self.stride["value"],
+            "scores": row_stride(self.tile),
+        }
         return self.f.offset(
             self.scratch[region], row * widths.get(region, self.tile.lanes), self.tile.element
         )
@@ -294,13 +249,24 @@ class _Kernel(Nest):
             begin, end = item.q_first, item.q_first + item.q_count
             into = self._at("queries", first)
             f.call(
-                self.phases.gather_query, self.rows["query"], begin, end, into, self.stride["key"]
+                *(self.phases.gathers[self.spec.query], self.rows["query"], begin, end),
+                *(into, self.stride["key"]),
             )
 
-        def clear(row: _Row) -> None:
+        def scale_query(row: _Row) -> None:
             with f.range(0, self.depth["key"], tile.lanes) as d:
                 at = f.offset(self._at("queries", row.place), d, tile.element)
                 tile.store(f, tile.load(f, at) * scale, at)
+
+        self._each_head(item, gather)
+        self._each_row(item, scale_query)
+        self._clear(item)
+
+    def _clear(self, item: Item) -> None:
+        """Nothing read so far."""
+        f, tile = self.f, self.tile
+
+        def clear(row: _Row) -> None:
             with f.range(0, self.depth["value"], tile.lanes) as d:
                 tile.store(f, f.value(0.0, tile.vector), self._at("out", row.place), d)
             tile.store(f, f.value(-math.inf, tile.vector), self._at("running_max", row.place))
@@ -308,81 +274,130 @@ class _Kernel(Nest):
             with f.when(self.arg["observe"].differs(f.null())):
                 observe.forget(f, tile, *self._observed(row.place))
 
-        self._each_head(item, gather)
         self._each_row(item, clear)
 
     def _observed(self, row: Value) -> list[Value]:
         """What a row of scratch has for the argmax and the entropy."""
         return [self._at(name, row) for name in ("best", "place", "surprise")]
 
+    def _attend_block(self, piece: Piece, block: Block) -> None:
+        """All rows and one block of keys."""
+        item = piece.item
+        keys, values = self._stage(block, "key"), self._stage(block, "value")
+        count = block.end - block.begin
+        rows_ahead = self._ahead(item, block)
+
+        def multiply_keys(first: Value, size: int) -> None:
+            self._product(
+                keys,
+                lambda products: products.keys[size],
+                self._only_first(first, values.rows),
+                *(self._at("queries", first), self.stride["key"], self.depth["key"]),
+                *(self.scratch["products"], count),
+            )
+            scores = self._at("scores", first), self._scores_stride
+            self.f.call(self.phases.turns[size], self.scratch["products"], *scores, count)
+
+        def multiply_values(first: Value, size: int) -> None:
+            self._product(
+                values,
+                lambda products: products.values[size],
+                self._only_first(first, rows_ahead),
+                self._key_bytes,
+                *(self._at("scores", first), self._scores_stride),
+                *(self._at("out", first), self.stride["value"], self._at("alpha", first)),
+                *(count, self.depth["value"]),
+            )
+
+        self._each_set(item, multiply_keys)
+        self._each_row(item, lambda row: self._weigh(piece.whole, block, row))
+        self._each_set(item, multiply_values)
+
+    @property
+    def _scores_stride(self) -> Value:
+        return self.f.value(row_stride(self.tile), I64)
+
+    @property
+    def _key_bytes(self) -> Value:
+        """What a row of keys takes in the user's memory."""
+        return self.arg["head_dim"] * storage(self.spec.key).memory.size
+
+    def _only_first(self, first: Value, rows: Value) -> Value:
+        """Rows that the first set asks for while it computes; the others find them there."""
+        return self.f.select(first.equals(0), rows, self.scratch["nowhere"])
+
+    def _product(
+        self,
+        staged: _Staged,
+        function: Callable[[_Products], Function],
+        *arguments: Value,
+    ) -> None:
+        f, phases = self.f, self.phases
+
+        def run(products: _Products) -> list[Value]:
+            f.call(function(products), staged.rows, *arguments)
+            return []
+
+        near, far = function(phases.near), function(phases.far)
+        if near is far:
+            run(phases.far)
+        else:
+            f.choose(staged.near, lambda: run(phases.near), lambda: run(phases.far))
+
     def _stage(self, block: Block, name: str) -> _Staged:
         """Keys or values of a block: where they are, or copied to scratch."""
-        f, record = self.f, self.rows[name]
-        gather, place = (
-            (self.phases.gather_key, self.phases.place_key)
-            if name == "key"
-            else (self.phases.gather_value, self.phases.place_value)
-        )
+        f, record, kind = self.f, self.rows[name], self.spec.dtype_of(name)
         begin, end = block.origin + block.begin, block.origin + block.end
-        where = f.call(place, record, begin, end)
-        missing = where.equals(f.null())
+        rows = self.scratch[f"{name}_rows"]
+        in_place = f.call(self.phases.points[kind], record, begin, end, rows)
 
         def copied() -> list[Value]:
             into, stride = self.scratch[f"{name}s"], self.stride[name]
-            f.call(gather, record, begin, end, into, stride)
-            return [into, stride]
+            f.call(self.phases.gathers[kind], record, begin, end, into, stride)
+            count = end - begin
+            with f.range(0, count + MOST_KEYS) as j:
+                place = f.minimum(j, count - 1) * stride
+                f.store(f.offset(into, place, self.tile.element), rows, j)
+            return [f.value(1, I1)]
 
-        def in_place() -> list[Value]:
-            return [where, f.field(ROWS, record, "row_stride")]
+        (near,) = f.choose(in_place, lambda: [f.value(0, I1)], copied)
+        return _Staged(rows, near)
 
-        start, stride = f.choose(missing, copied, in_place)
-        return _Staged(start, stride, missing)
+    def _ahead(self, item: Item, block: Block) -> Value:
+        """Where the keys of the block after this one are, if there is one."""
+        f, size = self.f, self.spec.target.block_kv
+        begin = block.origin + size
+        end = f.minimum(begin + size, item.kv_end)
+        rows = self.scratch["next_rows"]
 
-    def _attend_row(
-        self, item: Item, block: Block, row: _Row, keys: _Staged, values: _Staged
-    ) -> None:
-        """One query and one block of keys."""
-        f, arg, phases, scratch = self.f, self.arg, self.phases, self.scratch
+        def found() -> list[Value]:
+            f.call(self.phases.points[self.spec.key], self.rows["key"], begin, end, rows)
+            with f.range(end - begin, size + MOST_KEYS) as j:
+                f.store(f.load(PTR, rows), rows, j)
+            return [rows]
+
+        return f.choose(begin < end, found, lambda: [self.scratch["nowhere"]])[0]
+
+    def _weigh(self, item: Item, block: Block, row: _Row) -> None:
+        """From the products of one row and one block of keys to its weights."""
+        f, arg = self.f, self.arg
         count = block.end - block.begin
-        scores, alpha = scratch["scores"], scratch["alpha"]
-
-        def product(near: Function, far: Function, staged: _Staged, *arguments: Value) -> None:
-            def run(function: Function) -> list[Value]:
-                f.call(function, staged.start, staged.stride, *arguments)
-                return []
-
-            if near is far:
-                run(near)
-            else:
-                f.choose(staged.near, lambda: run(near), lambda: run(far))
+        scores = self._at("scores", row.place)
 
         def rewrite(mod: Value) -> None:
             place = (item.b, row.h, item.q_idx + row.q, block.origin + block.begin, count)
             with f.when(mod.differs(f.null())):
                 f.call_pointer(mod, ROW_REWRITE, scores, arg["arguments"], *place)
 
-        query, depth = self._at("queries", row.place), self.depth["key"]
-        product(
-            phases.multiply_keys_near,
-            phases.multiply_keys,
-            keys,
-            *(query, depth, scores, count),
-        )
         rewrite(self.work.mod(block.kind))
         running = self._at("running_max", row.place), self._at("running_sum", row.place)
         with f.when(arg["observe"].differs(f.null())):
             first = block.origin + block.begin - item.kv_begin
             state = (running[1], *self._observed(row.place))
             f.call_pointer(arg["observe"], OBSERVE, scores, *state, first, count)
-        with f.when(f.call(phases.exponentiate, scores, *running, alpha, count)):
-            rewrite(arg["weights_mod"])
-            out, columns = self._at("out", row.place), self.depth["value"]
-            product(
-                phases.multiply_values_near,
-                phases.multiply_values,
-                values,
-                *(scores, out, alpha, count, columns),
-            )
+        alpha = self._at("alpha", row.place)
+        f.call(self.phases.exponentiate, scores, *running, alpha, count)
+        rewrite(arg["weights_mod"])
 
     def _finish(self, item: Item, head: Value, first: Value) -> None:
         """Divide by the sums and write out, lse and the like of one head."""

@@ -16,6 +16,7 @@ from quire.codegen.convention import (
     EXTENT,
     FORWARD,
     FULL,
+    KEYS_OF_PIECE,
     PARTIAL,
     PLAIN,
     SEQUENCE,
@@ -52,6 +53,16 @@ class Share(NamedTuple):
     key_head: Value
     slice: Value
     slices: Value
+
+
+class Piece(NamedTuple):
+    """An item that attends to some of the keys: the whole one, and which of how many this is."""
+
+    item: Item
+    whole: Item
+    number: Value  # among all items of the launch
+    place: Value
+    pieces: Value
 
 
 class Block(NamedTuple):
@@ -111,6 +122,25 @@ class Work:
         slices = self.f.field(SEQUENCE, sequence, "slices")
         key_head = place.udiv(slices)
         return Share(sequence, b, key_head, place - key_head * slices, slices)
+
+    def find_piece(self, number: Value) -> Piece:
+        """Which sequence and head an item of few queries is, and which of its keys it reads."""
+        f = self.f
+
+        def pieces(sequence: Value) -> Value:
+            return f.field(SEQUENCE, sequence, "slices") * self.arg["heads"]
+
+        b, place, sequence = self._locate(number, pieces)
+        count = f.field(SEQUENCE, sequence, "slices")
+        h = place.udiv(count)
+        whole = self._item(sequence, b, h, f.value(0, I64))
+        first = whole.kv_begin.udiv(KEYS_OF_PIECE) * KEYS_OF_PIECE
+        begin = first + (place - h * count) * KEYS_OF_PIECE
+        mine = whole._replace(
+            kv_begin=f.maximum(whole.kv_begin, begin),
+            kv_end=f.minimum(whole.kv_end, begin + KEYS_OF_PIECE),
+        )
+        return Piece(mine, whole, number, place - h * count, count)
 
     @contextmanager
     def items_of(self, share: Share) -> Iterator[Item]:

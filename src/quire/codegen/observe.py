@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import TypeAlias
 
 from quire.codegen import vecmath
 from quire.codegen.builder import Function, Module, Value
@@ -128,6 +129,29 @@ def forget(f: Function, tile: Tile, best: Value, place: Value, surprise: Value) 
     tile.store(f, f.value(-math.inf, tile.vector), best)
     tile.store(f, f.value(-1, places(tile)), place)
     tile.store(f, f.value(0.0, tile.vector), surprise)
+
+
+State: TypeAlias = tuple[Value, Value, Value]
+"""Where a row's best, place and surprise are."""
+
+Weights: TypeAlias = tuple[Value, Value, Value]
+"""The sum of the weights of some keys, their maximum less the common one, and exp2 of that."""
+
+
+def merge(
+    f: Function, tile: Tile, mine: State, theirs: State, here: Weights, there: Weights
+) -> None:
+    """Let a row have seen later keys as well, whose state is `theirs`."""
+    best, other = tile.load(f, mine[0]), tile.load(f, theirs[0])
+    higher = (other > best) | (f.is_nan(other) & ~f.is_nan(best))
+    tile.store(f, f.select(higher, other, best), mine[0])
+    places = [_load_places(f, tile, state[1]) for state in (theirs, mine)]
+    tile.store(f, f.select(higher, *places), mine[1])
+    total = f.value(0.0, tile.vector)
+    for state, (weights, below, factor) in ((mine, here), (theirs, there)):
+        moved = factor * f.fma(weights, below, tile.load(f, state[2]))
+        total = total + f.select(factor.equals(0.0), 0.0, moved)
+    tile.store(f, total, mine[2])
 
 
 def entropy(

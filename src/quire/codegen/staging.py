@@ -121,7 +121,7 @@ def write_gather(module: Module, tile: Tile, kind: Storage) -> Function:
             page = position.udiv(page_size)
             offset = position - page * page_size
             stop = f.minimum(end, position + (page_size - offset))
-            source = _page(f, kind, rows, page)
+            source = page_start(f, kind, rows, page)
             with f.range(position, stop) as p:
                 row = f.offset(source, (p - position + offset) * row_stride, kind.memory)
                 copy_row(row, f.offset(into, (p - begin) * stride, tile.element))
@@ -131,26 +131,7 @@ def write_gather(module: Module, tile: Tile, kind: Storage) -> Function:
     return f
 
 
-def write_place(module: Module, tile: Tile, kind: Storage) -> Function:
-    """Where the rows at [begin, end) are, if vectors can be read from them there; else null."""
-    parameters = {"rows": PTR, "begin": I64, "end": I64}
-    with module.function(f"place_{kind.name}", parameters, PTR, internal=True) as f:
-        rows, begin, end = f.parameters
-        page_size, width = f.field(ROWS, rows, "page_size"), f.field(ROWS, rows, "width")
-        page = begin.udiv(page_size)
-        in_vectors = (width & (tile.lanes - 1)).equals(0)
-        readable = f.field(ROWS, rows, "column_stride").equals(1) & in_vectors
-        alone = page.equals((end - 1).udiv(page_size))
-
-        def found() -> list[Value]:
-            row = (begin - page * page_size) * f.field(ROWS, rows, "row_stride")
-            return [f.offset(_page(f, kind, rows, page), row, kind.memory)]
-
-        f.give_back(f.choose(readable & alone, found, lambda: [f.null()])[0])
-    return f
-
-
-def _page(f: Function, kind: Storage, rows: Value, page: Value) -> Value:
+def page_start(f: Function, kind: Storage, rows: Value, page: Value) -> Value:
     """Where page number `page` of a sequence starts."""
     base, table = f.field(ROWS, rows, "base"), f.field(ROWS, rows, "table")
 

@@ -7,10 +7,18 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from quire.codegen.convention import MOST_ROWS, SEQUENCE, Form, num_items
+from quire.codegen.convention import MOST_ROWS, SEQUENCE, Form, num_items, num_pieces
 from quire.codegen.staging import ENDLESS
 from quire.memory import Dense
 from quire.sequences import Numbers, Sequences
+
+
+class Records(NamedTuple):
+    """Sequences as a kernel reads them, how many items they have, and pieces of keys at most."""
+
+    table: bytes
+    items: int
+    pieces: int
 
 
 class Addressing(NamedTuple):
@@ -66,18 +74,26 @@ class Addressing(NamedTuple):
         count = int(np.vdot(sequences.q_len, sequences.kv_len))
         return count * self.batches * heads * head_dim
 
-    def records(self, sequences: Sequences, heads: int, block_q: int) -> tuple[bytes, int]:
-        """The sequences as the kernel reads them, and how many items there are of `heads`.
+    def records(self, sequences: Sequences, heads: int, block_q: int, form: Form) -> Records:
+        """The sequences as the kernel reads them, and the items of so many heads.
 
         Threads take items in this order: large ones come first, so that none is left for the end.
         """
         if sequences.num == 1:
-            count = num_items(int(sequences.q_len[0]), heads, block_q)
-            return only_record(sequences), count * self.batches
+            pieces = 1
+            if form == "row":
+                ends = int(sequences.kv_begin[0]), int(sequences.kv_end[0])
+                pieces = max(1, num_pieces(*ends))
+            count = num_items(int(sequences.q_len[0]), heads, block_q) * pieces
+            return Records(only_record(sequences, pieces), count * self.batches, pieces)
         sequences = sequences.where(sequences.largest_first())
         items = num_items(sequences.q_len, heads, block_q)
-        first = np.cumsum(items) - items
-        return records(sequences, first, np.ones_like(first)), int(items.sum()) * self.batches
+        slices = np.ones_like(items)
+        if form == "row":
+            slices = np.maximum(1, num_pieces(sequences.kv_begin, sequences.kv_end))
+        items = items * slices
+        table = records(sequences, np.cumsum(items) - items, slices)
+        return Records(table, int(items.sum()) * self.batches, longest(slices))
 
     def layout(self) -> dict[str, int]:
         """The part of a plan that says where rows live."""
@@ -131,9 +147,9 @@ def only_record(sequences: Sequences, slices: int = 1) -> bytes:
     return SEQUENCE.pack_in_order(b, 0, 0, q_row, q_len, q_start, kv_row, kv_begin, kv_end, slices)
 
 
-def record(q_len: int, q_start: int, kv_len: int) -> bytes:
+def record(q_len: int, q_start: int, kv_len: int, pieces: int = 1) -> bytes:
     """One sequence of dense memory that begins at position 0."""
-    return SEQUENCE.pack_in_order(0, 0, 0, 0, q_len, q_start, 0, 0, kv_len, 1)
+    return SEQUENCE.pack_in_order(0, 0, 0, 0, q_len, q_start, 0, 0, kv_len, pieces)
 
 
 def dense(query: Tensor, memory: Dense, q_start: int, b_start: int = 0) -> Addressing:

@@ -246,8 +246,8 @@ class Pass:
             self.captures,
             self.plan.lists,
             0 if pages is None else pages.data_ptr(),
-            record,
-            first,
+            gradients=record,
+            first=first,
         )
 
     # --- sums

@@ -25,6 +25,7 @@ from quire.codegen.convention import (
     PLAN_PART,
     Form,
     choose_block_q,
+    partial_stride,
 )
 from quire.codegen.softmax import LOG2_E
 from quire.codegen.target import Target
@@ -69,6 +70,7 @@ class Plan(NamedTuple):
     heads: int  # that items are counted by
     block_q: int
     scratch_bytes: int
+    partial_bytes: int
     record: bytes
     pyramids: tuple[Pyramid, ...]
 
@@ -82,7 +84,8 @@ class Plan(NamedTuple):
         results: Rows,
     ) -> bool:
         """Run the kernel; whether an index into a captured tensor was out of range."""
-        records, items = memory.records(sequences, self.heads, self.block_q)
+        form = self.kernel.form
+        records, items, pieces = memory.records(sequences, self.heads, self.block_q, form)
         if items == 0:
             return False
         if sink is not None:
@@ -102,7 +105,7 @@ class Plan(NamedTuple):
         pages = 0 if table is None else table.data_ptr()
         work = memory.work(sequences)
         return self.launch_at(
-            addresses, records, sequences.num, items, work, captures, lists, pages
+            addresses, records, sequences.num, items, work, captures, lists, pages, pieces
         )
 
     def launch_at(
@@ -115,12 +118,14 @@ class Plan(NamedTuple):
         captures: Several[Tensor],
         lists: TileLists = NO_LISTS,
         page_table: int = 0,
+        pieces: int = 1,
         gradients: bytes = b"",
         first: int = 0,
     ) -> bool:
         """The same, `addresses` being those of query, key, value, the five of Rows and sink.
 
-        The backward kernel reads a third part of its record. Items are those from `first` on.
+        The keys of some row may be in several pieces. The backward kernel reads a third part of
+        its record. Items are those from `first` on.
         """
         threads = min(num_threads(), items - first) if work > SMALL_WORK else 1
         if self.pyramids:
@@ -128,7 +133,12 @@ class Plan(NamedTuple):
         arguments, more = self.code.arguments, len(gradients)
         block = ctypes.create_string_buffer(_SEQUENCES + more + len(records) + arguments.size)
         address = ctypes.addressof(block) + more
-        with Scratch(self.scratch_bytes * threads + 64) as scratch:
+        partials = items * self.partial_bytes if pieces > 1 else 0
+        arrivals = items * 8 if pieces > 1 else 0
+        working = self.scratch_bytes * threads
+        with Scratch(working + partials + arrivals + 64) as scratch:
+            if pieces > 1:
+                ctypes.memset(scratch.address + working + partials, 0, arrivals)
             call = CALL_PART.pack_in_order(
                 *addresses,
                 address + _SEQUENCES,
@@ -139,6 +149,8 @@ class Plan(NamedTuple):
                 lists.entries_address,
                 address + _SEQUENCES + len(records),
                 scratch.address,
+                scratch.address + working,
+                scratch.address + working + partials,
                 address + _COUNTERS,
             )
             packed = arguments.pack(captures, address + _FLAG)
@@ -205,7 +217,11 @@ def make_plan(
         "scratch_bytes": scratch_bytes,
     }
     packed = PLAN_PART.pack(record)
-    return Plan(made, code, heads // row_group, block_q, scratch_bytes, packed, built)
+    partial_bytes = partial_stride(made.tile, value_dim) * made.tile.element.size
+    return Plan(
+        *(made, code, heads // row_group, block_q, scratch_bytes),
+        *(partial_bytes * block_q * row_group, packed, built),
+    )
 
 
 def queries_of_item(

@@ -1,0 +1,181 @@
+"""Decoding and prefilling over pages, against the speed of memory: python benchmarks/paged.py.
+
+The first figures are in per cent of the bandwidth at which this machine reads the same bytes, found
+in the same race by a loop that does nothing but add them up. Others are ratios of times, and say
+against what.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import torch
+import torch.nn.functional as F
+from _race import Table, race, run_parts
+from torch import Tensor
+
+import quire
+from quire import Dense, Paged
+from quire.codegen import jit
+from quire.codegen.builder import Module
+from quire.codegen.target import Target
+from quire.codegen.types import F32, I64, PTR
+from quire.mods import causal
+from quire.runtime.launch import launch
+
+BATCH, Q_HEADS, KV_HEADS, HEAD_DIM, KEYS = 16, 32, 8, 128, 4096
+PAGES = ((16, "15"), (64, "8"), (128, "5"))
+LONG = 131_072
+PREFIX, OWN, SHARING = 4096, 64, 32
+PROMPT = 2048
+CHUNK = 1 << 16
+
+
+@functools.cache
+def _reader() -> jit.Code:
+    """void(i64[4]): add up floats, in chunks that threads take off a counter.
+
+    The record is an address, how many floats there are, the counter, and where a sum goes, so that
+    the reading cannot be left out.
+    """
+    target, module = Target.host(), Module()
+    lanes = target.lanes(F32)
+    vector = target.vector(F32)
+    with module.function("read", {"args": PTR}) as f:
+        args = f.parameters[0]
+        source, count = f.load(PTR, args, 0), f.load(I64, args, 1)
+        with f.forever() as leave:
+            first = f.atomic_add(f.offset(args, 2, I64), 1) * CHUNK
+            leave(first >= count)
+            start = f.offset(source, first, F32)
+
+            def add(i, sums):
+                loads = [f.load(vector, start, i + k * lanes) for k in range(8)]
+                return [s + x for s, x in zip(sums, loads, strict=True)]
+
+            nothing = [f.value(0.0, vector)] * 8
+            sums = f.loop(0, f.minimum(count - first, CHUNK), add, carry=nothing, step=8 * lanes)
+            total = functools.reduce(lambda a, b: a + b, sums)
+            f.store(total, f.offset(args, 4, I64))
+    return jit.load(jit.compile_object(str(module.text), target), ["read"])
+
+
+def read(*tensors: Tensor) -> None:
+    """Read tensors as fast as this machine can."""
+    for tensor in tensors:
+        record = (ctypes.c_int64 * 16)(tensor.data_ptr(), tensor.nbytes // 4, 0)
+        launch(_reader().address("read"), ctypes.addressof(record), torch.get_num_threads())
+
+
+def operands(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries for one new token, keys and values."""
+    torch.manual_seed(0)
+    query = torch.randn(BATCH, Q_HEADS, 1, HEAD_DIM)
+    key, value = (torch.randn(BATCH, KV_HEADS, KEYS, HEAD_DIM).to(dtype) for _ in range(2))
+    return query, key, value
+
+
+def in_pages(key: Tensor, value: Tensor, page: int) -> Paged:
+    """The rows of a batch in pages of random order."""
+    batch, heads, length, width = key.shape
+    count = length // page
+    order = torch.randperm(batch * count)
+    pages = []
+    for rows in (key, value):
+        cut = rows.unflatten(2, (count, page)).transpose(1, 2).reshape(-1, heads, page, width)
+        pages.append(torch.empty_like(cut).index_copy_(0, order, cut))
+    table = order.view(batch, count).to(torch.int32)
+    return Paged(*pages, table, torch.full((batch,), length))
+
+
+def contiguous(table: Table, seconds: float, threads: int) -> None:
+    """Dense decode in float32 and bfloat16, against memory and against SDPA."""
+    for dtype, share, speed in ((torch.float32, "82", "3.4"), (torch.bfloat16, "72", "20")):
+        query, key, value = operands(dtype)
+        low = query.to(dtype)
+        times = race(
+            {
+                "ours": lambda q=query, k=key, v=value: quire.attention(q, Dense(k, v)),
+                "read": functools.partial(read, key, value),
+                "sdpa": lambda q=low, k=key, v=value: F.scaled_dot_product_attention(
+                    q, k, v, enable_gqa=True
+                ),
+            },
+            seconds,
+        )
+        name = f"decode, contiguous {str(dtype).removeprefix('torch.')}"
+        rate = 1e-9 * (key.nbytes + value.nbytes) / times["read"]
+        figure = 100 * times["read"] / times["ours"]
+        table.add(name, figure, "% of read", share, read_gb_s=round(rate, 1))
+        table.add(name, times["sdpa"] / times["ours"], "x SDPA", speed)
+
+
+def paged(table: Table, seconds: float, threads: int) -> None:
+    """The same rows in pages of random order."""
+    query, key, value = operands()
+    for page, most in PAGES:
+        memory = in_pages(key, value, page)
+        times = race(
+            {
+                "ours": lambda memory=memory: quire.attention(query, memory),
+                "contiguous": lambda: quire.attention(query, Dense(key, value)),
+                "read": functools.partial(read, key, value),
+            },
+            seconds,
+        )
+        slower = 100 * (times["ours"] / times["contiguous"] - 1)
+        table.add(f"decode, random pages of {page}", slower, "% slower", f"at most {most}")
+        if page == 64:
+            share = 100 * times["read"] / times["ours"]
+            table.add(f"decode, random pages of {page}", share, "% of read", "80")
+
+
+def long(table: Table, seconds: float, threads: int) -> None:
+    """One sequence, one query: do two threads take half the time of one?"""
+    query = torch.randn(1, Q_HEADS, 1, HEAD_DIM)
+    key, value = (torch.randn(1, KV_HEADS, LONG, HEAD_DIM) for _ in range(2))
+    few = query[:, :4], key[:, :1], value[:, :1]  # one key head: nothing but its keys to share out
+    for name, (q, k, v) in (("8 key heads", (query, key, value)), ("1 key head", few)):
+        before = torch.get_num_threads()
+
+        def attend(count: int, q: Tensor = q, k: Tensor = k, v: Tensor = v) -> None:
+            torch.set_num_threads(count)
+            quire.attention(q, Dense(k, v))
+            torch.set_num_threads(before)
+
+        times = race(
+            {
+                "1": functools.partial(attend, 1),
+                "2": functools.partial(attend, 2),
+                "read": functools.partial(read, k, v),
+            },
+            seconds,
+        )
+        share = round(100 * times["read"] / times["2"], 1)
+        case = f"1 sequence of {LONG}, {name}, 2 threads"
+        table.add(case, times["1"] / times["2"], "x 1 thread", "1.7", of_read=f"{share} % (or 85)")
+
+
+def prefill(table: Table, seconds: float, threads: int) -> None:
+    """A prompt over pages against the same prompt in one piece."""
+    torch.manual_seed(0)
+    query = torch.randn(1, Q_HEADS, PROMPT, HEAD_DIM)
+    key, value = (torch.randn(1, KV_HEADS, PROMPT, HEAD_DIM) for _ in range(2))
+    memory = in_pages(key, value, 64)
+    times = race(
+        {
+            "ours": lambda: quire.attention(query, memory, mask=causal),
+            "contiguous": lambda: quire.attention(query, Dense(key, value), mask=causal),
+        },
+        seconds,
+    )
+    slower = 100 * (times["ours"] / times["contiguous"] - 1)
+    table.add(f"prefill of {PROMPT}, pages of 64", slower, "% slower", "at most 5")
+
+
+PARTS = (contiguous, paged, long, prefill)
+
+
+if __name__ == "__main__":
+    run_parts("paged", __doc__, PARTS)
