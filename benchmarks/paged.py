@@ -131,18 +131,41 @@ def paged(table: Table, seconds: float, threads: int) -> None:
             table.add(f"decode, random pages of {page}", share, "% of read", "80")
 
 
+def int8(table: Table, seconds: float, threads: int) -> None:
+    """A byte for each number and a factor for each row, against two bytes for each number."""
+    query, key, value = operands()
+    low = in_pages(key.bfloat16(), value.bfloat16(), 64)
+    wide = in_pages(key, value, 64)
+    scales = [pages.abs().amax(-1) / 127 for pages in (wide.key, wide.value)]
+    whole = [
+        (pages / scale.unsqueeze(-1)).round().to(torch.int8)
+        for pages, scale in zip((wide.key, wide.value), scales, strict=True)
+    ]
+    tiny = Paged(
+        *(*whole, wide.page_table, wide.lengths), key_scale=scales[0], value_scale=scales[1]
+    )
+    times = race(
+        {
+            "int8": lambda: quire.attention(query, tiny),
+            "bfloat16": lambda: quire.attention(query, low),
+        },
+        seconds,
+    )
+    figure = times["bfloat16"] / times["int8"]
+    table.add("decode, int8 in pages of 64", figure, "x bfloat16", "1.4")
+
+
 def long(table: Table, seconds: float, threads: int) -> None:
     """One sequence, one query: do two threads take half the time of one?"""
     query = torch.randn(1, Q_HEADS, 1, HEAD_DIM)
     key, value = (torch.randn(1, KV_HEADS, LONG, HEAD_DIM) for _ in range(2))
     few = query[:, :4], key[:, :1], value[:, :1]  # one key head: nothing but its keys to share out
     for name, (q, k, v) in (("8 key heads", (query, key, value)), ("1 key head", few)):
-        before = torch.get_num_threads()
 
         def attend(count: int, q: Tensor = q, k: Tensor = k, v: Tensor = v) -> None:
             torch.set_num_threads(count)
             quire.attention(q, Dense(k, v))
-            torch.set_num_threads(before)
+            torch.set_num_threads(threads)
 
         times = race(
             {
@@ -174,7 +197,7 @@ def prefill(table: Table, seconds: float, threads: int) -> None:
     table.add(f"prefill of {PROMPT}, pages of 64", slower, "% slower", "at most 5")
 
 
-PARTS = (contiguous, paged, long, prefill)
+PARTS = (contiguous, paged, int8, long, prefill)
 
 
 if __name__ == "__main__":

@@ -344,6 +344,120 @@ def test_dropout_sinks_and_mixed_dtypes() -> None:
     assert not torch.equal(dropped, attention(query, memory, q_offsets=batch.offsets))
 
 
+# --- int8 ---
+
+
+def quantised(pages: Tensor) -> tuple[Tensor, Tensor]:
+    scale = pages.abs().amax(-1) / 127
+    return (pages / scale.unsqueeze(-1)).round().to(torch.int8), scale
+
+
+def small(memory: Paged, dtype: torch.dtype = torch.float32) -> tuple[Paged, Paged]:
+    """The pages as int8, and what these mean."""
+    numbers = [quantised(torch.where(x.isnan(), 0.25, x.float())) for x in memory_of(memory)]
+    wide = [whole * scale.to(dtype).unsqueeze(-1) for whole, scale in numbers]
+    rest = (memory.page_table, memory.lengths, memory.first_page)
+    (key, key_scale), (value, value_scale) = numbers
+    return Paged(key, value, *rest, key_scale, value_scale), Paged(*wide, *rest)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("widths", [(64, 64), (24, 20), (128, 40)])
+def test_int8_is_what_it_means(
+    backend: Backend, dtype: torch.dtype, widths: tuple[int, int]
+) -> None:
+    sizes = {"head_dim": widths[0], "value_dim": widths[1], "group": 3}
+    batch = Batch([(1, 300, 2), (40, 129, 0), (4, 16, 0), (1, 0, 0)], page=32, **sizes)
+    query, _, memory = batch.made()
+    query = query.to(dtype)
+    mine, wide = small(memory, torch.float64 if dtype == torch.float64 else torch.float32)
+    options: dict[str, Any] = {"mask": causal, "score_mod": slanted, "backend": backend}
+    out, expected = (attention(query, x, q_offsets=batch.offsets, **options) for x in (mine, wide))
+    _, truth = small(memory, torch.float64)
+    exact = attention(
+        query.double(), truth, q_offsets=batch.offsets, **options | {"backend": "eager"}
+    )
+    assert out.dtype == dtype
+    assert_as_good_as(out, expected, exact, size=4.0)
+    outside = mine.key.transpose(0, 3).contiguous().transpose(0, 3)  # columns far from each other
+    strided = Paged(outside, *list(vars(mine).values())[1:])
+    assert_as_good_as(
+        attention(query, strided, q_offsets=batch.offsets, **options), expected, exact, size=4.0
+    )
+
+
+def test_int8_keys_with_other_values() -> None:
+    batch = Batch([(1, 300, 0), (40, 129, 0)], head_dim=64, value_dim=64)
+    query, _, memory = batch.made()
+    mine, wide = small(memory)
+    for keys, values in ((mine, wide), (wide, mine)):
+        mixed = Paged(
+            *(keys.key, values.value, memory.page_table, memory.lengths),
+            key_scale=keys.key_scale,
+            value_scale=values.value_scale,
+        )
+        out = attention(query, mixed, q_offsets=batch.offsets, mask=causal)
+        expected = attention(query, wide, q_offsets=batch.offsets, mask=causal)
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_factor_that_is_not_finite_reaches_who_reads_it(backend: Backend) -> None:
+    batch = Batch([(1, 40, 0), (2, 33, 0)], head_dim=64, value_dim=64)
+    query, _, memory = batch.made()
+    mine, _ = small(memory)
+    assert mine.value_scale is not None
+    mine.value_scale[memory.page_table[0, 1], 1, 3] = math.nan  # position 19 of sequence 0
+    every = attention(query, mine, q_offsets=batch.offsets, backend=backend)
+    assert every[0, 2:].isnan().all() and not every[0, :2].isnan().any()
+    assert not every[1:].isnan().any()
+    options: dict[str, Any] = {"q_offsets": batch.offsets, "backend": backend}
+    assert not attention(query, mine, mask=lambda b, h, q, kv: kv != 19, **options).isnan().any()
+
+
+def test_queries_learn_over_int8() -> None:
+    batch = Batch([(2, 40, 0), (40, 129, 0)], head_dim=64, value_dim=64)
+    query, _, memory = batch.made()
+    query.requires_grad_()
+    outs = [attention(query, x, q_offsets=batch.offsets, mask=causal) for x in small(memory)]
+    above = torch.randn_like(outs[0])
+    grads = [torch.autograd.grad(out, query, above)[0] for out in outs]
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
+    mine, out = small(memory)[0], outs[0].detach()
+    with pytest.raises(DtypeError) as caught:
+        attention_gradients(
+            *(query, mine, out, out[..., 0], out), q_offsets=batch.offsets, mask=causal
+        )
+    assert str(caught.value) == (
+        "key must hold numbers that have a gradient, but is torch.int8. Give float pages, or let "
+        "autograd find the gradient of the query."
+    )
+
+
+def test_factors_that_do_not_fit() -> None:
+    whole, scale = quantised(PAGES)
+    refused(
+        ArgumentError,
+        "key pages of int8 must come with key_scale, and others without, but they are torch.int8 "
+        "and key_scale is None. Give one float32 factor for each row of each head, [6, 2, 16].",
+        Paged(whole, PAGES, TABLE, [20, 16]),
+    )
+    refused(
+        ArgumentError,
+        "value pages of int8 must come with value_scale, and others without, but they are "
+        "torch.float32 and value_scale is given. Give one float32 factor for each row of each "
+        "head, [6, 2, 16].",
+        Paged(PAGES, PAGES, TABLE, [20, 16], value_scale=scale),
+    )
+    refused(
+        ShapeError,
+        "key_scale must be float32 [6, 2, 16], a factor for each row of each head, but is float32 "
+        "[6, 2]. Take the largest absolute value of a row by 127.",
+        Paged(whole, whole, TABLE, [20, 16], key_scale=scale[..., 0], value_scale=scale),
+    )
+
+
 # --- refusals ------------------------------------------------------------------------------------
 
 PAGES = torch.randn(6, 2, 16, 8)

@@ -251,7 +251,8 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     if not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
-    return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)
+    kept = (torch.float64, torch.int8)  # int8 has factors of its own
+    return tuple(t if t.dtype in kept else t.to(dtype) for t in tensors)
 
 
 def aux_output(

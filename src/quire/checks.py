@@ -57,7 +57,7 @@ def check_paged(query: Tensor, key: Tensor, value: Tensor) -> None:
     check_dtype("query", query)
     for name, tensor in (("key", key), ("value", value)):
         check_rank(name, tensor, PAGE_AXES, "Give pages: rows of one head lie within a page.")
-        check_dtype(name, tensor, KV_DTYPES)
+        check_dtype(name, tensor, (*KV_DTYPES, torch.int8))
     if key.shape[:3] != value.shape[:3]:
         raise ShapeError(
             f"key and value must agree in pages, heads and rows, but have shapes "
@@ -70,6 +70,32 @@ def check_paged(query: Tensor, key: Tensor, value: Tensor) -> None:
             f"pages must have at least one row, but key has shape {list(key.shape)}. Pages of 16 "
             f"to 128 rows are usual."
         )
+
+
+def check_scales(key: Tensor, key_scale: object, value: Tensor, value_scale: object) -> None:
+    """Pages of int8, and no others, have a factor for each row of each head."""
+    for name, pages, scale in (("key", key, key_scale), ("value", value, value_scale)):
+        if (pages.dtype == torch.int8) != (scale is not None):
+            raise ArgumentError(
+                f"{name} pages of int8 must come with {name}_scale, and others without, but they "
+                f"are {pages.dtype} and {name}_scale is {'None' if scale is None else 'given'}. "
+                f"Give one float32 factor for each row of each head, {list(pages.shape[:3])}."
+            )
+        if scale is None:
+            continue
+        check_kind(f"{name}_scale", scale)
+        assert isinstance(scale, Tensor)
+        if scale.dtype != torch.float32 or scale.shape != pages.shape[:3]:
+            raise ShapeError(
+                f"{name}_scale must be float32 {list(pages.shape[:3])}, a factor for each row of "
+                f"each head, but is {str(scale.dtype).removeprefix('torch.')} "
+                f"{list(scale.shape)}. Take the largest absolute value of a row by 127."
+            )
+        if scale.device != pages.device:
+            raise DeviceError(
+                f"{name}_scale must be where its pages are, on {pages.device}, but is on "
+                f"{scale.device}. Move it with .to(device)."
+            )
 
 
 def _check_tensors(

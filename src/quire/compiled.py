@@ -50,7 +50,7 @@ def obstacle(call: Call) -> str | None:
     if head_dim > LARGEST_HEAD_DIM:
         return f"its head dim is {head_dim}, and kernels go up to {LARGEST_HEAD_DIM}"
     for name, dtype in (("keys", call.key.dtype), ("values", call.value.dtype)):
-        if dtype not in DTYPES:
+        if dtype not in (*DTYPES, torch.int8):
             return f"{name} are {str(dtype).removeprefix('torch.')}, which kernels do not read"
     if call.query.dtype != torch.float64 and torch.float64 in (call.key.dtype, call.value.dtype):
         return "keys or values are float64 and queries are not"
@@ -193,6 +193,6 @@ def run_eagerly(
 def _memory(problem: Problem, operands: Operands, packed: Packed | None) -> Addressing:
     query, key, value = (tensor.resolve_neg() for tensor in operands)
     if packed is not None:
-        return Addressing(query, key, value, packed.sequences, page_table=packed.page_table)
+        return Addressing(query, key, value, packed.sequences, None, *packed[1:])
     dense_memory = Dense(key, value, problem.kv_start)
     return dense(query, dense_memory, problem.q_start, problem.b_start)

@@ -22,7 +22,7 @@ from quire.attention import Mask, prepare
 from quire.dynamo import never_traced
 from quire.eager import Above, Operands, Wanted, working_dtype
 from quire.eager.tiling import Sizes, block_rows
-from quire.errors import ShapeError
+from quire.errors import DtypeError, ShapeError
 from quire.ir.trace import Mod
 from quire.memory import Integers, Memory, Queries
 
@@ -63,6 +63,12 @@ def attention_gradients(
     masks = () if mask is None else (mask,)
     queries = Queries(q_start, q_offsets, q_lengths)
     call = prepare(query, memory, score_mod, masks, scale, 0.0, None, queries)
+    for name, tensor in (("key", call.key), ("value", call.value)):
+        if not tensor.is_floating_point():
+            raise DtypeError(
+                f"{name} must hold numbers that have a gradient, but is {tensor.dtype}. Give float "
+                f"pages, or let autograd find the gradient of the query."
+            )
     problem, captures = call.problem, call.problem.captures
     shape = (*call.query.shape[:3], call.value.shape[3])
     dtype = working_dtype(call.query.dtype)

@@ -167,7 +167,8 @@ class Paged:
     lengths    = [40, 30]                   page 2; it has 30 keys, the newest ones among them
     first_page = [1, 0]                     page 7 was released: sequence 0 begins at position 16
 
-    Any strides will do. Entries for pages that a sequence does not have are not looked at.
+    Any strides will do. Entries for pages that a sequence does not have are not looked at. Pages of
+    int8 have factors `key_scale` and `value_scale` [P, Hkv, page]: a row is its numbers times that.
     """
 
     key: Tensor
@@ -175,10 +176,13 @@ class Paged:
     page_table: Tensor
     lengths: Integers
     first_page: Integers | None = None
+    key_scale: Tensor | None = None
+    value_scale: Tensor | None = None
 
     def place(self, query: Tensor, queries: Queries) -> Placed:
         """query [B, Hq, L, D]; or [total, Hq, D], where `q_offsets` say which rows are whose."""
         checks.check_paged(query, self.key, self.value)
+        checks.check_scales(self.key, self.key_scale, self.value, self.value_scale)
         page = self.key.shape[2]
         table, ends = checked_page_table(self.page_table, self.lengths, len(self.key), page)
         begins = first_keys(self.first_page, ends, page)
@@ -193,7 +197,7 @@ class Paged:
             q_row=rows.first,
             kv_row=np.zeros_like(ends),
         )
-        in_pages = Packed(sequences, table.numbers)
+        in_pages = Packed(sequences, table.numbers, self.key_scale, self.value_scale)
         return Placed(self.as_placed(query, query), self.key, self.value, packed=in_pages)
 
     def _query_rows(self, query: Tensor, queries: Queries, count: int) -> Spans:

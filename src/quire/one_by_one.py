@@ -31,7 +31,15 @@ def in_rows(operands: Operands, packed: Packed | None) -> tuple[Operands, Sequen
         return operands, None if packed is None else packed.sequences
     query, key, value = operands
     pages, rows = packed.key_places(key.shape[2])
-    key, value = (x[pages, :, rows].transpose(0, 1).unsqueeze(0) for x in (key, value))
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+
+    def taken(x: Tensor, scale: Tensor | None) -> Tensor:
+        found = x[pages, :, rows]
+        if scale is not None:
+            found = found.to(dtype) * scale[pages, :, rows].to(dtype).unsqueeze(-1)
+        return found.transpose(0, 1).unsqueeze(0)
+
+    key, value = taken(key, packed.key_scale), taken(value, packed.value_scale)
     sequences = packed.sequences
     counts = sequences.kv_len
     first = np.cumsum(counts) - counts - sequences.kv_begin

@@ -75,11 +75,14 @@ class Sequences(NamedTuple):
 class Packed(NamedTuple):
     """Sequences whose queries are rows of one batch entry; so are their keys, or they have pages.
 
-    Row `p % page` of page `page_table[b, p // page]` is position p of sequence b.
+    Row `p % page` of page `page_table[b, p // page]` is position p of sequence b. Pages of int8
+    have a factor for each row of each head.
     """
 
     sequences: Sequences
     page_table: Tensor | None = None
+    key_scale: Tensor | None = None
+    value_scale: Tensor | None = None
 
     @property
     def longest(self) -> int:

@@ -88,6 +88,8 @@ CALL = {
     "num_sequences": I64,
     "num_items": I64,
     "page_table": PTR,  # i32 [sequence, page], or null
+    "key_scale": PTR,  # float32, a factor for each row of pages of int8
+    "value_scale": PTR,
     "tile_offsets": PTR,  # the tile list, see above; null: no list
     "tile_entries": PTR,
     "arguments": PTR,  # of the mods
@@ -102,6 +104,8 @@ PLAN = {
     **_strides("query", "batch", "head", "row", "column"),
     **_strides("key", "batch", "head", "page", "row", "column"),
     **_strides("value", "batch", "head", "page", "row", "column"),
+    **_strides("key_scale", "head", "page", "row"),
+    **_strides("value_scale", "head", "page", "row"),
     **_strides("out", "batch", "head", "row", "column"),
     **_strides("lse", "batch", "head", "row"),
     "scale": F64,  # times log2(e), unless the mods do that
@@ -288,6 +292,8 @@ def decode_regions(
         ("keys", scratch_stride(tile, head_dim) * tile.target.block_kv),
         ("values", scratch_stride(tile, value_dim) * tile.target.block_kv),
         ("products", more * 4),
+        ("key_scales", more),  # of int8
+        ("value_scales", more),
         ("alpha", rows * tile.lanes),
         ("scores", rows * row_stride(tile)),
         ("running_max", rows * tile.lanes),

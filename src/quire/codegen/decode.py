@@ -39,10 +39,12 @@ from quire.codegen.row_tiles import (
     set_sizes,
     write_add_read_values,
     write_exponentiate,
+    write_gather_scales,
     write_merge,
     write_multiply_keys,
     write_multiply_values,
     write_point,
+    write_scale_weights,
     write_turn,
 )
 from quire.codegen.softmax import close, sink_of
@@ -67,6 +69,8 @@ class _Phases(NamedTuple):
     near: _Products
     far: _Products
     turns: dict[int, Function]
+    gather_scales: Function
+    scale_weights: Function
     exponentiate: Function
     merge: Function
 
@@ -104,14 +108,16 @@ def _write_phases(module: Module, spec: ForwardSpec) -> _Phases:
         sizes = set_sizes(tile)
         return {n: write_multiply_values(module, tile, kind, n, careful) for n in sizes}
 
-    inside = wide.pop()
+    inside, scaled = wide.pop(), storage(spec.key).has_scales
     return _Phases(
         gathers,
         points,
         write_scatter(module, tile, storage(spec.out)),
         products(inside, inside),
         products(storage(spec.key), storage(spec.value)),
-        {size: write_turn(module, tile, size) for size in set_sizes(tile)},
+        {size: write_turn(module, tile, size, scaled) for size in set_sizes(tile)},
+        write_gather_scales(module, tile),
+        write_scale_weights(module, tile),
         write_exponentiate(module, tile),
         write_merge(module, tile),
     )
@@ -296,7 +302,8 @@ class _Kernel(Nest):
                 *(self.scratch["products"], count),
             )
             scores = self._at("scores", first), self._scores_stride
-            self.f.call(self.phases.turns[size], self.scratch["products"], *scores, count)
+            products, scales = self.scratch["products"], self.scratch["key_scales"]
+            self.f.call(self.phases.turns[size], products, scales, *scores, count)
 
         def multiply_values(first: Value, size: int) -> None:
             self._product(
@@ -355,12 +362,21 @@ class _Kernel(Nest):
             into, stride = self.scratch[f"{name}s"], self.stride[name]
             f.call(self.phases.gathers[kind], record, begin, end, into, stride)
             count = end - begin
+            if storage(kind).has_scales:  # they are in what was copied
+                with f.range(0, count) as j:
+                    f.store(f.value(1.0, self.tile.element), self.scratch[f"{name}_scales"], j)
             with f.range(0, count + MOST_KEYS) as j:
                 place = f.minimum(j, count - 1) * stride
                 f.store(f.offset(into, place, self.tile.element), rows, j)
             return [f.value(1, I1)]
 
-        (near,) = f.choose(in_place, lambda: [f.value(0, I1)], copied)
+        def left() -> list[Value]:
+            if storage(kind).has_scales:
+                into = self.scratch[f"{name}_scales"]
+                f.call(self.phases.gather_scales, record, begin, end, into)
+            return [f.value(0, I1)]
+
+        (near,) = f.choose(in_place, left, copied)
         return _Staged(rows, near)
 
     def _ahead(self, item: Item, block: Block) -> Value:
@@ -398,6 +414,8 @@ class _Kernel(Nest):
         alpha = self._at("alpha", row.place)
         f.call(self.phases.exponentiate, scores, *running, alpha, count)
         rewrite(arg["weights_mod"])
+        if storage(self.spec.value).has_scales:
+            f.call(self.phases.scale_weights, scores, self.scratch["value_scales"], count)
 
     def _finish(self, item: Item, head: Value, first: Value) -> None:
         """Divide by the sums and write out, lse and the like of one head."""

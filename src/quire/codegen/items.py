@@ -24,7 +24,7 @@ from quire.codegen.convention import (
     ForwardSpec,
 )
 from quire.codegen.staging import ENDLESS, ROWS, storage
-from quire.codegen.types import I32, I64, Layout
+from quire.codegen.types import F32, I32, I64, Layout
 
 SPAN = 64  # blocks of keys that are skipped at once
 
@@ -236,6 +236,11 @@ class Work:
             "width": arg["head_dim" if name.endswith(("query", "key")) else "value_dim"],
         }.items():
             f.set_field(ROWS, record, field, value)
+        if in_memory and kind.has_scales:
+            at = f.offset(arg[f"{name}_scale"], head * arg[f"{name}_scale_head"], F32)
+            f.set_field(ROWS, record, "scales", at)
+            f.set_field(ROWS, record, "scale_page_stride", arg[f"{name}_scale_page"])
+            f.set_field(ROWS, record, "scale_row_stride", arg[f"{name}_scale_row"])
 
     # --- blocks of keys
 

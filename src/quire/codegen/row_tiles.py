@@ -18,7 +18,7 @@ import math
 
 from quire.codegen import observe, vecmath
 from quire.codegen.builder import Function, Module, Value
-from quire.codegen.staging import ROWS, Storage, page_start
+from quire.codegen.staging import ROWS, Storage, page_start, read_scale
 from quire.codegen.tiles import UNREAD, Tile, across
 from quire.codegen.types import I1, I8, I64, PTR
 
@@ -147,11 +147,46 @@ def add_lanes(f: Function, vectors: list[Value]) -> Value:
     return vectors[0]
 
 
-def write_turn(module: Module, tile: Tile, rows: int) -> Function:
-    """scores[row, key] = products[key, row], -inf past the last key up to whole vectors."""
-    parameters = {"products": PTR, "scores": PTR, "score_stride": I64, "count": I64}
+def write_gather_scales(module: Module, tile: Tile) -> Function:
+    """The factors of the rows at positions [begin, end), one after the other."""
+    parameters = {"rows": PTR, "begin": I64, "end": I64, "into": PTR}
+    with module.function("gather_scales", parameters, internal=True) as f:
+        rows, begin, end, into = f.parameters
+        page_size = f.field(ROWS, rows, "page_size")
+        with f.range(begin, end) as p:
+            page = p.udiv(page_size)
+            f.store(read_scale(f, tile, rows, page, p - page * page_size), into, p - begin)
+    return f
+
+
+def write_scale_weights(module: Module, tile: Tile) -> Function:
+    """weights[key] times its factor; a key that is not read stays one."""
+    parameters = {"weights": PTR, "scales": PTR, "count": I64}
+    with module.function("scale_weights", parameters, internal=True) as f:
+        weights, scales, count = f.parameters
+        bits = tile.element.as_int
+        unread = f.bitcast(f.value(UNREAD, tile.vector), bits)
+        with f.range(0, count, tile.lanes) as j:
+            weight = tile.load(f, weights, j)
+            kept = f.bitcast(weight, bits).equals(unread)
+            tile.store(f, f.select(kept, weight, weight * tile.load(f, scales, j)), weights, j)
+    return f
+
+
+def write_turn(module: Module, tile: Tile, rows: int, scaled: bool) -> Function:
+    """scores[row, key] = products[key, row], -inf past the last key up to whole vectors.
+
+    Where keys have factors, times these.
+    """
+    parameters = {
+        "products": PTR,
+        "scales": PTR,
+        "scores": PTR,
+        "score_stride": I64,
+        "count": I64,
+    }
     with module.function(f"turn_{rows}", parameters, internal=True) as f:
-        products, scores, score_stride, count = f.parameters
+        products, scales, scores, score_stride, count = f.parameters
         lanes = tile.element.as_int.vector(tile.lanes)
         with f.range(0, count, tile.lanes) as j:
             start = f.offset(products, j * rows, tile.element)
@@ -159,6 +194,8 @@ def write_turn(module: Module, tile: Tile, rows: int) -> Function:
             left = f.splat(f.convert(count - j, lanes.scalar), lanes)
             exists = f.iota(lanes) < left
             for r, row in enumerate(_columns(f, square)):
+                if scaled:
+                    row = row * tile.load(f, scales, j)
                 into = f.offset(scores, r * score_stride + j, tile.element)
                 tile.store(f, f.select(exists, row, -math.inf), into)
     return f

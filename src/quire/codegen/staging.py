@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeVar
 
 from quire.codegen.builder import Function, Module, Value
 from quire.codegen.tiles import SMALL_ROWS, Tile
-from quire.codegen.types import F16, F32, F64, I1, I16, I32, I64, PTR, Layout, Type
+from quire.codegen.types import F16, F32, F64, I1, I8, I16, I32, I64, PTR, Layout, Type
 from quire.errors import CodegenError
 
 ROWS = Layout(
@@ -33,6 +33,9 @@ ROWS = Layout(
         "row_stride": I64,
         "column_stride": I64,
         "width": I64,
+        "scales": PTR,  # of int8: a float32 for each row
+        "scale_page_stride": I64,
+        "scale_row_stride": I64,
     },
 )
 ENDLESS = 1 << 62  # the page size of a memory without pages
@@ -57,6 +60,11 @@ class Storage(NamedTuple):
     name: str
     memory: Type
 
+    @property
+    def has_scales(self) -> bool:
+        """Whether every row has a factor."""
+        return self.memory == I8
+
     def read(self, f: Function, raw: Value, element: Type) -> Value:
         """What was loaded, as an `element`."""
         if self.name != "bfloat16":
@@ -80,6 +88,7 @@ STORAGES = {
         Storage("float64", F64),
         Storage("float16", F16),
         Storage("bfloat16", I16),
+        Storage("int8", I8),
     )
 }
 
@@ -102,17 +111,20 @@ def write_gather(module: Module, tile: Tile, kind: Storage) -> Function:
         width = f.field(ROWS, rows, "width")
         by_vector = f.select(column_stride.equals(1), width & -tile.lanes, 0)
 
-        def copy(source: Value, target: Value, column: Value, type: Type) -> None:
+        def copy(source: Value, target: Value, column: Value, type: Type, scale: Value) -> None:
             raw = f.load(kind.memory.like(type), source, column * column_stride)
-            f.store(kind.read(f, raw, tile.element), target, column)
+            number = kind.read(f, raw, tile.element)
+            if kind.has_scales:
+                number = number * (f.splat(scale, type) if type.lanes else scale)
+            f.store(number, target, column)
 
-        def copy_row(source: Value, target: Value) -> None:
+        def copy_row(source: Value, target: Value, scale: Value) -> None:
             with f.range(0, by_vector, tile.lanes) as c:
                 # What lies behind is read soon: the next row, or that of the next head.
                 f.prefetch(f.offset(source, c + width, kind.memory))
-                copy(source, target, c, tile.vector)
+                copy(source, target, c, tile.vector, scale)
             with f.range(by_vector, width) as c:
-                copy(source, target, c, tile.element)
+                copy(source, target, c, tile.element, scale)
             with f.range(width, padded(tile, width)) as c:
                 f.store(f.value(0.0, tile.element), target, c)
 
@@ -124,22 +136,38 @@ def write_gather(module: Module, tile: Tile, kind: Storage) -> Function:
             source = page_start(f, kind, rows, page)
             with f.range(position, stop) as p:
                 row = f.offset(source, (p - position + offset) * row_stride, kind.memory)
-                copy_row(row, f.offset(into, (p - begin) * stride, tile.element))
+                scale = f.value(1.0, tile.element)
+                if kind.has_scales:
+                    scale = read_scale(f, tile, rows, page, p - position + offset)
+                copy_row(row, f.offset(into, (p - begin) * stride, tile.element), scale)
             return [stop]
 
         f.repeat(lambda carried: carried[0] < end, copy_run, [begin])
     return f
 
 
+def read_scale(f: Function, tile: Tile, rows: Value, page: Value, offset: Value) -> Value:
+    """The factor of row `offset` of a page of a sequence."""
+    number = _page_number(f, rows, page) * f.field(ROWS, rows, "scale_page_stride")
+    place = number + offset * f.field(ROWS, rows, "scale_row_stride")
+    return f.convert(f.load(F32, f.field(ROWS, rows, "scales"), place), tile.element)
+
+
 def page_start(f: Function, kind: Storage, rows: Value, page: Value) -> Value:
     """Where page number `page` of a sequence starts."""
-    base, table = f.field(ROWS, rows, "base"), f.field(ROWS, rows, "table")
+    number = _page_number(f, rows, page)
+    base = f.field(ROWS, rows, "base")
+    return f.offset(base, number * f.field(ROWS, rows, "page_stride"), kind.memory)
+
+
+def _page_number(f: Function, rows: Value, page: Value) -> Value:
+    table = f.field(ROWS, rows, "table")
 
     def look_up() -> list[Value]:
         return [f.convert(f.load(I32, table, page), I64)]
 
     (number,) = f.choose(table.differs(f.null()), look_up, lambda: [f.value(0, I64)])
-    return f.offset(base, number * f.field(ROWS, rows, "page_stride"), kind.memory)
+    return number
 
 
 def write_scatter(module: Module, tile: Tile, kind: Storage) -> Function:

@@ -35,6 +35,8 @@ class Addressing(NamedTuple):
     sequences: Sequences
     copies: int | None = None
     page_table: Tensor | None = None
+    key_scale: Tensor | None = None
+    value_scale: Tensor | None = None
 
     @property
     def batches(self) -> int:
@@ -104,6 +106,9 @@ class Addressing(NamedTuple):
             page = tensor.stride(0) if table is not None else 0
             steps = (batch if table is None else 0, head, page, row, column)
             result.update(zip(_NAMES[name], steps, strict=True))
+        for name, scale in (("key_scale", self.key_scale), ("value_scale", self.value_scale)):
+            page, head, row = (0, 0, 0) if scale is None else scale.stride()
+            result |= {f"{name}_head": head, f"{name}_page": page, f"{name}_row": row}
         return result | {
             "head_dim": query.shape[3],
             "value_dim": value.shape[3],

@@ -25,7 +25,7 @@ from quire.eager.backward import Above, Gradients, Wanted, folded
 from quire.ir.graph import Node
 from quire.problem import Problem
 from quire.runtime.addressing import Addressing, only_record, records
-from quire.runtime.plan import Plan, Rows, make_plan
+from quire.runtime.plan import Plan, Rows, address_of, make_plan
 from quire.runtime.roots import mod_roots
 from quire.runtime.tile_lists import NO_LISTS, TileLists, tile_lists
 
@@ -246,6 +246,7 @@ class Pass:
             self.captures,
             self.plan.lists,
             0 if pages is None else pages.data_ptr(),
+            (address_of(memory.key_scale), address_of(memory.value_scale)),
             gradients=record,
             first=first,
         )

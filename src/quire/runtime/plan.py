@@ -103,9 +103,11 @@ class Plan(NamedTuple):
             0 if sink is None else sink.data_ptr(),
         )
         pages = 0 if table is None else table.data_ptr()
+        factors = memory.key_scale, memory.value_scale
+        scales = (address_of(factors[0]), address_of(factors[1]))
         work = memory.work(sequences)
         return self.launch_at(
-            addresses, records, sequences.num, items, work, captures, lists, pages, pieces
+            addresses, records, sequences.num, items, work, captures, lists, pages, scales, pieces
         )
 
     def launch_at(
@@ -118,6 +120,7 @@ class Plan(NamedTuple):
         captures: Several[Tensor],
         lists: TileLists = NO_LISTS,
         page_table: int = 0,
+        scales: tuple[int, int] = (0, 0),
         pieces: int = 1,
         gradients: bytes = b"",
         first: int = 0,
@@ -145,6 +148,7 @@ class Plan(NamedTuple):
                 num_sequences,
                 items,
                 page_table,
+                *scales,
                 lists.offsets_address,
                 lists.entries_address,
                 address + _SEQUENCES + len(records),
@@ -168,6 +172,11 @@ _COUNTERS = CALL_PART.size + PLAN_PART.size
 _FLAG = _COUNTERS + 16 * 8
 _SEQUENCES = _FLAG + 8
 _ZEROS = bytes(_SEQUENCES - _COUNTERS - 8)
+
+
+def address_of(tensor: Tensor | None) -> int:
+    """Where a tensor is; 0 where there is none."""
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def wide_dtype(query: Tensor) -> torch.dtype:
