@@ -318,7 +318,7 @@ def write_multiply_values(
         def passes(vectors: int, first: Value, place: list[Value]) -> tuple[Value, list[Value]]:
             """Columns from `first` on, some vectors at a time, as long as there are so many."""
             taken = vectors * tile.lanes * kind.memory.size  # bytes of a row
-            lines, unroll = max(1, taken // LINE), max(1, LINE // taken)
+            lines, unroll = max(1, taken // LINE), 1 << max(0, (LINE // taken).bit_length() - 1)
 
             def one(d: Value, place: list[Value]) -> list[Value]:
                 def step(j: Value, carried: list[Value]) -> list[Value]:
