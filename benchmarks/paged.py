@@ -180,6 +180,31 @@ def long(table: Table, seconds: float, threads: int) -> None:
         table.add(case, times["1"] / times["2"], "x 1 thread", "1.7", of_read=f"{share} % (or 85)")
 
 
+def prefix(table: Table, seconds: float, threads: int) -> None:
+    """Sequences that begin with the same pages, against copies of these."""
+    torch.manual_seed(0)
+    query = torch.randn(SHARING, Q_HEADS, 1, HEAD_DIM)
+    pages, page = PREFIX // OWN, OWN
+    key, value = (torch.randn(pages + SHARING, KV_HEADS, page, HEAD_DIM) for _ in range(2))
+    numbers = torch.empty(SHARING, pages + 1, dtype=torch.int32)
+    numbers[:, :pages] = torch.arange(pages)
+    numbers[:, pages] = torch.arange(pages, pages + SHARING)
+    lengths = torch.full((SHARING,), PREFIX + OWN)
+    shared = Paged(key, value, numbers, lengths)
+    order = torch.randperm(numbers.numel())
+    places = torch.empty_like(order).index_copy_(0, order, numbers.flatten().long())
+    apart = Paged(key[places], value[places], order.view(numbers.shape).int(), lengths)
+    times = race(
+        {
+            "shared": lambda: quire.attention(query, shared, mask=causal),
+            "apart": lambda: quire.attention(query, apart, mask=causal),
+        },
+        seconds,
+    )
+    case = f"{SHARING} sequences of {OWN} behind one prefix of {PREFIX}"
+    table.add(case, times["apart"] / times["shared"], "x apart", "3")
+
+
 def prefill(table: Table, seconds: float, threads: int) -> None:
     """A prompt over pages against the same prompt in one piece."""
     torch.manual_seed(0)
@@ -197,7 +222,7 @@ def prefill(table: Table, seconds: float, threads: int) -> None:
     table.add(f"prefill of {PROMPT}, pages of 64", slower, "% slower", "at most 5")
 
 
-PARTS = (contiguous, paged, int8, long, prefill)
+PARTS = (contiguous, paged, int8, long, prefix, prefill)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,8 @@ from quire.errors import (
     RankError,
     ShapeError,
 )
+from quire.runtime.common import common_pieces
+from quire.sequences import Sequences
 
 EVERYTHING = AuxRequest(*[True] * len(AuxRequest._fields))
 BACKENDS: tuple[Backend, ...] = ("jit", "eager")
@@ -342,6 +344,69 @@ def test_dropout_sinks_and_mixed_dtypes() -> None:
         assert torch.equal(out[rows].transpose(0, 1)[None], expected)
     dropped = attention(query, memory, q_offsets=batch.offsets, dropout_p=0.5, generator=generator)
     assert not torch.equal(dropped, attention(query, memory, q_offsets=batch.offsets))
+
+
+# --- pages that sequences share ---
+
+
+def sharing(prefix: int, own: list[int], page: int, seed: int = 0) -> tuple[Paged, Paged]:
+    """Sequences that begin with the same pages, and the same sequences in pages of their own."""
+    torch.manual_seed(seed)
+    count = prefix // page
+    needed = [-(-length // page) for length in own]
+    keys, values = (torch.randn(count + sum(needed), 2, page, width) for width in (24, 20))
+    table = torch.full((len(own), count + max(needed)), -1)
+    table[:, :count] = torch.randperm(count)
+    numbers = iter(range(count, count + sum(needed)))
+    for b, pages in enumerate(needed):
+        table[b, count : count + pages] = torch.tensor([next(numbers) for _ in range(pages)])
+    lengths = [prefix + length for length in own]
+    alone = torch.where(table < 0, 0, table).flatten()
+    apart = torch.arange(table.numel()).view(table.shape)
+    copies = Paged(keys[alone], values[alone], apart, lengths)
+    return Paged(keys, values, table, lengths), copies
+
+
+@pytest.mark.parametrize("q_len", [1, 3])
+@pytest.mark.parametrize("page", [16, 64, 2048])
+@pytest.mark.parametrize(
+    ("prefix", "own"),
+    [
+        (2048, [1, 30, 64]),
+        (2048, [5] * 20),  # more than are computed together
+        (4096, [0, 700, 1500]),
+        (4112, [3, 4]),
+    ],
+)
+def test_sharing_changes_no_bit(prefix: int, own: list[int], page: int, q_len: int) -> None:
+    prefix -= prefix % page
+    own = [max(1, length) for length in own]
+    shared, apart = sharing(prefix, own, page)
+    query = torch.randn(len(own), 6, q_len, 24)
+    window = torch.tensor([900 + 100 * (b % 3) for b in range(len(own))])
+
+    def own_window(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        """A mask under which some of the sequences skip what others read."""
+        return (kv_idx % 3 != b % 3) & (kv_idx > window[b]) & (q_idx >= kv_idx)
+
+    for mask in (causal, own_window):
+        options: dict[str, Any] = {"mask": mask, "score_mod": slanted, "return_aux": EVERYTHING}
+        out, aux = attention(query, shared, **options)
+        expected, numbers = attention(query, apart, **options)
+        assert torch.equal(out, expected)
+        for mine, its in zip(aux, numbers, strict=True):
+            assert same(mine, its)
+
+
+def test_who_begins_with_the_same_pages() -> None:
+    table = torch.tensor([[1, 2, 3], [1, 2, 4], [5, 6, 7], [1, 9, 9], [1, 2, 3]], dtype=torch.int32)
+    ends = torch.tensor([2500, 2048, 3000, 1500, 1023]).numpy()
+    zeros = ends * 0
+    sequences = Sequences(zeros + range(5), zeros + 1, ends - 1, zeros, ends, zeros, zeros)
+    order, shared, members = common_pieces(sequences, table, 1024, zeros + range(5))
+    assert order.tolist() == [0, 1, 3, 4, 2]
+    assert shared is not None and shared.tolist() == [1, 1, 1, 0, 0]
+    assert members is not None and members.tolist() == [3, 0, 0, 1, 1]
 
 
 # --- int8 ---

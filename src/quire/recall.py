@@ -21,14 +21,14 @@ from torch.nn.attention import flex_attention as torch_flex
 from quire import compiled
 from quire.block_mask import BlockMask, BlockRows
 from quire.codegen.arguments import CaptureShape
-from quire.codegen.convention import num_pieces
+from quire.codegen.convention import num_items, num_pieces
 from quire.config import config
 from quire.eager import Above, Gradients, Operands, Wanted, output_layout, working_dtype
 from quire.eager.function import gradients
 from quire.ir.trace import Mod, Traced, trace
 from quire.memory import Dense
 from quire.problem import Call, Problem
-from quire.runtime.addressing import dense, record
+from quire.runtime.addressing import Records, dense, record
 from quire.runtime.backward import BackwardPlan, Pass, plan_backward
 from quire.runtime.forward import plan_for
 from quire.runtime.gather import gathers
@@ -156,8 +156,7 @@ class Recalled(NamedTuple):
             return None
         ((form, sequences),) = operands.by_form()
         plan, _, lists = plan_for(problem, operands, form, sequences, results)
-        _, items, pieces = operands.records(sequences, plan.heads, plan.block_q, form)
-        items //= pieces
+        items = num_items(int(sequences.q_len[0]), plan.heads, plan.block_q) * operands.batches
         if items == 0 or lists.mixed is not None:
             return None
         batch, heads, q_len, head_dim = query.shape
@@ -188,9 +187,8 @@ class Recalled(NamedTuple):
         addresses = (*operands, rows.lse.data_ptr(), 0, 0, 0, 0)
         work = self.work * keys
         items = self.items * pieces
-        wrong = self.plan.launch_at(
-            addresses, sequence, 1, items, work, captures, self.lists, pieces=pieces
-        )
+        records = Records(sequence, items, items if pieces > 1 else 0)
+        wrong = self.plan.launch_at(addresses, records, 1, work, captures, self.lists)
         return None if wrong else rows
 
     def gradients(

@@ -123,7 +123,7 @@ def test_paged_is_dense() -> None:
     memory = Paged(keys, values, pages, torch.tensor(lengths))
     placed = memory.place(query, Queries())
     assert placed.packed is not None
-    sequences, numbers = placed.packed
+    sequences, numbers = placed.packed[:2]
     above = torch.randn(len(lengths), HQ, q_len, DV)
     in_pages = Addressing(*placed[:3], sequences, page_table=numbers)
     found = run(in_pages, table, memory.as_placed(query, above))

@@ -85,7 +85,7 @@ def test_paged_is_dense(page: int, dtype: torch.dtype) -> None:
     q = torch.stack([part[0] for part in parts])
     placed = memory.place(q, Queries())
     assert placed.packed is not None
-    sequences, pages = placed.packed
+    sequences, pages = placed.packed[:2]
     in_pages = Addressing(*placed[:3], sequences, page_table=pages)
     out, lse = run(in_pages, torch.empty(1, HQ, len(lengths) * q_len, DV, dtype=dtype))
     for b, part in enumerate(parts):

@@ -94,8 +94,10 @@ CALL = {
     "tile_entries": PTR,
     "arguments": PTR,  # of the mods
     "scratch": PTR,  # 64-byte aligned, `scratch_bytes` for each thread
-    "partials": PTR,  # of items that are pieces of a row, by number: `PARTIAL_STATES`, then out
-    "arrivals": PTR,  # i64 for each item, zero before the launch
+    "scratch_bytes": I64,
+    "members": I64,  # the most sequences that an item computes
+    "partials": PTR,  # what each piece of a row leaves, by slot: `PARTIAL_STATES`, then out
+    "arrivals": PTR,  # i64 for each slot, zero before the launch
     "counters": PTR,  # 16 x i64, zero before the launch
 }
 
@@ -129,7 +131,6 @@ PLAN = {
     "extent": PTR,  # an EXTENT or null
     "verdict": PTR,  # a VERDICT or null; null where there is a tile list
     "observe": PTR,  # an OBSERVE or null
-    "scratch_bytes": I64,
 }
 
 FORWARD = Layout("forward", CALL | PLAN)
@@ -172,7 +173,11 @@ SEQUENCE = Layout(
         "kv_row": I64,  # the row that position 0 has, or would have, in key and value
         "kv_begin": I64,  # keys exist at positions [kv_begin, kv_end)
         "kv_end": I64,
-        "slices": I64,  # that its queries are shared out by in the backward pass, or pieces of keys
+        "slices": I64,  # that it is shared out by: queries in the backward pass, else keys
+        "pieces": I64,  # of its keys, for few queries
+        "shared": I64,  # of these, the first ones that it has in common with its neighbours
+        "members": I64,  # that these are computed for, this one being the first; 0: by another
+        "first_slot": I64,  # pieces of the sequences before, in all heads
     },
 )
 

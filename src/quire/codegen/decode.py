@@ -27,12 +27,13 @@ from quire.codegen.convention import (
     OBSERVE,
     PARTIAL_STATES,
     ROW_REWRITE,
+    SEQUENCE,
     ForwardSpec,
     decode_regions,
     partial_stride,
     row_stride,
 )
-from quire.codegen.items import Arguments, Block, Item, Piece
+from quire.codegen.items import Arguments, Block, Item, Member, Piece
 from quire.codegen.nest import Nest, entry
 from quire.codegen.row_tiles import (
     MOST_KEYS,
@@ -146,7 +147,7 @@ class _Kernel(Nest):
 
     def __init__(self, spec: ForwardSpec, f: Function, phases: _Phases) -> None:
         def regions(arg: Arguments) -> Iterator[tuple[str, Value]]:
-            rows = arg["block_q"] * arg["row_group"]
+            rows = arg["block_q"] * arg["row_group"] * arg["members"]
             return decode_regions(spec.tile, arg["head_dim"], arg["value_dim"], rows)
 
         super().__init__(spec, f, regions, ("query", "key", "value", "out"))
@@ -155,66 +156,74 @@ class _Kernel(Nest):
             f.store(self.scratch["nowhere"], self.scratch["nowhere"], j)
 
     def attend(self, piece: Piece) -> None:
-        """One item, from the queries to the results; what it is a piece of, if it is the last."""
-        f, whole = self.f, piece.whole
+        """One item, from the queries to the results of those whose last piece it is."""
+        f = self.f
         for name in ("key", "value"):
-            self.work.describe_rows(whole, name, self.rows[name])
-        self._start(whole)
-        with self.work.visit(piece.item) as block:
+            self.work.describe_rows(piece.whole, name, self.rows[name])
+        with self.work.members_of(piece) as member:
+            self._start(member)
+
+        def judge(first: Value, stop: Value) -> Value:
+            return self.work.common_verdict(piece, first, stop)
+
+        with self.work.visit(piece.item, judge) as block:
             self._attend_block(piece, block)
+        pieces = f.field(SEQUENCE, piece.sequence, "pieces")
 
-        def join() -> list[Value]:
-            self._leave(piece)
-            first = piece.number - piece.place
-            arrivals = f.offset(self.arg["arrivals"], first, I64)
-            arrived = f.atomic_add(arrivals, 1, publish=True)
-            last = arrived.equals(piece.pieces - 1)
-            with f.when(last):
-                self._merge(whole, first, piece.pieces)
-            return [last]
+        def at_once() -> list[Value]:
+            self._finish(piece.whole)
+            return []
 
-        (complete,) = f.choose(piece.pieces > 1, join, lambda: [f.value(1, I1)])
-        with f.when(complete):
-            self._each_head(whole, lambda head, first: self._finish(whole, head, first))
+        def later() -> list[Value]:
+            with self.work.members_of(piece) as member:
+                self._leave(member, piece.place)
+            with self.work.members_of(piece) as member:
+                self._arrive(member)
+            return []
 
-    def _partial(self, number: Value, row: Value) -> Value:
-        """Where the row of an item is that is a piece."""
+        f.choose(pieces.equals(1) & piece.members.equals(1), at_once, later)
+
+    def _partial(self, slot: Value, row: Value) -> Value:
+        """Where a row of a piece is left."""
         rows = self.arg["block_q"] * self.arg["row_group"]
         stride = partial_stride(self.tile, self.arg["value_dim"])
-        return self.f.offset(
-            self.arg["partials"], (number * rows + row) * stride, self.tile.element
-        )
+        return self.f.offset(self.arg["partials"], (slot * rows + row) * stride, self.tile.element)
 
-    def _leave(self, piece: Piece) -> None:
+    def _leave(self, member: Member, piece: Value) -> None:
         """Put down what a piece has found, for whoever finishes last."""
         f, tile = self.f, self.tile
 
         def put_down(row: _Row) -> None:
-            into = self._partial(piece.number, row.place)
+            into = self._partial(member.first_slot + piece, row.place)
+            from_row = member.first_row + row.place
             for place, name in enumerate(PARTIAL_STATES):
-                tile.store(f, tile.load(f, self._at(name, row.place)), into, place * tile.lanes)
+                tile.store(f, tile.load(f, self._at(name, from_row)), into, place * tile.lanes)
             out = f.offset(into, len(PARTIAL_STATES) * tile.lanes, tile.element)
             with f.range(0, self.depth["value"], tile.lanes) as d:
-                tile.store(f, tile.load(f, self._at("out", row.place), d), out, d)
+                tile.store(f, tile.load(f, self._at("out", from_row), d), out, d)
 
-        self._each_row(piece.whole, put_down)
+        self._each_row(member.item, put_down)
 
-    def _merge(self, whole: Item, first: Value, count: Value) -> None:
-        """All pieces in ascending order, whoever found them when."""
+    def _arrive(self, member: Member) -> None:
+        """Count a piece of a sequence; after the last one, merge them all and write the result."""
         f = self.f
+        arrivals = f.offset(self.arg["arrivals"], member.first_slot, I64)
+        arrived = f.atomic_add(arrivals, 1, publish=True)
 
         def merge(row: _Row) -> None:
             mine = [self._at(name, row.place) for name in (*PARTIAL_STATES, "out")]
-            with f.range(0, count) as place:
-                part = self._partial(first + place, row.place)
+            with f.range(0, member.pieces) as place:  # in this order, whoever came last
+                part = self._partial(member.first_slot + place, row.place)
                 f.call(self.phases.merge, *mine, part, self.depth["value"])
 
-        self._clear(whole)
-        self._each_row(whole, merge)
+        with f.when(arrived.equals(member.pieces - 1)):
+            self._each_row(member.item, lambda row: self._clear(row.place))
+            self._each_row(member.item, merge)
+            self._finish(member.item)
 
-    def _each_set(self, item: Item, body: Callable[[Value, int], None]) -> None:
+    def _each_set(self, piece: Piece, body: Callable[[Value, int], None]) -> None:
         """For every set of rows: the first one, and how many there are."""
-        f, count = self.f, self.arg["row_group"] * item.q_count
+        f, count = self.f, self.arg["row_group"] * piece.item.q_count * piece.members
         done: Value | int = 0
         for size in set_sizes(self.tile):
             stop = count & -size
@@ -245,42 +254,39 @@ class _Kernel(Nest):
             self.scratch[region], row * widths.get(region, self.tile.lanes), self.tile.element
         )
 
-    def _start(self, item: Item) -> None:
+    def _start(self, member: Member) -> None:
         """Queries to scratch, scaled, and nothing read so far."""
-        f, tile = self.f, self.tile
+        f, tile, item = self.f, self.tile, member.item
         scale = f.splat(f.convert(self.arg["scale"], tile.element), tile.vector)
 
         def gather(head: Value, first: Value) -> None:
             self.work.describe_rows(item._replace(h=head), "query", self.rows["query"])
             begin, end = item.q_first, item.q_first + item.q_count
-            into = self._at("queries", first)
+            into = self._at("queries", member.first_row + first)
             f.call(
                 *(self.phases.gathers[self.spec.query], self.rows["query"], begin, end),
                 *(into, self.stride["key"]),
             )
 
-        def scale_query(row: _Row) -> None:
+        def prepare(row: _Row) -> None:
+            place = member.first_row + row.place
             with f.range(0, self.depth["key"], tile.lanes) as d:
-                at = f.offset(self._at("queries", row.place), d, tile.element)
+                at = f.offset(self._at("queries", place), d, tile.element)
                 tile.store(f, tile.load(f, at) * scale, at)
+            self._clear(place)
 
         self._each_head(item, gather)
-        self._each_row(item, scale_query)
-        self._clear(item)
+        self._each_row(item, prepare)
 
-    def _clear(self, item: Item) -> None:
+    def _clear(self, row: Value) -> None:
         """Nothing read so far."""
         f, tile = self.f, self.tile
-
-        def clear(row: _Row) -> None:
-            with f.range(0, self.depth["value"], tile.lanes) as d:
-                tile.store(f, f.value(0.0, tile.vector), self._at("out", row.place), d)
-            tile.store(f, f.value(-math.inf, tile.vector), self._at("running_max", row.place))
-            tile.store(f, f.value(0.0, tile.vector), self._at("running_sum", row.place))
-            with f.when(self.arg["observe"].differs(f.null())):
-                observe.forget(f, tile, *self._observed(row.place))
-
-        self._each_row(item, clear)
+        with f.range(0, self.depth["value"], tile.lanes) as d:
+            tile.store(f, f.value(0.0, tile.vector), self._at("out", row), d)
+        tile.store(f, f.value(-math.inf, tile.vector), self._at("running_max", row))
+        tile.store(f, f.value(0.0, tile.vector), self._at("running_sum", row))
+        with f.when(self.arg["observe"].differs(f.null())):
+            observe.forget(f, tile, *self._observed(row))
 
     def _observed(self, row: Value) -> list[Value]:
         """What a row of scratch has for the argmax and the entropy."""
@@ -288,10 +294,9 @@ class _Kernel(Nest):
 
     def _attend_block(self, piece: Piece, block: Block) -> None:
         """All rows and one block of keys."""
-        item = piece.item
         keys, values = self._stage(block, "key"), self._stage(block, "value")
         count = block.end - block.begin
-        rows_ahead = self._ahead(item, block)
+        rows_ahead = self._ahead(piece.item, block)
 
         def multiply_keys(first: Value, size: int) -> None:
             self._product(
@@ -316,9 +321,10 @@ class _Kernel(Nest):
                 *(count, self.depth["value"]),
             )
 
-        self._each_set(item, multiply_keys)
-        self._each_row(item, lambda row: self._weigh(piece.whole, block, row))
-        self._each_set(item, multiply_values)
+        self._each_set(piece, multiply_keys)
+        with self.work.members_of(piece) as member:
+            self._each_row(member.item, lambda row: self._weigh(member, block, row))
+        self._each_set(piece, multiply_values)
 
     @property
     def _scores_stride(self) -> Value:
@@ -394,31 +400,34 @@ class _Kernel(Nest):
 
         return f.choose(begin < end, found, lambda: [self.scratch["nowhere"]])[0]
 
-    def _weigh(self, item: Item, block: Block, row: _Row) -> None:
+    def _weigh(self, member: Member, block: Block, row: _Row) -> None:
         """From the products of one row and one block of keys to its weights."""
-        f, arg = self.f, self.arg
-        count = block.end - block.begin
-        scores = self._at("scores", row.place)
+        f, arg, item = self.f, self.arg, member.item
+        count, place = block.end - block.begin, member.first_row + row.place
+        scores = self._at("scores", place)
 
         def rewrite(mod: Value) -> None:
-            place = (item.b, row.h, item.q_idx + row.q, block.origin + block.begin, count)
+            where = (item.b, row.h, item.q_idx + row.q, block.origin + block.begin, count)
             with f.when(mod.differs(f.null())):
-                f.call_pointer(mod, ROW_REWRITE, scores, arg["arguments"], *place)
+                f.call_pointer(mod, ROW_REWRITE, scores, arg["arguments"], *where)
 
         rewrite(self.work.mod(block.kind))
-        running = self._at("running_max", row.place), self._at("running_sum", row.place)
+        running = self._at("running_max", place), self._at("running_sum", place)
         with f.when(arg["observe"].differs(f.null())):
             first = block.origin + block.begin - item.kv_begin
-            state = (running[1], *self._observed(row.place))
+            state = (running[1], *self._observed(place))
             f.call_pointer(arg["observe"], OBSERVE, scores, *state, first, count)
-        alpha = self._at("alpha", row.place)
+        alpha = self._at("alpha", place)
         f.call(self.phases.exponentiate, scores, *running, alpha, count)
         rewrite(arg["weights_mod"])
         if storage(self.spec.value).has_scales:
             f.call(self.phases.scale_weights, scores, self.scratch["value_scales"], count)
 
-    def _finish(self, item: Item, head: Value, first: Value) -> None:
-        """Divide by the sums and write out, lse and the like of one head."""
+    def _finish(self, item: Item) -> None:
+        """Divide by the sums and write out, lse and the like."""
+        self._each_head(item, lambda head, first: self._finish_head(item, head, first))
+
+    def _finish_head(self, item: Item, head: Value, first: Value) -> None:
         f, tile, arg = self.f, self.tile, self.arg
         sink = sink_of(f, tile, arg, head)
         numbers = item.b * arg["lse_batch"] + head * arg["lse_head"]

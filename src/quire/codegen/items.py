@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from quire.codegen.builder import Function, Value
 from quire.codegen.convention import (
@@ -56,12 +56,24 @@ class Share(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """An item that attends to some of the keys: the whole one, and which of how many this is."""
+    """A piece of the keys of one sequence, or of several that have it in common.
+
+    `item` attends to it alone and `whole` to all keys, both of the first sequence.
+    """
 
     item: Item
     whole: Item
-    number: Value  # among all items of the launch
-    place: Value
+    sequence: Value  # the record of the first
+    members: Value
+    place: Value  # among the pieces
+
+
+class Member(NamedTuple):
+    """A sequence that a piece is computed for: all of its keys, and where its pieces are left."""
+
+    item: Item
+    first_row: Value  # among the rows of the piece
+    first_slot: Value
     pieces: Value
 
 
@@ -80,6 +92,10 @@ class PanelRange(NamedTuple):
     first: Value
     end: Value
     kind: Value
+
+
+Judge: TypeAlias = Callable[[Value, Value], Value]
+"""What is known of the keys from a first one up to another."""
 
 
 class Arguments:
@@ -127,20 +143,38 @@ class Work:
         """Which sequence and head an item of few queries is, and which of its keys it reads."""
         f = self.f
 
-        def pieces(sequence: Value) -> Value:
+        def items(sequence: Value) -> Value:
             return f.field(SEQUENCE, sequence, "slices") * self.arg["heads"]
 
-        b, place, sequence = self._locate(number, pieces)
-        count = f.field(SEQUENCE, sequence, "slices")
-        h = place.udiv(count)
+        b, place, sequence = self._locate(number, items)
+        field = self.sequence_fields(sequence)
+        h = place.udiv(field["slices"])
+        mine = place - h * field["slices"]
+        by_another = field["members"].equals(0)
+        place = f.select(by_another, mine + field["shared"], mine)
+        common = place < field["shared"]
+        members = f.select(common & (field["members"] > 1), field["members"], 1)
         whole = self._item(sequence, b, h, f.value(0, I64))
-        first = whole.kv_begin.udiv(KEYS_OF_PIECE) * KEYS_OF_PIECE
-        begin = first + (place - h * count) * KEYS_OF_PIECE
-        mine = whole._replace(
+        begin = (whole.kv_begin.udiv(KEYS_OF_PIECE) + place) * KEYS_OF_PIECE
+        item = whole._replace(
             kv_begin=f.maximum(whole.kv_begin, begin),
             kv_end=f.minimum(whole.kv_end, begin + KEYS_OF_PIECE),
         )
-        return Piece(mine, whole, number, place - h * count, count)
+        return Piece(item, whole, sequence, members, place)
+
+    @contextmanager
+    def members_of(self, piece: Piece) -> Iterator[Member]:
+        """The sequences that a piece is computed for."""
+        f, arg, whole = self.f, self.arg, piece.whole
+        with f.range(0, piece.members) as m:
+            sequence = f.offset(piece.sequence, m * len(SEQUENCE), I64)
+            field = self.sequence_fields(sequence)
+            b = f.select(m.equals(0), whole.b, field["b"])
+            item = self._item(sequence, b, whole.h, f.value(0, I64))
+            # One record stands for all batches, or every sequence has its own.
+            entry = whole.b * (1 - arg["sequence_stride"]) * arg["heads"] + whole.h
+            slot = field["first_slot"] + entry * field["pieces"]
+            yield Member(item, m * (arg["row_group"] * item.q_count), slot, field["pieces"])
 
     @contextmanager
     def items_of(self, share: Share) -> Iterator[Item]:
@@ -245,10 +279,11 @@ class Work:
     # --- blocks of keys
 
     @contextmanager
-    def visit(self, item: Item) -> Iterator[Block]:
+    def visit(self, item: Item, judge: Judge | None = None) -> Iterator[Block]:
         """The blocks of keys that an item attends to, in ascending order.
 
-        This is all that knows the tile list, and asks the bounds of the mask.
+        This is all that knows the tile list, and asks the bounds of the mask, by `judge` if an
+        item is more than one sequence's.
         """
         f, arg, size = self.f, self.arg, self.spec.target.block_kv
         listed = arg["tile_offsets"].differs(f.null())
@@ -264,10 +299,10 @@ class Work:
             return [entry >> 2, entry & 3]
 
         asked = arg["verdict"].differs(f.null())
-        queries = (item.q_idx, item.q_idx + (item.q_count - 1))
+        judge = judge or (lambda first, stop: self.verdict(item, first, stop))
 
         def about(first: Value, last: Value) -> Callable[[], list[Value]]:
-            return lambda: [self._verdict(item, queries, first * size, last * size)]
+            return lambda: [judge(first * size, last * size)]
 
         first, last = f.choose(listed, listed_places, all_places)
         with f.range(first, last, SPAN) as start:
@@ -283,6 +318,28 @@ class Work:
                 end = f.minimum(item.kv_end - origin, size)
                 with f.when((begin < end) & kind.differs(EMPTY)):
                     yield Block(origin, begin, end, kind)
+
+    def verdict(self, item: Item, kv_first: Value, kv_stop: Value) -> Value:
+        """What is known of all queries of an item and some keys."""
+        queries = (item.q_idx, item.q_idx + (item.q_count - 1))
+        return self._verdict(item, queries, kv_first, kv_stop)
+
+    def common_verdict(self, piece: Piece, kv_first: Value, kv_stop: Value) -> Value:
+        """What is known of all sequences of a piece: PARTIAL where they differ."""
+        f, ends = self.f, (piece.item.kv_begin, piece.item.kv_end)
+
+        def of(m: Value) -> Value:
+            sequence = f.offset(piece.sequence, m * len(SEQUENCE), I64)
+            b = f.select(m.equals(0), piece.whole.b, f.field(SEQUENCE, sequence, "b"))
+            item = self._item(sequence, b, piece.whole.h, f.value(0, I64))
+            mine = item._replace(kv_begin=ends[0], kv_end=ends[1])
+            return self.verdict(mine, kv_first, kv_stop)
+
+        def add(m: Value, known: list[Value]) -> list[Value]:
+            found = of(m)
+            return [f.select(found.equals(known[0]), found, PARTIAL)]
+
+        return f.loop(1, piece.members, add, carry=[of(f.value(0, I64))])[0]
 
     def _verdict(
         self, item: Item, queries: tuple[Value, Value], kv_first: Value, kv_stop: Value

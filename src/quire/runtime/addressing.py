@@ -10,15 +10,41 @@ from torch import Tensor
 from quire.codegen.convention import MOST_ROWS, SEQUENCE, Form, num_items, num_pieces
 from quire.codegen.staging import ENDLESS
 from quire.memory import Dense
+from quire.runtime.common import common_pieces
 from quire.sequences import Numbers, Sequences
 
 
 class Records(NamedTuple):
-    """Sequences as a kernel reads them, how many items they have, and pieces of keys at most."""
+    """Sequences as a kernel reads them, and how many items they have.
+
+    If keys are in several pieces, each has a slot. An item may be for several sequences.
+    """
 
     table: bytes
     items: int
-    pieces: int
+    slots: int = 0
+    members: int = 1
+
+
+class Cut(NamedTuple):
+    """Into how many pieces the keys of sequences are cut, and how many of these are shared.
+
+    The first `shared` are computed for all `members` of a group by its first sequence.
+    """
+
+    pieces: Numbers
+    shared: Numbers
+    members: Numbers
+
+    @property
+    def slices(self) -> Numbers:
+        """How many pieces a sequence has items for."""
+        return np.where(self.members == 0, self.pieces - self.shared, self.pieces)
+
+    @property
+    def columns(self) -> dict[str, Numbers]:
+        """As records name them."""
+        return {**self._asdict(), "slices": self.slices}
 
 
 class Addressing(NamedTuple):
@@ -81,21 +107,28 @@ class Addressing(NamedTuple):
 
         Threads take items in this order: large ones come first, so that none is left for the end.
         """
-        if sequences.num == 1:
-            pieces = 1
-            if form == "row":
-                ends = int(sequences.kv_begin[0]), int(sequences.kv_end[0])
-                pieces = max(1, num_pieces(*ends))
-            count = num_items(int(sequences.q_len[0]), heads, block_q) * pieces
-            return Records(only_record(sequences, pieces), count * self.batches, pieces)
-        sequences = sequences.where(sequences.largest_first())
-        items = num_items(sequences.q_len, heads, block_q)
-        slices = np.ones_like(items)
+        pieces = np.ones_like(sequences.q_len)
         if form == "row":
-            slices = np.maximum(1, num_pieces(sequences.kv_begin, sequences.kv_end))
-        items = items * slices
-        table = records(sequences, np.cumsum(items) - items, slices)
-        return Records(table, int(items.sum()) * self.batches, longest(slices))
+            pieces = np.maximum(1, num_pieces(sequences.kv_begin, sequences.kv_end))
+        if sequences.num == 1:
+            count = num_items(int(sequences.q_len[0]), heads, block_q) * int(pieces[0])
+            table, count = only_record(sequences, pieces=int(pieces[0])), count * self.batches
+            return Records(table, count, count if pieces[0] > 1 else 0)
+        order = sequences.largest_first()
+        shared = members = None
+        if form == "row" and self.page_table is not None:
+            page = self.key.shape[2]
+            order, shared, members = common_pieces(sequences, self.page_table, page, order)
+        sequences, pieces = sequences.where(order), pieces[order]
+        cut = Cut(pieces, np.zeros_like(pieces), np.ones_like(pieces))
+        if shared is not None and members is not None:
+            cut = Cut(pieces, shared, members)
+        each = num_items(sequences.q_len, heads, block_q)
+        items, slots = each * cut.slices, each * pieces
+        columns = cut.columns | {"first_slot": np.cumsum(slots) - slots}
+        table = records(sequences, np.cumsum(items) - items, columns)
+        total = int(slots.sum()) * self.batches if longest(pieces) > 1 else 0
+        return Records(table, int(items.sum()) * self.batches, total, longest(cut.members))
 
     def layout(self) -> dict[str, int]:
         """The part of a plan that says where rows live."""
@@ -139,22 +172,27 @@ def longest(lengths: Numbers) -> int:
     return int(lengths.max(initial=0))
 
 
-def records(sequences: Sequences, first_item: Numbers, slices: Numbers) -> bytes:
-    """As the kernel reads them, each with the number of its first item and of its slices."""
-    more = {"first_item": first_item, "slices": slices, "tile_row": np.zeros_like(slices)}
-    columns = sequences._asdict() | more
-    return np.stack([columns[name] for name in SEQUENCE.fields], axis=1).tobytes()
+def records(sequences: Sequences, first_item: Numbers, more: dict[str, Numbers]) -> bytes:
+    """As the kernel reads them, each with the number of its first item; what is not said is 0."""
+    columns = sequences._asdict() | {"first_item": first_item} | more
+    nothing = np.zeros_like(first_item)
+    return np.stack([columns.get(name, nothing) for name in SEQUENCE.fields], axis=1).tobytes()
 
 
-def only_record(sequences: Sequences, slices: int = 1) -> bytes:
+def only_record(sequences: Sequences, slices: int = 1, pieces: int = 1) -> bytes:
     """The same of a single sequence, sooner."""
     b, q_len, q_start, kv_begin, kv_end, q_row, kv_row = (int(column[0]) for column in sequences)
-    return SEQUENCE.pack_in_order(b, 0, 0, q_row, q_len, q_start, kv_row, kv_begin, kv_end, slices)
+    items = max(slices, pieces)
+    return SEQUENCE.pack_in_order(
+        *(b, 0, 0, q_row, q_len, q_start, kv_row, kv_begin, kv_end, items, pieces, 0, 1, 0)
+    )
 
 
 def record(q_len: int, q_start: int, kv_len: int, pieces: int = 1) -> bytes:
     """One sequence of dense memory that begins at position 0."""
-    return SEQUENCE.pack_in_order(0, 0, 0, 0, q_len, q_start, 0, 0, kv_len, pieces)
+    return SEQUENCE.pack_in_order(
+        *(0, 0, 0, 0, q_len, q_start, 0, 0, kv_len, pieces, pieces, 0, 1, 0)
+    )
 
 
 def dense(query: Tensor, memory: Dense, q_start: int, b_start: int = 0) -> Addressing:

@@ -24,7 +24,7 @@ from quire.codegen.target import Target
 from quire.eager.backward import Above, Gradients, Wanted, folded
 from quire.ir.graph import Node
 from quire.problem import Problem
-from quire.runtime.addressing import Addressing, only_record, records
+from quire.runtime.addressing import Addressing, Records, only_record, records
 from quire.runtime.plan import Plan, Rows, address_of, make_plan
 from quire.runtime.roots import mod_roots
 from quire.runtime.tile_lists import NO_LISTS, TileLists, tile_lists
@@ -228,7 +228,7 @@ class Pass:
                 order = sequences.largest_first()
                 counts, sequences = counts[order], sequences.where(order)
             ends = np.cumsum(self.key_heads * counts)
-            table = records(sequences, ends - self.key_heads * counts, counts)
+            table = records(sequences, ends - self.key_heads * counts, {"slices": counts})
             first, stop = ([0, *ends.tolist()][b] for b in (part.b, part.b_stop))
         if part.h_stop - part.h < self.key_heads:
             each = (stop - first) // self.key_heads
@@ -239,9 +239,8 @@ class Pass:
         operands = (memory.query, memory.key, memory.value, above.out, above.lse)
         self.plan.plan.launch_at(
             (*(tensor.data_ptr() for tensor in operands), 0, 0, 0, 0),
-            table,
+            Records(table, stop),
             sequences.num,
-            stop,
             memory.work(memory.sequences),
             self.captures,
             self.plan.lists,

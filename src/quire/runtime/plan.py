@@ -33,7 +33,7 @@ from quire.codegen.tiles import Tile
 from quire.codegen.types import F32, F64
 from quire.ir.pyramid import Pyramid
 from quire.runtime import pyramids
-from quire.runtime.addressing import Addressing, longest, strides
+from quire.runtime.addressing import Addressing, Records, longest, strides
 from quire.runtime.kernels import Kernel, ModCode, ModRoots, kernel, mod_code, observer
 from quire.runtime.launch import launch, num_threads
 from quire.runtime.tile_lists import NO_LISTS, TileLists
@@ -73,6 +73,11 @@ class Plan(NamedTuple):
     partial_bytes: int
     record: bytes
     pyramids: tuple[Pyramid, ...]
+    sizes: tuple[int, int, int]  # head dim, value dim, and query heads of an item
+
+    def _scratch_bytes(self, members: int) -> int:
+        head_dim, value_dim, row_group = self.sizes
+        return self.kernel.scratch_bytes(head_dim, value_dim, self.block_q * row_group * members)
 
     def launch(
         self,
@@ -85,8 +90,8 @@ class Plan(NamedTuple):
     ) -> bool:
         """Run the kernel; whether an index into a captured tensor was out of range."""
         form = self.kernel.form
-        records, items, pieces = memory.records(sequences, self.heads, self.block_q, form)
-        if items == 0:
+        records = memory.records(sequences, self.heads, self.block_q, form)
+        if records.items == 0:
             return False
         if sink is not None:
             sink = sink.to(wide_dtype(memory.query)).contiguous()
@@ -107,40 +112,37 @@ class Plan(NamedTuple):
         scales = (address_of(factors[0]), address_of(factors[1]))
         work = memory.work(sequences)
         return self.launch_at(
-            addresses, records, sequences.num, items, work, captures, lists, pages, scales, pieces
+            addresses, records, sequences.num, work, captures, lists, pages, scales
         )
 
     def launch_at(
         self,
         addresses: tuple[int, ...],
-        records: bytes,
+        records: Records,
         num_sequences: int,
-        items: int,
         work: int,
         captures: Several[Tensor],
         lists: TileLists = NO_LISTS,
         page_table: int = 0,
         scales: tuple[int, int] = (0, 0),
-        pieces: int = 1,
         gradients: bytes = b"",
         first: int = 0,
     ) -> bool:
         """The same, `addresses` being those of query, key, value, the five of Rows and sink.
 
-        The keys of some row may be in several pieces. The backward kernel reads a third part of
-        its record. Items are those from `first` on.
+        The backward kernel reads a third part of its record. Items are those from `first` on.
         """
+        table, items, slots, members = records
         threads = min(num_threads(), items - first) if work > SMALL_WORK else 1
         if self.pyramids:
             captures = [*captures, *pyramids.build(captures, self.pyramids)]
         arguments, more = self.code.arguments, len(gradients)
-        block = ctypes.create_string_buffer(_SEQUENCES + more + len(records) + arguments.size)
+        block = ctypes.create_string_buffer(_SEQUENCES + more + len(table) + arguments.size)
         address = ctypes.addressof(block) + more
-        partials = items * self.partial_bytes if pieces > 1 else 0
-        arrivals = items * 8 if pieces > 1 else 0
-        working = self.scratch_bytes * threads
+        each = self.scratch_bytes if members == 1 else self._scratch_bytes(members)
+        working, partials, arrivals = each * threads, slots * self.partial_bytes, slots * 8
         with Scratch(working + partials + arrivals + 64) as scratch:
-            if pieces > 1:
+            if slots:
                 ctypes.memset(scratch.address + working + partials, 0, arrivals)
             call = CALL_PART.pack_in_order(
                 *addresses,
@@ -151,15 +153,17 @@ class Plan(NamedTuple):
                 *scales,
                 lists.offsets_address,
                 lists.entries_address,
-                address + _SEQUENCES + len(records),
+                address + _SEQUENCES + len(table),
                 scratch.address,
+                each,
+                members,
                 scratch.address + working,
                 scratch.address + working + partials,
                 address + _COUNTERS,
             )
             packed = arguments.pack(captures, address + _FLAG)
             start = first.to_bytes(8, sys.byteorder)
-            content = b"".join((call, self.record, gradients, start, _ZEROS, records, packed))
+            content = b"".join((call, self.record, gradients, start, _ZEROS, table, packed))
             ctypes.memmove(address - more, content, len(content))
             launch(self.kernel.address, address - more, threads)
         return block[_FLAG + more] != b"\0"
@@ -223,13 +227,12 @@ def make_plan(
         "extent": code.addresses["extent"],
         "verdict": code.addresses["verdict"],
         "observe": observer(form, made.tile).address(OBSERVE.name) if observes else 0,
-        "scratch_bytes": scratch_bytes,
     }
     packed = PLAN_PART.pack(record)
     partial_bytes = partial_stride(made.tile, value_dim) * made.tile.element.size
     return Plan(
         *(made, code, heads // row_group, block_q, scratch_bytes),
-        *(partial_bytes * block_q * row_group, packed, built),
+        *(partial_bytes * block_q * row_group, packed, built, (head_dim, value_dim, row_group)),
     )
 
 
