@@ -142,6 +142,7 @@ class Call:
     extent: int = 0
     threads: int = 1
     block_q: int = 128
+    heads_of_item: int = 1
     target: Target = field(default_factory=Target.host)
 
     @property
@@ -220,9 +221,9 @@ class Call:
         scale = 1 / math.sqrt(dim) if self.scale is None else self.scale
         return {
             "scale": scale * (LOG2_E if self.scores_in_log2 else 1.0),
-            "heads": self.query.shape[1],
+            "heads": self.query.shape[1] // self.heads_of_item,
             "group": self.query.shape[1] // self.key.shape[1],
-            "row_group": 1,
+            "row_group": self.heads_of_item,
             "head_dim": dim,
             "value_dim": self.value.shape[3],
             "block_q": self.block_q,
@@ -237,7 +238,8 @@ class Call:
             packed += SEQUENCE.pack(
                 dict.fromkeys(SEQUENCE.fields, 0) | record | {"b": b, "first_item": items}
             )
-            items += num_items(record["q_len"], self.query.shape[1], self.block_q)
+            heads = self.query.shape[1] // self.heads_of_item
+            items += num_items(record["q_len"], heads, self.block_q)
         self._records = ctypes.create_string_buffer(packed)
         table = self.page_table
         return {

@@ -20,6 +20,7 @@ from quire.codegen.convention import (
     REWRITE,
     ForwardSpec,
     choose_block_q,
+    choose_heads,
     scratch_bytes,
 )
 from quire.codegen.mods import PARAMETERS
@@ -128,18 +129,24 @@ STRIDED: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("layout", sorted(STRIDED))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_any_strides_give_the_same_bits(layout: str, dtype: torch.dtype) -> None:
-    query, key, value = tensors(dtype, batch=2, dims=(37, 21))
+@pytest.mark.parametrize("q_len", [5, 8, 13, 150])
+@pytest.mark.parametrize("dims", [(37, 21), (32, 48)])  # the second are read where they lie
+def test_any_strides_give_the_same_bits(
+    layout: str, dtype: torch.dtype, q_len: int, dims: tuple[int, int]
+) -> None:
+    query, key, value = tensors(dtype, batch=2, lengths=(q_len, 150), dims=dims)
     view = STRIDED[layout]
     inputs = [view(x) for x in (query, key, value)]
     expected = Call(*(x.contiguous() for x in inputs)).run()
     same_bits(Call(*inputs).run(), expected)
-    out = view(torch.zeros(2, 2, 150, 21, dtype=dtype))
+    out = view(torch.zeros(2, query.shape[1], q_len, dims[1], dtype=dtype))
     if layout != "one batch for all":
         same_bits(Call(*inputs, out=out).run(), expected)
 
 
-def test_nothing_outside_of_the_tensors_is_touched() -> None:
+@pytest.mark.parametrize("q_len", [5, 8, 13, 131])
+@pytest.mark.parametrize("dims", [(13, 45), (32, 48)])
+def test_nothing_outside_of_the_tensors_is_touched(q_len: int, dims: tuple[int, int]) -> None:
     """Guards of NaN around every row of every input, and of 7 around every row of the output."""
 
     def guarded(x: Tensor, number: float) -> Tensor:
@@ -149,7 +156,7 @@ def test_nothing_outside_of_the_tensors_is_touched() -> None:
         inner.copy_(x)
         return inner
 
-    query, key, value = tensors(lengths=(131, 77), dims=(13, 45))
+    query, key, value = tensors(lengths=(q_len, 77), dims=dims)
     expected = Call(query, key, value).run()
     out = guarded(torch.zeros_like(expected[0]), 7.0)
     got = Call(*(guarded(x, NAN) for x in (query, key, value)), out=out).run()
@@ -507,6 +514,43 @@ def test_threads_and_blocks_change_nothing() -> None:
         same_bits(Call(*inputs, threads=threads, block_q=block_q).run(), expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (37, 21)])
+@pytest.mark.parametrize("kv_len", [8, 9, 12, 300])
+@pytest.mark.parametrize("masked", [False, True])
+def test_half_a_panel_gives_the_bits_of_a_whole_one(
+    dtype: torch.dtype, dims: tuple[int, int], kv_len: int, masked: bool
+) -> None:
+    query, key, value = tensors(dtype, lengths=(40, kv_len), dims=dims)
+    whole = Call(query, key, value)
+    whole.full_mod = mod_code(whole.spec.tile, causal) if masked else 0
+    expected = whole.run()
+    for q_len in (1, 5, 8, 16, 17, 24, 37):
+        some = Call(query[:, :, :q_len].contiguous(), key, value, full_mod=whole.full_mod)
+        same_bits(some.run(), tuple(x[:, :, :q_len] for x in expected))
+
+
+@pytest.mark.parametrize("number", [NAN, INF])
+def test_half_a_panel_of_odd_numbers(number: float) -> None:
+    query, key, value = tensors(lengths=(40, 30))
+    key[0, 0, 3, 5] = value[0, 1, 4, 6] = number
+    whole = Call(query, key, value).run()
+    got = Call(query[:, :, :7].contiguous(), key, value).run()
+    same_bits(got, tuple(x[:, :, :7] for x in whole))
+
+
+@pytest.mark.parametrize("size", [2, 3, 6])
+def test_items_of_several_heads_change_nothing(size: int) -> None:
+    query, key, value = tensors(heads=(6, 2), batch=3, lengths=(30, 70))
+    rows = [[(b + h) % 2 * [(0, FULL)] for h in range(6)] for b in range(3)]
+    lists = Tiles([blocks for row in rows for blocks in row], batch_stride=6, per_head=1)
+    for tiles in (None, lists):
+        expected = Call(query, key, value, tiles=tiles).run()
+        for threads in (1, 2):
+            options = {"tiles": tiles, "heads_of_item": size, "threads": threads}
+            same_bits(Call(query, key, value, **options).run(), expected)
+
+
 def test_a_batch_changes_nothing() -> None:
     query, key, value = tensors(batch=3, heads=(4, 2), lengths=(200, 300))
     whole = Call(query, key, value).run()
@@ -546,3 +590,13 @@ def test_scratch_and_blocks() -> None:
     assert choose_block_q(spec.tile, 512, 512, rows=8 * 8192, threads=2) == 256
     assert choose_block_q(spec.tile, 64, 64, rows=8 * 512, threads=16) == 64
     assert choose_block_q(spec.tile, 64, 64, rows=1, threads=1) == 64
+
+
+def test_heads_of_an_item() -> None:
+    assert choose_heads(8, longest=8, sequences=1024, block_q=512, threads=2) == 8
+    assert choose_heads(8, longest=128, sequences=1024, block_q=512, threads=2) == 4
+    assert choose_heads(6, longest=128, sequences=1024, block_q=512, threads=2) == 3
+    assert choose_heads(8, longest=8, sequences=4, block_q=512, threads=2) == 4
+    assert choose_heads(8, longest=8192, sequences=1024, block_q=512, threads=2) == 1
+    assert choose_heads(7, longest=100, sequences=1024, block_q=512, threads=2) == 1
+    assert choose_heads(0, longest=0, sequences=0, block_q=64, threads=1) == 1

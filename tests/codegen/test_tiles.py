@@ -13,7 +13,7 @@ from quire.codegen.convention import ForwardSpec
 from quire.codegen.forward import write_forward
 from quire.codegen.gradient_tiles import UNROLLED, groups
 from quire.codegen.target import Target
-from quire.codegen.tiles import SMALL_ROWS, Tile
+from quire.codegen.tiles import NARROW_ROWS, SMALL_ROWS, Tile
 from quire.codegen.types import F32, F64
 
 TARGETS = ["x86-64-v3", "x86-64-v4", "aarch64"]
@@ -49,6 +49,18 @@ def test_micro_kernels_do_not_spill(target: str, dtype: str, function: str, unro
     loops = [x for x in innermost_loops(assembly(target, dtype), function) if FMA.search(x)]
     counts = [len(FMA.findall(loop)) for loop in loops]
     assert counts == [rows * shape.vectors * unroll for rows in (shape.rows, SMALL_ROWS)]
+    for loop in loops:
+        assert not STACK.search(loop), f"the stack is used in\n{loop}"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("function", ["multiply_keys_narrow", "multiply_values_narrow"])
+def test_narrow_micro_kernels_do_not_spill(target: str, dtype: str, function: str) -> None:
+    vectors = Target.named(target).vectors // 2
+    loops = [x for x in innermost_loops(assembly(target, dtype), function) if FMA.search(x)]
+    counts = [len(FMA.findall(loop)) for loop in loops]
+    assert counts == [rows * vectors for rows in (NARROW_ROWS, SMALL_ROWS)]
     for loop in loops:
         assert not STACK.search(loop), f"the stack is used in\n{loop}"
 

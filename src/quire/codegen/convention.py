@@ -3,9 +3,9 @@
 A kernel is one function `forward(args)`, run by every thread of a launch with the same `FORWARD`
 record. There are two: `forward.py` computes panels of queries, `decode.py` few queries row by row,
 which is the form of a kernel and of the mods that it calls. It is compiled for dtypes and a target;
-sizes, strides, lengths, masks and mods are arguments. An item is one block of queries of one head
-of one sequence; threads take items off a shared counter. Items of a sequence are numbered by head,
-then by block.
+sizes, strides, lengths, masks and mods are arguments. An item is one block of queries of one head,
+or of a few, of one sequence; threads take items off a shared counter. Items of a sequence are
+numbered by head, then by block.
 
 The blocks of keys that an item attends to are a row of the tile list:
 
@@ -112,7 +112,7 @@ PLAN = {
     **_strides("lse", "batch", "head", "row"),
     "scale": F64,  # times log2(e), unless the mods do that
     "heads": I64,  # of items: query heads, or groups of `row_group` of them
-    "group": I64,  # items' heads per key head
+    "group": I64,  # heads per key head: query heads, or items' where items are rows
     "row_group": I64,  # query heads that one item computes
     "head_dim": I64,
     "value_dim": I64,
@@ -223,6 +223,20 @@ def choose_block_q(tile: Tile, head_dim: int, value_dim: int, rows: int, threads
     while size > 64 and (size * depth * tile.element.size > 1 << 20 or rows < 4 * threads * size):
         size //= 2
     return size
+
+
+@functools.lru_cache(maxsize=1024)
+def choose_heads(heads: int, longest: int, sequences: int, block_q: int, threads: int) -> int:
+    """How many heads of a sequence make an item, `longest` being the longest query.
+
+    Rows of neighbouring heads are neighbours in memory, so a thread that has begun with a short
+    sequence goes on with it; every thread must have a few items to take, where the work is that of
+    so many `sequences` like the largest one. Results do not depend on it.
+    """
+    for size in range(min(heads, block_q // max(1, longest)), 1, -1):
+        if heads % size == 0 and sequences * (heads // size) >= 4 * threads:
+            return size
+    return 1
 
 
 Lengths = TypeVar("Lengths", int, NDArray[np.int64])

@@ -11,6 +11,9 @@
                 out     = out alpha + values . weights
         out / sum to the user's tensor
 
+Where half a panel is all that reads a block, keys and values are not staged but read where they
+lie, and only that half is computed; then short sequences are no more work than they need to be.
+
 The kernel does not know head dims, lengths, strides or mods: one per dtype and target is compiled,
 and `convention.py` is what it is told. Blocks of keys start at absolute multiples of `block_kv`,
 and nothing that one query computes depends on another one, on the batch or on the thread, so
@@ -19,8 +22,10 @@ neither do the bits.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from quire.codegen import observe
@@ -30,29 +35,46 @@ from quire.codegen.items import Arguments, Block, Item, PanelRange
 from quire.codegen.nest import Nest, entry
 from quire.codegen.softmax import close, sink_of
 from quire.codegen.staging import (
+    ROWS,
+    Storage,
     storage,
     write_gather,
     write_pack,
+    write_place,
     write_scatter,
     write_unpack,
 )
-from quire.codegen.tiles import write_exponentiate, write_multiply_keys, write_multiply_values
+from quire.codegen.tiles import (
+    Tile,
+    write_exponentiate,
+    write_multiply_keys,
+    write_multiply_values,
+)
 from quire.codegen.types import I1, I64
+
+READ = ("query", "key", "value")
+OPERANDS = (*READ, "out")
+
+
+class _Products(NamedTuple):
+    """What is computed of a tile, for panels or for the first halves of them."""
+
+    multiply_keys: Function
+    exponentiate: Function
+    multiply_values: Function
 
 
 class _Phases(NamedTuple):
-    """The functions that the loop nest calls."""
+    """The functions that the loop nest calls; those of memory by the name of an operand."""
 
-    gather_query: Function
-    gather_key: Function
-    gather_value: Function
+    gather: dict[str, Function]
+    place: dict[str, Function]
     scatter_out: Function
     pack: Function
     unpack: Function
-    multiply_keys: Function
-    exponentiate: Function
+    whole: _Products
+    half: _Products
     exponentiate_carefully: Function
-    multiply_values: Function
     multiply_values_carefully: Function
 
 
@@ -62,28 +84,47 @@ def write_forward(spec: ForwardSpec) -> Module:
     phases = _write_phases(module, spec)
     with entry(module) as f:
         kernel = _Kernel(spec, f, phases)
-        with kernel.numbers() as number:
-            kernel.attend(kernel.work.find(number))
+        with kernel.numbers() as number, kernel.work.find(number) as item:
+            kernel.attend(item)
     return module
 
 
 def _write_phases(module: Module, spec: ForwardSpec) -> _Phases:
     tile = spec.tile
-    kinds = sorted({spec.query, spec.key, spec.value})
-    gathers = {name: write_gather(module, tile, storage(name)) for name in kinds}
+    kinds = {name: storage(spec.dtype_of(name)) for name in OPERANDS}
+    gathers = {kind: write_gather(module, tile, kind) for kind in _distinct(kinds, READ)}
+    near = [name for name in OPERANDS if kinds[name].memory == tile.element]
+    places = {kind: write_place(module, tile, kind) for kind in _distinct(kinds, near)}
     return _Phases(
-        gathers[spec.query],
-        gathers[spec.key],
-        gathers[spec.value],
-        write_scatter(module, tile, storage(spec.out)),
+        {name: gathers[kinds[name]] for name in READ},
+        {name: places[kinds[name]] for name in near},
+        write_scatter(module, tile, kinds["out"]),
         write_pack(module, tile),
         write_unpack(module, tile),
-        write_multiply_keys(module, tile),
-        write_exponentiate(module, tile),
+        _write_products(module, tile),
+        _write_products(module, tile._replace(narrow=True)),
         write_exponentiate(module, tile, careful=True),
-        write_multiply_values(module, tile),
         write_multiply_values(module, tile, careful=True),
     )
+
+
+def _distinct(kinds: dict[str, Storage], names: Sequence[str]) -> list[Storage]:
+    return sorted({kinds[name] for name in names})
+
+
+def _write_products(module: Module, tile: Tile) -> _Products:
+    return _Products(
+        write_multiply_keys(module, tile),
+        write_exponentiate(module, tile),
+        write_multiply_values(module, tile),
+    )
+
+
+class _Rows(NamedTuple):
+    """Rows of keys, values or queries: where they begin, and their stride."""
+
+    start: Value
+    stride: Value
 
 
 class _Kernel(Nest):
@@ -93,7 +134,7 @@ class _Kernel(Nest):
         def regions(arg: Arguments) -> Iterator[tuple[str, Value]]:
             return scratch_regions(spec.tile, arg["head_dim"], arg["value_dim"], arg["block_q"])
 
-        super().__init__(spec, f, regions, ("query", "key", "value", "out"))
+        super().__init__(spec, f, regions, OPERANDS)
         self.phases = phases
 
     def attend(self, item: Item) -> None:
@@ -104,11 +145,11 @@ class _Kernel(Nest):
         def attempt(careful: Value) -> Value:
             self._start(item)
             with self.work.visit(item) as block:
-                self._stage(block)
+                keys, values = self._stage(item, block, "key"), self._stage(item, block, "value")
                 with self.f.range(0, item.q_count, self.tile.width) as q:
                     part = self.work.panel_range(item, block, q)
                     with self.f.when(part.first < part.end):
-                        self._attend_panel(item, block, part, q, careful)
+                        self._attend_panel(item, block, part, q, careful, keys, values)
             return self._finish(item)
 
         # A value that is not finite reaches queries that do not read it, as 0 times NaN is NaN.
@@ -122,14 +163,14 @@ class _Kernel(Nest):
     def _start(self, item: Item) -> None:
         """Queries to panels, and nothing read so far."""
         f, tile, scratch, depth = self.f, self.tile, self.scratch, self.depth
-        rows, stride = scratch["keys"], self.stride["key"]
         scale = f.convert(self.arg["scale"], tile.element)
         with f.range(0, item.q_count, self.spec.target.block_kv) as q:
             count = f.minimum(item.q_count - q, self.spec.target.block_kv)
             first = item.q_first + q
             panels = f.offset(scratch["queries"], q * depth["key"], tile.element)
-            f.call(self.phases.gather_query, self.rows["query"], first, first + count, rows, stride)
-            f.call(self.phases.pack, rows, stride, count, depth["key"], panels, scale)
+            where = self._where("query", first, first + count)
+            rows = self._read("query", first, first + count, where, scratch["keys"])
+            f.call(self.phases.pack, *rows, count, depth["key"], panels, scale)
         with f.range(0, item.q_count, tile.width) as q:
             maxima, sums = self._running(q)
             tile.store_row(f, tile.row(f, -math.inf), maxima)
@@ -154,28 +195,59 @@ class _Kernel(Nest):
         element = self.tile.element
         return self.f.offset(maxima, q, element), self.f.offset(sums, q, element)
 
-    def _stage(self, block: Block) -> None:
-        """A block of keys and values to scratch."""
-        f = self.f
+    def _stage(self, item: Item, block: Block, name: str) -> _Rows:
+        """Keys or values of a block; in scratch, unless only half a panel reads them."""
         begin, end = block.origin + block.begin, block.origin + block.end
-        for name, gather in (("key", self.phases.gather_key), ("value", self.phases.gather_value)):
-            stride = self.stride[name]
-            into = f.offset(self.scratch[f"{name}s"], block.begin * stride, self.tile.element)
-            f.call(gather, self.rows[name], begin, end, into, stride)
+        where = self._where(name, begin, end)
+        where = self.f.select(self._is_half(item.q_count), where, self.f.null())
+        return self._read(name, begin, end, where, self.scratch[f"{name}s"])
+
+    def _read(self, name: str, begin: Value, end: Value, where: Value, scratch: Value) -> _Rows:
+        """The rows [begin, end): there, or copied to scratch if that is null."""
+        f, stride = self.f, self.stride["value" if name == "value" else "key"]
+
+        def copied() -> list[Value]:
+            f.call(self.phases.gather[name], self.rows[name], begin, end, scratch, stride)
+            return [scratch, stride]
+
+        return _Rows(*f.choose(where.equals(f.null()), copied, lambda: self._there(name, where)))
+
+    def _where(self, name: str, begin: Value, end: Value) -> Value:
+        """Where the rows [begin, end) are, if phases can read or write them there; else null."""
+        if name not in self.phases.place:
+            return self.f.null()
+        return self.f.call(self.phases.place[name], self.rows[name], begin, end)
+
+    def _there(self, name: str, where: Value) -> list[Value]:
+        return [where, self.f.field(ROWS, self.rows[name], "row_stride")]
+
+    def _is_half(self, queries: Value) -> Value:
+        """Whether so many queries need no more than the first half of a panel."""
+        return queries <= self.tile.width // 2
 
     def _attend_panel(
-        self, item: Item, block: Block, part: PanelRange, q: Value, careful: Value
+        self,
+        item: Item,
+        block: Block,
+        part: PanelRange,
+        q: Value,
+        careful: Value,
+        keys: _Rows,
+        values: _Rows,
     ) -> None:
         """One tile: the panel at query q and some keys of a block."""
         f, tile, arg, scratch, phases = self.f, self.tile, self.arg, self.scratch, self.phases
-        count, keys, values = part.end - part.first, self.stride["key"], self.stride["value"]
-        key_rows = f.offset(scratch["keys"], part.first * keys, tile.element)
-        value_rows = f.offset(scratch["values"], part.first * values, tile.element)
+        count, first = part.end - part.first, part.first - block.begin
         queries = f.offset(scratch["queries"], q * self.depth["key"], tile.element)
         out = f.offset(scratch["out"], q * self.depth["value"], tile.element)
         scores, maxima, alpha = scratch["scores"], scratch["maxima"], scratch["alpha"]
         running_max, running_sum = self._running(q)
         depth, columns = ((arg[name] + 3) & -4 for name in ("head_dim", "value_dim"))
+        key_rows, value_rows = (
+            (f.offset(rows.start, first * rows.stride, tile.element), rows.stride)
+            for rows in (keys, values)
+        )
+        half = self._is_half(item.q_count - q)
 
         def rewrite(mod: Value) -> None:
             q_idx, kv_idx = item.q_idx + q, block.origin + part.first
@@ -183,44 +255,58 @@ class _Kernel(Nest):
             with f.when(mod.differs(f.null())):
                 f.call_pointer(mod, REWRITE, scores, maxima, arg["arguments"], *place)
 
+        def multiply_keys(by: _Products) -> list[Value]:
+            f.call(by.multiply_keys, *key_rows, queries, depth, scores, maxima, count)
+            return []
+
         def accumulate(exponentiate: Function, multiply_values: Function) -> list[Value]:
             f.call(exponentiate, scores, maxima, running_max, running_sum, alpha, count)
             rewrite(arg["weights_mod"])
-            f.call(multiply_values, value_rows, values, scores, out, alpha, count, columns)
+            f.call(multiply_values, *value_rows, scores, out, alpha, count, columns)
             return []
 
-        f.call(phases.multiply_keys, key_rows, keys, queries, depth, scores, maxima, count)
+        def accumulate_quickly(by: _Products) -> list[Value]:
+            return accumulate(by.exponentiate, by.multiply_values)
+
+        def fitting(run: Callable[[_Products], list[Value]]) -> list[Value]:
+            return f.choose(half, lambda: run(phases.half), lambda: run(phases.whole))
+
+        fitting(multiply_keys)
         rewrite(self.work.mod(part.kind))
         with f.when(arg["observe"].differs(f.null())):
-            first = block.origin + part.first - item.kv_begin
+            place = block.origin + part.first - item.kv_begin
             state = (running_sum, *self._observed(q))
-            f.call_pointer(arg["observe"], OBSERVE, scores, *state, first, count)
+            f.call_pointer(arg["observe"], OBSERVE, scores, *state, place, count)
         f.choose(
-            careful | self._odd(running_max) | self._odd(maxima),
+            careful | self._odd(running_max, half) | self._odd(maxima, half),
             lambda: accumulate(phases.exponentiate_carefully, phases.multiply_values_carefully),
-            lambda: accumulate(phases.exponentiate, phases.multiply_values),
+            lambda: fitting(accumulate_quickly),
         )
 
-    def _odd(self, maxima: Value) -> Value:
-        """Whether some column's maximum is +inf or NaN."""
-        odd = self.f.value(False, I1)
-        for maximum in self.tile.load_row(self.f, maxima):
-            odd = odd | self.f.any_lane(~(maximum < math.inf))
-        return odd
+    def _odd(self, maxima: Value, half: Value) -> Value:
+        """Whether some column's maximum is +inf or NaN, in half the panel or all of it."""
+        f, middle = self.f, self.tile.vectors // 2
+        odd = [f.any_lane(~(x < math.inf)) for x in self.tile.load_row(f, maxima)]
+        first, second = (functools.reduce(operator.or_, x) for x in (odd[:middle], odd[middle:]))
+        return first | (second & ~half)
 
     def _finish(self, item: Item) -> Value:
         """Divide by the sums, write out, lse and the like; whether out is not finite."""
         f, tile, scratch = self.f, self.tile, self.scratch
         self._close_sums(item)
-        rows, stride, depth = scratch["values"], self.stride["value"], self.depth["value"]
+        depth = self.depth["value"]
 
         def write(q: Value, seen: list[Value]) -> list[Value]:
             count = f.minimum(item.q_count - q, self.spec.target.block_kv)
             first = item.q_first + q
             panels = f.offset(scratch["out"], q * depth, tile.element)
             _, factors = self._running(q)
-            odd = f.call(self.phases.unpack, panels, factors, count, depth, rows, stride)
-            f.call(self.phases.scatter_out, self.rows["out"], first, first + count, rows, stride)
+            where = self._where("out", first, first + count)
+            absent, near = where.equals(f.null()), [scratch["values"], self.stride["value"]]
+            rows = f.choose(absent, lambda: near, lambda: self._there("out", where))
+            odd = f.call(self.phases.unpack, panels, factors, count, depth, *rows)
+            with f.when(absent):
+                f.call(self.phases.scatter_out, self.rows["out"], first, first + count, *near)
             return [seen[0] | odd]
 
         nothing, step = f.value(False, I1), self.spec.target.block_kv

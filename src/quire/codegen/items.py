@@ -119,13 +119,16 @@ class Work:
 
     # --- items
 
-    def find(self, number: Value) -> Item:
-        """Which sequence, head and queries an item is."""
+    @contextmanager
+    def find(self, number: Value) -> Iterator[Item]:
+        """Which sequence and queries an item is: one head after the other of its `row_group`."""
         b, place, sequence = self._locate(number, lambda s: self._blocks(s) * self.arg["heads"])
-        blocks = self._blocks(sequence)
-        h = place.udiv(blocks)
+        blocks, size = self._blocks(sequence), self.arg["row_group"]
+        group = place.udiv(blocks)
         # The last block first: under a causal mask it is the longest one.
-        return self._item(sequence, b, h, blocks - 1 - (place - h * blocks))
+        block = blocks - 1 - (place - group * blocks)
+        with self.f.range(group * size, (group + 1) * size) as h:
+            yield self._item(sequence, b, h, block)
 
     def find_share(self, number: Value) -> Share:
         """Which sequence, key head and slice of its items a share is."""

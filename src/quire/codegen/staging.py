@@ -153,6 +153,25 @@ def read_scale(f: Function, tile: Tile, rows: Value, page: Value, offset: Value)
     return f.convert(f.load(F32, f.field(ROWS, rows, "scales"), place), tile.element)
 
 
+def write_place(module: Module, tile: Tile, kind: Storage) -> Function:
+    """Where the rows at [begin, end) are, if they lie there as in scratch; else null."""
+    parameters = {"rows": PTR, "begin": I64, "end": I64}
+    with module.function(f"place_{kind.name}", parameters, PTR, internal=True) as f:
+        rows, begin, end = f.parameters
+        page_size, width = f.field(ROWS, rows, "page_size"), f.field(ROWS, rows, "width")
+        page = begin.udiv(page_size)
+        whole = padded(tile, width).equals(width)
+        readable = f.field(ROWS, rows, "column_stride").equals(1) & whole
+        alone = page.equals((end - 1).udiv(page_size))
+
+        def found() -> list[Value]:
+            row = (begin - page * page_size) * f.field(ROWS, rows, "row_stride")
+            return [f.offset(page_start(f, kind, rows, page), row, kind.memory)]
+
+        f.give_back(f.choose(readable & alone, found, lambda: [f.null()])[0])
+    return f
+
+
 def page_start(f: Function, kind: Storage, rows: Value, page: Value) -> Value:
     """Where page number `page` of a sequence starts."""
     number = _page_number(f, rows, page)
@@ -205,7 +224,7 @@ def transpose(f: Function, rows: Sequence[Value]) -> list[Value]:
 
 
 def write_pack(module: Module, tile: Tile) -> Function:
-    """Rows of queries in scratch to panels, columns being queries, times `scale`.
+    """Rows of queries to panels, columns being queries, times `scale`.
 
     Lanes past the last query repeat it.
     """
@@ -225,6 +244,7 @@ def write_pack(module: Module, tile: Tile) -> Function:
             starts = [f.offset(rows, place * stride, tile.element) for place in places]
             panel = _column_start(f, tile, panels, first, depth)
             with f.range(0, depth, tile.lanes) as d:
+                _expect(f, tile, starts, d + depth)
                 square = transpose(f, [f.load(tile.vector, start, d) for start in starts])
                 for k, column in enumerate(square):
                     tile.store(f, column * wide, panel, (d + k) * tile.width)
@@ -232,7 +252,7 @@ def write_pack(module: Module, tile: Tile) -> Function:
 
 
 def write_unpack(module: Module, tile: Tile) -> Function:
-    """Panels of results to rows in scratch, every column times its entry of `scales`.
+    """Panels of results to rows, every column times its entry of `scales`.
 
     Returns whether one of them is not finite.
     """
@@ -248,25 +268,31 @@ def write_unpack(module: Module, tile: Tile) -> Function:
         panels, scales, count, depth, rows, stride = f.parameters
         bits = tile.element.as_int
 
-        def columns(first: Value, panel: Value, d: Value, scale: Value, seen: Value) -> Value:
+        def columns(
+            starts: Sequence[Value], panel: Value, d: Value, scale: Value, seen: Value
+        ) -> Value:
             square = [
                 # + 0.0 makes one zero out of two: skipped and masked tiles agree in bits.
                 f.fma(tile.load(f, panel, (d + k) * tile.width), scale, 0.0)
                 for k in range(tile.lanes)
             ]
-            for r, row in enumerate(transpose(f, square)):
-                f.store(row, f.offset(rows, (first + r) * stride, tile.element), d)
+            _expect(f, tile, starts, d + depth)
+            for start, row in reversed(list(zip(starts, transpose(f, square), strict=True))):
+                f.store(row, start, d)
             for column in square:  # x * 0 is NaN where x is not finite, and else a zero
                 seen = seen | f.bitcast(column * 0.0, seen.type)
             return seen
 
         def queries(first: Value, seen: list[Value]) -> list[Value]:
+            # What is past the last query goes to its row, which is written after it.
+            places = [f.minimum(first + r, count - 1) for r in range(tile.lanes)]
+            starts = [f.offset(rows, place * stride, tile.element) for place in places]
             scale = tile.load(f, scales, first)
             panel = _column_start(f, tile, panels, first, depth)
             return f.loop(
                 0,
                 depth,
-                lambda d, seen: [columns(first, panel, d, scale, seen[0])],
+                lambda d, seen: [columns(starts, panel, d, scale, seen[0])],
                 carry=seen,
                 step=tile.lanes,
             )
@@ -275,6 +301,12 @@ def write_unpack(module: Module, tile: Tile) -> Function:
         (seen,) = f.loop(0, count, queries, carry=[nothing], step=tile.lanes)
         f.give_back(f.any_lane((seen & ((1 << (bits.bits - 1)) - 1)).differs(0)))
     return f
+
+
+def _expect(f: Function, tile: Tile, starts: Sequence[Value], column: Value) -> None:
+    """Ask for what lies behind some rows, which the next head has."""
+    for start in starts:
+        f.prefetch(f.offset(start, column, tile.element))
 
 
 def _column_start(f: Function, tile: Tile, panels: Value, query: Value, depth: Value) -> Value:

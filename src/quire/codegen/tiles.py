@@ -9,8 +9,9 @@ tile is what one panel does with one block of keys:
 
 Keys and values come as broadcast numbers and are never transposed, maxima and sums are plain
 vectors, and a block with fewer keys just runs shorter loops. Everything here lies in scratch
-memory, in the type that is accumulated in, padded so that no loop has a ragged end. Reading and
-writing the user's tensors is in `staging.py`.
+memory, in the type that is accumulated in, padded so that no loop has a ragged end; keys and
+values may as well lie in the user's, if they are like that there. Reading and writing the user's
+tensors is in `staging.py`.
 
 The same bits come out whichever rows are left out because no query reads them: a weight of 0
 adds nothing, sums run over keys in ascending order, and each starts at zero in every tile.
@@ -31,14 +32,21 @@ from quire.codegen.target import Target
 from quire.codegen.types import I64, PTR, Type
 
 SMALL_ROWS = 4  # the rows of a second micro kernel, which takes what the large one leaves
+NARROW_ROWS = 8  # the rows of the large one for narrow tiles
 UNREAD = -0.0  # the weight of a key that is not read, in the careful form
 
 
 class Tile(NamedTuple):
-    """The shape of a tile: a target, and the type that scratch memory holds."""
+    """The shape of a tile: a target, and the type that scratch memory holds.
+
+    A narrow one lies in memory like the others, but only the first half of its panel is computed.
+    It may be all that reads its keys and values, so they are read where the user has them, and
+    what lies behind them is asked for: the next head reads that.
+    """
 
     target: Target
     element: Type
+    narrow: bool = False
 
     @property
     def vector(self) -> Type:
@@ -55,14 +63,33 @@ class Tile(NamedTuple):
         """Queries in one panel."""
         return self.target.panel(self.element)
 
+    @property
+    def vectors(self) -> int:
+        """Vectors of a panel that are computed."""
+        return self.target.vectors // 2 if self.narrow else self.target.vectors
+
+    @property
+    def line(self) -> int:
+        """Numbers in one cache line."""
+        return 64 // self.element.size
+
+    @property
+    def large_rows(self) -> int:
+        """The rows of the large micro kernel."""
+        return NARROW_ROWS if self.narrow else self.target.rows
+
+    def named(self, function: str) -> str:
+        """The name of a function for tiles of this shape."""
+        return f"{function}_narrow" if self.narrow else function
+
     def row(self, f: Function, number: float) -> list[Value]:
         """A row of a panel that is the same number everywhere."""
-        return [f.value(number, self.vector)] * self.target.vectors
+        return [f.value(number, self.vector)] * self.vectors
 
     def load_row(self, f: Function, panel: Value, row: Operand = 0, stride: int = 0) -> list[Value]:
         """One row of a panel in memory; rows follow each other, or at a stride."""
         at = f.offset(panel, row * (stride or self.width), self.element)
-        return [self.load(f, at, v * self.lanes) for v in range(self.target.vectors)]
+        return [self.load(f, at, v * self.lanes) for v in range(self.vectors)]
 
     def store_row(
         self,
@@ -79,8 +106,7 @@ class Tile(NamedTuple):
 
     def rows(self, sums: Sequence[Value]) -> list[Sequence[Value]]:
         """The vectors of a micro kernel, row by row."""
-        vectors = self.target.vectors
-        return [sums[at : at + vectors] for at in range(0, len(sums), vectors)]
+        return [sums[at : at + self.vectors] for at in range(0, len(sums), self.vectors)]
 
     def load(self, f: Function, pointer: Value, index: Operand = 0) -> Value:
         """An aligned vector."""
@@ -130,7 +156,7 @@ def outer_product(
 
 def large_rows(tile: Tile, count: Value) -> Value:
     """How many of `count` rows the large micro kernel takes; the small one divides the rest."""
-    unit = math.lcm(tile.target.rows, SMALL_ROWS)
+    unit = math.lcm(tile.large_rows, SMALL_ROWS)
     return count.udiv(unit) * unit
 
 
@@ -147,31 +173,49 @@ def write_multiply_keys(
         "maxima": PTR,
         "count": I64,
     }
-    with module.function("multiply_keys", parameters, internal=True) as f:
+    with module.function(tile.named("multiply_keys"), parameters, internal=True) as f:
         keys, stride, queries, depth, scores, best_scores, count = f.parameters
         last = count - 1
+
+        def product(
+            starts: list[Value], begin: Value, number: Value, sums: list[Value]
+        ) -> list[Value]:
+            return outer_product(
+                f,
+                tile,
+                number,
+                lambda d: [f.load(tile.element, start, begin + d) for start in starts],
+                lambda d: tile.load_row(f, queries, begin + d),
+                rows=len(starts),
+                unroll=1 if tile.narrow else 2,
+                sums=sums,
+            )
+
+        def product_in_place(starts: list[Value], sums: list[Value]) -> list[Value]:
+            def one_line(d: Value, sums: list[Value]) -> list[Value]:
+                for start in starts:
+                    f.prefetch(f.offset(start, d + depth, tile.element))
+                return product(starts, d, f.minimum(depth - d, tile.line), sums)
+
+            return f.loop(0, depth, one_line, carry=sums, step=tile.line)
 
         def multiply(first: Value, best: list[Value], rows: int) -> list[Value]:
             places = [first + r for r in range(rows)]
             if rows == SMALL_ROWS:  # past the end: the last key again, its scores never read
                 places = [f.minimum(place, last) for place in places]
             starts = [f.offset(keys, place * stride, tile.element) for place in places]
-            sums = outer_product(
-                f,
-                tile,
-                depth,
-                lambda d: [f.load(tile.element, start, d) for start in starts],
-                lambda d: tile.load_row(f, queries, d),
-                rows=rows,
-                unroll=2,
-            )
+            nothing = tile.row(f, 0.0) * rows
+            if tile.narrow:
+                sums = product_in_place(starts, nothing)
+            else:
+                sums = product(starts, f.value(0, I64), depth, nothing)
             for r, row in enumerate(tile.rows(sums)):
                 tile.store_row(f, row, scores, first + r, row_stride)
                 if maxima:
                     best = [f.maximum(a, b) for a, b in zip(best, row, strict=True)]
             return best
 
-        large, rows = large_rows(tile, count), tile.target.rows
+        large, rows = large_rows(tile, count), tile.large_rows
         best = tile.row(f, -math.inf) if maxima else []
         best = f.loop(0, large, lambda j, m: multiply(j, m, rows), carry=best, step=rows)
         best = f.loop(
@@ -194,7 +238,7 @@ def write_exponentiate(module: Module, tile: Tile, *, careful: bool = False) -> 
     }
     name = "exponentiate_carefully" if careful else "exponentiate"
     exp2 = vecmath.exp2 if careful else vecmath.exp2_nonpositive
-    with module.function(name, parameters, internal=True) as f:
+    with module.function(tile.named(name), parameters, internal=True) as f:
         *pointers, count = f.parameters
 
         def weigh(scores: Value, j: Value, total: Value, shift: Value) -> Value:
@@ -219,7 +263,7 @@ def write_exponentiate(module: Module, tile: Tile, *, careful: bool = False) -> 
             return f.loop(start, count, one, carry=sums)[0]
 
         # One vector of the panel at a time: the constants of exp2 fill most of the registers.
-        with f.range(0, tile.width, tile.lanes) as place:
+        with f.range(0, tile.vectors * tile.lanes, tile.lanes) as place:
             scores, maxima, running_max, running_sum, alpha = (
                 f.offset(pointer, place, tile.element) for pointer in pointers
             )
@@ -247,7 +291,7 @@ def write_multiply_values(module: Module, tile: Tile, *, careful: bool = False) 
         "columns": I64,
     }
     name = "multiply_values_carefully" if careful else "multiply_values"
-    with module.function(name, parameters, internal=True) as f:
+    with module.function(tile.named(name), parameters, internal=True) as f:
         values, stride, weights, out, alpha, count, columns = f.parameters
         scale = tile.load_row(f, alpha)
 
@@ -256,6 +300,8 @@ def write_multiply_values(module: Module, tile: Tile, *, careful: bool = False) 
 
             def column(j: Value) -> list[Value]:
                 at = f.offset(start, j * stride, tile.element)
+                if tile.narrow:
+                    f.prefetch(f.offset(at, columns, tile.element))
                 return [f.load(tile.element, at, r) for r in range(rows)]
 
             product = _selecting_product if careful else outer_product
@@ -267,7 +313,7 @@ def write_multiply_values(module: Module, tile: Tile, *, careful: bool = False) 
                 moved = [f.fma(o, a, s) for o, a, s in zip(old, scale, row, strict=True)]
                 tile.store_row(f, moved, out, d + r)
 
-        large, rows = large_rows(tile, columns), tile.target.rows
+        large, rows = large_rows(tile, columns), tile.large_rows
         if not careful:
             with f.range(0, large, rows) as d:
                 multiply(d, rows)

@@ -11,7 +11,14 @@ from quire.codegen.target import Target
 from quire.problem import Problem
 from quire.runtime.addressing import Addressing
 from quire.runtime.gather import gather
-from quire.runtime.plan import Plan, Rows, make_plan, queries_of_item, wide_dtype
+from quire.runtime.plan import (
+    Plan,
+    Rows,
+    heads_of_item,
+    make_plan,
+    queries_of_item,
+    wide_dtype,
+)
 from quire.runtime.roots import mod_roots
 from quire.runtime.tile_lists import NO_LISTS, TileLists, read_lists
 from quire.sequences import Sequences
@@ -60,5 +67,8 @@ def plan_for(
     if mask is not None:
         lists = read_lists(mask, memory.lengths, block_q, Target.host().block_kv)
     roots, captures = mod_roots(problem, wide_dtype(memory.query), memory.longest, lists.mixed)
-    plan = make_plan(*(form, memory, roots, captures, lists, block_q, problem.scale, results))
+    heads = heads_of_item(form, memory, sequences, block_q)
+    plan = make_plan(
+        *(form, memory, roots, captures, lists, block_q, problem.scale, results, heads)
+    )
     return plan, captures, lists

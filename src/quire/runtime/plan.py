@@ -25,6 +25,7 @@ from quire.codegen.convention import (
     PLAN_PART,
     Form,
     choose_block_q,
+    choose_heads,
     partial_stride,
 )
 from quire.codegen.softmax import LOG2_E
@@ -197,6 +198,7 @@ def make_plan(
     block_q: int,
     scale: float,
     results: Rows,
+    item_heads: int = 1,
 ) -> Plan:
     """The plan for operands and results that are laid out like these."""
     query, key, value, out = memory.query, memory.key, memory.value, results.out
@@ -205,8 +207,11 @@ def make_plan(
     code = mod_code(form, made.tile, roots, pyramids.capture_shapes(captures, built))
     heads, head_dim, value_dim = query.shape[1], query.shape[3], value.shape[3]
     group = max(1, heads // key.shape[1])  # also of no heads at all
-    row_group = 1 if form != "row" or lists.per_head or roots.judges_heads else group
-    scratch_bytes = made.scratch_bytes(head_dim, value_dim, block_q * row_group)
+    row_group, scratch_rows = item_heads, block_q
+    if form == "row":  # the queries of an item's heads share each block of keys
+        row_group = 1 if lists.per_head or roots.judges_heads else group
+        group, scratch_rows = group // row_group, block_q * row_group
+    scratch_bytes = made.scratch_bytes(head_dim, value_dim, scratch_rows)
     observes = results.argmax is not NOTHING or results.entropy is not NOTHING
     record = {
         **memory.layout(),
@@ -214,7 +219,7 @@ def make_plan(
         **dict(zip(("lse_batch", "lse_head", "lse_row"), results.number_strides, strict=True)),
         "scale": scale * (LOG2_E if roots.score is None else 1.0),
         "heads": heads // row_group,
-        "group": group // row_group,
+        "group": group,
         "row_group": row_group,
         "block_q": block_q,
         "tile_batch_stride": lists.batch_stride,
@@ -251,6 +256,16 @@ def queries_of_item(
     # Blocks of queries that do not straddle the blocks of a mask, unless they became tiny.
     divisor = math.gcd(block_q, mask.BLOCK_SIZE[0])
     return divisor if divisor >= SMALLEST_BLOCK else block_q
+
+
+def heads_of_item(form: Form, memory: Addressing, sequences: Sequences, block_q: int) -> int:
+    """How many heads are computed one after the other."""
+    if form == "row":
+        return 1
+    work = sequences.q_len * sequences.kv_len
+    alike = int(work.sum()) // max(1, longest(work)) * memory.batches
+    heads = memory.query.shape[1]
+    return choose_heads(heads, longest(sequences.q_len), alike, block_q, num_threads())
 
 
 _free: deque[Tensor] = deque(maxlen=8)
