@@ -115,8 +115,10 @@ class Ragged:
                     f"query must have the {len(self.key)} rows of the keys, whose offsets it "
                     f"shares, but has {len(query)}. Give q_offsets for sequences of its own."
                 )
-            offsets, lengths = self.offsets, self.lengths if lengths is None else lengths
-        rows = spans(("q_offsets", "q_lengths"), offsets, lengths, len(query))
+            offsets = self.offsets
+        rows = keys
+        if queries.offsets is not None or lengths is not None:
+            rows = spans(("q_offsets", "q_lengths"), offsets, lengths, len(query))
         count = len(rows.first)
         if count != len(keys.first):
             raise ArgumentError(

@@ -85,6 +85,18 @@ def test_what_is_known_of_the_lengths_is_kept() -> None:
     assert found._maybe_max_seqlen is None
 
 
+def test_a_result_is_the_same_whether_it_is_learned_or_not() -> None:
+    query: Any = nested(LENGTHS)
+    learned: Any = attend(query.detach().requires_grad_(), query, query)
+    plain: Any = attend(query, query, query)
+    assert learned.requires_grad and not plain.requires_grad
+    assert torch.equal(plain.values(), learned.values())
+    assert (plain._size, plain._strides) == (learned._size, learned._strides)
+    assert plain.offsets() is query.offsets() and plain.lengths() is learned.lengths()
+    for name in ("_maybe_min_seqlen", "_maybe_max_seqlen"):
+        assert getattr(plain, name) == getattr(learned, name)
+
+
 # Heads and batches
 
 

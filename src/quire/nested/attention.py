@@ -21,7 +21,7 @@ from quire.mods import causal
 from quire.nested.checks import check
 from quire.nested.choice import allowed_backend, no_backend, told_by
 from quire.nested.mask import as_mod
-from quire.nested.rows import aligned, rows_of
+from quire.nested.rows import aligned, is_watched, rows_of
 
 
 @instead(own(torch_sdpa.jagged_scaled_dot_product_attention))
@@ -59,12 +59,13 @@ def jagged_scaled_dot_product_attention(
         if attn_mask is not None:
             heads = q.rows.shape[1] if num_dims > 3 else None
             mods = as_mod(attn_mask, (q.lengths, k.lengths), heads)
+        q_spans = (None, None) if q.lie_like(k) else q.spans
     try:
         out = attention(
             q.rows,
             Ragged(k.rows, v.rows, *k.spans),
-            q_offsets=q.spans[0],
-            q_lengths=q.spans[1],
+            q_offsets=q_spans[0],
+            q_lengths=q_spans[1],
             q_start=0,
             **mods,
             scale=scale,
@@ -121,14 +122,22 @@ def _nested(
     shortest: int | None,
     longest: int | None,
 ) -> Tensor:
-    view: Any = nested_view_from_values_offsets_lengths
-    nested: Tensor = view(
-        *(values, offsets, lengths),
-        ragged_idx=ragged_dimension,
-        min_seqlen=shortest,
-        max_seqlen=longest,
+    if is_watched(values):
+        view: Any = nested_view_from_values_offsets_lengths
+        nested: Tensor = view(
+            *(values, offsets, lengths),
+            ragged_idx=ragged_dimension,
+            min_seqlen=shortest,
+            max_seqlen=longest,
+        )
+        return nested
+    known = {"min_seqlen": shortest, "max_seqlen": longest}
+    cache = {name: torch.empty(size, 0) for name, size in known.items() if size is not None}
+    make: Any = NestedTensor
+    made: Tensor = make(
+        values, offsets, lengths=lengths, _ragged_idx=ragged_dimension, _metadata_cache=cache
     )
-    return nested
+    return made
 
 
 def _dense_buffers(

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from quire.errors import ShapeError
 from quire.nested.checks import listed
@@ -41,7 +42,27 @@ class Rows(NamedTuple):
 
     def with_heads(self, count: int) -> Rows:
         """The only head, `count` times."""
+        if self.rows.shape[1] == count:
+            return self
         return self._replace(rows=self.rows.expand(-1, count, -1))
+
+    def lie_like(self, other: Rows) -> bool:
+        """Whether sequences are where those of `other` are, for sure; tensors alike share them."""
+        return self.first is other.first and self.lengths is other.lengths
+
+
+def is_watched(tensor: Tensor) -> bool:
+    """Whether autograd, forward-mode AD or torch.func may have to know what becomes of a tensor.
+
+    Nested tensors tell them slowly, so they are told only then.
+    """
+    inside = torch._C._functorch.peek_interpreter_stack() is not None
+    return tensor.requires_grad or inside or forward_ad._current_level >= 0
+
+
+def _values(nested: Any) -> Tensor:
+    values: Tensor = nested.values() if is_watched(nested) else nested._values.detach()
+    return values
 
 
 def rows_of(query: Any, key: Any, value: Any) -> list[Rows]:
@@ -49,7 +70,7 @@ def rows_of(query: Any, key: Any, value: Any) -> list[Rows]:
     seen: dict[tuple[int, int, int], Spans] = {}
     found = []
     for name, nested in (("query", query), ("key", key), ("value", value)):
-        values, offsets, lengths = nested.values(), nested.offsets(), nested.lengths()
+        values, offsets, lengths = _values(nested), nested.offsets(), nested.lengths()
         rows = values.unsqueeze(1) if values.dim() == 2 else values.transpose(0, 1)
         known = (id(offsets), id(lengths), len(rows))
         if known not in seen:
@@ -72,6 +93,8 @@ def aligned(operands: list[Rows], enable_gqa: bool) -> tuple[Rows, Rows, Rows]:
             f"{listed(batches)}. Give as many sequences of each."
         )
     query, key, value = (each.repeated(batch) for each in operands)
+    if key.lie_like(value):
+        return _with_heads(query, key, value, enable_gqa)
     if not np.array_equal(key.lengths, value.lengths):
         at = int(np.flatnonzero(key.lengths != value.lengths)[0])
         raise ShapeError(
