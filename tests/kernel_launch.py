@@ -190,6 +190,7 @@ class Call:
             "scratch_bytes": size,
             "counters": self._counters.data_ptr(),
             "arguments": 0,
+            "members": 1,
             "partials": 0,
             "arrivals": 0,
             **{name: 0 for name in FORWARD.fields if name.startswith(("key_scale", "value_scale"))},
