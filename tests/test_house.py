@@ -30,7 +30,7 @@ LAYERS = """
     __init__
     doctor draw measure stages why
     patch
-    gradients plan torch_api varlen
+    gradients merge plan torch_api varlen
     nested
     paged
     kv

@@ -17,6 +17,7 @@ try:
     from quire.gradients import AttentionGradients, attention_gradients
     from quire.kernel_options import FlexKernelOptions, KernelOptionWarning
     from quire.memory import Dense, Paged, Ragged
+    from quire.merge import merge_attention
     from quire.mods import and_masks, noop_mask, not_mask, or_masks
     from quire.nested import jagged_scaled_dot_product_attention
     from quire.paged import PagedAttention
@@ -58,6 +59,7 @@ __all__ = [
     "flex_attention",
     "jagged_scaled_dot_product_attention",
     "kernel",
+    "merge_attention",
     "mods",
     "noop_mask",
     "not_mask",

@@ -111,8 +111,8 @@ def _check_tensors(
         check_dtype(name, tensor, DTYPES if name == "query" else KV_DTYPES)
 
 
-def check_kind(name: str, tensor: object) -> None:
-    """A plain strided tensor: one block of memory that can be read."""
+def check_strided(name: str, tensor: object) -> None:
+    """A tensor that torch operations take, whatever stands behind it."""
     if not isinstance(tensor, Tensor):
         raise ArgumentError(
             f"{name} must be a torch.Tensor, but got {type(tensor).__name__}. Convert it with "
@@ -128,6 +128,12 @@ def check_kind(name: str, tensor: object) -> None:
             f"{name} must be a strided tensor, but its layout is {tensor.layout}. Convert it with "
             f".to_dense()."
         )
+
+
+def check_kind(name: str, tensor: object) -> None:
+    """A plain strided tensor: one block of memory that can be read."""
+    check_strided(name, tensor)
+    assert isinstance(tensor, Tensor)
     if _is_vmapped(tensor):
         raise TensorKindError(
             f"{name} is a tensor inside torch.vmap, which attention cannot look through. Put the "

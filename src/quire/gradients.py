@@ -1,10 +1,17 @@
 """The backward pass as a function of results from elsewhere.
 
-    outs = [attention(query, shard, mask=causal, q_start=0, return_aux=AuxRequest(lse=True))
-            for shard in shards]
-    out, lse = ...                                   # merged from all of them
-    parts = [attention_gradients(query, shard, out, lse, grad_out, mask=causal, q_start=0)
-             for shard in shards]
+    first, *others = [
+        attention(query, shard, mask=causal, q_start=0, return_aux=AuxRequest(lse=True))
+        for shard in shards
+    ]
+    out, lse = first[0], first[1].lse
+    for other, aux in others:
+        out, lse = merge_attention(out, lse, other, aux.lse)
+    parts = [
+        attention_gradients(query, shard, out, lse, grad_out, mask=causal, q_start=0)
+        for shard in shards
+    ]
+    grad_query = sum(part.query for part in parts)
 
 Keys may be cut into shards, on one machine or on several: given the output and the log-sum-exp of
 all keys together, each shard finds the gradients of its own, and those of the query add up.
