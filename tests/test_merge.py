@@ -202,8 +202,10 @@ def test_dtypes_of_both_sides() -> None:
     assert out.dtype == lse.dtype == torch.float32
     narrow, _ = merge_attention(out_a, lse_a, out_b.float(), lse_b)
     assert torch.equal(narrow, out.bfloat16())
-    wide, lse = merge_attention(out_a.double(), lse_a, out_b.double(), lse_b)
+    doubles = out_a.double() * (1 + 1e-12)
+    wide, lse = merge_attention(doubles, lse_a, out_b, lse_b)
     assert wide.dtype == torch.float64 and lse.dtype == torch.float32
+    assert torch.equal(wide[:, 2], doubles[:, 2])  # b read nothing there
     torch.testing.assert_close(wide.float(), out)
 
 
