@@ -346,6 +346,26 @@ def test_dropout_sinks_and_mixed_dtypes() -> None:
     assert not torch.equal(dropped, attention(query, memory, q_offsets=batch.offsets))
 
 
+@pytest.mark.parametrize("q_len", [1, 3, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_one_latent_for_keys_and_values(q_len: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    latent = torch.randn(20, 1, 64, 576).to(dtype)
+    table = torch.randperm(20)[:16].view(2, 8)
+    memory = Paged(latent, latent[..., :512], table, [500, 300])
+    query = torch.randn(2, 16, q_len, 576)
+    out = attention(query, memory, mask=causal, scale=0.05, backend="jit")
+    for b, length in enumerate((500, 300)):
+        rows = latent[table[b], 0].flatten(0, 1)[None, None, :length]
+        mine = query[b : b + 1]
+        places = {"mask_mod": causal, "scale": 0.05, "q_start": length - q_len}
+        expected = [
+            reference.attention(mine.to(wide), rows.to(wide), rows[..., :512].to(wide), **places)
+            for wide in (torch.float32, torch.float64)
+        ]
+        assert_as_good_as(out[b : b + 1], *(each.out for each in expected), size=4.0)
+
+
 # --- pages that sequences share ---
 
 

@@ -27,7 +27,7 @@ from quire.runtime.backward import backward, key_mass
 from quire.runtime.forward import forward
 from quire.sequences import Packed
 
-LARGEST_HEAD_DIM = 512
+LARGEST_HEAD_DIM = 1024
 
 
 def obstacle(call: Call) -> str | None:

@@ -233,13 +233,13 @@ def test_nobody_may_compute() -> None:
 
 
 def test_whoever_may_compute_cannot() -> None:
-    query = nested([3, 4], heads=1, dim=520)
+    query = nested([3, 4], heads=1, dim=1032)
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION), pytest.raises(BackendError) as caught:
         attend(query, query, query)
     assert str(caught.value).splitlines()[:2] == [
         "No viable backend for scaled_dot_product_attention was found:",
-        "  flash_attention and efficient_attention: jit: its head dim is 520, and kernels go up to "
-        "512.",
+        "  flash_attention and efficient_attention: jit: its head dim is 1032, and kernels go up to "
+        "1024.",
     ]
     assert attend(query, query, query).shape == query.shape
 

@@ -16,6 +16,7 @@ The graph splits by rate, and since no LLVM pass hoists for us this split is wha
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -205,6 +206,7 @@ def clamped(node: Node) -> tuple[Node, Node]:
     return (first, second) if depends_on_key(first) else (second, first)
 
 
+@functools.lru_cache(maxsize=512)
 def check_lowerable(root: Node) -> None:
     """Raise UnsupportedOpError for a dtype that no register holds."""
     for node in walk(root):

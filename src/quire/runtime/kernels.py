@@ -75,7 +75,7 @@ class ModRoots(NamedTuple):
     @property
     def judges_heads(self) -> bool:
         """Whether heads may skip other tiles than their neighbours."""
-        return self.bounds is not None and "h" in inputs(self.bounds.can, self.bounds.must)
+        return self.bounds is not None and _depends_on_head(self.bounds.can, self.bounds.must)
 
     @property
     def pyramids(self) -> tuple[Pyramid, ...]:
@@ -97,6 +97,11 @@ class ModRoots(NamedTuple):
         score, loads = derivatives(self.score)
         slope = const(0.0, self.score.dtype) if score is None else score
         return Derivatives(slope, {x: y for x, y in loads.items() if x.payload in self.learned})
+
+
+@functools.lru_cache(maxsize=512)
+def _depends_on_head(*roots: Node) -> bool:
+    return "h" in inputs(*roots)
 
 
 derivatives = functools.lru_cache(maxsize=512)(differentiate)
