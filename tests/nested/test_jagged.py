@@ -238,8 +238,8 @@ def test_whoever_may_compute_cannot() -> None:
         attend(query, query, query)
     assert str(caught.value).splitlines()[:2] == [
         "No viable backend for scaled_dot_product_attention was found:",
-        "  flash_attention and efficient_attention: jit: its head dim is 1032, and kernels go up to "
-        "1024.",
+        "  flash_attention and efficient_attention: jit: its head dim is 1032, and kernels go up "
+        "to 1024.",
     ]
     assert attend(query, query, query).shape == query.shape
 

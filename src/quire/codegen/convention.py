@@ -307,7 +307,6 @@ def decode_regions(
         ("key_rows", addresses),  # where the keys of a block are
         ("value_rows", addresses),
         ("next_rows", addresses),  # the keys of the block after it
-        ("nowhere", addresses),  # for nothing that would have to be asked for
         ("keys", scratch_stride(tile, head_dim) * tile.target.block_kv),
         ("values", scratch_stride(tile, value_dim) * tile.target.block_kv),
         ("products", more * 4),

@@ -152,8 +152,6 @@ class _Kernel(Nest):
 
         super().__init__(spec, f, regions, ("query", "key", "value", "out"))
         self.phases = phases
-        with f.range(0, spec.target.block_kv + MOST_KEYS) as j:
-            f.store(self.scratch["nowhere"], self.scratch["nowhere"], j)
 
     def attend(self, piece: Piece) -> None:
         """One item, from the queries to the results of those whose last piece it is."""
@@ -337,7 +335,7 @@ class _Kernel(Nest):
 
     def _only_first(self, first: Value, rows: Value) -> Value:
         """Rows that the first set asks for while it computes; the others find them there."""
-        return self.f.select(first.equals(0), rows, self.scratch["nowhere"])
+        return self.f.select(first.equals(0), rows, self.f.null())
 
     def _product(
         self,
@@ -398,7 +396,7 @@ class _Kernel(Nest):
                 f.store(f.load(PTR, rows), rows, j)
             return [rows]
 
-        return f.choose(begin < end, found, lambda: [self.scratch["nowhere"]])[0]
+        return f.choose(begin < end, found, lambda: [f.null()])[0]
 
     def _weigh(self, member: Member, block: Block, row: _Row) -> None:
         """From the products of one row and one block of keys to its weights."""

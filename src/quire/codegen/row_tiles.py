@@ -91,6 +91,7 @@ def write_multiply_keys(module: Module, tile: Tile, kind: Storage, rows: int) ->
         line = max(tile.lanes, LINE // kind.memory.size)
         memory = kind.memory.vector(tile.lanes)
         starts = [f.offset(queries, r * query_stride, tile.element) for r in range(rows)]
+        asks = ahead.differs(f.null())
         with f.range(0, count, together) as j:
             here = [f.load(PTR, keys, j + t) for t in range(together)]
 
@@ -104,10 +105,11 @@ def write_multiply_keys(module: Module, tile: Tile, kind: Storage, rows: int) ->
                 return result
 
             whole = depth & -line
-            for t in range(together):
-                row = f.load(PTR, ahead, j + t)
-                with f.range(0, whole, line) as d:
-                    f.prefetch(f.offset(row, d, kind.memory))
+            with f.when(asks):
+                for t in range(together):
+                    row = f.load(PTR, ahead, j + t)
+                    with f.range(0, whole, line) as d:
+                        f.prefetch(f.offset(row, d, kind.memory))
 
             def add_line(d: Value, sums: list[Value]) -> list[Value]:
                 for step in range(0, line, tile.lanes):
@@ -327,7 +329,7 @@ def write_multiply_values(
                         sums = add(j + k, d, sums, vectors)
                     return [*place, *sums]
 
-                whole = count & -unroll
+                whole = f.select(ahead.differs(f.null()), count & -unroll, 0)
                 sums = [f.value(0.0, tile.vector)] * (rows * vectors)
                 row, offset, *sums = f.loop(0, whole, step, carry=[*place, *sums], step=unroll)
                 sums = f.loop(whole, count, lambda j, sums: add(j, d, sums, vectors), carry=sums)
