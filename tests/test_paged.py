@@ -22,9 +22,9 @@ from quire.errors import (
     ArgumentError,
     BlockMaskShapeError,
     DtypeError,
-    OutOfPagesError,
-    PageIntegrityError,
-    PagesError,
+    KVCacheError,
+    OutOfPages,
+    PageError,
     ShapeError,
     SlicedMaskError,
     SlotError,
@@ -246,7 +246,7 @@ def test_other_errors(library: Any) -> None:
         (lambda p: p.reserve([0, 1], [4, 4, 4]), ShapeError, "each of 2 slots, got 3"),
         (lambda p: p.reserve(0, -4), ArgumentError, "seq_len must not be negative, got -4"),
         (lambda p: p.reserve(0, 1.5), DtypeError, "seq_len must hold integers"),
-        (lambda p: p.reserve([0, 1], [20, 16]), OutOfPagesError, "requested 7 pages .* only 6"),
+        (lambda p: p.reserve([0, 1], [20, 16]), OutOfPages, "requested 7 pages .* only 6"),
         (lambda p: p.assign(**new_rows(batch_idx=tensor([0, -1]))), SlotError, "got -1"),
         (
             lambda p: p.assign(**new_rows(input_pos=torch.zeros(2, 3))),
@@ -255,7 +255,7 @@ def test_other_errors(library: Any) -> None:
         ),
         (
             lambda p: p.assign(**new_rows(v_val=torch.ones(2, H, 3, D, requires_grad=True))),
-            PagesError,
+            KVCacheError,
             r"v_val must not require gradient.*v_val\.detach\(\)",
         ),
         (
@@ -265,7 +265,7 @@ def test_other_errors(library: Any) -> None:
         ),
         (
             lambda p: p.assign(**new_rows(k_val=torch.ones(2, H, 3, D).half())),
-            PagesError,
+            KVCacheError,
             "expected k_val as its cache, torch.float32 on cpu, got torch.float16",
         ),
         (
@@ -697,7 +697,7 @@ def walk(steps: list[Any], paged: PagedAttention, caches: tuple[Tensor, Tensor])
     for step, slots, numbers in steps:
         if step == "reserve":
             act = functools.partial(paged.reserve, tensor(slots), tensor(numbers[: len(slots)]))
-            possible, refusal = plain.reserve(slots, numbers), OutOfPagesError
+            possible, refusal = plain.reserve(slots, numbers), OutOfPages
         elif step == "erase":
             plain.erase(slots)
             act = functools.partial(paged.erase, tensor(slots))
@@ -771,7 +771,7 @@ def _break(change: str) -> PagedAttention:
     ],
 )
 def test_a_contradiction_is_found(change: str, message: str) -> None:
-    with pytest.raises(PageIntegrityError, match=message):
+    with pytest.raises(PageError, match=message):
         _break(change).check_integrity()
     _break("").check_integrity()
 

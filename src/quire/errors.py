@@ -18,17 +18,14 @@
     │   ├── SlicedMaskError      the mask_mod of a slice was used                  (as above)
     │   ├── MaskPickleError      its mask_mod cannot be written down               pickle.PicklingError
     │   └── MaskFileError        a file that holds none, or a damaged one          (as above)
-    ├── PagesError               pages of a cache that cannot be used like this    RuntimeError
-    │   ├── OutOfPagesError      more were asked for than are empty                AssertionError
-    │   ├── UnreservedError      a position that has no page                       IndexError
+    ├── KVCacheError             a paged cache was asked for what it refuses       RuntimeError, ValueError
+    │   ├── OutOfPages           more pages were asked for than there are          AssertionError
+    │   ├── PageError            pages lost, owned twice, or used by nobody        AssertionError
     │   ├── SlotError            no such row of the page table                     IndexError
-    │   └── PageIntegrityError   tables that contradict each other                 AssertionError
-    ├── KVCacheError             a KV cache was asked for what it refuses          RuntimeError, ValueError
-    │   ├── OutOfPages           more pages were asked for than there are          (as above)
+    │   ├── UnreservedError      a position that has no page                       IndexError
     │   ├── SequenceError        a sequence that was freed, or of another cache    (as above)
     │   ├── UnwrittenRowsError   rows that were made room for, and not filled      (as above)
     │   ├── ReleasedRowsError    rows that lie behind a sliding window             (as above)
-    │   ├── PageError            pages lost, or owned by nobody and used           (as above)
     │   └── SequenceFileError    a file that holds no sequence, or a damaged one   (as above)
     └── ModError                 a score_mod or mask_mod is at fault
         ├── NotCallableError     given as a mod, but no function                   RuntimeError, TypeError
@@ -120,32 +117,24 @@ class MaskFileError(BlockMaskError):
     """A file that was to hold a block mask and does not, or is damaged."""
 
 
-class PagesError(QuireError, RuntimeError):
-    """Pages of a cache that cannot be used as asked."""
+class KVCacheError(QuireError, RuntimeError, ValueError):
+    """A request that a paged cache of keys and values refuses; it is as it was before."""
 
 
-class OutOfPagesError(PagesError, AssertionError):
-    """More pages were asked for than are empty."""
+class OutOfPages(KVCacheError, AssertionError):
+    """More pages were asked for than are free, can be evicted or may be added."""
 
 
-class UnreservedError(PagesError, IndexError):
-    """A position of a sequence that no page was reserved for."""
+class PageError(KVCacheError, AssertionError):
+    """Pages that nobody holds, or tables and reference counts that contradict each other."""
 
 
-class SlotError(PagesError, IndexError):
+class SlotError(KVCacheError, IndexError):
     """A batch index that is no row of the page table."""
 
 
-class PageIntegrityError(PagesError, AssertionError):
-    """A page with two owners or none, or tables that disagree about it."""
-
-
-class KVCacheError(QuireError, RuntimeError, ValueError):
-    """A request that a cache of keys and values refuses; it is as it was before."""
-
-
-class OutOfPages(KVCacheError):
-    """More pages were asked for than are free, can be evicted or may be added."""
+class UnreservedError(KVCacheError, IndexError):
+    """A position of a sequence that no page was reserved for."""
 
 
 class SequenceError(KVCacheError):
@@ -158,10 +147,6 @@ class UnwrittenRowsError(KVCacheError):
 
 class ReleasedRowsError(KVCacheError):
     """Rows that a sliding window left behind, whose pages are no longer held."""
-
-
-class PageError(KVCacheError):
-    """Pages whose reference counts do not add up, or which nobody holds."""
 
 
 class SequenceFileError(KVCacheError):

@@ -22,7 +22,7 @@ from quire.arguments import whole_number
 from quire.block_mask import BlockMask
 from quire.block_mask.lists import ceil_div
 from quire.dynamo import instead, never_traced, own
-from quire.errors import OutOfPagesError, PageIntegrityError
+from quire.errors import OutOfPages, PageError
 from quire.mods.compose import MaskMod, ScoreMod
 from quire.paged.checks import (
     NO_PAGE,
@@ -87,7 +87,7 @@ class PagedAttention:
                 capacity[slot] += count * self.page_size
         wanted, empty = sum(count for _, _, count in grown), len(self.empty_pages)
         if wanted > empty:
-            raise OutOfPagesError(
+            raise OutOfPages(
                 f"requested {wanted} pages but there are only {empty} empty pages, so nothing was "
                 f"reserved for slots {slots}. Erase a sequence, or make more pages."
             )
@@ -203,8 +203,8 @@ class PagedAttention:
             raise _broken(f"pages {lost} are neither empty nor owned")
 
 
-def _broken(what: str) -> PageIntegrityError:
-    return PageIntegrityError(
+def _broken(what: str) -> PageError:
+    return PageError(
         f"expected every page in empty_pages or with one owner, but {what}. Change the tables by "
         f"reserve and erase alone."
     )

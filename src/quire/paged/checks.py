@@ -16,7 +16,7 @@ from quire.block_mask import BlockMask
 from quire.errors import (
     ArgumentError,
     BlockMaskShapeError,
-    PagesError,
+    KVCacheError,
     ShapeError,
     SlotError,
     UnreservedError,
@@ -96,12 +96,12 @@ def check_new(
 ) -> None:
     """Refuse keys or values that do not fit their positions or their cache."""
     if val.requires_grad:
-        raise PagesError(
+        raise KVCacheError(
             f"{name}_val must not require gradient, which does not pass through a cache. Give "
             f"{name}_val.detach()."
         )
     if val.dtype != cache.dtype or val.device != cache.device:
-        raise PagesError(
+        raise KVCacheError(
             f"expected {name}_val as its cache, {cache.dtype} on {cache.device}, got {val.dtype} "
             f"on {val.device}. Convert it with .to({name}_cache)."
         )
