@@ -27,7 +27,11 @@ CACHES: dict[str, Callable[[], PagedKVCache]] = {
     "bfloat16": lambda: PagedKVCache(
         1, n_pages=20, prefix=True, dtype=torch.bfloat16, heads=1, head_dim=5, page_size=1
     ),
+    "int8": lambda: PagedKVCache(
+        groups=[Group([1]), Group([0], window=6)], n_pages=14, dtype=torch.int8, **SIZES
+    ),
 }
+WITHOUT_PREFIX = ("windows", "int8")
 PREFIX_ACTIONS = ("keep", "match", "evict")
 ACTIONS = (
     *("start", "append", "append", "append", "give_up", "fork", "truncate", "free"),
@@ -83,7 +87,7 @@ class Machine(RuleBasedStateMachine):
     def load(self, data: st.DataObject) -> None:
         self._act("load", data)
 
-    @precondition(lambda self: self.cache != "windows")
+    @precondition(lambda self: self.cache not in WITHOUT_PREFIX)
     @rule(action=st.sampled_from(PREFIX_ACTIONS), data=st.data())
     def prefix(self, action: str, data: st.DataObject) -> None:
         self._act(action, data)
@@ -101,19 +105,26 @@ class NarrowMachine(Machine):
     cache = "bfloat16"
 
 
-for _machine in (Machine, WindowMachine, NarrowMachine):
+class QuantisedMachine(Machine):
+    cache = "int8"
+
+
+for _machine in (Machine, WindowMachine, NarrowMachine, QuantisedMachine):
     _machine.TestCase.settings = settings(max_examples=10, stateful_step_count=30, deadline=None)
 
 TestMachine = Machine.TestCase
 TestWindowMachine = WindowMachine.TestCase
 TestNarrowMachine = NarrowMachine.TestCase
+TestQuantisedMachine = QuantisedMachine.TestCase
 
 
 def run(cache: str, steps: int, seed: int, directory: Path) -> Witness:
     """Random actions; files and refusals among them."""
     chance = random.Random(seed)
     witness = Witness(CACHES[cache](), directory)
-    actions = [each for each in ACTIONS if cache != "windows" or each not in PREFIX_ACTIONS]
+    actions = [
+        each for each in ACTIONS if cache not in WITHOUT_PREFIX or each not in PREFIX_ACTIONS
+    ]
     for _ in range(steps):
         getattr(witness, chance.choice(actions))(chance.randrange)
         witness.check()
@@ -125,7 +136,7 @@ def test_many_steps(cache: str, tmp_path: Path) -> None:
     witness = run(cache, 500, seed=0, directory=tmp_path)
     assert witness.refusals > 10, "the cache was never full"
     witness.cache.free(*witness.tokens)
-    if cache != "windows":
+    if cache not in WITHOUT_PREFIX:
         witness.cache.evict(1_000)
     now = witness.cache.statistics()
     assert now.free == now.pages > 0

@@ -18,6 +18,7 @@ from quire.errors import OutOfPages, ReleasedRowsError
 from quire.kv import PagedKVCache, SequenceHandle
 from quire.kv.pages import PageShape
 from quire.memory import Paged
+from quire.runtime.append import PageTensors, quantise
 
 Choose = Callable[[int], int]
 """choose(n) is one of 0, 1, ..., n - 1."""
@@ -46,7 +47,21 @@ def content(tokens: Sequence[int], layer: int, heads: int, width: int) -> Tensor
 def _computed(shape: PageShape, layer: int, tokens: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     key = content(tokens, layer, shape.heads, shape.head_dim)
     value = -content(tokens, layer, shape.heads, shape.value_dim)
+    if shape.dtype == torch.int8:
+        return key, value
     return key.to(shape.dtype), value.to(shape.dtype)
+
+
+@functools.lru_cache(maxsize=10_000)
+def _stored(shape: PageShape, layer: int, tokens: tuple[int, ...]) -> dict[str, Tensor]:
+    """What has to be in the pages, bit for bit."""
+    rows = dict(zip(("key", "value"), _computed(shape, layer, tokens), strict=True))
+    if shape.dtype != torch.int8:
+        return rows
+    stored = {}
+    for side, floats in rows.items():
+        stored[side], stored[f"{side}_scale"] = quantise(floats)
+    return stored
 
 
 class Witness:
@@ -184,12 +199,15 @@ class Witness:
         for layer in self._layers():
             memory = self.cache.memory(layer, sequences)
             assert memory.lengths.tolist() == [len(self.tokens[each]) for each in sequences]
+            pages = self.cache._group(layer).layers[layer].tensors
+            assert pages.key is memory.key and pages.value is memory.value
             for place, sequence in enumerate(sequences):
                 start = self.cache.start(layer, sequence)
-                found = held_rows(memory, place, start)
-                true = self._rows(layer, self.tokens[sequence])
-                for mine, expected in zip(found, true, strict=True):
-                    assert torch.equal(mine, expected[start:])
+                found = held_rows(memory, pages, place, start)
+                true = _stored(self.cache.shape, layer, tuple(self.tokens[sequence]))
+                assert found.keys() == true.keys()
+                for name, expected in true.items():
+                    assert torch.equal(found[name], expected[start:])
 
     def _layers(self) -> range:
         return range(self.cache.num_layers)
@@ -197,18 +215,28 @@ class Witness:
     def _poison_free_pages(self) -> None:
         for group in self.cache._groups:
             free = torch.from_numpy(group.pool.free_pages).long()
-            for pages in group.layers.values():
-                pages.key[free] = pages.value[free] = float("nan")
+            for layer in group.layers.values():
+                for pages in _parts(layer.tensors).values():
+                    pages[free] = _poison(pages)
 
 
-def held_rows(memory: Paged, place: int, start: int) -> list[Tensor]:
-    """The rows of a sequence from `start` on, read while all pages of others are NaN."""
+def _poison(pages: Tensor) -> float:
+    """NaN, or a number of int8, whose scales are NaN."""
+    return float("nan") if pages.is_floating_point() else 99
+
+
+def _parts(tensors: PageTensors) -> dict[str, Tensor]:
+    return {name: part for name, part in tensors._asdict().items() if part is not None}
+
+
+def held_rows(memory: Paged, tensors: PageTensors, place: int, start: int) -> dict[str, Tensor]:
+    """The rows of a sequence from `start` on, read while all pages of others are poison."""
     size, length = memory.key.shape[2], int(memory.lengths[place])
     own = memory.page_table[place, start // size : -(-length // size)].long()
-    found = []
-    for pages in (memory.key, memory.value):
-        alone = torch.full_like(pages, float("nan"))
+    found = {}
+    for name, pages in _parts(tensors).items():
+        alone = torch.full_like(pages, _poison(pages))
         alone[own] = pages[own]
         rows = alone[own].transpose(1, 2).flatten(0, 1)
-        found.append(rows[: length - start])
+        found[name] = rows[: length - start]
     return found

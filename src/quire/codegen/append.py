@@ -1,109 +1,191 @@
-"""New rows of keys and values, copied to their slots in pages and converted on the way.
+"""New rows of keys and values, copied to their slots in pages: converted, or quantised, on the way.
 
     slot    page * page_size + the row in it
-    rows    [tokens, heads, width], any strides but the last
-    pages   [pages, heads, page_size, width]
+    rows    [layers, tokens, heads, width], any strides but the last
+    pages   [pages, heads, page_size, width], for each layer
+    scales  [pages, heads, page_size], where pages are of int8: row = int8 * scale
 
-One call writes the keys and the values of a layer. Threads take BLOCK tokens at a time.
+One call writes keys and values of one layer or of many. Threads take BLOCK tokens of a layer at a
+time. Where the record says so, rows are streamed past the caches: they are whole cache lines of
+pages that are too many to be there, and to read those only to overwrite them takes twice as long.
 """
 
 from __future__ import annotations
 
-from quire.codegen.builder import Function, Module, Value
+from quire.codegen.builder import Function, Module, Signature, Value
 from quire.codegen.staging import Storage, storage
 from quire.codegen.target import Target
-from quire.codegen.types import F32, F64, I64, PTR, Layout, Type
+from quire.codegen.types import F32, F64, I8, I32, I64, PTR, Layout, Type
 
 NAME = "append"
 BLOCK = 16  # tokens
-
-_SIDE: dict[str, Type] = {
-    "source": PTR,
-    "into": PTR,
-    "token_stride": I64,
-    "head_stride": I64,
-    "width": I64,
-}
+INT8 = "int8"
+LARGEST = 127  # of int8, on both sides of 0
 SIDES = ("key", "value")
+
+_ROWS: dict[str, Type] = {"rows": PTR, "layer_stride": I64, "token_stride": I64, "head_stride": I64}
+_FIXED: dict[str, Type] = {"width": I64, "streamed": I64}  # 1: whole lines, and not cached
 APPEND = Layout(
     "append",
     {
-        "next": I64,  # the token that the next thread begins with
+        "next": I64,  # the block that the next thread begins with
+        "layers": I64,
+        "pages": PTR,  # a record for each layer
         "tokens": I64,
+        "slots": PTR,
+        **{f"{side}_{name}": type for side in SIDES for name, type in _ROWS.items()},
         "heads": I64,
         "page_size": I64,
-        "slots": PTR,
-        **{f"{side}_{name}": type for side in SIDES for name, type in _SIDE.items()},
+        **{f"{side}_{name}": type for side in SIDES for name, type in _FIXED.items()},
+    },
+)
+LAYER = Layout(
+    "layer",
+    {
+        "layer": I64,  # its place in the rows
+        **dict.fromkeys(SIDES, PTR),
+        **{f"{side}_scale": PTR for side in SIDES},
     },
 )
 
 
 def write_append(target: Target, source: str, pages: str) -> Module:
     """A kernel over APPEND, for rows of one dtype and pages of another, by torch's names."""
-    module, kinds = Module(), (storage(source), storage(pages))
+    module = Module()
     with module.function(NAME, {"argument": PTR}) as f:
+        writer = _Writer(f, module, target, storage(source), pages)
         (argument,) = f.parameters
         tokens = f.field(APPEND, argument, "tokens")
+        blocks = (tokens + (BLOCK - 1)).udiv(BLOCK)
+        last = f.field(APPEND, argument, "layers") * blocks
         counter = f.offset(argument, APPEND.index("next"), I64)
         with f.forever() as leave:
-            begin = f.atomic_add(counter, BLOCK)
-            leave(begin >= tokens)
+            place = f.atomic_add(counter, 1)
+            leave(place >= last)
+            layer = place.udiv(blocks)
+            begin = (place - layer * blocks) * BLOCK
             end = f.minimum(begin + BLOCK, tokens)
+            table = f.field(APPEND, argument, "pages")
+            record = f.offset(table, layer * len(LAYER), I64)
             for side in SIDES:
-                _copy_tokens(f, target, kinds, argument, side, begin, end)
+                writer.write(argument, record, side, begin, end)
+        f.emit_void("fence seq_cst")  # what was streamed is there before anybody is told so
     return module
 
 
-def _copy_tokens(
-    f: Function,
-    target: Target,
-    kinds: tuple[Storage, Storage],
-    argument: Value,
-    side: str,
-    begin: Value,
-    end: Value,
-) -> None:
-    heads, page_size, slots = (
-        f.field(APPEND, argument, name) for name in ("heads", "page_size", "slots")
-    )
-    source, into, token_stride, head_stride, width = (
-        f.field(APPEND, argument, f"{side}_{name}") for name in _SIDE
-    )
-    page_width = page_size * width  # of one head
-    with f.range(begin, end) as token:
-        slot = f.load(I64, slots, token)
-        page = slot.udiv(page_size)
-        row = page * (page_width * heads) + (slot - page * page_size) * width
-        with f.range(0, heads) as head:
-            read = f.offset(source, token * token_stride + head * head_stride, kinds[0].memory)
-            write = f.offset(into, row + head * page_width, kinds[1].memory)
-            _copy_row(f, target, kinds, read, write, width)
+class _Writer:
+    """What the rows of one kernel go through."""
+
+    def __init__(
+        self, f: Function, module: Module, target: Target, source: Storage, pages: str
+    ) -> None:
+        self.f, self.source = f, source
+        self.pages = None if pages == INT8 else storage(pages)
+        self.lanes = target.lanes(F32)
+        self.whole_lanes = target.lanes(source.memory.as_int)
+        peak = I32.vector(self.lanes)
+        largest = Signature(f"llvm.vector.reduce.smax.{peak.suffix}", (peak,), I32)
+        self.largest = module.declare(largest) if self.pages is None else largest
+
+    def write(self, argument: Value, record: Value, side: str, begin: Value, end: Value) -> None:
+        """Some tokens of one layer: its keys, or its values."""
+        f = self.f
+        heads, page_size, slots = (
+            f.field(APPEND, argument, name) for name in ("heads", "page_size", "slots")
+        )
+        rows, layer_stride, token_stride, head_stride, width, streamed = (
+            f.field(APPEND, argument, f"{side}_{name}") for name in (*_ROWS, *_FIXED)
+        )
+        first = f.field(LAYER, record, "layer") * layer_stride
+        pages, scales = f.field(LAYER, record, side), f.field(LAYER, record, f"{side}_scale")
+        memory = I8 if self.pages is None else self.pages.memory
+        with f.range(begin, end) as token:
+            slot = f.load(I64, slots, token)
+            page = slot.udiv(page_size)
+            row = page * (page_size * heads) + (slot - page * page_size)
+            with f.range(0, heads) as head:
+                start = first + token * token_stride + head * head_stride
+                read = f.offset(rows, start, self.source.memory)
+                place = row + head * page_size
+                into = f.offset(pages, place * width, memory)
+                if self.pages is None:
+                    self._quantise(read, into, f.offset(scales, place, F32), width)
+                else:
+                    self._copy(self.pages, read, into, width, streamed)
+
+    def _copy(
+        self, pages: Storage, read: Value, into: Value, width: Value, streamed: Value
+    ) -> None:
+        """One head of one token: whole vectors, then what is left."""
+        f, source = self.f, self.source
+        # Torch converts between double and the narrow dtypes by way of float, too.
+        element = F64 if pages.memory == F64 else F32
+        lanes = self.whole_lanes if source == pages else self.lanes * F32.bits // element.bits
+
+        def number(column: Value, count: int) -> Value:
+            if source == pages:  # as bits, so that NaNs stay the very ones
+                return f.load(source.memory.as_int.vector(count), read, column)
+            return pages.write(f, f.convert(self._number(read, column, count), element))
+
+        def stream() -> list[Value]:
+            with f.range(0, width, lanes) as column:
+                _stream(f, number(column, lanes), into, column)
+            return []
+
+        def store() -> list[Value]:
+            whole = width & -lanes
+            with f.range(0, whole, lanes) as column:
+                f.store(number(column, lanes), into, column)
+            with f.range(whole, width) as column:
+                f.store(number(column, 0), into, column)
+            return []
+
+        f.choose(streamed.equals(1), stream, store)
+
+    def _quantise(self, read: Value, into: Value, scale_at: Value, width: Value) -> None:
+        """One head of one token in int8, and beside it its scale: the largest of it / LARGEST.
+
+        The bits of a float without its sign are ordered as the floats are, infinity and then NaN at
+        the end. Where the scale is 0 or not finite, so that no number can be divided by it, all of
+        the row is 0.
+        """
+        f, lanes = self.f, self.lanes
+        whole = width & -lanes
+
+        def larger(count: int, column: Value, found: Value) -> Value:
+            bits = f.bitcast(self._number(read, column, count), I32) & 0x7FFF_FFFF
+            return f.maximum(bits, found)
+
+        nothing = f.value(0, I32.vector(lanes))
+        (most,) = f.loop(
+            0, whole, lambda c, m: [larger(lanes, c, m[0])], carry=[nothing], step=lanes
+        )
+        peak = f.call(self.largest, most)
+        (peak,) = f.loop(whole, width, lambda c, m: [larger(0, c, m[0])], carry=[peak])
+        scale = f.bitcast(peak, F32) / float(LARGEST)
+        f.store(scale, scale_at)
+        usable = (scale > 0.0) & (scale < float("inf"))
+
+        def store(column: Value, count: int) -> None:
+            number = self._number(read, column, count)
+            ratio = f.select(usable, number / f.splat(scale, number.type), 0.0)
+            ratio = f.maximum(f.minimum(ratio, float(LARGEST)), -float(LARGEST))
+            rounded = f.convert(f.intrinsic("rint", ratio), I32)  # to even
+            f.store(f.convert(rounded, I8), into, column)
+
+        with f.range(0, whole, lanes) as column:
+            store(column, lanes)
+        with f.range(whole, width) as column:
+            store(column, 0)
+
+    def _number(self, read: Value, column: Value, count: int) -> Value:
+        raw = self.f.load(self.source.memory.vector(count), read, column)
+        return self.source.read(self.f, raw, F32)
 
 
-def _copy_row(
-    f: Function,
-    target: Target,
-    kinds: tuple[Storage, Storage],
-    read: Value,
-    write: Value,
-    width: Value,
-) -> None:
-    """One head of one token: whole vectors, then what is left."""
-    source, pages = kinds
-    # Torch converts between double and the narrow dtypes by way of float, too.
-    element = F64 if pages.memory == F64 else F32
-    lanes = target.lanes(source.memory.as_int if source == pages else element)
-
-    def copy(column: Value, count: int) -> None:
-        if source == pages:  # as bits, so that NaNs stay the very ones
-            bits = source.memory.as_int.vector(count)
-            f.store(f.load(bits, read, column), write, column)
-            return
-        number = source.read(f, f.load(source.memory.vector(count), read, column), F32)
-        f.store(pages.write(f, f.convert(number, element)), write, column)
-
-    whole = width & -lanes
-    with f.range(0, whole, lanes) as column:
-        copy(column, lanes)
-    with f.range(whole, width) as column:
-        copy(column, 0)
+def _stream(f: Function, value: Value, pointer: Value, index: Value) -> None:
+    """Write a vector to memory, past the caches; whole lines of it come one after the other."""
+    address = f.offset(pointer, index, value.type)
+    aligned = value.type.lanes * value.type.size
+    text = f"store {value!r}, ptr {address.text}, align {aligned}, !nontemporal !{{i32 1}}"
+    f.emit_void(text, value, address)

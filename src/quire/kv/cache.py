@@ -41,8 +41,10 @@ from quire.kv.pages import PageShape
 from quire.kv.prefix import PrefixCache
 from quire.kv.table import Numbers, PageTable, spread
 from quire.memory import Dense, Paged
+from quire.runtime.append import dequantise
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+DTYPES = (*FLOATS, torch.int8)
 
 Tokens = Sequence[int] | NDArray[np.int64]
 
@@ -202,9 +204,10 @@ class PagedKVCache:
         window no longer reaches are released. The lengths count the new tokens from now on.
         """
         rows = self._roster.rows(sequences)
-        for sequence in sequences:
-            refuse_unwritten(sequence)
-        number = token_counts(counts, len(rows))
+        return self._extend(sequences, rows, token_counts(counts, len(rows)))
+
+    def _extend(self, sequences: Sequence[SequenceHandle], rows: Numbers, number: Numbers) -> Rows:
+        refuse_unwritten(*sequences)
         lengths = self._roster.lengths[rows]
         plans = [group.table.plan(rows, lengths, number) for group in self._groups]
         self._budget.make_room(self._groups, plans, self._prefix)
@@ -222,8 +225,8 @@ class PagedKVCache:
         self._expect_rows("key", key, rows.num_tokens, self.shape.head_dim)
         self._expect_rows("value", value, rows.num_tokens, self.shape.value_dim)
         rows.expect_layer(layer)
-        group.layers[layer].write(rows.slots[self._place[layer]], key, value)
-        rows.done(layer, self.num_layers)
+        group.writer.write(layer, rows.slots[self._place[layer]], key, value)
+        rows.done([layer], self.num_layers)
 
     def append(
         self,
@@ -247,17 +250,17 @@ class PagedKVCache:
                 )
             self._expect_rows(name, tensor[0], key.shape[1], width)
         tokens = key.shape[1]
-        number = token_counts(
-            tokens // max(1, len(sequences)) if counts is None else counts, len(sequences)
-        )
+        held = self._roster.rows(sequences)
+        number = token_counts(tokens // max(1, len(held)) if counts is None else counts, len(held))
         if int(number.sum()) != tokens:
             raise ShapeError(
                 f"expected {int(number.sum())} tokens for {len(sequences)} sequences, got "
                 f"{tokens}. Give the counts that the tokens add up to."
             )
-        rows = self.extend(sequences, number.tolist())
-        for layer in range(self.num_layers):
-            self.write(layer, rows, key[layer], value[layer])
+        rows = self._extend(sequences, held, number)
+        for group, slots in zip(self._groups, rows.slots, strict=True):
+            group.writer.write_all(slots, key, value)
+        rows.done(range(self.num_layers), self.num_layers)
 
     # --- reading
 
@@ -273,13 +276,19 @@ class PagedKVCache:
             table = torch.from_numpy(group.table.view(rows))
             known = list(sequences), table, torch.from_numpy(self._roster.lengths[rows])
             self._views[place] = known
-        pages = group.layers[layer]
+        pages = group.layers[layer].tensors
         return Paged(pages.key, pages.value, known[1], known[2])
 
     def dense(self, layer: int, sequence: SequenceHandle) -> Dense:
-        """A copy of the rows that a layer holds of a sequence, one after the other."""
+        """A copy of the rows that a layer holds of a sequence, one after the other.
+
+        Those of int8 are given in float32.
+        """
         row, group = self._roster.row(sequence), self._group(layer)
-        key, value = group.layers[layer].read(self._held_slots(group.table, row))
+        held = group.layers[layer].read(self._held_slots(group.table, row))
+        key, value = held["key"], held["value"]
+        if self.shape.dtype == torch.int8:
+            key, value = dequantise(key, held["key_scale"]), dequantise(value, held["value_scale"])
         start = group.table.start(row)
         return Dense(key.transpose(0, 1)[None], value.transpose(0, 1)[None], start)
 
@@ -324,7 +333,8 @@ class PagedKVCache:
         for group in self._groups:
             slots = self._held_slots(group.table, row)
             for layer, pages in group.layers.items():
-                tensors[f"key.{layer}"], tensors[f"value.{layer}"] = pages.read(slots)
+                rows = pages.read(slots)
+                tensors |= {f"{part}.{layer}": each for part, each in rows.items()}
         files.save(path, self._header(row), tensors)
 
     def load(self, path: str | os.PathLike[str]) -> SequenceHandle:
@@ -343,7 +353,7 @@ class PagedKVCache:
             group.commit(plan._replace(rows=np.array([handle.row])))
             slots = self._held_slots(group.table, handle.row)
             for layer, pages in group.layers.items():
-                pages.write(slots, tensors[f"key.{layer}"], tensors[f"value.{layer}"])
+                pages.place(slots, {part: tensors[f"{part}.{layer}"] for part in self.shape.parts})
         return handle
 
     def _header(self, row: int | None = None) -> files.Header:
@@ -448,7 +458,7 @@ class PagedKVCache:
                 f"{list(tensor.shape)}. Give a row for each new token, those of the first sequence "
                 f"first."
             )
-        if tensor.dtype not in DTYPES:
+        if tensor.dtype not in FLOATS:
             raise DtypeError(f"expected {name} of floats, got {tensor.dtype}. Convert it.")
 
 

@@ -1,6 +1,7 @@
 """A sequence in a file: keys and values by layer, in the format of safetensors.
 
     key.0, value.0, key.1, ...   [rows, Hkv, D]: the rows that a layer holds, in their dtype
+    key_scale.0, ...             [rows, Hkv]: the scales of rows of int8
     metadata "quire"             the header as JSON: lengths, and what the cache was made for
     metadata "sha256"            of the header and of all tensors
 
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from quire.errors import SequenceFileError
 
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The dtype whose bits are hashed, by size."""
 
 
@@ -43,14 +44,17 @@ class Header:
     dtype: str
     version: int = 1
 
-    def shapes(self) -> dict[str, list[int]]:
-        """The tensors that belong to it."""
-        found = {}
-        for start, layers in zip(self.starts, self.layers, strict=True):
-            for layer in layers:
-                found[f"key.{layer}"] = [self.length - start, self.heads, self.head_dim]
-                found[f"value.{layer}"] = [self.length - start, self.heads, self.value_dim]
-        return found
+    def tensors(self) -> dict[str, tuple[list[int], str]]:
+        """Shape and dtype of the tensors that belong to it."""
+        parts = {"key": ([self.head_dim], self.dtype), "value": ([self.value_dim], self.dtype)}
+        if self.dtype == "int8":
+            parts |= {"key_scale": ([], "float32"), "value_scale": ([], "float32")}
+        return {
+            f"{part}.{layer}": ([self.length - start, self.heads, *row], dtype)
+            for start, layers in zip(self.starts, self.layers, strict=True)
+            for layer in layers
+            for part, (row, dtype) in parts.items()
+        }
 
 
 def save(path: str | os.PathLike[str], header: Header, tensors: Mapping[str, Tensor]) -> None:
@@ -146,12 +150,12 @@ def _expect_same(header: Header, wanted: Header) -> None:
 
 
 def _expect_tensors(header: Header, tensors: Mapping[str, Tensor]) -> None:
-    shapes = header.shapes()
-    _expect(shapes.keys() == tensors.keys(), "it has other tensors than its header says")
-    for name, shape in shapes.items():
+    wanted = header.tensors()
+    _expect(wanted.keys() == tensors.keys(), "it has other tensors than its header says")
+    for name, (shape, dtype) in wanted.items():
         tensor = tensors[name]
         _expect(list(tensor.shape) == shape, f"{name} has the shape {list(tensor.shape)}")
-        _expect(str(tensor.dtype) == f"torch.{header.dtype}", f"{name} is of {tensor.dtype}")
+        _expect(str(tensor.dtype) == f"torch.{dtype}", f"{name} is of {tensor.dtype}")
 
 
 def _expect(holds: bool, otherwise: str) -> None:

@@ -12,6 +12,7 @@ from quire.kv.pages import LayerPages, PageShape
 from quire.kv.pool import PagePool
 from quire.kv.prefix import PrefixCache
 from quire.kv.table import PageTable, Plan
+from quire.runtime.append import PageWriter
 
 FIRST_PAGES = 16  # a pool starts with so many, and doubles
 NO_LIMIT = 2**62
@@ -34,13 +35,14 @@ class LayerGroup:
     layers: dict[int, LayerPages]
     table: PageTable
     page_bytes: int  # one page of all its layers
+    writer: PageWriter  # to the pages that there are now
 
     @classmethod
     def of(cls, group: Group, shape: PageShape) -> LayerGroup:
         """A group without any pages."""
         layers = {layer: LayerPages(shape) for layer in group.layers}
         table = PageTable(PagePool(0), shape.page_size, group.window)
-        return cls(layers, table, len(layers) * shape.num_bytes)
+        return cls(layers, table, len(layers) * shape.num_bytes, _writer(layers))
 
     @property
     def pool(self) -> PagePool:
@@ -64,7 +66,12 @@ class LayerGroup:
         num_pages = self.pool.num_pages + more
         for pages in self.layers.values():
             pages.grow(num_pages)
+        self.writer = _writer(self.layers)
         self.pool.grow(num_pages)
+
+
+def _writer(layers: dict[int, LayerPages]) -> PageWriter:
+    return PageWriter({layer: pages.tensors for layer, pages in layers.items()})
 
 
 def checked_groups(layers: int | None, groups: Iterable[Group] | None) -> list[Group]:

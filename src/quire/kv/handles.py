@@ -7,7 +7,8 @@ lengths              9   0   4        and b itself is refused from then on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from operator import attrgetter, is_
 
 import numpy as np
 from torch import Tensor
@@ -41,7 +42,7 @@ class Rows:
         self._open = True
         self._layers: set[int] = set()
         if self.num_tokens:
-            for sequence, length in zip(sequences, lengths.tolist(), strict=True):
+            for sequence, length in zip(self._sequences, lengths.tolist(), strict=True):
                 sequence.pending, sequence.written = self, length
 
     def expect_layer(self, layer: int) -> None:
@@ -53,9 +54,9 @@ class Rows:
                 f"some that {why}. Extend the sequences, and write each layer once."
             )
 
-    def done(self, layer: int, num_layers: int) -> None:
-        """A layer has written them."""
-        self._layers.add(layer)
+    def done(self, layers: Iterable[int], num_layers: int) -> None:
+        """Some layers have written them."""
+        self._layers.update(layers)
         if len(self._layers) == num_layers:
             for sequence in self._sequences:
                 sequence.pending = None
@@ -65,9 +66,10 @@ class Rows:
         self._open = False
 
 
-def refuse_unwritten(sequence: SequenceHandle) -> None:
+def refuse_unwritten(*sequences: SequenceHandle) -> None:
     """An error if a sequence has rows that not all layers have written."""
-    if sequence.pending is not None:
+    sequence = next((each for each in sequences if each.pending is not None), None)
+    if sequence is not None:
         raise UnwrittenRowsError(
             f"expected a sequence whose rows are written in every layer, got one with rows that "
             f"are not, from position {sequence.written} on. Write them in the layers that are "
@@ -122,20 +124,37 @@ class Roster:
 
     def rows(self, sequences: Sequence[SequenceHandle]) -> Numbers:
         """The rows of several sequences."""
-        rows = list(map(self.row, sequences))
+        if not self._holds(sequences):
+            for sequence in sequences:
+                self.row(sequence)  # which says what is wrong
+        rows = list(map(_row, sequences))
         if len(set(rows)) < len(rows):
             raise SequenceError("expected each sequence once, got one twice. Leave one out.")
         return np.array(rows, np.int64)
 
+    def _holds(self, sequences: Sequence[SequenceHandle]) -> bool:
+        """Whether all are sequences of this cache, without a step of Python for each."""
+        try:
+            found = list(map(self._handles.__getitem__, map(_row, sequences)))
+        except (AttributeError, IndexError, TypeError):
+            return False
+        return all(map(is_, found, sequences))
+
+
+_row = attrgetter("row")
+
 
 def token_counts(counts: Sequence[int] | int, num_sequences: int) -> Numbers:
     """A number of tokens for each sequence."""
-    each = [counts] * num_sequences if isinstance(counts, int) else list(counts)
+    advice = "Say how many tokens a sequence gets."
+    if isinstance(counts, int):
+        number = whole_number("counts", counts, minimum=0, advice=advice)
+        return np.full(num_sequences, number, np.int64)
+    each = list(counts)
     if len(each) != num_sequences:
         raise ShapeError(
             f"expected a count for each of {num_sequences} sequences, got {len(each)}. Give one "
             f"number for all, or one for each."
         )
-    advice = "Say how many tokens a sequence gets."
     checked = [whole_number("counts", count, minimum=0, advice=advice) for count in each]
     return np.array(checked, np.int64)

@@ -2,19 +2,25 @@
 
     key    [P, Hkv, page, D]     row t of a page, head h: key[page, h, t]
     value  [P, Hkv, page, Dv]
+    key_scale, value_scale  [P, Hkv, page]     where pages are of int8: row = int8 * scale
 
 A slot is page * page_size + the row in it. Whoever calls has checked shapes, dtypes and slots.
 """
 
 from __future__ import annotations
 
+import math
+import mmap
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from quire.kv.table import Copies
-from quire.runtime.append import PagePair, append
+from quire.runtime.append import PageTensors, place_rows
+
+WORTH_HUGE = 1 << 22  # bytes: two huge pages of the system
 
 
 @dataclass(frozen=True)
@@ -28,10 +34,18 @@ class PageShape:
     dtype: torch.dtype
 
     @property
+    def parts(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Its tensors by name: the size of a row of one head, () for a scale, and the dtype."""
+        rows = {"key": ((self.head_dim,), self.dtype), "value": ((self.value_dim,), self.dtype)}
+        if self.dtype != torch.int8:
+            return {**rows}
+        return {**rows, "key_scale": ((), torch.float32), "value_scale": ((), torch.float32)}
+
+    @property
     def num_bytes(self) -> int:
-        """Of the keys and values of one page."""
-        width = self.head_dim + self.value_dim
-        return self.heads * self.page_size * width * self.dtype.itemsize
+        """Of one page: keys, values and scales."""
+        rows = self.heads * self.page_size
+        return rows * sum(math.prod(row) * dtype.itemsize for row, dtype in self.parts.values())
 
 
 class LayerPages:
@@ -39,37 +53,54 @@ class LayerPages:
 
     def __init__(self, shape: PageShape) -> None:
         self._shape = shape
-        self.key = self._empty(0, shape.head_dim)
-        self.value = self._empty(0, shape.value_dim)
+        self.tensors = PageTensors(**self._empty(0))
 
-    def _empty(self, num_pages: int, width: int) -> Tensor:
-        shape = self._shape
-        return torch.empty(num_pages, shape.heads, shape.page_size, width, dtype=shape.dtype)
+    def _empty(self, num_pages: int) -> dict[str, Tensor]:
+        page = self._shape.heads, self._shape.page_size
+        parts = self._shape.parts.items()
+        return {name: _empty((num_pages, *page, *row), dtype) for name, (row, dtype) in parts}
 
     def grow(self, num_pages: int) -> None:
         """Have so many pages. What was read from here before keeps the old memory."""
-        self.key = self._grown(self.key, num_pages)
-        self.value = self._grown(self.value, num_pages)
-
-    def _grown(self, old: Tensor, num_pages: int) -> Tensor:
-        if len(old) >= num_pages:  # memory ran out the last time, after this layer
-            return old
-        new = self._empty(num_pages, old.shape[-1])
-        new[: len(old)] = old
-        return new
+        old = self.tensors
+        if len(old.key) < num_pages:  # if not, memory ran out the last time, after this layer
+            new = self._empty(num_pages)
+            for name, pages in new.items():
+                pages[: len(old.key)] = getattr(old, name)
+            self.tensors = PageTensors(**new)
 
     def copy(self, copies: Copies) -> None:
         """Copy whole pages."""
         source, target = (torch.from_numpy(pages).long() for pages in copies)
-        for pages in (self.key, self.value):
+        for pages in self._parts().values():
             pages[target] = pages[source]
 
-    def write(self, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Write rows [tokens, Hkv, D] of keys, and as many of values."""
-        append(PagePair(self.key, self.value), slots, key, value)
+    def place(self, slots: Tensor, rows: Mapping[str, Tensor]) -> None:
+        """Write rows as they were read: for each part, [tokens, Hkv, ...]."""
+        for name, pages in self._parts().items():
+            place_rows(pages, slots, rows[name])
 
-    def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows in some slots, [tokens, Hkv, D]."""
+    def read(self, slots: Tensor) -> dict[str, Tensor]:
+        """The rows in some slots: for each part, [tokens, Hkv, ...]."""
         size = self._shape.page_size
         page, row = slots.div(size, rounding_mode="floor"), slots.remainder(size)
-        return self.key.transpose(1, 2)[page, row], self.value.transpose(1, 2)[page, row]
+        return {name: pages.transpose(1, 2)[page, row] for name, pages in self._parts().items()}
+
+    def _parts(self) -> dict[str, Tensor]:
+        return {name: getattr(self.tensors, name) for name in self._shape.parts}
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Memory that is not filled; in huge pages of the system where it is large enough for some.
+
+    Rows of one token lie far apart, and would each miss the table of addresses.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    if size >= WORTH_HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            memory.madvise(mmap.MADV_HUGEPAGE)
+            return torch.frombuffer(memory, dtype=dtype).view(shape)
+        except OSError:
+            pass  # a system without them, or without memory, of which torch tells
+    return torch.empty(shape, dtype=dtype)
