@@ -8,7 +8,6 @@ lengths              9   0   4        and b itself is refused from then on
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from operator import attrgetter, is_
 
 import numpy as np
 from torch import Tensor
@@ -85,6 +84,8 @@ class Roster:
         self._handles: list[SequenceHandle | None] = []
         self._free: list[int] = []
         self._num_made = 0
+        # The sequences that were asked for last, which the next step asks for again.
+        self._known: tuple[list[SequenceHandle], Numbers] = [], np.zeros(0, np.int64)
 
     def __len__(self) -> int:
         """How many rows there are, free ones among them."""
@@ -111,6 +112,7 @@ class Roster:
         self._handles[sequence.row] = None
         self.lengths[sequence.row] = 0
         self._free.append(sequence.row)
+        self._known = [], np.zeros(0, np.int64)
 
     def row(self, sequence: SequenceHandle) -> int:
         """The row of a sequence that is not freed."""
@@ -124,24 +126,13 @@ class Roster:
 
     def rows(self, sequences: Sequence[SequenceHandle]) -> Numbers:
         """The rows of several sequences."""
-        if not self._holds(sequences):
-            for sequence in sequences:
-                self.row(sequence)  # which says what is wrong
-        rows = list(map(_row, sequences))
-        if len(set(rows)) < len(rows):
-            raise SequenceError("expected each sequence once, got one twice. Leave one out.")
-        return np.array(rows, np.int64)
-
-    def _holds(self, sequences: Sequence[SequenceHandle]) -> bool:
-        """Whether all are sequences of this cache, without a step of Python for each."""
-        try:
-            found = list(map(self._handles.__getitem__, map(_row, sequences)))
-        except (AttributeError, IndexError, TypeError):
-            return False
-        return all(map(is_, found, sequences))
-
-
-_row = attrgetter("row")
+        wanted = list(sequences)
+        if wanted != self._known[0]:
+            rows = list(map(self.row, wanted))
+            if len(set(rows)) < len(rows):
+                raise SequenceError("expected each sequence once, got one twice. Leave one out.")
+            self._known = wanted, np.array(rows, np.int64)
+        return self._known[1]
 
 
 def token_counts(counts: Sequence[int] | int, num_sequences: int) -> Numbers:

@@ -22,6 +22,8 @@ from quire.kv.pool import PagePool, Pages
 Numbers: TypeAlias = NDArray[np.int64]
 """Rows, lengths or counts, one for each sequence."""
 
+NO_PAGES: Pages = np.zeros(0, np.int32)
+
 
 class Plan(NamedTuple):
     """What it takes to extend some sequences."""
@@ -83,25 +85,25 @@ class PageTable:
 
     def plan(self, rows: Numbers, lengths: Numbers, counts: Numbers) -> Plan:
         """What it takes to write `counts` tokens behind `lengths`."""
-        end = -(-(lengths + counts) // self.page_size)
+        end = (lengths + counts + (self.page_size - 1)) // self.page_size
         new = int((end - self.end[rows]).sum())
         writes = rows[(lengths % self.page_size > 0) & (counts > 0)]
         copied = self._shared(writes)
         first = self.first[rows]
-        released: Pages = np.zeros(0, np.int32)
+        released, freed = NO_PAGES, 0
         if self.window is not None:
             first = np.maximum(first, np.maximum(0, lengths - self.window) // self.page_size)
             released = self.pages[_spread(rows, self.first[rows], first)]
-        freed = self.pool.num_freed_by(released) if len(released) else 0
+            freed = self.pool.num_freed_by(released)
         return Plan(rows, first, end, copied, new + len(copied), released, freed)
 
     def _shared(self, rows: Numbers) -> Numbers:
         """Those that must not write to their last page, since somebody else would see it."""
         last: Pages = self.pages[rows, self.end[rows] - 1]
-        if not (self.pool.references(last) > 1).any():
+        copied = self.pool.references(last) > 1
+        if not copied.any():
             return rows[:0]
         page, first, times = np.unique(last, return_index=True, return_counts=True)
-        copied = self.pool.references(last) > 1
         copied[first[self.pool.references(page) == times]] = False  # the last holder may keep it
         return rows[copied]
 
@@ -111,10 +113,12 @@ class PageTable:
             self.pool.release(plan.released)
         self.first[plan.rows] = plan.first
         self.end[plan.rows] = np.maximum(plan.first, self.end[plan.rows])
+        if not plan.num_pages:
+            return Copies(NO_PAGES, NO_PAGES)
         pages = self.pool.allocate(plan.num_pages)
         copies, new = np.split(pages, [len(plan.copied)])
         self.reserve(0, int(plan.end.max(initial=0)))
-        source: Pages = np.zeros(0, np.int32)
+        source = NO_PAGES
         if len(copies):
             last = plan.copied, self.end[plan.copied] - 1
             source = self.pages[last]
@@ -129,9 +133,7 @@ class PageTable:
         """What it takes to have the positions from `start` to `length` in a row without pages."""
         first, end = start // self.page_size, -(-length // self.page_size)
         none, at = np.zeros(0, np.int64), np.array([-1])
-        return Plan(
-            at, np.array([first]), np.array([end]), none, end - first, none.astype(np.int32), 0
-        )
+        return Plan(at, np.array([first]), np.array([end]), none, end - first, NO_PAGES, 0)
 
     def adopt(self, row: int, pages: Pages, first: int = 0) -> None:
         """Let an empty row have pages that are held for it already."""
@@ -158,8 +160,9 @@ class PageTable:
 
     def slots(self, rows: Numbers, positions: Numbers) -> Numbers:
         """Where positions lie: page * page_size + the row in it."""
-        page = self.pages[rows, positions // self.page_size].astype(np.int64)
-        return page * self.page_size + positions % self.page_size
+        column = positions // self.page_size
+        page = self.pages[rows, column].astype(np.int64)
+        return (page - column) * self.page_size + positions
 
     def view(self, rows: Numbers) -> Pages:
         """The table of some rows, [rows, columns].
@@ -183,6 +186,8 @@ def _spread(rows: Numbers, start: Numbers, end: Numbers) -> tuple[Numbers, Numbe
 
 def spread(rows: Numbers, start: Numbers, counts: Numbers) -> tuple[Numbers, Numbers]:
     """Each row `counts` times, and beside it start, start + 1, ..."""
+    if (counts == 1).all():
+        return rows, start
     before = np.cumsum(counts) - counts
     places = np.arange(int(counts.sum())) - np.repeat(before - start, counts)
     return np.repeat(rows, counts), places
