@@ -22,6 +22,7 @@ from quire.errors import (
     UnwrittenRowsError,
 )
 from quire.kv import Group, PagedKVCache, SequenceHandle
+from quire.mods import causal, sliding_window
 
 SIZES: dict[str, Any] = {"heads": 2, "head_dim": 4, "page_size": 4, "n_pages": 12}
 
@@ -84,6 +85,27 @@ def test_a_held_sequence_can_be_attended_to() -> None:
         query, key[0].transpose(0, 1)[None], 2 * key[0].transpose(0, 1)[None]
     )
     torch.testing.assert_close(out, expected)
+
+
+def test_memory_is_attended_to_as_dense_is() -> None:
+    """To the bit, also where a window has let pages go."""
+    cache = PagedKVCache(
+        groups=[Group([0]), Group([1], window=6)], heads=2, head_dim=16, page_size=4, n_pages=40
+    )
+    sequences = [cache.sequence() for _ in range(3)]
+    for count in (13, 1, 5, 1, 1):
+        new = torch.randn(2, 2, 3 * count, 2, 16)
+        cache.append(sequences, *new)
+    cache.truncate(sequences[1], 19)
+    assert cache.start(1, sequences[0]) > 0
+    query = torch.randn(3, 4, 1, 16)
+    masks = [causal, sliding_window(6)]
+    for layer, mask in enumerate(masks):
+        out = quire.attention(query, cache.memory(layer, sequences), mask=mask)
+        for place, sequence in enumerate(sequences):
+            held = cache.dense(layer, sequence)
+            alone = quire.attention(query[place : place + 1], held, mask=mask)
+            assert torch.equal(out[place], alone[0])
 
 
 def test_a_fork_takes_nothing_until_it_is_extended() -> None:

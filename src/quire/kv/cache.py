@@ -41,7 +41,7 @@ from quire.kv.pages import PageShape
 from quire.kv.prefix import PrefixCache
 from quire.kv.table import Numbers, PageTable, spread
 from quire.memory import Dense, Paged
-from quire.runtime.append import dequantise
+from quire.runtime.append import PageTensors, dequantise
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 DTYPES = (*FLOATS, torch.int8)
@@ -99,8 +99,8 @@ class PagedKVCache:
         }
         self._roster = Roster()
         self._prefix = self._prefix_cache() if prefix else None
-        # The table and lengths that `memory` gave last, which the next layer asks for again.
-        self._views: dict[int, tuple[list[SequenceHandle], Tensor, Tensor]] = {}
+        # What `memory` gave last, which the next layer of a group asks for again.
+        self._views: dict[int, tuple[list[SequenceHandle], _View]] = {}
 
     def _prefix_cache(self) -> PrefixCache:
         if len(self._groups) > 1 or self._groups[0].table.window is not None:
@@ -273,11 +273,9 @@ class PagedKVCache:
         known = self._views.get(place)
         if known is None or known[0] != list(sequences):
             rows = self._roster.rows(sequences)
-            table = torch.from_numpy(group.table.view(rows))
-            known = list(sequences), table, torch.from_numpy(self._roster.lengths[rows])
+            known = list(sequences), _View.of(group.table, rows, self._roster.lengths[rows])
             self._views[place] = known
-        pages = group.layers[layer].tensors
-        return Paged(pages.key, pages.value, known[1], known[2])
+        return _paged(group.layers[layer].tensors, known[1])
 
     def dense(self, layer: int, sequence: SequenceHandle) -> Dense:
         """A copy of the rows that a layer holds of a sequence, one after the other.
@@ -460,6 +458,23 @@ class PagedKVCache:
             )
         if tensor.dtype not in FLOATS:
             raise DtypeError(f"expected {name} of floats, got {tensor.dtype}. Convert it.")
+
+
+class _View(NamedTuple):
+    """Where sequences are in the pages of a group, as attention takes it."""
+
+    page_table: Tensor
+    lengths: Tensor
+    first_page: Tensor | None
+
+    @classmethod
+    def of(cls, table: PageTable, rows: Numbers, lengths: Numbers) -> _View:
+        first = None if table.window is None else torch.from_numpy(table.first[rows])
+        return cls(torch.from_numpy(table.view(rows)), torch.from_numpy(lengths), first)
+
+
+def _paged(pages: PageTensors, view: _View) -> Paged:
+    return Paged(pages.key, pages.value, *view)
 
 
 def _give_up(sequence: SequenceHandle) -> None:
