@@ -125,9 +125,11 @@ def run(cache: str, steps: int, seed: int, directory: Path) -> Witness:
     actions = [
         each for each in ACTIONS if cache not in WITHOUT_PREFIX or each not in PREFIX_ACTIONS
     ]
-    for _ in range(steps):
+    for step in range(steps):
         getattr(witness, chance.choice(actions))(chance.randrange)
         witness.check()
+        if step % 50 == 0:
+            witness.check_attention(chance.randrange)
     return witness
 
 
@@ -146,4 +148,6 @@ def test_many_steps(cache: str, tmp_path: Path) -> None:
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("cache", CACHES)
 def test_a_million_steps(cache: str, tmp_path: Path) -> None:
-    run(cache, 333_334, seed=1, directory=tmp_path)
+    """With the other caches; a new one is made every 5,000 steps, and grows again."""
+    for seed in range(50):
+        run(cache, 5_000, seed, tmp_path)

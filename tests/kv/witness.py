@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+import quire
 from quire.errors import OutOfPages, ReleasedRowsError
 from quire.kv import PagedKVCache, SequenceHandle
 from quire.kv.pages import PageShape
-from quire.memory import Paged
+from quire.memory import Dense, Paged
+from quire.mods import causal
 from quire.runtime.append import PageTensors, quantise
 
 Choose = Callable[[int], int]
@@ -71,7 +74,7 @@ class Witness:
         self.cache, self.directory = cache, directory
         self.tokens: dict[SequenceHandle, list[int]] = {}
         self.salts: dict[SequenceHandle, bytes] = {}
-        self.saved: list[list[int]] = []
+        self.saved: dict[int, list[int]] = {}
         self.prompts: list[list[int]] = [[]]
         self.refusals = 0
 
@@ -81,6 +84,9 @@ class Witness:
 
     def _rows(self, layer: int, tokens: list[int]) -> tuple[Tensor, Tensor]:
         return _computed(self.cache.shape, layer, tuple(tokens))
+
+    def _stored(self, layer: int, tokens: list[int]) -> dict[str, Tensor]:
+        return _stored(self.cache.shape, layer, tuple(tokens))
 
     def _salt(self, sequence: SequenceHandle) -> bytes:
         return self.salts.get(sequence, b"")
@@ -174,13 +180,14 @@ class Witness:
 
     def save(self, choose: Choose) -> None:
         sequence = self._one(choose)
-        if sequence is not None and len(self.saved) < 8:
-            self.cache.save(sequence, self.directory / f"{len(self.saved)}")
-            self.saved.append(list(self.tokens[sequence]))
+        if sequence is not None:
+            which = choose(8)
+            self.cache.save(sequence, self.directory / f"{which}")
+            self.saved[which] = list(self.tokens[sequence])
 
     def load(self, choose: Choose) -> None:
         if self.saved and len(self.tokens) < MOST_SEQUENCES:
-            which = choose(len(self.saved))
+            which = list(self.saved)[choose(len(self.saved))]
             try:
                 sequence = self.cache.load(self.directory / f"{which}")
             except OutOfPages:
@@ -199,15 +206,39 @@ class Witness:
         for layer in self._layers():
             memory = self.cache.memory(layer, sequences)
             assert memory.lengths.tolist() == [len(self.tokens[each]) for each in sequences]
+            starts = [self.cache.start(layer, each) for each in sequences]
             pages = self.cache._group(layer).layers[layer].tensors
             assert pages.key is memory.key and pages.value is memory.value
-            for place, sequence in enumerate(sequences):
-                start = self.cache.start(layer, sequence)
-                found = held_rows(memory, pages, place, start)
-                true = _stored(self.cache.shape, layer, tuple(self.tokens[sequence]))
-                assert found.keys() == true.keys()
-                for name, expected in true.items():
-                    assert torch.equal(found[name], expected[start:])
+            found = held_rows(memory, pages, starts)
+            true = [self._stored(layer, self.tokens[each]) for each in sequences]
+            assert all(found.keys() == rows.keys() for rows in true)
+            for name, mine in found.items():
+                parts = [rows[name][start:] for rows, start in zip(true, starts, strict=True)]
+                assert torch.equal(mine, torch.cat([mine[:0], *parts]))
+
+    def check_attention(self, choose: Choose) -> None:
+        """Attention to one sequence is that to its rows alone, while all other pages are poison."""
+        sequence = self._one(choose)
+        if sequence is None or self.cache.shape.dtype == torch.int8:
+            return
+        for layer in self._layers():
+            memory = self.cache.memory(layer, [sequence])
+            first = self.cache.start(layer, sequence)
+            size, length = memory.key.shape[2], len(self.tokens[sequence])
+            own = memory.page_table[0, first // size : -(-length // size)].long()
+            alone = [torch.full_like(pages, float("nan")) for pages in (memory.key, memory.value)]
+            for copy, pages in zip(alone, (memory.key, memory.value), strict=True):
+                copy[own] = pages[own]
+            rows = [
+                part[first:].transpose(0, 1)[None]
+                for part in self._rows(layer, self.tokens[sequence])
+            ]
+            query = rows[0].new_ones(1, self.cache.shape.heads, 1, self.cache.shape.head_dim) / 1024
+            out = quire.attention(query, replace(memory, key=alone[0], value=alone[1]), mask=causal)
+            assert torch.equal(
+                out, quire.attention(query, Dense(rows[0], rows[1], first), mask=causal)
+            )
+            assert not out.isnan().any()
 
     def _layers(self) -> range:
         return range(self.cache.num_layers)
@@ -229,14 +260,15 @@ def _parts(tensors: PageTensors) -> dict[str, Tensor]:
     return {name: part for name, part in tensors._asdict().items() if part is not None}
 
 
-def held_rows(memory: Paged, tensors: PageTensors, place: int, start: int) -> dict[str, Tensor]:
-    """The rows of a sequence from `start` on, read while all pages of others are poison."""
-    size, length = memory.key.shape[2], int(memory.lengths[place])
-    own = memory.page_table[place, start // size : -(-length // size)].long()
-    found = {}
-    for name, pages in _parts(tensors).items():
-        alone = torch.full_like(pages, _poison(pages))
-        alone[own] = pages[own]
-        rows = alone[own].transpose(1, 2).flatten(0, 1)
-        found[name] = rows[: length - start]
-    return found
+def held_rows(memory: Paged, tensors: PageTensors, starts: list[int]) -> dict[str, Tensor]:
+    """The rows of all sequences from their starts on, one sequence after the other."""
+    size, table = memory.key.shape[2], memory.page_table.tolist()
+    first = [0] * len(starts) if memory.first_page is None else memory.first_page.tolist()
+    assert starts == [page * size for page in first]
+    places = [
+        (table[row][position // size], position % size)
+        for row, (start, end) in enumerate(zip(starts, memory.lengths.tolist(), strict=True))
+        for position in range(start, end)
+    ]
+    page, place = torch.tensor(places, dtype=torch.int64).view(-1, 2).unbind(1)
+    return {name: part.transpose(1, 2)[page, place] for name, part in _parts(tensors).items()}
