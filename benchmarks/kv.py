@@ -18,23 +18,43 @@ from quire.kv import PagedKVCache, PagePool, PrefixCache
 LAYERS, HEADS, WIDTH, PAGE = 32, 8, 128, 16
 
 
-def made(layers: int, tokens: int) -> PagedKVCache:
+def made(layers: int, tokens: int, dtype: torch.dtype = torch.float32) -> PagedKVCache:
     return PagedKVCache(
-        layers, heads=HEADS, head_dim=WIDTH, page_size=PAGE, n_pages=-(-tokens // PAGE)
+        layers, heads=HEADS, head_dim=WIDTH, page_size=PAGE, n_pages=-(-tokens // PAGE), dtype=dtype
     )
 
 
 def decode(table: Table, seconds: float, threads: int) -> None:
-    """One token for each of 64 sequences, in 32 layers, against PyTorch's `assign`."""
-    batch, length = 64, 64  # the pages of both are there beforehand
-    cache = made(LAYERS, batch * (length + PAGE))
-    sequences = [cache.sequence() for _ in range(batch)]
-    key, value = torch.randn(2, LAYERS, batch, HEADS, WIDTH)
+    """One token for each of 64 sequences, in 32 layers, against PyTorch's `assign`.
 
-    def ours() -> None:
+    Sequences grow to 64 tokens and start again, in pages that both have beforehand: a step writes
+    to lines that are in no cache. What it reads are the same rows for every layer, in a cache, as
+    if they had just been computed. "copy" is a plain copy of these rows, layer by layer: no cache
+    can be faster than that.
+    """
+    for dtype in (torch.float32, torch.bfloat16):
+        _decode(table, seconds, dtype, dtype)
+    _decode(table, seconds, torch.float32, torch.int8)  # which the peer does not have
+
+
+def _decode(table: Table, seconds: float, dtype: torch.dtype, pages_dtype: torch.dtype) -> None:
+    batch, length = 64, 64
+    cache = made(LAYERS, batch * (length + PAGE), pages_dtype)
+    sequences = [cache.sequence() for _ in range(batch)]
+    key, value = torch.randn(2, batch, HEADS, WIDTH).to(dtype)
+    stacked = [rows.expand(LAYERS, *rows.shape) for rows in (key, value)]
+
+    def at_once() -> None:
+        cache.append(sequences, *stacked)
+        start_again()
+
+    def by_layer() -> None:
         rows = cache.extend(sequences, 1)
         for layer in range(LAYERS):
-            cache.write(layer, rows, key[layer], value[layer])
+            cache.write(layer, rows, key, value)
+        start_again()
+
+    def start_again() -> None:
         if cache.length(sequences[0]) == length:
             for sequence in sequences:
                 cache.truncate(sequence, 0)
@@ -42,38 +62,62 @@ def decode(table: Table, seconds: float, threads: int) -> None:
     peer = PagedAttention(batch * length // PAGE, PAGE, batch, device="cpu")
     for b in range(batch):
         peer.reserve(torch.tensor(b), torch.tensor(length))
-    pages = [torch.zeros(2, 1, HEADS, batch * length, WIDTH) for _ in range(LAYERS)]
+    pages = [torch.zeros(2, 1, HEADS, batch * length, WIDTH, dtype=dtype) for _ in range(LAYERS)]
     rows = torch.arange(batch)
-    new = [x.view(LAYERS, batch, HEADS, 1, WIDTH) for x in (key, value)]
+    new = [x.view(batch, HEADS, 1, WIDTH) for x in (key, value)]
     place = 0
 
     def theirs() -> None:
         nonlocal place
         at = torch.full((batch, 1), place)
-        for layer, (key_pages, value_pages) in enumerate(pages):
-            peer.assign(rows, at, new[0][layer], new[1][layer], key_pages, value_pages)
+        for key_pages, value_pages in pages:
+            peer.assign(rows, at, *new, key_pages, value_pages)
         place = (place + 1) % length
 
-    times = race({"ours": ours, "peer": theirs}, seconds)
-    case = "append 64 sequences x 1 token, 32 layers, H 8, D 128"
-    table.add(case, times["peer"] / times["ours"], "x assign", "20", ms=_ms(times["ours"]))
+    def copy() -> None:
+        nonlocal place
+        for layer in pages:
+            part = layer.view(length, 2, batch, HEADS, WIDTH)[place]
+            part[0].copy_(key)
+            part[1].copy_(value)
+        place = (place + 1) % length
+
+    for _ in range(length):  # so that all memory is there
+        at_once()
+    contestants = {"at once": at_once, "by layer": by_layer, "copy": copy, "peer": theirs}
+    times = race(contestants, seconds)
+    name = str(pages_dtype).removeprefix("torch.")
+    for how, must in (("at once", "20"), ("by layer", "20"), ("copy", "")):
+        case = f"append 64 x 1 token, 32 layers, {name}, {how}"
+        table.add(case, times["peer"] / times[how], "x assign", must, ms=_ms(times[how]))
 
 
 def prefill(table: Table, seconds: float, threads: int) -> None:
-    """2,048 tokens of one sequence, in one layer, against a copy of the same bytes."""
-    cache = made(1, 4096)
-    sequence = cache.sequence()
-    key, value = torch.randn(2, 1, 2048, HEADS, WIDTH)
-    copies = torch.empty_like(key), torch.empty_like(value)
+    """2,048 tokens of one sequence, in one layer, against a copy of the same bytes.
+
+    Both write to 16 places in turn, since a new prompt goes to memory that is in no cache.
+    """
+    places, tokens = 16, 2048
+    cache = made(1, (places + 1) * tokens)
+    sequences = [cache.sequence() for _ in range(places)]
+    key, value = torch.randn(2, 1, tokens, HEADS, WIDTH)
+    copies = torch.zeros(places, 2, 1, tokens, HEADS, WIDTH)
+    turn = {"ours": 0, "peer": 0}
 
     def ours() -> None:
-        cache.append([sequence], key, value)
+        sequence = sequences[turn["ours"] % places]
+        turn["ours"] += 1
         cache.truncate(sequence, 0)
+        cache.append([sequence], key, value)
 
     def copy() -> None:
-        copies[0].copy_(key)
-        copies[1].copy_(value)
+        key_copy, value_copy = copies[turn["peer"] % places]
+        turn["peer"] += 1
+        key_copy.copy_(key)
+        value_copy.copy_(value)
 
+    for _ in range(places):
+        ours()
     times = race({"ours": ours, "peer": copy}, seconds)
     share = 100 * times["peer"] / times["ours"]
     table.add("prefill append of 2,048 tokens", share, "% of copy", "70", ms=_ms(times["ours"]))

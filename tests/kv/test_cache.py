@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import quire
 from quire.errors import (
@@ -19,6 +20,7 @@ from quire.errors import (
     ReleasedRowsError,
     SequenceError,
     ShapeError,
+    TensorKindError,
     UnwrittenRowsError,
 )
 from quire.kv import Group, PagedKVCache, SequenceHandle
@@ -271,6 +273,11 @@ def rows(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype)
 
 
+def fake() -> list[torch.Tensor]:
+    with FakeTensorMode():
+        return [torch.zeros(2, 1, 2, 4)] * 2
+
+
 Refused = Callable[[PagedKVCache], object]
 REFUSED: dict[str, tuple[type[QuireError], str, Refused]] = {
     "freed": (SequenceError, "freed", lambda c: c.length(freed(c))),
@@ -300,6 +307,7 @@ REFUSED: dict[str, tuple[type[QuireError], str, Refused]] = {
             0, c.extend([c.sequence()], 1), rows(1, 2, 4), rows(1, 2, 4, dtype=torch.int64)
         ),
     ),
+    "fake": (TensorKindError, "key is a FakeTensor", lambda c: c.append([c.sequence()], *fake())),
     "layers": (
         ShapeError,
         "of 2 layers",

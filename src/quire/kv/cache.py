@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.arguments import whole_number
+from quire.checks import check_kind
 from quire.errors import (
     ArgumentError,
     DtypeError,
@@ -221,12 +222,12 @@ class PagedKVCache:
 
     def write(self, layer: int, rows: Rows, key: Tensor, value: Tensor) -> None:
         """Fill new rows of one layer: keys [tokens, Hkv, D] and values [tokens, Hkv, Dv]."""
-        group = self._group(layer)
+        group, place = self._group(layer), self._place[layer]
         self._expect_rows("key", key, rows.num_tokens, self.shape.head_dim)
         self._expect_rows("value", value, rows.num_tokens, self.shape.value_dim)
         rows.expect_layer(layer)
-        group.writer.write(layer, rows.slots[self._place[layer]], key, value)
-        rows.done([layer], self.num_layers)
+        group.writer.write(layer, rows.slots[place], key, value)
+        rows.done((layer,), self.num_layers)
 
     def append(
         self,
@@ -458,6 +459,8 @@ class PagedKVCache:
             )
         if tensor.dtype not in FLOATS:
             raise DtypeError(f"expected {name} of floats, got {tensor.dtype}. Convert it.")
+        if type(tensor) is not Tensor:
+            check_kind(name, tensor)
 
 
 class _View(NamedTuple):

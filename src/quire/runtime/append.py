@@ -61,6 +61,7 @@ class PageWriter:
         _, heads, page_size, head_dim = pages.key.shape
         value_dim = pages.value.shape[3]
         self._token_numbers = heads * (head_dim + value_dim)
+        self._kernels: dict[torch.dtype, int | None] = {}
         self._record = (ctypes.c_int64 * len(APPEND))()
         self._argument = ctypes.addressof(self._record)
         self._record[_CHANGING:] = [
@@ -93,10 +94,13 @@ class PageWriter:
             self._run(kernel, self._table.data_ptr(), len(self._layers), slots, key, value)
 
     def _kernel(self, key: Tensor, value: Tensor) -> int | None:
-        if key.dtype == value.dtype and self._on_cpu and key.is_cpu:
+        """Where the code is, if these rows can be read by it."""
+        if key.dtype != value.dtype or not (key.is_cpu and value.is_cpu and self._on_cpu):
+            return None
+        if key.dtype not in self._kernels:
             code = _code(key.dtype, self._dtype)
-            return None if code is None else code.address(NAME)
-        return None
+            self._kernels[key.dtype] = None if code is None else code.address(NAME)
+        return self._kernels[key.dtype]
 
     def _run(
         self, kernel: int, record: int, layers: int, slots: Tensor, key: Tensor, value: Tensor
