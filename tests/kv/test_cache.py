@@ -25,6 +25,7 @@ from quire.errors import (
 )
 from quire.kv import Group, PagedKVCache, SequenceHandle
 from quire.mods import causal, sliding_window
+from quire.runtime.append import dequantise, quantise
 
 SIZES: dict[str, Any] = {"heads": 2, "head_dim": 4, "page_size": 4, "n_pages": 12}
 
@@ -242,6 +243,23 @@ def test_kept_pages_are_found_by_the_next_sequence() -> None:
     cache.free(b, c)
     assert cache.evict(5) == 2
     cache.check_integrity()
+
+
+def test_pages_of_int8_hold_a_scale_for_each_row() -> None:
+    cache = made(1, dtype=torch.int8, value_dim=6)
+    assert cache.shape.num_bytes == 2 * 4 * (4 + 6 + 2 * 4)
+    sequence = cache.sequence()
+    key, value = torch.randn(1, 5, 2, 4), torch.randn(1, 5, 2, 6).bfloat16()
+    cache.append([sequence], key, value.float())
+    held = cache.dense(0, sequence)
+    for rows, expected in ((held.key, key), (held.value, value.float())):
+        again = dequantise(*quantise(expected[0]))
+        assert torch.equal(rows[0].transpose(0, 1), again)
+        assert (again - expected[0]).abs().max() < expected.abs().max() / 127
+    child = cache.fork(sequence)
+    cache.append([child], key[:, :1], value[:, :1].float())
+    assert torch.equal(cache.dense(0, child).key[:, :, :5], held.key)
+    assert torch.equal(cache.dense(0, sequence).key, held.key)
 
 
 def test_other_dtypes_are_converted() -> None:

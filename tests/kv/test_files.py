@@ -29,9 +29,10 @@ def made(**options: Any) -> PagedKVCache:
 
 def filled(cache: PagedKVCache, *counts: int) -> SequenceHandle:
     sequence = cache.sequence()
+    dtype = torch.float32 if cache.shape.dtype == torch.int8 else cache.shape.dtype
     for count in counts:
         tensors = [
-            torch.randn(cache.num_layers, count, 2, width, dtype=cache.shape.dtype)
+            torch.randn(cache.num_layers, count, 2, width, dtype=dtype)
             for width in (cache.shape.head_dim, cache.shape.value_dim)
         ]
         cache.append([sequence], *tensors)
@@ -50,7 +51,9 @@ def assert_same(a: PagedKVCache, first: SequenceHandle, b: PagedKVCache, second:
 
 
 @pytest.mark.parametrize("counts", [(), (1,), (4,), (9, 9, 1)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8]
+)
 def test_what_is_saved_is_loaded(
     counts: tuple[int, ...], dtype: torch.dtype, tmp_path: Path
 ) -> None:
