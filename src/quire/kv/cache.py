@@ -477,7 +477,7 @@ class _View(NamedTuple):
 
 
 def _paged(pages: PageTensors, view: _View) -> Paged:
-    return Paged(pages.key, pages.value, *view)
+    return Paged(pages.key, pages.value, *view, pages.key_scale, pages.value_scale)
 
 
 def _give_up(sequence: SequenceHandle) -> None:
