@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 from typing import Any
 
@@ -34,10 +35,12 @@ def made(layers: int = 2, **options: Any) -> PagedKVCache:
     return PagedKVCache(layers, **{**SIZES, **options})
 
 
-def append(cache: PagedKVCache, sequence: SequenceHandle, count: int) -> torch.Tensor:
+def append(
+    cache: PagedKVCache, sequence: SequenceHandle, count: int, value_dim: int | None = None
+) -> torch.Tensor:
     """Random keys, [layers, tokens, heads, width]; the values are twice as large."""
     key = torch.randn(cache.num_layers, count, cache.shape.heads, cache.shape.head_dim)
-    cache.append([sequence], key, 2 * key)
+    cache.append([sequence], key, 2 * key[..., :value_dim])
     return key
 
 
@@ -176,6 +179,28 @@ def test_groups_share_the_limit() -> None:
         append(cache, sequence, 1)
     assert cache.statistics().num_bytes <= 800 and cache.length(sequence) == 33
     cache.check_integrity()
+
+
+@pytest.mark.parametrize("huge", [True, False])
+def test_large_memory_keeps_its_rows_as_it_grows(
+    huge: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From 2 MB of keys to 8, in huge pages of the system or, where there are none, in others."""
+    mapped, real = [], mmap.mmap
+
+    def tried(*arguments: Any, **options: Any) -> mmap.mmap:
+        if not huge:
+            raise OSError("no huge pages")
+        mapped.append(real(*arguments, **options))
+        return mapped[-1]
+
+    monkeypatch.setattr(mmap, "mmap", tried)
+    cache = PagedKVCache(1, heads=1, head_dim=2048, value_dim=1, page_size=16, n_pages=64)
+    sequence = cache.sequence()
+    key = torch.cat([append(cache, sequence, 16, 1)[0] for _ in range(40)])
+    assert cache.memory(0, [sequence]).key.nbytes == 64 * 16 * 2048 * 4
+    assert torch.equal(keys(cache, sequence), key)
+    assert len(mapped) == (2 if huge and hasattr(mmap, "MADV_HUGEPAGE") else 0)
 
 
 def test_running_out_names_what_was_asked_and_leaves_everything() -> None:
