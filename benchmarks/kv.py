@@ -6,6 +6,7 @@ raced in this process. Waste is that of a simulated server, and does not depend 
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import numpy as np
@@ -74,13 +75,13 @@ def _decode(table: Table, seconds: float, dtype: torch.dtype, pages_dtype: torch
             peer.assign(rows, at, *new, key_pages, value_pages)
         place = (place + 1) % length
 
+    copies = torch.zeros(length, LAYERS, 2, batch, HEADS, WIDTH, dtype=dtype)
+    steps = itertools.count()
+
     def copy() -> None:
-        nonlocal place
-        for layer in pages:
-            part = layer.view(length, 2, batch, HEADS, WIDTH)[place]
-            part[0].copy_(key)
-            part[1].copy_(value)
-        place = (place + 1) % length
+        for key_copy, value_copy in copies[next(steps) % length]:
+            key_copy.copy_(key)
+            value_copy.copy_(value)
 
     for _ in range(length):  # so that all memory is there
         at_once()
