@@ -413,6 +413,20 @@ def test_rows_are_written_once_in_each_layer() -> None:
     append(cache, b, 1)
 
 
+def test_a_batch_is_refused_once_one_of_it_is_freed() -> None:
+    cache = made()
+    batch = [cache.sequence(), cache.sequence()]
+    append(cache, batch[0], 1)
+    new = rows(2, 2, 2, 4)
+    cache.append(batch, new, new)
+    cache.free(batch[1])
+    cache.sequence()  # has its row now
+    for call in (lambda: cache.append(batch, new, new), lambda: cache.memory(0, batch)):
+        with pytest.raises(SequenceError, match="freed"):
+            call()
+    assert cache.length(batch[0]) == 2
+
+
 def test_lost_pages_are_noticed() -> None:
     cache = made()
     sequence = cache.sequence()
