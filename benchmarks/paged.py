@@ -21,6 +21,7 @@ from quire.codegen import jit
 from quire.codegen.builder import Module
 from quire.codegen.target import Target
 from quire.codegen.types import F32, I64, PTR
+from quire.kv import PagedKVCache
 from quire.mods import causal
 from quire.runtime.launch import launch
 
@@ -76,17 +77,24 @@ def operands(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor
     return query, key, value
 
 
-def in_pages(key: Tensor, value: Tensor, page: int) -> Paged:
-    """The rows of a batch in pages of random order."""
+def in_pages(key: Tensor, value: Tensor, page: int, dtype: torch.dtype | None = None) -> Paged:
+    """The rows of a batch in a cache, whose sequences took their pages in random turns."""
     batch, heads, length, width = key.shape
-    count = length // page
-    order = torch.randperm(batch * count)
-    pages = []
-    for rows in (key, value):
-        cut = rows.unflatten(2, (count, page)).transpose(1, 2).reshape(-1, heads, page, width)
-        pages.append(torch.empty_like(cut).index_copy_(0, order, cut))
-    table = order.view(batch, count).to(torch.int32)
-    return Paged(*pages, table, torch.full((batch,), length))
+    cache = PagedKVCache(
+        layers=1,
+        heads=heads,
+        head_dim=width,
+        page_size=page,
+        n_pages=batch * length // page,
+        dtype=dtype or key.dtype,
+    )
+    sequences = [cache.sequence() for _ in range(batch)]
+    turns = torch.arange(batch).repeat(length // page)
+    for b in turns[torch.randperm(len(turns))].tolist():
+        done = cache.length(sequences[b])
+        rows = [x[b, :, done : done + page].transpose(0, 1)[None] for x in (key, value)]
+        cache.append([sequences[b]], *rows)
+    return cache.memory(0, sequences)
 
 
 def contiguous(table: Table, seconds: float, threads: int) -> None:
@@ -135,15 +143,7 @@ def int8(table: Table, seconds: float, threads: int) -> None:
     """A byte for each number and a factor for each row, against two bytes for each number."""
     query, key, value = operands()
     low = in_pages(key.bfloat16(), value.bfloat16(), 64)
-    wide = in_pages(key, value, 64)
-    scales = [pages.abs().amax(-1) / 127 for pages in (wide.key, wide.value)]
-    whole = [
-        (pages / scale.unsqueeze(-1)).round().to(torch.int8)
-        for pages, scale in zip((wide.key, wide.value), scales, strict=True)
-    ]
-    tiny = Paged(
-        *(*whole, wide.page_table, wide.lengths), key_scale=scales[0], value_scale=scales[1]
-    )
+    tiny = in_pages(key, value, 64, torch.int8)
     times = race(
         {
             "int8": lambda: quire.attention(query, tiny),
