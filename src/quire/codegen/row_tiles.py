@@ -18,9 +18,9 @@ import math
 
 from quire.codegen import observe, vecmath
 from quire.codegen.builder import Function, Module, Value
-from quire.codegen.staging import ROWS, Storage, page_start, read_scale
+from quire.codegen.staging import ROWS, Storage, page_start, scale_start
 from quire.codegen.tiles import UNREAD, Tile, across
-from quire.codegen.types import I1, I8, I64, PTR
+from quire.codegen.types import F32, I1, I8, I64, PTR
 
 MOST_TOGETHER = 4
 MOST_KEYS = 16  # that a set multiplies at once
@@ -155,9 +155,20 @@ def write_gather_scales(module: Module, tile: Tile) -> Function:
     with module.function("gather_scales", parameters, internal=True) as f:
         rows, begin, end, into = f.parameters
         page_size = f.field(ROWS, rows, "page_size")
-        with f.range(begin, end) as p:
-            page = p.udiv(page_size)
-            f.store(read_scale(f, tile, rows, page, p - page * page_size), into, p - begin)
+        row_stride = f.field(ROWS, rows, "scale_row_stride")
+
+        def copy_run(carried: list[Value]) -> list[Value]:
+            (position,) = carried
+            page = position.udiv(page_size)
+            offset = position - page * page_size
+            stop = f.minimum(end, position + (page_size - offset))
+            first = scale_start(f, rows, page)
+            with f.range(position, stop) as p:
+                scale = f.load(F32, first, (p - position + offset) * row_stride)
+                f.store(f.convert(scale, tile.element), into, p - begin)
+            return [stop]
+
+        f.repeat(lambda carried: carried[0] < end, copy_run, [begin])
     return f
 
 

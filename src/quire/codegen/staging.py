@@ -134,11 +134,14 @@ def write_gather(module: Module, tile: Tile, kind: Storage) -> Function:
             offset = position - page * page_size
             stop = f.minimum(end, position + (page_size - offset))
             source = page_start(f, kind, rows, page)
+            scales = scale_start(f, rows, page) if kind.has_scales else f.null()
             with f.range(position, stop) as p:
                 row = f.offset(source, (p - position + offset) * row_stride, kind.memory)
                 scale = f.value(1.0, tile.element)
                 if kind.has_scales:
-                    scale = read_scale(f, tile, rows, page, p - position + offset)
+                    step = f.field(ROWS, rows, "scale_row_stride")
+                    number = f.load(F32, scales, (p - position + offset) * step)
+                    scale = f.convert(number, tile.element)
                 copy_row(row, f.offset(into, (p - begin) * stride, tile.element), scale)
             return [stop]
 
@@ -146,11 +149,11 @@ def write_gather(module: Module, tile: Tile, kind: Storage) -> Function:
     return f
 
 
-def read_scale(f: Function, tile: Tile, rows: Value, page: Value, offset: Value) -> Value:
-    """The factor of row `offset` of a page of a sequence."""
-    number = _page_number(f, rows, page) * f.field(ROWS, rows, "scale_page_stride")
-    place = number + offset * f.field(ROWS, rows, "scale_row_stride")
-    return f.convert(f.load(F32, f.field(ROWS, rows, "scales"), place), tile.element)
+def scale_start(f: Function, rows: Value, page: Value) -> Value:
+    """Where the factors of the rows of a page start."""
+    number = _page_number(f, rows, page)
+    scales = f.field(ROWS, rows, "scales")
+    return f.offset(scales, number * f.field(ROWS, rows, "scale_page_stride"), F32)
 
 
 def write_place(module: Module, tile: Tile, kind: Storage) -> Function:
