@@ -1,0 +1,53 @@
+"""Models of transformers on quire: `attn_implementation="quire"`.
+
+    import quire.integrations.transformers                        # makes the name known
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="quire")
+
+    enable(model)                                                 # a model that is loaded
+    enable(model, mask=sliding_window(256))                       # with a mod of yours
+
+Reading order: attend (what every layer calls), mask (what transformers hands to all layers in place
+of a matrix), join (mods of several parts).
+"""
+
+from __future__ import annotations
+
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from quire.integrations.transformers.attend import (
+    ATTRIBUTE,
+    AttentionWeightsWarning,
+    Mods,
+    attend,
+)
+from quire.integrations.transformers.mask import TokenMask, token_mask
+from quire.mods import MaskMod, ScoreMod
+
+NAME = "quire"
+
+__all__ = ["NAME", "AttentionWeightsWarning", "TokenMask", "enable", "register"]
+
+
+def register() -> None:
+    """Make `attn_implementation="quire"` known to transformers. Importing this module does it."""
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, token_mask)
+
+
+def enable(
+    model: PreTrainedModel, *, mask: MaskMod | None = None, score_mod: ScoreMod | None = None
+) -> PreTrainedModel:
+    """Let a loaded model attend with quire, in all its parts; returns the model.
+
+    `mask(b, h, q_idx, kv_idx)` hides keys besides those that the model hides, `score_mod` changes
+    scores after the model has; positions count from the first token of a row, without padding.
+    They hold for every layer, until `enable` is called again.
+    """
+    register()
+    model.set_attn_implementation(NAME)
+    for module in model.modules():
+        setattr(module, ATTRIBUTE, Mods(mask, score_mod))
+    return model
+
+
+register()
