@@ -45,6 +45,7 @@ DECODERS: dict[str, hf.PreTrainedConfig] = {
         sliding_window=WINDOW,
         num_local_experts=3,
         num_experts_per_tok=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
     ),
     "gpt2": hf.GPT2Config(
         vocab_size=VOCABULARY,

@@ -6,8 +6,11 @@
     enable(model)                                                 # a model that is loaded
     enable(model, mask=sliding_window(256))                       # with a mod of yours
 
+    model.generate(**batch, past_key_values=PagedCache(model.config))
+
 Reading order: attend (what every layer calls), mask (what transformers hands to all layers in place
-of a matrix), join (mods of several parts).
+of a matrix), cache (pages for `generate`), rows (which sequence a row of the batch is), join (mods
+of several parts).
 """
 
 from __future__ import annotations
@@ -20,12 +23,13 @@ from quire.integrations.transformers.attend import (
     Mods,
     attend,
 )
+from quire.integrations.transformers.cache import PagedCache
 from quire.integrations.transformers.mask import TokenMask, token_mask
 from quire.mods import MaskMod, ScoreMod
 
 NAME = "quire"
 
-__all__ = ["NAME", "AttentionWeightsWarning", "TokenMask", "enable", "register"]
+__all__ = ["NAME", "AttentionWeightsWarning", "PagedCache", "TokenMask", "enable", "register"]
 
 
 def register() -> None:

@@ -6,13 +6,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.masking_utils import causal_mask_function
 
 from quire import mods
 from quire.attention import attention
 from quire.errors import ArgumentError
-from quire.integrations.transformers.join import all_of, from_first_token, in_turn
+from quire.integrations.transformers.cache import NewStates
+from quire.integrations.transformers.join import all_of, in_turn, moved
 from quire.integrations.transformers.mask import TokenMask, of_tensor
-from quire.memory import Dense
+from quire.memory import Dense, Memory
 from quire.mods import MaskMod, ScoreMod
 from quire.warn import warn
 
@@ -34,8 +36,8 @@ class AttentionWeightsWarning(UserWarning):
 def attend(
     module: nn.Module,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | NewStates,
+    value: Tensor | NewStates,
     attention_mask: TokenMask | Tensor | None,
     *,
     scaling: float | None = None,
@@ -54,37 +56,103 @@ def attend(
             'and gives None. Load the model with "eager" to look at it.',
             AttentionWeightsWarning,
         )
-    wants_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    mask, bias = read_mask(attention_mask, query.shape[2], key.shape[2], wants_causal)
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    mask, bias = read_mask(attention_mask, query, key, is_causal)
     added = getattr(module, ATTRIBUTE, Mods())
+    if isinstance(key, NewStates):
+        place = in_pages(query, key, mask)
+    else:
+        assert isinstance(value, Tensor), "keys and values come from one cache"
+        place = in_tensors(query, key, value, mask)
     out = attention(
-        query,
-        Dense(key, value, mask.kv_start),
-        mask=all_of(*mask.mods(), from_first_token(added.mask, mask.origins)),
+        place.query,
+        place.memory,
+        mask=all_of(*place.masks, moved(added.mask, place.by_first_token)),
         score_mod=in_turn(
             None if softcap is None else mods.softcap(softcap),
-            table_from(position_bias, mask.q_start),
-            table_from(bias, mask.q_start),
-            from_first_token(added.score_mod, mask.origins),
+            moved(table_from(position_bias, mask.q_start), place.by_transformers),
+            moved(table_from(bias, mask.q_start), place.by_transformers),
+            moved(added.score_mod, place.by_first_token),
         ),
         scale=scaling,
         dropout_p=dropout if module.training else 0.0,
         sink=s_aux,
-        q_start=mask.q_start,
+        q_start=place.q_start,
+        q_offsets=place.q_offsets,
+        q_lengths=place.q_lengths,
     )
+    if out.dim() == 3:
+        return out.reshape(query.shape[0], query.shape[2], *out.shape[1:]), None
     return out.transpose(1, 2).contiguous(), None
 
 
+class Place(NamedTuple):
+    """Where queries, keys and values are, and what functions of positions add to count as they do.
+
+    `by_transformers` is for those that count padding, `by_first_token` for those that do not.
+    """
+
+    query: Tensor
+    memory: Memory
+    masks: list[MaskMod | None]
+    by_transformers: Tensor | None = None
+    by_first_token: Tensor | None = None
+    q_start: int | None = None
+    q_offsets: Tensor | None = None
+    q_lengths: Tensor | None = None
+
+
+def in_tensors(query: Tensor, key: Tensor, value: Tensor, mask: TokenMask) -> Place:
+    """Keys and values lie as the queries do, padding among them."""
+    padding, origins = mask.padding, mask.origins
+    return Place(
+        query,
+        Dense(key, value, mask.kv_start),
+        [mask.seen, None if padding is None else padding.mask],
+        by_first_token=None if origins is None else -origins,
+        q_start=mask.q_start,
+    )
+
+
+def in_pages(query: Tensor, states: NewStates, mask: TokenMask) -> Place:
+    """Each row is a sequence in pages, without the padding that it began with."""
+    memory, step, origins = states.write(mask.padding)
+    hides = mask.padding if step.hides else None
+    seen: MaskMod | None = mask.seen
+    if seen is causal_mask_function or seen is mods.causal:
+        # The same wherever a row begins; and a single query is at the last key.
+        seen = None if step.count == 1 else mods.causal
+    else:
+        seen = moved(seen, origins)
+    masks = [seen, None if hides is None else moved(hides.mask, origins)]
+    if step.dropped is None:
+        return Place(query, memory, masks, by_transformers=origins)
+    batch, _, count, _ = query.shape
+    first = torch.arange(0, (batch + 1) * count, count)
+    return Place(
+        query.transpose(1, 2).flatten(0, 1),
+        memory,
+        masks,
+        by_transformers=origins,
+        q_offsets=first + torch.nn.functional.pad(step.dropped, (0, 1)),
+        q_lengths=count - step.dropped,
+    )
+
+
 def read_mask(
-    given: TokenMask | Tensor | None, q_length: int, kv_length: int, wants_causal: bool
+    given: TokenMask | Tensor | None, query: Tensor, key: Tensor | NewStates, is_causal: bool
 ) -> tuple[TokenMask, Tensor | None]:
     """Whatever a layer was given, as a mask and a bias that is added to scores."""
     if isinstance(given, TokenMask):
         return given, None
+    q_length, kv_length = query.shape[2], key.shape[2]
+    # Where PyTorch is asked for a causal mask, the first query is at the first key.
+    q_start = key.before if isinstance(key, NewStates) else 0
+    seen = mods.causal if given is None and is_causal and q_length > 1 else None
+    plain = TokenMask(seen, None, q_start, 0, (1, 1, q_length, kv_length))
     if given is None:
-        # Where PyTorch is asked for a causal mask, the first query is at the first key.
-        seen = mods.causal if wants_causal and q_length > 1 else None
-        return TokenMask(seen, None, 0, 0, (1, 1, q_length, kv_length)), None
+        return plain, None
     if not isinstance(given, Tensor) or given.dim() != 4:
         raise ArgumentError(
             f"attention_mask must be a tensor of 0 and 1 [B, S], or a mask [B, H, L, S] of truth "
@@ -92,9 +160,7 @@ def read_mask(
             f"transformers, or give one of these."
         )
     table = given[..., :kv_length]
-    if table.dtype == torch.bool:
-        return of_tensor(table, 0), None
-    return TokenMask(None, None, 0, 0, (1, 1, q_length, kv_length)), table
+    return (of_tensor(table, q_start), None) if table.dtype == torch.bool else (plain, table)
 
 
 def table_from(table: Tensor | None, q_start: int) -> ScoreMod | None:

@@ -1,4 +1,4 @@
-"""Mods of several parts, some of which may be missing; and mods that count from the first token."""
+"""Mods of several parts, some of which may be missing; and mods that count from elsewhere."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ def _after(one: ScoreMod, other: ScoreMod) -> ScoreMod:
     return after
 
 
-def from_first_token(mod: _Mod | None, origins: Tensor | None) -> _Mod | None:
-    """`mod` of positions that count from `origins` [B], where a row begins; from 0 if None."""
-    if mod is None or origins is None:
+def moved(mod: _Mod | None, by: Tensor | None) -> _Mod | None:
+    """`mod` of positions to which `by` [B] is added; as it is if that is None."""
+    if mod is None or by is None:
         return mod
-    inner, starts = mod, origins
+    inner, shift = mod, by
 
     def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return inner(b, h, q_idx - starts[b], kv_idx - starts[b])
+        return inner(b, h, q_idx + shift[b], kv_idx + shift[b])
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return inner(score, b, h, q_idx - starts[b], kv_idx - starts[b])
+        return inner(score, b, h, q_idx + shift[b], kv_idx + shift[b])
 
     return cast(_Mod, mask if mod_kind(mod) == "mask" else score_mod)

@@ -79,11 +79,6 @@ class TokenMask:
         starts = None if self.padding is None else self.padding.starts
         return starts if starts is not None and bool(starts.any()) else None
 
-    def mods(self) -> list[MaskMod]:
-        """The masks of transformers' positions that must all hold."""
-        seen = [] if self.seen is None else [self.seen]
-        return seen if self.padding is None else [*seen, self.padding.mask]
-
 
 def token_mask(
     batch_size: int,

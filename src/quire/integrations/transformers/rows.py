@@ -1,0 +1,216 @@
+"""The rows of a batch in a cache of pages: which sequence each is, and what a step adds to it.
+
+tokens of a step         .  .  a  b        padding before the first token of a row is not kept:
+origins                  2                 position 3 of transformers is position 1 of the pages
+
+rows 0 and 1 are equal: sequences  s  s  t     until they differ, or are extended
+beams 1, 1, 0:          sequences  t  t  s     the second t is forked when it is extended
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.errors import ArgumentError
+from quire.integrations.transformers.mask import Padding
+from quire.kv import PagedKVCache, Rows, SequenceHandle
+from quire.kv.table import Numbers
+from quire.memory import Paged
+
+
+class Part(NamedTuple):
+    """Rows of the batch that are written by their own tokens; `tokens` [n] of the flat step."""
+
+    rows: Rows
+    members: list[int]
+    tokens: Tensor | None  # all of them, if None
+
+
+@dataclass
+class Step:
+    """New tokens of every row, which one layer after the other writes."""
+
+    before: int
+    count: int
+    dropped: Tensor | None  # [B] tokens of padding, where a row has some
+    hides: bool  # whether padding has to be hidden: more than what is dropped
+    parts: list[Part]
+    equal: dict[int, int]  # row -> the row before it that is written in its place
+    layers: list[int] = field(default_factory=list)
+
+
+class Written(NamedTuple):
+    """What a layer attends to after it has written its tokens."""
+
+    memory: Paged
+    step: Step
+    origins: Tensor | None  # [B], None where all are 0
+
+
+class CachedRows:
+    """A batch of sequences that grows by the same number of tokens in every row."""
+
+    def __init__(self, pages: PagedKVCache) -> None:
+        self.pages = pages
+        self.sequences: list[SequenceHandle] = []  # one for each row; some stand here twice
+        self._origins: Numbers = np.zeros(0, np.int64)
+        self._origins_tensor: Tensor | None = None
+        self._step: Step | None = None
+
+    # --- a step
+
+    def write(
+        self, layer: int, before: int, key: Tensor, value: Tensor, padding: Padding | None
+    ) -> Written:
+        """Keep new tokens [B, Hkv, L, D] of a layer that has seen `before` of them."""
+        step = self._step
+        if step is None or (step.before, step.count) != (before, key.shape[2]):
+            step = self._step = self._begin(before, key, value, padding)
+        if step.equal:
+            self._split(step, layer, key, value)
+        flat_key, flat_value = (states.transpose(1, 2).flatten(0, 1) for states in (key, value))
+        for rows, _, tokens in step.parts:
+            if tokens is None:
+                self.pages.write(layer, rows, flat_key, flat_value)
+            else:
+                self.pages.write(layer, rows, flat_key[tokens], flat_value[tokens])
+        step.layers.append(layer)
+        return Written(self._memory(layer), step, self._origins_tensor)
+
+    def _begin(self, before: int, key: Tensor, value: Tensor, padding: Padding | None) -> Step:
+        batch, _, count, _ = key.shape
+        starts = np.zeros(batch, np.int64) if padding is None else padding.starts.numpy()
+        equal: dict[int, int] = {}
+        if self.sequences:
+            self._fit(batch)
+        else:
+            equal = _equal_rows(key, value, starts)
+            self._origins = np.zeros(batch, np.int64)
+            for row in range(batch):
+                like = equal.get(row)
+                new = self.pages.sequence() if like is None else self.sequences[like]
+                self.sequences.append(new)
+        empty = np.array([self.pages.length(each) == 0 for each in self.sequences])
+        dropped = np.where(empty, np.clip(starts - before, 0, count), 0)
+        self._move_origins(dropped)
+        hides = padding is not None and self._hides(padding, before + count)
+        members = [row for row in range(batch) if row not in equal]
+        part = self._extend(members, count, dropped)
+        gone = torch.from_numpy(dropped) if dropped.any() else None
+        return Step(before, count, gone, hides, [part], equal)
+
+    def _extend(self, members: list[int], count: int, dropped: Numbers) -> Part:
+        counts = count - dropped[members]
+        rows = self.pages.extend([self.sequences[row] for row in members], counts.tolist())
+        if len(members) == len(dropped) and not dropped.any():
+            return Part(rows, members, None)
+        tokens = [np.arange(row * count + dropped[row], (row + 1) * count) for row in members]
+        return Part(rows, members, torch.from_numpy(np.concatenate(tokens)))
+
+    def _move_origins(self, dropped: Numbers) -> None:
+        if dropped.any():
+            self._origins = self._origins + dropped
+        self._origins_tensor = torch.from_numpy(self._origins) if self._origins.any() else None
+
+    def _hides(self, padding: Padding, end: int) -> bool:
+        starts = padding.starts.numpy()
+        if (starts < self._origins).any():
+            row = int((starts < self._origins).argmax())
+            raise ArgumentError(
+                f"attention_mask must hide the padding that row {row} began with, its first "
+                f"{self._origins[row]} positions, which are not in the cache, but shows position "
+                f"{starts[row]}. Give the mask that the cache was filled with, and more behind it."
+            )
+        alike = (starts == self._origins).all() and bool((padding.ends == end).all())
+        return padding.real is not None or not alike
+
+    def _split(self, step: Step, layer: int, key: Tensor, value: Tensor) -> None:
+        """Give sequences of their own to rows that this layer tells apart."""
+        differ = [row for row, like in step.equal.items() if not _alike(key, value, row, like)]
+        if not differ:
+            return
+        originals = [self.sequences[row] for row in differ]
+        for row in differ:
+            del step.equal[row]
+            self.sequences[row] = self.pages.sequence()
+        dropped = np.zeros(len(key), np.int64) if step.dropped is None else step.dropped.numpy()
+        part = self._extend(differ, step.count, dropped)
+        for done in step.layers:
+            copies = [self.pages.dense(done, each) for each in originals]
+            keys = torch.cat([copy.key[0].transpose(0, 1) for copy in copies])
+            values = torch.cat([copy.value[0].transpose(0, 1) for copy in copies])
+            self.pages.write(done, part.rows, keys, values)
+        step.parts.append(part)
+
+    def _memory(self, layer: int) -> Paged:
+        distinct = list(dict.fromkeys(self.sequences))
+        memory = self.pages.memory(layer, distinct)
+        if len(distinct) == len(self.sequences):
+            return memory
+        places = {sequence: place for place, sequence in enumerate(distinct)}
+        chosen = torch.tensor([places[sequence] for sequence in self.sequences])
+        lengths = torch.as_tensor(memory.lengths)[chosen]
+        return Paged(memory.key, memory.value, memory.page_table[chosen], lengths)
+
+    # --- rows
+
+    def _fit(self, batch: int) -> None:
+        """As many rows as a step has, each with a sequence of its own."""
+        have = len(self.sequences)
+        if batch != have:
+            if batch % have:
+                raise ArgumentError(
+                    f"expected a step of {have} rows, which the cache has, or of a multiple, got "
+                    f"one of {batch}. Use a cache for each batch, or reset it."
+                )
+            self.select([row for row in range(have) for _ in range(batch // have)])
+        seen: set[SequenceHandle] = set()
+        for row, sequence in enumerate(self.sequences):
+            if sequence in seen:
+                self.sequences[row] = self.pages.fork(sequence)
+            seen.add(sequence)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Go on with these rows, some of which may come twice; the others are given back."""
+        kept = [self.sequences[row] for row in rows]
+        gone = set(self.sequences) - set(kept)
+        self.pages.free(*gone)
+        self.sequences, self._step = kept, None
+        self._origins = self._origins[list(rows)]
+        self._move_origins(np.zeros(len(kept), np.int64))
+
+    def truncate(self, count: int) -> None:
+        """Forget the last `count` tokens of every row."""
+        for sequence in dict.fromkeys(self.sequences):
+            self.pages.truncate(sequence, max(0, self.pages.length(sequence) - count))
+        self._step = None
+
+    def clear(self) -> None:
+        """Forget all rows."""
+        self.select([])
+
+
+def _equal_rows(key: Tensor, value: Tensor, starts: Numbers) -> dict[int, int]:
+    """Rows that are as the one before them, and the first of their run: samples of one prompt."""
+    equal: dict[int, int] = {}
+    for row in range(1, len(key)):
+        like = equal.get(row - 1, row - 1)
+        if starts[row] == starts[like] and _alike(key, value, row, like):
+            equal[row] = like
+    return equal
+
+
+def _alike(key: Tensor, value: Tensor, row: int, like: int) -> bool:
+    """The same up to rounding: a product of matrices may sum one row in another order."""
+    for states in (key, value):
+        one, other = states[row], states[like]
+        bound = torch.finfo(states.dtype).eps ** 0.5 * float(other.abs().max())
+        if float((one - other).abs().max()) > bound:
+            return False
+    return True
