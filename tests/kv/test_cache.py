@@ -377,6 +377,7 @@ def test_what_is_refused(case: str) -> None:
     ("options", "message"),
     [
         ({"n_pages": None}, "n_pages or max_bytes"),
+        ({"growth": 1.0}, "growth above 1 and up to 2, got 1.0"),
         ({"n_pages": 0}, "n_pages must be"),
         ({"heads": 0}, "heads must be"),
         ({"groups": [Group([0])]}, "layers or groups"),
@@ -440,6 +441,21 @@ def test_one_class_catches_every_refusal_of_a_cache() -> None:
     kinds = (OutOfPages, SequenceError, UnwrittenRowsError, ReleasedRowsError, PageError)
     assert all(issubclass(kind, KVCacheError) for kind in kinds)
     assert issubclass(KVCacheError, RuntimeError)
+
+
+def test_memory_grows_by_as_much_as_it_is_told() -> None:
+    taken = {}
+    for growth in (2.0, 1.125):
+        cache = made(n_pages=10_000, growth=growth)
+        sequence = cache.sequence()
+        sizes = []
+        for _ in range(300):
+            append(cache, sequence, 4)
+            sizes.append(cache.statistics().pages)
+        taken[growth] = list(dict.fromkeys(sizes))
+    assert taken[2.0] == [16, 32, 64, 128, 256, 512]
+    assert taken[1.125][:3] == [16, 32, 48]
+    assert 300 <= taken[1.125][-1] < 300 * 1.125
 
 
 def test_it_says_what_it_holds() -> None:

@@ -67,8 +67,8 @@ class PagedKVCache:
     """Keys and values of sequences, in pages that are shared, forked and found again.
 
     Give `layers`, or `groups` where some have windows. `n_pages` limits the pages of each group,
-    `max_bytes` the memory of all; memory is taken as it is needed, twice as much each time. With
-    `prefix`, `keep` and `sequence(tokens)` find full pages again by their tokens.
+    `max_bytes` the memory of all; it is taken as it is needed, `growth` times as much each time.
+    With `prefix`, `keep` and `sequence(tokens)` find full pages again by their tokens.
     """
 
     def __init__(
@@ -81,6 +81,7 @@ class PagedKVCache:
         page_size: int = 16,
         n_pages: int | None = None,
         max_bytes: int | None = None,
+        growth: float = 2.0,
         dtype: torch.dtype = torch.float32,
         groups: Iterable[Group] | None = None,
         prefix: bool = False,
@@ -93,7 +94,7 @@ class PagedKVCache:
         for name, size in sizes.items():
             whole_number(name, size, minimum=1, advice="Give the size that the model has.")
         self.shape = PageShape(dtype=dtype, **sizes)
-        self._budget = Budget(n_pages, max_bytes)
+        self._budget = Budget(n_pages, max_bytes, growth)
         self._groups = [LayerGroup.of(each, self.shape) for each in checked_groups(layers, groups)]
         self._place = {
             layer: place for place, group in enumerate(self._groups) for layer in group.layers

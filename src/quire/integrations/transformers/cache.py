@@ -24,6 +24,8 @@ from quire.integrations.transformers.rows import CachedRows, Written
 from quire.kv import Group, PagedKVCache
 
 NO_LIMIT = 2**62
+GROWTH = 1.125
+"""Pages are copied to more memory every few dozen steps, and little of it is ever empty."""
 KEPT_WHOLE = ("full_attention", "chunked_attention")
 
 
@@ -143,6 +145,7 @@ class PagedCache(Cache):
                 value_dim=value.shape[3],
                 page_size=self._page_size,
                 max_bytes=self._max_bytes,
+                growth=GROWTH,
                 dtype=key.dtype,
             )
             self._rows = CachedRows(pages)

@@ -10,7 +10,7 @@ beams 1, 1, 0:          sequences  t  t  s     the second t is forked when it is
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -155,8 +155,12 @@ class CachedRows:
             return memory
         places = {sequence: place for place, sequence in enumerate(distinct)}
         chosen = torch.tensor([places[sequence] for sequence in self.sequences])
-        lengths = torch.as_tensor(memory.lengths)[chosen]
-        return Paged(memory.key, memory.value, memory.page_table[chosen], lengths)
+        view = {"page_table": memory.page_table[chosen]}
+        for name in ("lengths", "first_page"):
+            numbers = getattr(memory, name)
+            if numbers is not None:
+                view[name] = torch.as_tensor(numbers)[chosen]
+        return replace(memory, **view)
 
     # --- rows
 
