@@ -26,6 +26,7 @@ NEW = 128
 PROMPT = 2048
 SHARED_PROMPT, SAMPLES, SAMPLED = 1024, 8, 32
 TURNS = 2
+PEERS = ("ours", "sdpa")
 
 
 class Batch(NamedTuple):
@@ -116,9 +117,6 @@ def _generation(table: Table, case: str, lengths: list[int], must: str) -> None:
     if len(set(lengths)) > 1:
         share = 100 * num_bytes(our_cache) / num_bytes(peer_cache)
         table.add("memory of the cache in this batch", share, "% of it", "under 60")
-
-
-PEERS = ("ours", "sdpa")
 
 
 def unequal(table: Table, seconds: float, threads: int) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -77,7 +78,7 @@ def _read_once() -> Iterator[None]:
     It asks for the whole vocabulary three times, and for the table of names once per module; and
     each of a million slices of a numpy.memmap is compared with the map that it comes from.
     """
-    import gguf
+    gguf: Any = importlib.import_module("gguf")
 
     class PlainReader(gguf.GGUFReader):  # type: ignore[misc]
         @property
