@@ -80,7 +80,7 @@ def _read_once() -> Iterator[None]:
     """
     gguf: Any = importlib.import_module("gguf")
 
-    class PlainReader(gguf.GGUFReader):  # type: ignore[misc]
+    class PlainReader(gguf.GGUFReader):
         @property
         def data(self) -> Any:
             return self._data
