@@ -16,8 +16,8 @@ BENCHMARKS = $(filter-out benchmarks/_%,$(sort $(wildcard benchmarks/*.py)))
 help:  ## list these commands
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile | expand -t 16
 
-demo: $(READY)  ## a mod in three lines, checked against PyTorch, drawn and timed
-	@$(VENV)/bin/quire demo
+demo: $(READY)  ## a language model on a cache in pages, beside PyTorch's; a few pictures
+	@$(VENV)/bin/quire chat
 
 test: $(READY)  ## all tests; ARGS="-k mask -x" goes to pytest
 	@$(RUN) -m pytest $(ARGS)

@@ -1,6 +1,7 @@
 """The command line.
 
-    quire demo      what quire does, in under a minute
+    quire chat      a language model on quire, with pictures of its pages, in a minute or two
+    quire demo      a mod: drawn, checked and measured beside PyTorch, in under a minute
     quire doctor    what this machine has to offer
     quire show      what a mod of yours becomes
     quire draw      what a mask of yours lets attention see
@@ -15,7 +16,9 @@ in what it was asked, told without a traceback.
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
@@ -82,6 +85,24 @@ def show_demo(
     """A mod in three lines: drawn, checked and measured beside PyTorch, in under a minute."""
     if not demo.run(Console(highlight=False), tokens, seconds, threads):
         raise typer.Exit(1)
+
+
+@app.command()
+def chat(
+    new: Annotated[int, typer.Option(min=8, help="Tokens of each answer.")] = 48,
+    threads: Annotated[int, typer.Option(min=1, help="Threads.")] = os.cpu_count() or 1,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FOLDER", help="For pictures.")
+    ] = None,
+) -> None:
+    """A language model on a cache in pages: a batch, its pages, samples that share, a mod."""
+    try:
+        from quire.demo import chat_screen
+    except ModuleNotFoundError as missing:
+        print(f"quire: chat needs transformers: {missing}. pip install 'quire[models]'")
+        raise typer.Exit(2) from None
+    folder = Path(tempfile.mkdtemp(prefix="quire-")) if output is None else output
+    chat_screen.run(Console(highlight=False), folder, new, threads)
 
 
 @app.command()

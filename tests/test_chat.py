@@ -1,0 +1,87 @@
+"""`quire chat`, with a model that knows nothing: what it shows, counts and draws."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+pytest.importorskip("transformers")
+
+from quire import cli  # noqa: E402
+from quire.demo import chat, chat_screen  # noqa: E402
+from quire.demo.talker import LETTERS, Spelling, Talker, talker  # noqa: E402
+from quire.integrations import smollm2  # noqa: E402
+from quire.kv.page_map import SHARED  # noqa: E402
+
+COLOUR = re.compile(r"\x1b\[[\d;?]*[a-zA-Z]")
+
+
+@pytest.fixture(autouse=True)
+def _without_smollm2(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(smollm2, "NEEDED", ("no_such_package",))
+
+
+@pytest.fixture
+def speaker() -> Talker:
+    return talker()
+
+
+def test_answers_are_those_of_pytorch_and_take_fewer_rows(speaker: Talker) -> None:
+    heard: list[list[str]] = []
+    ours = chat.talk(speaker, chat.QUESTIONS, 8, heard.append, ours=True)
+    theirs = chat.talk(speaker, chat.QUESTIONS, 8, lambda _: None, ours=False)
+    assert ours.answers == theirs.answers == heard[-1]
+    assert len(heard) == 8 == len(ours.maps)
+    assert ours.num_tokens == theirs.num_tokens == 4 * 7
+    assert ours.cache_bytes < 0.6 * theirs.cache_bytes
+    assert 0 < ours.first < ours.seconds
+
+
+def test_samples_share_the_pages_of_their_question(speaker: Talker) -> None:
+    found = chat.talk(speaker, chat.QUESTIONS[-1:], 6, lambda _: None, ours=True, samples=4)
+    prompt = speaker.batch(chat.QUESTIONS[-1:])["attention_mask"].sum()
+    assert found.maps[-1].count(SHARED) == prompt // 16
+    assert len(set(found.answers)) > 1
+
+
+def test_the_mod_that_is_shown_is_the_one_that_runs() -> None:
+    mask = chat.mask_mod()
+    q_idx = torch.tensor(100)
+    seen = [int(kv) for kv in range(101) if mask(0, 0, q_idx, torch.tensor(kv))]
+    assert seen == [0, 1, 2, 3, *range(37, 101)]
+
+
+def test_in_a_terminal(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=80, highlight=False)
+    chat_screen.run(console, tmp_path, new=8, threads=1)
+    text = COLOUR.sub("", console.file.getvalue())  # type: ignore[attr-defined]
+    assert "no_such_package not installed" in " ".join(text.split())
+    assert re.search(r"new tokens a second +[\d.]+ +[\d.]+ +[\d.]+ of it", text)
+    assert "4 of 4 answers are the same." in text
+    assert re.search(r"4 answers that share its pages[^§]*\d+ shared", text)
+    assert "enable(model, mask=window_with_a_sink)" in text
+    assert {path.name for path in tmp_path.iterdir()} == {"pages.svg", "samples.svg", "mask.png"}
+    for name in ("pages.svg", "samples.svg"):
+        ElementTree.parse(tmp_path / name)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    options = ["chat", "--new", "8", "--threads", "1", "-o", str(tmp_path / "pictures")]
+    result = CliRunner().invoke(cli.app, options)
+    assert result.exit_code == 0, result.output
+    assert f"Pictures: {tmp_path / 'pictures'}" in "".join(result.output.splitlines())
+    assert "\x1b" not in result.output
+
+
+def test_letters_are_tokens() -> None:
+    batch = Spelling().apply_chat_template([[{"content": "Abc."}], [{"content": "z"}]])
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1], [0, 0, 0, 1]]
+    assert Spelling().decode(batch["input_ids"][0]) == "abc."
+    assert Spelling().decode(torch.tensor([len(LETTERS)])) == ""
