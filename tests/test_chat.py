@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 
 pytest.importorskip("transformers")
 
-from quire import cli  # noqa: E402
-from quire.demo import chat, chat_screen  # noqa: E402
-from quire.demo.talker import LETTERS, Spelling, Talker, talker  # noqa: E402
-from quire.integrations import smollm2  # noqa: E402
-from quire.kv.page_map import SHARED  # noqa: E402
+from quire import cli
+from quire.demo import chat, chat_screen
+from quire.demo.talker import LETTERS, Spelling, Talker, talker
+from quire.integrations import smollm2
+from quire.kv.page_map import SHARED
 
 COLOUR = re.compile(r"\x1b\[[\d;?]*[a-zA-Z]")
 
