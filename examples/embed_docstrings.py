@@ -72,11 +72,11 @@ def model_folder() -> Path:
 
 
 def load_model(attends: str) -> nn.Module:
-    """`attends` is "quire" or one of transformers' own names, like "sdpa"."""
+    """`attends` is "ragged" or one of transformers' own names, like "sdpa"."""
     from transformers import AttentionInterface, AutoModel
     from transformers.utils import logging
 
-    AttentionInterface.register("quire", ragged_attention)
+    AttentionInterface.register("ragged", ragged_attention)
     logging.disable_progress_bar()
     model = AutoModel.from_pretrained(
         model_folder(), attn_implementation=attends, local_files_only=True
@@ -185,7 +185,7 @@ def ways(texts: list[Tensor]) -> list[Way]:
     lengths = [len(text) for text in texts]
     as_they_come = range(len(texts))
     by_length = sorted(as_they_come, key=lengths.__getitem__)
-    sdpa, ours = load_model("sdpa"), load_model("quire")
+    sdpa, ours = load_model("sdpa"), load_model("ragged")
     return [
         Way("padded, SDPA", sdpa, embed_padded, of_equal_count(as_they_come), texts),
         Way("padded and sorted, SDPA", sdpa, embed_padded, of_equal_count(by_length), texts),

@@ -48,7 +48,7 @@ def test_ragged_and_padded_embeddings_are_the_same(
 
 
 def test_a_text_does_not_see_its_neighbours(example: ModuleType) -> None:
-    model = example.load_model("quire")
+    model = example.load_model("ragged")
     first, second, third = example.tokenize(["Open a file.", "Add two numbers.", "Sort a list."])
     with torch.inference_mode():
         together = example.embed_ragged(model, [first, second, third])
@@ -59,7 +59,7 @@ def test_a_text_does_not_see_its_neighbours(example: ModuleType) -> None:
 def test_the_model_is_the_trained_one(example: ModuleType) -> None:
     texts = ["Compress a file.", "Make data smaller with gzip.", "The cat sat on the mat."]
     with torch.inference_mode():
-        found = example.embed_ragged(example.load_model("quire"), example.tokenize(texts))
+        found = example.embed_ragged(example.load_model("ragged"), example.tokenize(texts))
     near, far = (found[0] @ found[1:].T).tolist()
     assert near > 0.5 > far + 0.3
 
