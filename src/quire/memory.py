@@ -221,7 +221,9 @@ class Paged:
             batch, _, q_len, _ = query.shape
             first = np.arange(batch) * q_len
             room = np.full(batch, q_len)
-            rows = Spans(first, checked_counts("q_lengths", lengths, room))
+            if lengths is not None:
+                room = checked_counts("q_lengths", lengths, room)
+            rows = Spans(first, room)
         if len(rows.first) != count:
             raise ArgumentError(
                 f"query must be for the {count} sequences of the page table, but is for "

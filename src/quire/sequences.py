@@ -146,27 +146,18 @@ def checked_offsets(name: str, offsets: object, num_rows: int) -> Numbers:
 
 def checked_lengths(names: tuple[str, str], lengths: object, room: Numbers) -> Numbers:
     """How many rows each sequence has, `room` being how many it may have."""
-    advice = f"{names[1]} are how many rows each sequence has, at most up to the next of {names[0]}"
-    given = _numbers(names[1], lengths, f"{advice}.")
-    if len(given) != len(room):
-        raise ArgumentError(
-            f"{names[1]} must hold a number for each of {len(room)} sequences, but hold "
-            f"{len(given)}. {advice}."
-        )
-    wrong = np.flatnonzero((given < 0) | (given > room))
-    if len(wrong):
-        at = int(wrong[0])
-        raise ArgumentError(
-            f"{names[1]}[{at}] must be from 0 to {room[at]}, but is {given[at]}. {advice}."
-        )
-    return given
+    return checked_counts(
+        *(names[1], lengths, room),
+        advice=f"{names[1]} are how many rows each sequence has, at most up to the next of "
+        f"{names[0]}.",
+    )
 
 
-def checked_counts(name: str, counts: object, room: Numbers, reason: str = "") -> Numbers:
-    """One number for each sequence, from 0 up to its `room`; all of it where there are none."""
-    if counts is None:
-        return room
-    advice = f"Give one for each of {len(room)} sequences."
+def checked_counts(
+    name: str, counts: object, room: Numbers, reason: str = "", advice: str = ""
+) -> Numbers:
+    """One number for each sequence, from 0 up to its `room`, for a `reason`."""
+    advice = advice or f"Give one for each of {len(room)} sequences."
     given = _numbers(name, counts, advice)
     if len(given) != len(room):
         raise ArgumentError(
