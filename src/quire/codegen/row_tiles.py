@@ -22,6 +22,7 @@ from quire.codegen.staging import ROWS, Storage, page_start, scale_start
 from quire.codegen.tiles import UNREAD, Tile, across
 from quire.codegen.types import F32, I1, I8, I64, PTR
 
+SUMS = 8  # vectors that are summed at once
 MOST_TOGETHER = 4
 MOST_KEYS = 16  # that a set multiplies at once
 LINE = 64  # bytes that come from memory together
@@ -65,11 +66,6 @@ def write_point(module: Module, tile: Tile, kind: Storage) -> Function:
     return f
 
 
-def keys_together(tile: Tile, rows: int) -> int:
-    """How many keys a set multiplies at once: each has a register, and each of its products."""
-    return tile.lanes if rows == 1 else (tile.target.registers - 1) // (rows + 1)
-
-
 def write_multiply_keys(module: Module, tile: Tile, kind: Storage, rows: int) -> Function:
     """products[key, row] = keys[key] . queries[row]; some more than `count` are written.
 
@@ -87,7 +83,7 @@ def write_multiply_keys(module: Module, tile: Tile, kind: Storage, rows: int) ->
     name = f"multiply_keys_{kind.name}_{rows}"
     with module.function(name, parameters, internal=True) as f:
         keys, ahead, queries, query_stride, depth, products, count = f.parameters
-        together = keys_together(tile, rows)
+        together = SUMS // rows
         line = max(tile.lanes, LINE // kind.memory.size)
         memory = kind.memory.vector(tile.lanes)
         starts = [f.offset(queries, r * query_stride, tile.element) for r in range(rows)]
@@ -140,8 +136,8 @@ def add_lanes(f: Function, vectors: list[Value]) -> Value:
             low = [x for run in runs for x in (*run, *(lanes + lane for lane in run))]
             high = [lane + half for lane in low]
         else:
-            low = [lane for lane in range(2 * lanes) if not lane & unit]
-            high = [lane + unit for lane in low]
+            low = [lane for lane in range(2 * lanes) if not lane & (2 * half)]
+            high = [lane + 2 * half for lane in low]
         pairs = list(zip(vectors[::2], vectors[1::2], strict=False))
         pairs += [(vectors[-1], vectors[-1])] * (len(vectors) % 2)
         vectors = [f.shuffle(a, b, low) + f.shuffle(a, b, high) for a, b in pairs]
@@ -352,15 +348,10 @@ def write_multiply_values(
             return stop, f.loop(first, stop, one, carry=place, step=width)
 
         first, place = f.value(0, I64), [f.value(0, I64)] * 2
-        most = vectors_together(tile, rows)
+        most = SUMS // rows
         for vectors in [most, *(size for size in (4, 2, 1) if size < most)]:
             first, place = passes(vectors, first, place)
     return f
-
-
-def vectors_together(tile: Tile, rows: int) -> int:
-    """How many vectors of a value a set multiplies at once, each with a register for each row."""
-    return min(8, (tile.target.registers - 1) // (rows + 1))
 
 
 def write_add_read_values(module: Module, tile: Tile, kind: Storage) -> Function:
