@@ -34,6 +34,8 @@ from quire.errors import (
     RankError,
     ShapeError,
 )
+from quire.memory import Queries
+from quire.runtime.addressing import Addressing
 from quire.runtime.common import common_pieces
 from quire.sequences import Sequences
 
@@ -416,6 +418,23 @@ def test_sharing_changes_no_bit(prefix: int, own: list[int], page: int, q_len: i
         assert torch.equal(out, expected)
         for mine, its in zip(aux, numbers, strict=True):
             assert same(mine, its)
+
+
+@pytest.mark.parametrize("length", [1024, 2048])
+def test_sequences_that_have_nothing_of_their_own(length: int) -> None:
+    torch.manual_seed(0)
+    keys, values = torch.randn(length // 64, 2, 64, 24), torch.randn(length // 64, 2, 64, 20)
+    row = torch.randperm(length // 64)
+    query = torch.randn(5, 6, 1, 24)
+    out = attention(query, Paged(keys, values, row.expand(5, -1), [length] * 5), mask=causal)
+    for b in range(5):
+        alone = attention(query[b : b + 1], Paged(keys, values, row[None], [length]), mask=causal)
+        assert torch.equal(out[b : b + 1], alone)
+    sequences = Paged(keys, values, row.expand(5, -1), [length] * 5).place(query, Queries()).packed
+    assert sequences is not None and sequences.page_table is not None
+    memory = Addressing(query, keys, values, sequences[0], page_table=sequences[1])
+    records = memory.records(memory.sequences, heads=2, block_q=1, form="row")
+    assert records.members == 5 and records.slots == 5 * 2 * (length // 1024)
 
 
 def test_who_begins_with_the_same_pages() -> None:

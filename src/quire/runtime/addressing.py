@@ -17,7 +17,8 @@ from quire.sequences import Numbers, Sequences
 class Records(NamedTuple):
     """Sequences as a kernel reads them, and how many items they have.
 
-    If keys are in several pieces, each has a slot. An item may be for several sequences.
+    An item may be for several sequences. If one is, or if keys are in several pieces, each piece of
+    a sequence has a slot.
     """
 
     table: bytes
@@ -115,20 +116,21 @@ class Addressing(NamedTuple):
             table, count = only_record(sequences, pieces=int(pieces[0])), count * self.batches
             return Records(table, count, count if pieces[0] > 1 else 0)
         order = sequences.largest_first()
-        shared = members = None
+        shared = group = None
         if form == "row" and self.page_table is not None:
             page = self.key.shape[2]
-            order, shared, members = common_pieces(sequences, self.page_table, page, order)
+            order, shared, group = common_pieces(sequences, self.page_table, page, order)
         sequences, pieces = sequences.where(order), pieces[order]
         cut = Cut(pieces, np.zeros_like(pieces), np.ones_like(pieces))
-        if shared is not None and members is not None:
-            cut = Cut(pieces, shared, members)
+        if shared is not None and group is not None:
+            cut = Cut(pieces, shared, group)
         each = num_items(sequences.q_len, heads, block_q)
         items, slots = each * cut.slices, each * pieces
         columns = cut.columns | {"first_slot": np.cumsum(slots) - slots}
         table = records(sequences, np.cumsum(items) - items, columns)
-        total = int(slots.sum()) * self.batches if longest(pieces) > 1 else 0
-        return Records(table, int(items.sum()) * self.batches, total, longest(cut.members))
+        members = longest(cut.members)
+        total = int(slots.sum()) * self.batches if max(longest(pieces), members) > 1 else 0
+        return Records(table, int(items.sum()) * self.batches, total, members)
 
     def layout(self) -> dict[str, int]:
         """The part of a plan that says where rows live."""
