@@ -18,7 +18,7 @@ import math
 
 from quire.codegen import observe, vecmath
 from quire.codegen.builder import Function, Module, Value
-from quire.codegen.staging import ROWS, Storage, page_start, scale_start
+from quire.codegen.staging import ROWS, Run, Storage, each_run, page_start, scale_start
 from quire.codegen.tiles import UNREAD, Tile, across
 from quire.codegen.types import F32, I1, I8, I64, PTR
 
@@ -41,23 +41,19 @@ def write_point(module: Module, tile: Tile, kind: Storage) -> Function:
     parameters = {"rows": PTR, "begin": I64, "end": I64, "into": PTR}
     with module.function(f"point_{kind.name}", parameters, I1, internal=True) as f:
         rows, begin, end, into = f.parameters
-        page_size, width = f.field(ROWS, rows, "page_size"), f.field(ROWS, rows, "width")
+        width = f.field(ROWS, rows, "width")
         row_bytes = f.field(ROWS, rows, "row_stride") * kind.memory.size
         several = I64.vector(4)
         steps = f.iota(several) * f.splat(row_bytes, several)
 
-        def point_run(carried: list[Value]) -> list[Value]:
-            (position,) = carried
-            page = position.udiv(page_size)
-            offset = position - page * page_size
-            stop = f.minimum(end, position + (page_size - offset))
-            first = f.address(page_start(f, kind, rows, page)) + (offset - position) * row_bytes
-            with f.range(position, stop, 4) as p:
+        def point_run(run: Run) -> None:
+            start = f.address(page_start(f, kind, rows, run.page))
+            first = start + (run.offset - run.begin) * row_bytes
+            with f.range(run.begin, run.end, 4) as p:
                 several_rows = f.splat(first + p * row_bytes, several) + steps
                 f.store(several_rows, into, p - begin)
-            return [stop]
 
-        f.repeat(lambda carried: carried[0] < end, point_run, [begin])
+        each_run(f, rows, begin, end, point_run)
         last = f.load(I64, into, end - begin - 1)
         with f.range(end - begin, end - begin + MOST_KEYS) as p:
             f.store(last, into, p)
@@ -150,21 +146,15 @@ def write_gather_scales(module: Module, tile: Tile) -> Function:
     parameters = {"rows": PTR, "begin": I64, "end": I64, "into": PTR}
     with module.function("gather_scales", parameters, internal=True) as f:
         rows, begin, end, into = f.parameters
-        page_size = f.field(ROWS, rows, "page_size")
         row_stride = f.field(ROWS, rows, "scale_row_stride")
 
-        def copy_run(carried: list[Value]) -> list[Value]:
-            (position,) = carried
-            page = position.udiv(page_size)
-            offset = position - page * page_size
-            stop = f.minimum(end, position + (page_size - offset))
-            first = scale_start(f, rows, page)
-            with f.range(position, stop) as p:
-                scale = f.load(F32, first, (p - position + offset) * row_stride)
+        def copy_run(run: Run) -> None:
+            first = scale_start(f, rows, run.page)
+            with f.range(run.begin, run.end) as p:
+                scale = f.load(F32, first, (p - run.begin + run.offset) * row_stride)
                 f.store(f.convert(scale, tile.element), into, p - begin)
-            return [stop]
 
-        f.repeat(lambda carried: carried[0] < end, copy_run, [begin])
+        each_run(f, rows, begin, end, copy_run)
     return f
 
 

@@ -15,7 +15,7 @@ the rows and columns that the record names.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 from quire.codegen.builder import Function, Module, Value
@@ -100,12 +100,37 @@ def storage(name: str) -> Storage:
     return STORAGES[name]
 
 
+class Run(NamedTuple):
+    """Positions [begin, end) of one page, the first of which is row `offset` of it."""
+
+    page: Value  # its place in the table
+    begin: Value
+    end: Value
+    offset: Value
+
+
+def each_run(
+    f: Function, rows: Value, begin: Value, end: Value, body: Callable[[Run], None]
+) -> None:
+    """The positions [begin, end) of a ROWS record, page by page."""
+    page_size = f.field(ROWS, rows, "page_size")
+
+    def one(carried: list[Value]) -> list[Value]:
+        (position,) = carried
+        page = position.udiv(page_size)
+        offset = position - page * page_size
+        stop = f.minimum(end, position + (page_size - offset))
+        body(Run(page, position, stop, offset))
+        return [stop]
+
+    f.repeat(lambda carried: carried[0] < end, one, [begin])
+
+
 def write_gather(module: Module, tile: Tile, kind: Storage) -> Function:
     """Copy the rows at positions [begin, end) into scratch."""
     parameters = {"rows": PTR, "begin": I64, "end": I64, "into": PTR, "stride": I64}
     with module.function(f"gather_{kind.name}", parameters, internal=True) as f:
         rows, begin, end, into, stride = f.parameters
-        page_size = f.field(ROWS, rows, "page_size")
         row_stride = f.field(ROWS, rows, "row_stride")
         column_stride = f.field(ROWS, rows, "column_stride")
         width = f.field(ROWS, rows, "width")
@@ -128,24 +153,19 @@ def write_gather(module: Module, tile: Tile, kind: Storage) -> Function:
             with f.range(width, padded(tile, width)) as c:
                 f.store(f.value(0.0, tile.element), target, c)
 
-        def copy_run(carried: list[Value]) -> list[Value]:
-            (position,) = carried
-            page = position.udiv(page_size)
-            offset = position - page * page_size
-            stop = f.minimum(end, position + (page_size - offset))
-            source = page_start(f, kind, rows, page)
-            scales = scale_start(f, rows, page) if kind.has_scales else f.null()
-            with f.range(position, stop) as p:
-                row = f.offset(source, (p - position + offset) * row_stride, kind.memory)
+        def copy_run(run: Run) -> None:
+            source = page_start(f, kind, rows, run.page)
+            scales = scale_start(f, rows, run.page) if kind.has_scales else f.null()
+            with f.range(run.begin, run.end) as p:
+                place = p - run.begin + run.offset
+                row = f.offset(source, place * row_stride, kind.memory)
                 scale = f.value(1.0, tile.element)
                 if kind.has_scales:
                     step = f.field(ROWS, rows, "scale_row_stride")
-                    number = f.load(F32, scales, (p - position + offset) * step)
-                    scale = f.convert(number, tile.element)
+                    scale = f.convert(f.load(F32, scales, place * step), tile.element)
                 copy_row(row, f.offset(into, (p - begin) * stride, tile.element), scale)
-            return [stop]
 
-        f.repeat(lambda carried: carried[0] < end, copy_run, [begin])
+        each_run(f, rows, begin, end, copy_run)
     return f
 
 
