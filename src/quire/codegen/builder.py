@@ -66,6 +66,13 @@ class Function(Blocks):
             raise CodegenError(f"expected an integer wider than {value!r}, got {target}")
         return self.emit(f"zext {value!r} to {target}", target, value)
 
+    def join_lanes(self, value: Value, to: Type) -> Value:
+        """Every two lanes as one of a wider integer, the first being its low half."""
+        target = to.vector(value.type.lanes // 2)
+        if target.scalar.bits != 2 * value.type.scalar.bits or value.type.lanes % 2:
+            raise CodegenError(f"expected a type twice as wide as a lane of {value!r}, got {to}")
+        return self.emit(f"bitcast {value!r} to {target}", target, value)
+
     def bitcast(self, value: Value, to: Type) -> Value:
         """The same bits read as another scalar type of the same width."""
         target = to.like(value.type)

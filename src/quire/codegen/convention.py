@@ -300,13 +300,12 @@ def decode_regions(
     tile: Tile, head_dim: Number, value_dim: Number, rows: Number
 ) -> Iterator[tuple[str, Number]]:
     """The same for the kernel of few queries, which has `rows` of them at a time."""
-    more = tile.target.block_kv + 16  # some keys are computed twice
+    more = tile.target.block_kv + 32  # some keys are computed twice, some rows asked for
     addresses = more * (PTR.size // tile.element.size)
     sizes = (
         ("records", 4 * ROWS.size // tile.element.size),
-        ("key_rows", addresses),  # where the keys of a block are
-        ("value_rows", addresses),
-        ("next_rows", addresses),  # the keys of the block after it
+        ("stream", 64),
+        ("rows", 2 * addresses),  # where the keys and the values of a block are
         ("keys", scratch_stride(tile, head_dim) * tile.target.block_kv),
         ("values", scratch_stride(tile, value_dim) * tile.target.block_kv),
         ("products", more * 4),
@@ -321,6 +320,7 @@ def decode_regions(
         ("surprise", rows * tile.lanes),
         ("queries", rows * scratch_stride(tile, head_dim)),
         ("out", rows * scratch_stride(tile, value_dim)),
+        ("sums", 4 * scratch_stride(tile, value_dim)),  # of a set and a block
     )
     yield from _placed(tile, sizes, rows * 0)
 

@@ -16,7 +16,6 @@ are in `row_tiles.py`.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -36,9 +35,15 @@ from quire.codegen.convention import (
 from quire.codegen.items import Arguments, Block, Item, Member, Piece
 from quire.codegen.nest import Nest, entry
 from quire.codegen.row_tiles import (
-    MOST_KEYS,
+    AHEAD,
+    LINE,
+    MOST_AHEAD,
+    STREAM,
+    fold_row,
     set_sizes,
+    unfold_row,
     write_add_read_values,
+    write_copy,
     write_exponentiate,
     write_gather_scales,
     write_merge,
@@ -49,26 +54,20 @@ from quire.codegen.row_tiles import (
     write_turn,
 )
 from quire.codegen.softmax import close, sink_of
-from quire.codegen.staging import Storage, storage, write_gather, write_scatter
+from quire.codegen.staging import storage, write_gather, write_scatter
 from quire.codegen.tiles import across
-from quire.codegen.types import I1, I64, PTR
-
-
-class _Products(NamedTuple):
-    """The two products of a dtype, by how many rows take part."""
-
-    keys: dict[int, Function]
-    values: dict[int, Function]
+from quire.codegen.types import I64, PTR
 
 
 class _Phases(NamedTuple):
-    """The functions that the loop nest calls. `near` ones read scratch, `far` ones user memory."""
+    """The functions that the loop nest calls, by dtype or by how many rows take part."""
 
-    gathers: dict[str, Function]
+    gather: Function
     points: dict[str, Function]
-    scatter_out: Function
-    near: _Products
-    far: _Products
+    copies: dict[str, Function]
+    scatter: Function
+    multiply_keys: dict[int, Function]
+    multiply_values: dict[int, Function]
     turns: dict[int, Function]
     gather_scales: Function
     scale_weights: Function
@@ -88,35 +87,18 @@ def write_decode(spec: ForwardSpec) -> Module:
 
 
 def _write_phases(module: Module, spec: ForwardSpec) -> _Phases:
-    tile = spec.tile
-    near = Storage("near", tile.element)
-    kinds = {name: storage(name) for name in sorted({spec.query, spec.key, spec.value})}
-    read = {name: kinds[name] for name in sorted({spec.key, spec.value})}
-    gathers = {name: write_gather(module, tile, kind) for name, kind in kinds.items()}
-    points = {name: write_point(module, tile, kind) for name, kind in read.items()}
-    wide = {kind for kind in read.values() if kind.memory == tile.element} or {near}
-
-    def products(key: Storage, value: Storage) -> _Products:
-        return _Products(_key_products(key), _value_products(value))
-
-    @functools.cache
-    def _key_products(kind: Storage) -> dict[int, Function]:
-        return {n: write_multiply_keys(module, tile, kind, n) for n in set_sizes(tile)}
-
-    @functools.cache
-    def _value_products(kind: Storage) -> dict[int, Function]:
-        careful = write_add_read_values(module, tile, kind)
-        sizes = set_sizes(tile)
-        return {n: write_multiply_values(module, tile, kind, n, careful) for n in sizes}
-
-    inside, scaled = wide.pop(), storage(spec.key).has_scales
+    tile, sizes = spec.tile, set_sizes(spec.tile)
+    key, value = storage(spec.key), storage(spec.value)
+    read = {kind.name: kind for kind in (key, value)}
+    careful = write_add_read_values(module, tile, value)
     return _Phases(
-        gathers,
-        points,
+        write_gather(module, tile, storage(spec.query)),
+        {name: write_point(module, tile, kind) for name, kind in read.items()},
+        {name: write_copy(module, tile, kind) for name, kind in read.items()},
         write_scatter(module, tile, storage(spec.out)),
-        products(inside, inside),
-        products(storage(spec.key), storage(spec.value)),
-        {size: write_turn(module, tile, size, scaled) for size in set_sizes(tile)},
+        {size: write_multiply_keys(module, tile, key, size) for size in sizes},
+        {size: write_multiply_values(module, tile, value, size, careful) for size in sizes},
+        {size: write_turn(module, tile, size, key.has_scales) for size in sizes},
         write_gather_scales(module, tile),
         write_scale_weights(module, tile),
         write_exponentiate(module, tile),
@@ -135,13 +117,6 @@ class _Row(NamedTuple):
     q: Value
 
 
-class _Staged(NamedTuple):
-    """Rows of keys or values: a table of where they are, and whether that is in scratch."""
-
-    rows: Value
-    near: Value
-
-
 class _Kernel(Nest):
     """The loop nest."""
 
@@ -158,6 +133,7 @@ class _Kernel(Nest):
         f = self.f
         for name in ("key", "value"):
             self.work.describe_rows(piece.whole, name, self.rows[name])
+        self._begin_stream()
         with self.work.members_of(piece) as member:
             self._start(member)
 
@@ -262,7 +238,7 @@ class _Kernel(Nest):
             begin, end = item.q_first, item.q_first + item.q_count
             into = self._at("queries", member.first_row + first)
             f.call(
-                *(self.phases.gathers[self.spec.query], self.rows["query"], begin, end),
+                *(self.phases.gather, self.rows["query"], begin, end),
                 *(into, self.stride["key"]),
             )
 
@@ -271,6 +247,7 @@ class _Kernel(Nest):
             with f.range(0, self.depth["key"], tile.lanes) as d:
                 at = f.offset(self._at("queries", place), d, tile.element)
                 tile.store(f, tile.load(f, at) * scale, at)
+            fold_row(f, tile, storage(self.spec.key), self._at("queries", place), self.depth["key"])
             self._clear(place)
 
         self._each_head(item, gather)
@@ -292,29 +269,28 @@ class _Kernel(Nest):
 
     def _attend_block(self, piece: Piece, block: Block) -> None:
         """All rows and one block of keys."""
-        keys, values = self._stage(block, "key"), self._stage(block, "value")
-        count = block.end - block.begin
-        rows_ahead = self._ahead(piece.item, block)
+        f = self.f
+        stream, count = self.scratch["stream"], block.end - block.begin
+        keys = self.scratch["rows"]
+        values = f.offset(keys, count, PTR)
+        self._stage(block, "key", keys)
+        self._stage(block, "value", values)
+        self._read_on(piece.item, block)
 
         def multiply_keys(first: Value, size: int) -> None:
-            self._product(
-                keys,
-                lambda products: products.keys[size],
-                self._only_first(first, values.rows),
+            products, scales = self.scratch["products"], self.scratch["key_scales"]
+            f.call(
+                *(self.phases.multiply_keys[size], keys, stream),
                 *(self._at("queries", first), self.stride["key"], self.depth["key"]),
-                *(self.scratch["products"], count),
+                *(products, count),
             )
             scores = self._at("scores", first), self._scores_stride
-            products, scales = self.scratch["products"], self.scratch["key_scales"]
-            self.f.call(self.phases.turns[size], products, scales, *scores, count)
+            f.call(self.phases.turns[size], products, scales, *scores, count)
 
         def multiply_values(first: Value, size: int) -> None:
-            self._product(
-                values,
-                lambda products: products.values[size],
-                self._only_first(first, rows_ahead),
-                self._key_bytes,
-                *(self._at("scores", first), self._scores_stride),
+            f.call(
+                *(self.phases.multiply_values[size], values, stream),
+                *(self._at("scores", first), self.scratch["sums"]),
                 *(self._at("out", first), self.stride["value"], self._at("alpha", first)),
                 *(count, self.depth["value"]),
             )
@@ -323,80 +299,53 @@ class _Kernel(Nest):
         with self.work.members_of(piece) as member:
             self._each_row(member.item, lambda row: self._weigh(member, block, row))
         self._each_set(piece, multiply_values)
+        row = f.field(STREAM, stream, "row") - 2 * count
+        f.set_field(STREAM, stream, "row", f.maximum(row, 0))
 
     @property
     def _scores_stride(self) -> Value:
         return self.f.value(row_stride(self.tile), I64)
 
-    @property
-    def _key_bytes(self) -> Value:
-        """What a row of keys takes in the user's memory."""
-        return self.arg["head_dim"] * storage(self.spec.key).memory.size
-
-    def _only_first(self, first: Value, rows: Value) -> Value:
-        """Rows that the first set asks for while it computes; the others find them there."""
-        return self.f.select(first.equals(0), rows, self.f.null())
-
-    def _product(
-        self,
-        staged: _Staged,
-        function: Callable[[_Products], Function],
-        *arguments: Value,
-    ) -> None:
-        f, phases = self.f, self.phases
-
-        def run(products: _Products) -> list[Value]:
-            f.call(function(products), staged.rows, *arguments)
-            return []
-
-        near, far = function(phases.near), function(phases.far)
-        if near is far:
-            run(phases.far)
-        else:
-            f.choose(staged.near, lambda: run(phases.near), lambda: run(phases.far))
-
-    def _stage(self, block: Block, name: str) -> _Staged:
-        """Keys or values of a block: where they are, or copied to scratch."""
+    def _stage(self, block: Block, name: str, rows: Value) -> None:
+        """Where the keys or values of a block are; copied to scratch if they lie there oddly."""
         f, record, kind = self.f, self.rows[name], self.spec.dtype_of(name)
         begin, end = block.origin + block.begin, block.origin + block.end
-        rows = self.scratch[f"{name}_rows"]
         in_place = f.call(self.phases.points[kind], record, begin, end, rows)
-
-        def copied() -> list[Value]:
+        with f.when(in_place.equals(0)):
             into, stride = self.scratch[f"{name}s"], self.stride[name]
-            f.call(self.phases.gathers[kind], record, begin, end, into, stride)
-            count = end - begin
-            if storage(kind).has_scales:  # they are in what was copied
-                with f.range(0, count) as j:
-                    f.store(f.value(1.0, self.tile.element), self.scratch[f"{name}_scales"], j)
-            with f.range(0, count + MOST_KEYS) as j:
-                place = f.minimum(j, count - 1) * stride
-                f.store(f.offset(into, place, self.tile.element), rows, j)
-            return [f.value(1, I1)]
+            f.call(self.phases.copies[kind], record, rows, end - begin, into, stride)
+        if storage(kind).has_scales:
+            into = self.scratch[f"{name}_scales"]
+            f.call(self.phases.gather_scales, record, begin, end, into)
 
-        def left() -> list[Value]:
-            if storage(kind).has_scales:
-                into = self.scratch[f"{name}_scales"]
-                f.call(self.phases.gather_scales, record, begin, end, into)
-            return [f.value(0, I1)]
+    def _read_on(self, item: Item, block: Block) -> None:
+        """After the keys and values of a block come the keys of the next one."""
+        f, count = self.f, block.end - block.begin
+        stream, rows = self.scratch["stream"], self.scratch["rows"]
+        begin = block.origin + self.spec.target.block_kv
+        end = f.maximum(begin, f.minimum(begin + MOST_AHEAD, item.kv_end))
+        into = f.offset(rows, 2 * count, PTR)
+        with f.when(begin < end):
+            f.call(self.phases.points[self.spec.key], self.rows["key"], begin, end, into)
+        f.set_field(STREAM, stream, "last", 2 * count + (end - begin) - 1)
 
-        (near,) = f.choose(in_place, left, copied)
-        return _Staged(rows, near)
-
-    def _ahead(self, item: Item, block: Block) -> Value:
-        """Where the keys of the block after this one are, if there is one."""
-        f, size = self.f, self.spec.target.block_kv
-        begin = block.origin + size
-        end = f.minimum(begin + size, item.kv_end)
-        rows = self.scratch["next_rows"]
-
-        def found() -> list[Value]:
-            f.call(self.phases.points[self.spec.key], self.rows["key"], begin, end, rows)
-            with f.range(end - begin, size + MOST_KEYS) as j:
-                f.store(f.load(PTR, rows), rows, j)
-            return [rows]
-
-        return f.choose(begin < end, found, lambda: [f.null()])[0]
+    def _begin_stream(self) -> None:
+        """Nothing was asked for; the first rows come when they are read."""
+        f, stream = self.f, self.scratch["stream"]
+        row_bytes = f.maximum(
+            *(
+                self.depth[name] * storage(self.spec.dtype_of(name)).memory.size
+                for name in ("key", "value")
+            )
+        )
+        for field, value in {
+            "rows": self.scratch["rows"],
+            "row_bytes": row_bytes,
+            "step": f.maximum(f.value(2 * LINE, I64).udiv(row_bytes), 1),
+            "row": f.minimum(f.value(AHEAD, I64).udiv(row_bytes), MOST_AHEAD),
+            "offset": f.value(0, I64),
+        }.items():
+            f.set_field(STREAM, stream, field, value)
 
     def _weigh(self, member: Member, block: Block, row: _Row) -> None:
         """From the products of one row and one block of keys to its weights."""
@@ -437,6 +386,8 @@ class _Kernel(Nest):
             with f.range(0, self.depth["value"], tile.lanes) as d:
                 at = f.offset(self._at("out", row), d, tile.element)
                 tile.store(f, f.fma(tile.load(f, at), closed.share, 0.0), at)
+            kind = storage(self.spec.value)
+            unfold_row(f, tile, kind, self._at("out", row), self.depth["value"])
             place = numbers + (item.q_row + item.q_first + q) * arg["lse_row"]
             for name, value in (("lse", closed.lse), ("max_scores", closed.peak)):
                 with f.when(arg[name].differs(f.null())):
@@ -454,4 +405,4 @@ class _Kernel(Nest):
         self.work.describe_rows(item._replace(h=head), "out", self.rows["out"])
         begin, end = item.q_first, item.q_first + item.q_count
         source, stride = self._at("out", first), self.stride["value"]
-        f.call(self.phases.scatter_out, self.rows["out"], begin, end, source, stride)
+        f.call(self.phases.scatter, self.rows["out"], begin, end, source, stride)

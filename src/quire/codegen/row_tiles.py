@@ -8,8 +8,8 @@ value; what a row computes, and in which order, does not depend on who else is i
     exponentiate       weights[key] = exp2(scores - maximum of the row so far)
     multiply_values    out[row, d] = out alpha + sum_key weights[row, key] values[key, d]
 
-Keys and values are found through tables of addresses, one for each row, so that nothing here knows
-of pages; and while one block is computed with, the rows of another are asked for.
+Keys and values are found through a table of addresses, one for each row, so that nothing here knows
+of pages. They are read from left to right and in the order of that table, and asked for likewise.
 """
 
 from __future__ import annotations
@@ -18,14 +18,29 @@ import math
 
 from quire.codegen import observe, vecmath
 from quire.codegen.builder import Function, Module, Value
-from quire.codegen.staging import ROWS, Run, Storage, each_run, page_start, scale_start
+from quire.codegen.convention import row_stride
+from quire.codegen.staging import ROWS, Run, Storage, each_run, padded, page_start, scale_start
 from quire.codegen.tiles import UNREAD, Tile, across
-from quire.codegen.types import F32, I1, I8, I64, PTR
+from quire.codegen.types import F32, I1, I8, I64, PTR, Layout
 
 SUMS = 8  # vectors that are summed at once
 MOST_TOGETHER = 4
-MOST_KEYS = 16  # that a set multiplies at once
+KEYS_TOGETHER = 4  # whose values are added to a set's sums at once
+AHEAD = 2048  # bytes between what is read and what is asked for
+MOST_AHEAD = 16  # rows
 LINE = 64  # bytes that come from memory together
+
+STREAM = Layout(
+    "stream",
+    {
+        "rows": PTR,  # addresses, in the order in which they are read
+        "last": I64,
+        "row": I64,  # what is asked for next, and bytes of it
+        "offset": I64,
+        "row_bytes": I64,
+        "step": I64,  # rows that two lines take, at least one
+    },
+)
 
 
 def set_sizes(tile: Tile) -> list[int]:
@@ -34,10 +49,7 @@ def set_sizes(tile: Tile) -> list[int]:
 
 
 def write_point(module: Module, tile: Tile, kind: Storage) -> Function:
-    """Addresses of the rows at positions [begin, end), and the last one again a few times.
-
-    Returns whether vectors can be read from there.
-    """
+    """Addresses of the rows at positions [begin, end). Returns whether vectors fit there."""
     parameters = {"rows": PTR, "begin": I64, "end": I64, "into": PTR}
     with module.function(f"point_{kind.name}", parameters, I1, internal=True) as f:
         rows, begin, end, into = f.parameters
@@ -54,12 +66,103 @@ def write_point(module: Module, tile: Tile, kind: Storage) -> Function:
                 f.store(several_rows, into, p - begin)
 
         each_run(f, rows, begin, end, point_run)
-        last = f.load(I64, into, end - begin - 1)
-        with f.range(end - begin, end - begin + MOST_KEYS) as p:
-            f.store(last, into, p)
         in_vectors = (width & (tile.lanes - 1)).equals(0)
         f.give_back(f.field(ROWS, rows, "column_stride").equals(1) & in_vectors)
     return f
+
+
+def write_copy(module: Module, tile: Tile, kind: Storage) -> Function:
+    """Rows whose addresses are given to scratch, as they are, with zeros up to whole vectors.
+
+    The addresses become those of the copies.
+    """
+    parameters = {"rows": PTR, "addresses": PTR, "count": I64, "into": PTR, "stride": I64}
+    with module.function(f"copy_{kind.name}", parameters, internal=True) as f:
+        rows, addresses, count, into, stride = f.parameters
+        column_stride = f.field(ROWS, rows, "column_stride")
+        width = f.field(ROWS, rows, "width")
+        by_vector = f.select(column_stride.equals(1), width & -tile.lanes, 0)
+        memory = kind.memory.vector(tile.lanes)
+        with f.range(0, count) as j:
+            source, target = f.load(PTR, addresses, j), f.offset(into, j * stride, kind.memory)
+            with f.range(0, by_vector, tile.lanes) as c:
+                f.store(f.load(memory, source, c), target, c)
+            with f.range(by_vector, width) as c:
+                f.store(f.load(kind.memory, source, c * column_stride), target, c)
+            with f.range(width, padded(tile, width)) as c:
+                f.store(f.value(0, kind.memory), target, c)
+            f.store(target, addresses, j)
+    return f
+
+
+def columns_of_line(tile: Tile, kind: Storage) -> int:
+    """How many columns a line of memory has, and at least two vectors."""
+    return max(2 * tile.lanes, LINE // kind.memory.size)
+
+
+def fold_row(f: Function, tile: Tile, kind: Storage, row: Value, width: Value) -> None:
+    """Put the columns of a row into the order in which `read_pair` gives them."""
+    low = [2 * lane for lane in range(tile.lanes)]
+    _reorder(f, tile, kind, row, width, low, [lane + 1 for lane in low])
+
+
+def unfold_row(f: Function, tile: Tile, kind: Storage, row: Value, width: Value) -> None:
+    """Put the columns of a row back into their own order."""
+    pairs = [x for lane in range(tile.lanes) for x in (lane, tile.lanes + lane)]
+    _reorder(f, tile, kind, row, width, pairs[: tile.lanes], pairs[tile.lanes :])
+
+
+def _reorder(
+    f: Function,
+    tile: Tile,
+    kind: Storage,
+    row: Value,
+    width: Value,
+    low: list[int],
+    high: list[int],
+) -> None:
+    if not kind.folds(tile.element):
+        return
+    with f.range(0, width & -columns_of_line(tile, kind), 2 * tile.lanes) as d:
+        here, there = tile.load(f, row, d), tile.load(f, row, d + tile.lanes)
+        tile.store(f, f.shuffle(here, there, low), row, d)
+        tile.store(f, f.shuffle(here, there, high), row, d + tile.lanes)
+
+
+class Stream:
+    """Rows that will be read, in their order, and how far they have been asked for.
+
+    Whoever computes asks for the next lines, so that memory is never idle.
+    """
+
+    def __init__(self, f: Function, stream: Value) -> None:
+        self._f, self._stream = f, stream
+        self._rows = f.field(STREAM, stream, "rows")
+        self._last = f.field(STREAM, stream, "last")
+        self._row_bytes = f.field(STREAM, stream, "row_bytes")
+        self._step = f.field(STREAM, stream, "step")
+
+    def place(self) -> list[Value]:
+        """Where to ask next: a row, and bytes of it."""
+        return [self._f.field(STREAM, self._stream, name) for name in ("row", "offset")]
+
+    def ask(self, place: list[Value], lines: int) -> list[Value]:
+        """Ask for so many lines, two at a time; the place after them."""
+        f, (row, offset) = self._f, place
+        for _ in range(0, lines, 2):
+            start = f.offset(f.load(PTR, self._rows, row), offset, I8)
+            f.prefetch(start)
+            f.prefetch(f.offset(start, LINE, I8))
+            offset = offset + 2 * LINE
+            done = offset >= self._row_bytes
+            row = f.select(done, f.minimum(row + self._step, self._last), row)
+            offset = f.select(done, 0, offset)
+        return [row, offset]
+
+    def keep(self, place: list[Value]) -> None:
+        """Remember the place for the next phase."""
+        for name, value in zip(("row", "offset"), place, strict=True):
+            self._f.set_field(STREAM, self._stream, name, value)
 
 
 def write_multiply_keys(module: Module, tile: Tile, kind: Storage, rows: int) -> Function:
@@ -69,7 +172,7 @@ def write_multiply_keys(module: Module, tile: Tile, kind: Storage, rows: int) ->
     """
     parameters = {
         "keys": PTR,
-        "ahead": PTR,
+        "stream": PTR,
         "queries": PTR,
         "query_stride": I64,
         "depth": I64,
@@ -78,17 +181,17 @@ def write_multiply_keys(module: Module, tile: Tile, kind: Storage, rows: int) ->
     }
     name = f"multiply_keys_{kind.name}_{rows}"
     with module.function(name, parameters, internal=True) as f:
-        keys, ahead, queries, query_stride, depth, products, count = f.parameters
+        keys, stream, queries, query_stride, depth, products, count = f.parameters
+        ahead = Stream(f, stream)
         together = SUMS // rows
-        line = max(tile.lanes, LINE // kind.memory.size)
-        memory = kind.memory.vector(tile.lanes)
+        line = columns_of_line(tile, kind)
+        lines = line * kind.memory.size // LINE
         starts = [f.offset(queries, r * query_stride, tile.element) for r in range(rows)]
-        asks = ahead.differs(f.null())
-        with f.range(0, count, together) as j:
-            here = [f.load(PTR, keys, j + t) for t in range(together)]
 
-            def add(d: Value, sums: list[Value], here: list[Value] = here) -> list[Value]:
-                parts = [kind.read(f, f.load(memory, key, d), tile.element) for key in here]
+        def multiply(j: Value, place: list[Value]) -> list[Value]:
+            here = [f.load(PTR, keys, f.minimum(j + t, count - 1)) for t in range(together)]
+
+            def add(d: Value, parts: list[Value], sums: list[Value]) -> list[Value]:
                 result = list(sums)
                 for r, start in enumerate(starts):
                     query = tile.load(f, start, d)
@@ -96,24 +199,27 @@ def write_multiply_keys(module: Module, tile: Tile, kind: Storage, rows: int) ->
                         result[t * rows + r] = f.fma(part, query, sums[t * rows + r])
                 return result
 
+            def add_line(d: Value, carried: list[Value]) -> list[Value]:
+                place, sums = ahead.ask(carried[:2], together * lines), carried[2:]
+                for step in range(0, line, 2 * tile.lanes):
+                    pairs = [kind.read_pair(f, key, d + step, tile.vector) for key in here]
+                    for v, parts in enumerate(zip(*pairs, strict=True)):
+                        sums = add(d + (step + v * tile.lanes), list(parts), sums)
+                return [*place, *sums]
+
+            def add_rest(d: Value, sums: list[Value]) -> list[Value]:
+                return add(d, [kind.read_columns(f, key, d, tile.vector) for key in here], sums)
+
             whole = depth & -line
-            with f.when(asks):
-                for t in range(together):
-                    row = f.load(PTR, ahead, j + t)
-                    with f.range(0, whole, line) as d:
-                        f.prefetch(f.offset(row, d, kind.memory))
-
-            def add_line(d: Value, sums: list[Value]) -> list[Value]:
-                for step in range(0, line, tile.lanes):
-                    sums = add(d + step, sums)
-                return sums
-
             sums = [f.value(0.0, tile.vector)] * (together * rows)
-            sums = f.loop(0, whole, add_line, carry=sums, step=line)
-            sums = f.loop(whole, depth, add, carry=sums, step=tile.lanes)
+            row, offset, *sums = f.loop(0, whole, add_line, carry=[*place, *sums], step=line)
+            sums = f.loop(whole, depth, add_rest, carry=sums, step=tile.lanes)
             for first in range(0, len(sums), tile.lanes):
                 total = add_lanes(f, sums[first : first + tile.lanes])
                 f.store(total, products, j * rows + first)
+            return [row, offset]
+
+        ahead.keep(f.loop(0, count, multiply, carry=ahead.place(), step=together))
     return f
 
 
@@ -259,10 +365,9 @@ def write_multiply_values(
     """
     parameters = {
         "values": PTR,
-        "ahead": PTR,
-        "ahead_bytes": I64,
+        "stream": PTR,
         "weights": PTR,
-        "weight_stride": I64,
+        "sums": PTR,
         "out": PTR,
         "out_stride": I64,
         "alpha": PTR,
@@ -271,96 +376,100 @@ def write_multiply_values(
     }
     name = f"multiply_values_{kind.name}_{rows}"
     with module.function(name, parameters, internal=True) as f:
-        values, ahead, ahead_bytes, weights, weight_stride, out, out_stride = f.parameters[:7]
-        alpha, count, columns = f.parameters[7:]
-        memory = kind.memory.vector(tile.lanes)
-        mine = [f.offset(weights, r * weight_stride, tile.element) for r in range(rows)]
+        values, stream, weights, sums, out, out_stride, alpha, count, columns = f.parameters
+        ahead = Stream(f, stream)
 
-        def add(j: Value, d: Value, sums: list[Value], vectors: int) -> list[Value]:
-            row = f.offset(f.load(PTR, values, j), d, kind.memory)
-            parts = [
-                kind.read(f, f.load(memory, row, v * tile.lanes), tile.element)
-                for v in range(vectors)
-            ]
-            result = []
-            for r, start in enumerate(mine):
-                wide = f.splat(f.load(tile.element, start, j), tile.vector)
-                old = sums[r * vectors : (r + 1) * vectors]
-                result += [f.fma(x, wide, s) for x, s in zip(parts, old, strict=True)]
-            return result
+        def weight(r: int, j: Value) -> Value:
+            at = f.offset(weights, j + r * row_stride(tile), tile.element)
+            return f.splat(f.load(tile.element, at), tile.vector)
 
-        def ask(place: list[Value], lines: int) -> list[Value]:
-            row, offset = place
-            for _ in range(lines):
-                f.prefetch(f.offset(f.load(PTR, ahead, row), offset, I8))
-                offset = offset + LINE
-                done = offset >= ahead_bytes
-                row = f.select(done, f.minimum(row + 1, count - 1), row)
-                offset = f.select(done, 0, offset)
-            return [row, offset]
+        def add_some(j: Value, keys: int, place: list[Value]) -> list[Value]:
+            """The values of some keys, in their order."""
+            here = [f.load(PTR, values, j + k) for k in range(keys)]
+            wide = [[weight(r, j + k) for k in range(keys)] for r in range(rows)]
 
-        def move(d: Value, sums: list[Value], vectors: int) -> None:
+            def add(d: Value, parts: list[list[Value]]) -> None:
+                at = f.offset(sums, d * rows, tile.element)
+                vectors = range(len(parts[0]))
+                for r in range(rows):
+                    places = [(v * rows + r) * tile.lanes for v in vectors]
+                    totals = [tile.load(f, at, place) for place in places]
+                    for part, factor in zip(parts, wide[r], strict=True):
+                        totals = [f.fma(part[v], factor, totals[v]) for v in vectors]
+                    for place, total in zip(places, totals, strict=True):
+                        tile.store(f, total, at, place)
+
+            def add_line(d: Value, place: list[Value]) -> list[Value]:
+                for step in range(0, line, 2 * tile.lanes):
+                    pairs = [kind.read_pair(f, row, d + step, tile.vector) for row in here]
+                    add(d + step, [list(pair) for pair in pairs])
+                return ahead.ask(place, keys * lines)
+
+            whole = columns & -line
+            place = f.loop(0, whole, add_line, carry=place, step=line)
+            with f.range(whole, columns, tile.lanes) as d:
+                add(d, [[kind.read_columns(f, row, d, tile.vector)] for row in here])
+            return place
+
+        def move(d: Value) -> None:
+            at = f.offset(sums, d * rows, tile.element)
+            found = [tile.load(f, at, r * tile.lanes) for r in range(rows)]
             odd = f.value(0.0, tile.vector)
-            for total in sums:  # x * 0 is NaN where x is not finite
+            for total in found:  # x * 0 is NaN where x is not finite
                 odd = f.fma(total, 0.0, odd)
-            places = [(r, d + v * tile.lanes) for r in range(rows) for v in range(vectors)]
 
             def again() -> list[Value]:
-                return [f.call(careful, values, mine[r], column, count) for r, column in places]
+                mine = [f.offset(weights, r * row_stride(tile), tile.element) for r in range(rows)]
+                return [f.call(careful, values, row, d, columns, count) for row in mine]
 
-            sums = f.choose(f.any_lane(odd.differs(0.0)), again, lambda: sums)
-            for (r, column), total in zip(places, sums, strict=True):
-                at = f.offset(out, r * out_stride + column, tile.element)
+            found = f.choose(f.any_lane(odd.differs(0.0)), again, lambda: found)
+            for r, total in enumerate(found):
+                into = f.offset(out, r * out_stride + d, tile.element)
                 scale = tile.load(f, alpha, r * tile.lanes)
-                tile.store(f, f.fma(tile.load(f, at), scale, total), at)
+                tile.store(f, f.fma(tile.load(f, into), scale, total), into)
 
-        def passes(vectors: int, first: Value, place: list[Value]) -> tuple[Value, list[Value]]:
-            """Columns from `first` on, some vectors at a time, as long as there are so many."""
-            taken = vectors * tile.lanes * kind.memory.size  # bytes of a row
-            lines, unroll = max(1, taken // LINE), 1 << max(0, (LINE // taken).bit_length() - 1)
-
-            def one(d: Value, place: list[Value]) -> list[Value]:
-                def step(j: Value, carried: list[Value]) -> list[Value]:
-                    place, sums = ask(carried[:2], lines), carried[2:]
-                    for k in range(unroll):
-                        sums = add(j + k, d, sums, vectors)
-                    return [*place, *sums]
-
-                whole = f.select(ahead.differs(f.null()), count & -unroll, 0)
-                sums = [f.value(0.0, tile.vector)] * (rows * vectors)
-                row, offset, *sums = f.loop(0, whole, step, carry=[*place, *sums], step=unroll)
-                sums = f.loop(whole, count, lambda j, sums: add(j, d, sums, vectors), carry=sums)
-                move(d, sums, vectors)
-                return [row, offset]
-
-            width = vectors * tile.lanes
-            stop = first + (columns - first).udiv(width) * width
-            return stop, f.loop(first, stop, one, carry=place, step=width)
-
-        first, place = f.value(0, I64), [f.value(0, I64)] * 2
-        most = SUMS // rows
-        for vectors in [most, *(size for size in (4, 2, 1) if size < most)]:
-            first, place = passes(vectors, first, place)
+        line = columns_of_line(tile, kind)
+        lines = line * kind.memory.size // LINE
+        with f.range(0, columns * rows, tile.lanes) as d:
+            tile.store(f, f.value(0.0, tile.vector), sums, d)
+        whole = count & -KEYS_TOGETHER
+        place = f.loop(
+            *(0, whole),
+            lambda j, place: add_some(j, KEYS_TOGETHER, place),
+            carry=ahead.place(),
+            step=KEYS_TOGETHER,
+        )
+        ahead.keep(f.loop(whole, count, lambda j, place: add_some(j, 1, place), carry=place))
+        with f.range(0, columns, tile.lanes) as d:
+            move(d)
     return f
 
 
 def write_add_read_values(module: Module, tile: Tile, kind: Storage) -> Function:
     """weights . values[:, column], a vector wide, without the keys that are not read."""
-    parameters = {"values": PTR, "weights": PTR, "column": I64, "count": I64}
+    parameters = {"values": PTR, "weights": PTR, "column": I64, "columns": I64, "count": I64}
     with module.function(
         f"add_read_values_{kind.name}", parameters, tile.vector, internal=True
     ) as f:
-        values, weights, column, count = f.parameters
+        values, weights, column, columns, count = f.parameters
         bits = tile.element.as_int
         unread = f.bitcast(f.value(UNREAD, tile.element), bits)
+
+        def numbers(row: Value) -> Value:
+            def of_pair() -> list[Value]:
+                first = column & -(2 * tile.lanes)
+                even, odd = kind.read_pair(f, row, first, tile.vector)
+                return [f.select(column.equals(first), even, odd)]
+
+            paired = column < (columns & -columns_of_line(tile, kind))
+            alone = kind.read_columns
+            return f.choose(paired, of_pair, lambda: [alone(f, row, column, tile.vector)])[0]
 
         def add(j: Value, sums: list[Value]) -> list[Value]:
             weight = f.load(tile.element, weights, j)
 
             def read() -> list[Value]:
-                memory = kind.memory.vector(tile.lanes)
-                raw = f.load(memory, f.load(PTR, values, j), column)
-                number = kind.read(f, raw, tile.element)
+                number = numbers(f.load(PTR, values, j))
                 return [f.fma(number, f.splat(weight, tile.vector), sums[0])]
 
             skipped = f.bitcast(weight, bits).equals(unread)

@@ -15,7 +15,7 @@ the rows and columns that the record names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 from quire.codegen.builder import Function, Module, Value
@@ -70,6 +70,24 @@ class Storage(NamedTuple):
         if self.name != "bfloat16":
             return f.convert(raw, element)
         return f.convert(f.bitcast(f.zero_extend(raw, I32) << 16, F32), element)
+
+    def folds(self, element: Type) -> bool:
+        """Whether `read_pair` gives the even columns and the odd ones."""
+        return self.name == "bfloat16" and element == F32
+
+    def read_pair(self, f: Function, row: Value, d: Value, vector: Type) -> Iterator[Value]:
+        """Columns of a row from d on, two vectors of them. bfloat16 comes apart by a shift."""
+        if self.folds(vector.scalar):
+            both = f.join_lanes(f.load(self.memory.vector(2 * vector.lanes), row, d), I32)
+            yield f.bitcast(both << 16, F32)
+            yield f.bitcast(both & ~0xFFFF, F32)
+        else:
+            yield self.read_columns(f, row, d, vector)
+            yield self.read_columns(f, row, d + vector.lanes, vector)
+
+    def read_columns(self, f: Function, row: Value, d: Value, vector: Type) -> Value:
+        """A vector of columns of a row, from d on."""
+        return self.read(f, f.load(self.memory.like(vector), row, d), vector.scalar)
 
     def write(self, f: Function, x: Value) -> Value:
         """A number as it is stored, rounded to nearest even."""
