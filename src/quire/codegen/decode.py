@@ -36,8 +36,11 @@ from quire.codegen.items import Arguments, Block, Item, Member, Piece
 from quire.codegen.nest import Nest, entry
 from quire.codegen.row_tiles import (
     AHEAD,
+    COLUMNS_AGAIN,
+    KEYS_AGAIN,
     LINE,
     MOST_AHEAD,
+    READERS,
     STREAM,
     fold_row,
     set_sizes,
@@ -47,6 +50,7 @@ from quire.codegen.row_tiles import (
     write_exponentiate,
     write_gather_scales,
     write_merge,
+    write_multiply_columns,
     write_multiply_keys,
     write_multiply_values,
     write_point,
@@ -68,6 +72,8 @@ class _Phases(NamedTuple):
     scatter: Function
     multiply_keys: dict[int, Function]
     multiply_values: dict[int, Function]
+    multiply_keys_again: Function
+    multiply_columns: Function
     turns: dict[int, Function]
     gather_scales: Function
     scale_weights: Function
@@ -98,6 +104,8 @@ def _write_phases(module: Module, spec: ForwardSpec) -> _Phases:
         write_scatter(module, tile, storage(spec.out)),
         {size: write_multiply_keys(module, tile, key, size) for size in sizes},
         {size: write_multiply_values(module, tile, value, size, careful) for size in sizes},
+        write_multiply_keys(module, tile, key, sizes[0], again=True),
+        write_multiply_columns(module, tile, value, sizes[0], careful),
         {size: write_turn(module, tile, size, key.has_scales) for size in sizes},
         write_gather_scales(module, tile),
         write_scale_weights(module, tile),
@@ -136,6 +144,9 @@ class _Kernel(Nest):
         self._begin_stream()
         with self.work.members_of(piece) as member:
             self._start(member)
+        with f.range(0, self.depth["key"], self.tile.lanes) as d:
+            nothing = f.value(0.0, self.tile.vector)
+            self.tile.store(f, nothing, self._at("queries", self._count(piece)), d)
 
         def judge(first: Value, stop: Value) -> Value:
             return self.work.common_verdict(piece, first, stop)
@@ -195,15 +206,35 @@ class _Kernel(Nest):
             self._each_row(member.item, merge)
             self._finish(member.item)
 
-    def _each_set(self, piece: Piece, body: Callable[[Value, int], None]) -> None:
-        """For every set of rows: the first one, and how many there are."""
-        f, count = self.f, self.arg["row_group"] * piece.item.q_count * piece.members
-        done: Value | int = 0
-        for size in set_sizes(self.tile):
+    def _each_set(
+        self,
+        piece: Piece,
+        body: Callable[[Value, int], None],
+        again: Callable[[Value, Value], None],
+    ) -> None:
+        """For every set of rows: the first one, and how many there are.
+
+        The first sets read a block from memory. All others of their size have it `again`: from
+        which row on, and up to which.
+        """
+        f, count = self.f, self._count(piece)
+        most, *fewer = set_sizes(self.tile)
+        done = (
+            count + most // 4
+        ) & -most  # three rows and one that nobody has are faster than 2 + 1
+        readers = f.minimum(done, READERS * most)
+        with f.range(0, readers, most) as first:
+            body(first, most)
+        again(readers, done)
+        for size in fewer:
             stop = count & -size
             with f.range(done, stop, size) as first:
                 body(first, size)
-            done = stop
+            done = f.maximum(done, stop)
+
+    def _count(self, piece: Piece) -> Value:
+        """How many rows a piece has."""
+        return self.arg["row_group"] * piece.item.q_count * piece.members
 
     def _each_head(self, item: Item, body: Callable[[Value, Value], None]) -> None:
         """For every head of the item: its number, and the scratch row of its first query."""
@@ -277,34 +308,49 @@ class _Kernel(Nest):
         self._stage(block, "value", values)
         self._read_on(piece.item, block)
 
+        def turn(first: Value, size: int, j: Value, count: Value) -> None:
+            scales = f.offset(self.scratch["key_scales"], j, self.tile.element)
+            into = f.offset(self._at("scores", first), j, self.tile.element)
+            stride = f.value(row_stride(self.tile), I64)
+            f.call(self.phases.turns[size], self.scratch["products"], scales, into, stride, count)
+
+        def queries(first: Value) -> tuple[Value, ...]:
+            products = self.scratch["products"]
+            return self._at("queries", first), self.stride["key"], self.depth["key"], products
+
         def multiply_keys(first: Value, size: int) -> None:
-            products, scales = self.scratch["products"], self.scratch["key_scales"]
-            f.call(
-                *(self.phases.multiply_keys[size], keys, stream),
-                *(self._at("queries", first), self.stride["key"], self.depth["key"]),
-                *(products, count),
+            f.call(self.phases.multiply_keys[size], keys, stream, *queries(first), count)
+            turn(first, size, f.value(0, I64), count)
+
+        def multiply_keys_again(begin: Value, end: Value) -> None:
+            with f.range(0, count, KEYS_AGAIN) as j, f.range(begin, end, most) as first:
+                some = f.minimum(count - j, KEYS_AGAIN)
+                rows = f.offset(keys, j, PTR)
+                f.call(self.phases.multiply_keys_again, rows, stream, *queries(first), some)
+                turn(first, most, j, some)
+
+        def operands(first: Value) -> tuple[Value, ...]:
+            return (
+                *(values, self._at("scores", first), self.scratch["sums"]),
+                *(self._at("out", first), self.stride["value"], self._at("alpha", first)),
+                *(count, columns),
             )
-            scores = self._at("scores", first), self._scores_stride
-            f.call(self.phases.turns[size], products, scales, *scores, count)
 
         def multiply_values(first: Value, size: int) -> None:
-            f.call(
-                *(self.phases.multiply_values[size], values, stream),
-                *(self._at("scores", first), self.scratch["sums"]),
-                *(self._at("out", first), self.stride["value"], self._at("alpha", first)),
-                *(count, self.depth["value"]),
-            )
+            f.call(self.phases.multiply_values[size], *operands(first), stream)
 
-        self._each_set(piece, multiply_keys)
+        def multiply_columns(begin: Value, end: Value) -> None:
+            with f.range(0, columns, COLUMNS_AGAIN) as d, f.range(begin, end, most) as first:
+                stop = f.minimum(d + COLUMNS_AGAIN, columns)
+                f.call(self.phases.multiply_columns, *operands(first), d, stop)
+
+        most, columns = set_sizes(self.tile)[0], self.depth["value"]
+        self._each_set(piece, multiply_keys, multiply_keys_again)
         with self.work.members_of(piece) as member:
             self._each_row(member.item, lambda row: self._weigh(member, block, row))
-        self._each_set(piece, multiply_values)
+        self._each_set(piece, multiply_values, multiply_columns)
         row = f.field(STREAM, stream, "row") - 2 * count
         f.set_field(STREAM, stream, "row", f.maximum(row, 0))
-
-    @property
-    def _scores_stride(self) -> Value:
-        return self.f.value(row_stride(self.tile), I64)
 
     def _stage(self, block: Block, name: str, rows: Value) -> None:
         """Where the keys or values of a block are; copied to scratch if they lie there oddly."""

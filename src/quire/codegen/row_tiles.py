@@ -15,6 +15,8 @@ of pages. They are read from left to right and in the order of that table, and a
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import ClassVar
 
 from quire.codegen import observe, vecmath
 from quire.codegen.builder import Function, Module, Value
@@ -24,10 +26,14 @@ from quire.codegen.tiles import UNREAD, Tile, across
 from quire.codegen.types import F32, I1, I8, I64, PTR, Layout
 
 SUMS = 8  # vectors that are summed at once
+SUMS_AGAIN = 12  # the same, where memory does not matter
 MOST_TOGETHER = 4
 KEYS_TOGETHER = 4  # whose values are added to a set's sums at once
 AHEAD = 2048  # bytes between what is read and what is asked for
 MOST_AHEAD = 16  # rows
+READERS = 1  # sets that read a block from memory
+KEYS_AGAIN = 48  # and
+COLUMNS_AGAIN = 32  # that stay in the nearest cache for all other sets
 LINE = 64  # bytes that come from memory together
 
 STREAM = Layout(
@@ -165,10 +171,13 @@ class Stream:
             self._f.set_field(STREAM, self._stream, name, value)
 
 
-def write_multiply_keys(module: Module, tile: Tile, kind: Storage, rows: int) -> Function:
+def write_multiply_keys(
+    module: Module, tile: Tile, kind: Storage, rows: int, *, again: bool = False
+) -> Function:
     """products[key, row] = keys[key] . queries[row]; some more than `count` are written.
 
-    Every product adds up in a register of its own, before its lanes are added up.
+    Every product adds up in a register of its own, before its lanes are added up. With `again`,
+    keys were read before: nothing is asked for.
     """
     parameters = {
         "keys": PTR,
@@ -179,11 +188,11 @@ def write_multiply_keys(module: Module, tile: Tile, kind: Storage, rows: int) ->
         "products": PTR,
         "count": I64,
     }
-    name = f"multiply_keys_{kind.name}_{rows}"
+    name = f"multiply_keys_{kind.name}_{rows}" + "_again" * again
     with module.function(name, parameters, internal=True) as f:
         keys, stream, queries, query_stride, depth, products, count = f.parameters
         ahead = Stream(f, stream)
-        together = SUMS // rows
+        together = (SUMS_AGAIN if again and not kind.folds(tile.element) else SUMS) // rows
         line = columns_of_line(tile, kind)
         lines = line * kind.memory.size // LINE
         starts = [f.offset(queries, r * query_stride, tile.element) for r in range(rows)]
@@ -200,7 +209,9 @@ def write_multiply_keys(module: Module, tile: Tile, kind: Storage, rows: int) ->
                 return result
 
             def add_line(d: Value, carried: list[Value]) -> list[Value]:
-                place, sums = ahead.ask(carried[:2], together * lines), carried[2:]
+                place, sums = carried[:2], carried[2:]
+                if not again:
+                    place = ahead.ask(place, together * lines)
                 for step in range(0, line, 2 * tile.lanes):
                     pairs = [kind.read_pair(f, key, d + step, tile.vector) for key in here]
                     for v, parts in enumerate(zip(*pairs, strict=True)):
@@ -355,17 +366,11 @@ def write_exponentiate(module: Module, tile: Tile) -> Function:
     return f
 
 
-def write_multiply_values(
-    module: Module, tile: Tile, kind: Storage, rows: int, careful: Function
-) -> Function:
-    """out[row] = out[row] * alpha[row] + weights[row] . values.
+class _Weighted:
+    """A set's products with values: what both ways to find them begin and end with."""
 
-    A key that is not read has the weight -0.0, so that a finite value adds nothing. Where a sum is
-    not finite it is found again by `careful`, without the values that are not read.
-    """
-    parameters = {
+    parameters: ClassVar = {
         "values": PTR,
-        "stream": PTR,
         "weights": PTR,
         "sums": PTR,
         "out": PTR,
@@ -374,23 +379,64 @@ def write_multiply_values(
         "count": I64,
         "columns": I64,
     }
-    name = f"multiply_values_{kind.name}_{rows}"
-    with module.function(name, parameters, internal=True) as f:
-        values, stream, weights, sums, out, out_stride, alpha, count, columns = f.parameters
-        ahead = Stream(f, stream)
 
-        def weight(r: int, j: Value) -> Value:
-            at = f.offset(weights, j + r * row_stride(tile), tile.element)
-            return f.splat(f.load(tile.element, at), tile.vector)
+    def __init__(self, f: Function, tile: Tile, rows: int, careful: Function) -> None:
+        self._f, self._tile, self._rows, self._careful = f, tile, rows, careful
+        self.values, self.weights, self.sums, self._out = f.parameters[:4]
+        self._out_stride, self._alpha, self.count, self.columns = f.parameters[4:8]
+
+    def weight(self, r: int, j: Value) -> Value:
+        """What row r gives to key j, in all lanes."""
+        f, tile = self._f, self._tile
+        at = f.offset(self.weights, j + r * row_stride(tile), tile.element)
+        return f.splat(f.load(tile.element, at), tile.vector)
+
+    def sums_at(self, d: Value) -> Value:
+        """Where the sums of a vector of columns are, those of all rows together."""
+        return self._f.offset(self.sums, d * self._rows, self._tile.element)
+
+    def move(self, d: Value) -> None:
+        """out[row] = out[row] * alpha[row] + sums[row], for a vector of columns.
+
+        A key that is not read has the weight -0.0, so that a finite value adds nothing. Where a sum
+        is not finite it is found again, without the values that are not read.
+        """
+        f, tile, rows = self._f, self._tile, range(self._rows)
+        found = [tile.load(f, self.sums_at(d), r * tile.lanes) for r in rows]
+        odd = f.value(0.0, tile.vector)
+        for total in found:  # x * 0 is NaN where x is not finite
+            odd = f.fma(total, 0.0, odd)
+
+        def carefully() -> list[Value]:
+            mine = [f.offset(self.weights, r * row_stride(tile), tile.element) for r in rows]
+            where = (d, self.columns, self.count)
+            return [f.call(self._careful, self.values, weights, *where) for weights in mine]
+
+        found = f.choose(f.any_lane(odd.differs(0.0)), carefully, lambda: found)
+        for r, total in enumerate(found):
+            into = f.offset(self._out, r * self._out_stride + d, tile.element)
+            scale = tile.load(f, self._alpha, r * tile.lanes)
+            tile.store(f, f.fma(tile.load(f, into), scale, total), into)
+
+
+def write_multiply_values(
+    module: Module, tile: Tile, kind: Storage, rows: int, careful: Function
+) -> Function:
+    """out[row] = out[row] * alpha[row] + weights[row] . values, key by key, as they are read."""
+    parameters = _Weighted.parameters | {"stream": PTR}
+    with module.function(f"multiply_values_{kind.name}_{rows}", parameters, internal=True) as f:
+        of = _Weighted(f, tile, rows, careful)
+        ahead = Stream(f, f.parameters[-1])
+        line = columns_of_line(tile, kind)
+        lines = line * kind.memory.size // LINE
 
         def add_some(j: Value, keys: int, place: list[Value]) -> list[Value]:
             """The values of some keys, in their order."""
-            here = [f.load(PTR, values, j + k) for k in range(keys)]
-            wide = [[weight(r, j + k) for k in range(keys)] for r in range(rows)]
+            here = [f.load(PTR, of.values, j + k) for k in range(keys)]
+            wide = [[of.weight(r, j + k) for k in range(keys)] for r in range(rows)]
 
             def add(d: Value, parts: list[list[Value]]) -> None:
-                at = f.offset(sums, d * rows, tile.element)
-                vectors = range(len(parts[0]))
+                at, vectors = of.sums_at(d), range(len(parts[0]))
                 for r in range(rows):
                     places = [(v * rows + r) * tile.lanes for v in vectors]
                     totals = [tile.load(f, at, place) for place in places]
@@ -405,43 +451,57 @@ def write_multiply_values(
                     add(d + step, [list(pair) for pair in pairs])
                 return ahead.ask(place, keys * lines)
 
-            whole = columns & -line
+            whole = of.columns & -line
             place = f.loop(0, whole, add_line, carry=place, step=line)
-            with f.range(whole, columns, tile.lanes) as d:
+            with f.range(whole, of.columns, tile.lanes) as d:
                 add(d, [[kind.read_columns(f, row, d, tile.vector)] for row in here])
             return place
 
-        def move(d: Value) -> None:
-            at = f.offset(sums, d * rows, tile.element)
-            found = [tile.load(f, at, r * tile.lanes) for r in range(rows)]
-            odd = f.value(0.0, tile.vector)
-            for total in found:  # x * 0 is NaN where x is not finite
-                odd = f.fma(total, 0.0, odd)
-
-            def again() -> list[Value]:
-                mine = [f.offset(weights, r * row_stride(tile), tile.element) for r in range(rows)]
-                return [f.call(careful, values, row, d, columns, count) for row in mine]
-
-            found = f.choose(f.any_lane(odd.differs(0.0)), again, lambda: found)
-            for r, total in enumerate(found):
-                into = f.offset(out, r * out_stride + d, tile.element)
-                scale = tile.load(f, alpha, r * tile.lanes)
-                tile.store(f, f.fma(tile.load(f, into), scale, total), into)
-
-        line = columns_of_line(tile, kind)
-        lines = line * kind.memory.size // LINE
-        with f.range(0, columns * rows, tile.lanes) as d:
-            tile.store(f, f.value(0.0, tile.vector), sums, d)
-        whole = count & -KEYS_TOGETHER
+        with f.range(0, of.columns * rows, tile.lanes) as d:
+            tile.store(f, f.value(0.0, tile.vector), of.sums, d)
+        whole = of.count & -KEYS_TOGETHER
         place = f.loop(
             *(0, whole),
             lambda j, place: add_some(j, KEYS_TOGETHER, place),
             carry=ahead.place(),
             step=KEYS_TOGETHER,
         )
-        ahead.keep(f.loop(whole, count, lambda j, place: add_some(j, 1, place), carry=place))
-        with f.range(0, columns, tile.lanes) as d:
-            move(d)
+        ahead.keep(f.loop(whole, of.count, lambda j, place: add_some(j, 1, place), carry=place))
+        with f.range(0, of.columns, tile.lanes) as d:
+            of.move(d)
+    return f
+
+
+def write_multiply_columns(
+    module: Module, tile: Tile, kind: Storage, rows: int, careful: Function
+) -> Function:
+    """The same for columns [begin, end) of values that were read before, two vectors at a time.
+
+    Sums stay in registers. `begin` is a multiple of a line, and so is `end` but for the last one.
+    """
+    parameters = _Weighted.parameters | {"begin": I64, "end": I64}
+    with module.function(f"multiply_columns_{kind.name}_{rows}", parameters, internal=True) as f:
+        of = _Weighted(f, tile, rows, careful)
+        begin, end = f.parameters[-2:]
+
+        def add_all(d: Value, read: Callable[[Value], list[Value]], vectors: int) -> None:
+            def add(j: Value, totals: list[Value]) -> list[Value]:
+                parts = read(f.load(PTR, of.values, j))
+                wide = [of.weight(r, j) for r in range(rows)]
+                cells = [(part, factor) for part in parts for factor in wide]
+                return [f.fma(*cell, total) for cell, total in zip(cells, totals, strict=True)]
+
+            nothing = [f.value(0.0, tile.vector)] * (vectors * rows)
+            for place, total in enumerate(f.loop(0, of.count, add, carry=nothing)):
+                tile.store(f, total, of.sums_at(d), place * tile.lanes)
+
+        whole = f.minimum(end, of.columns & -columns_of_line(tile, kind))
+        with f.range(begin, whole, 2 * tile.lanes) as d:
+            add_all(d, lambda row: list(kind.read_pair(f, row, d, tile.vector)), 2)
+        with f.range(f.maximum(begin, whole), end, tile.lanes) as d:
+            add_all(d, lambda row: [kind.read_columns(f, row, d, tile.vector)], 1)
+        with f.range(begin, end, tile.lanes) as d:
+            of.move(d)
     return f
 
 
