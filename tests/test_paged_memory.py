@@ -146,7 +146,7 @@ def batches(draw: st.DrawFn) -> Batch:
         sequences,
         page,
         kv_heads=draw(st.sampled_from([1, 3])),
-        group=draw(st.sampled_from([1, 2, 5])),
+        group=draw(st.sampled_from([1, 2, 3, 5, 8])),
         head_dim=draw(st.sampled_from([8, 20, 64])),
         value_dim=draw(st.sampled_from([8, 13, 64])),
         dtype=draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64])),

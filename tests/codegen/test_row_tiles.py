@@ -17,9 +17,9 @@ from quire.codegen.types import F32, F64, PTR, Type
 @pytest.mark.parametrize(
     ("element", "lanes"), [(F32, 4), (F32, 8), (F32, 16), (F64, 2), (F64, 4), (F64, 8)]
 )
-@pytest.mark.parametrize("share", [1, 2, 4])
-def test_the_lanes_of_each_vector_are_added(element: Type, lanes: int, share: int) -> None:
-    count = max(1, lanes // share)  # some of as many vectors as there are lanes
+@pytest.mark.parametrize("share", [1, 0.75, 0.5, 0.25])
+def test_the_lanes_of_each_vector_are_added(element: Type, lanes: int, share: float) -> None:
+    count = max(1, int(lanes * share))  # some of as many vectors as there are lanes
     dtype = torch.float32 if element == F32 else torch.float64
     numbers = torch.randint(-8, 8, (count, lanes)).to(dtype)
     sums = torch.zeros(lanes, dtype=dtype)

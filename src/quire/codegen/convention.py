@@ -306,6 +306,7 @@ def decode_regions(
     sizes = (
         ("records", 4 * ROWS.size // tile.element.size),
         ("stream", 64),
+        ("no_stream", 64),
         ("rows", 2 * addresses),  # where the keys and the values of a block are
         ("keys", scratch_stride(tile, head_dim) * tile.target.block_kv),
         ("values", scratch_stride(tile, value_dim) * tile.target.block_kv),

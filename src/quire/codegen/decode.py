@@ -319,7 +319,9 @@ class _Kernel(Nest):
             return self._at("queries", first), self.stride["key"], self.depth["key"], products
 
         def multiply_keys(first: Value, size: int) -> None:
-            f.call(self.phases.multiply_keys[size], keys, stream, *queries(first), count)
+            f.call(
+                self.phases.multiply_keys[size], keys, self._stream(first), *queries(first), count
+            )
             turn(first, size, f.value(0, I64), count)
 
         def multiply_keys_again(begin: Value, end: Value) -> None:
@@ -337,7 +339,7 @@ class _Kernel(Nest):
             )
 
         def multiply_values(first: Value, size: int) -> None:
-            f.call(self.phases.multiply_values[size], *operands(first), stream)
+            f.call(self.phases.multiply_values[size], *operands(first), self._stream(first))
 
         def multiply_columns(begin: Value, end: Value) -> None:
             with f.range(0, columns, COLUMNS_AGAIN) as d, f.range(begin, end, most) as first:
@@ -384,14 +386,23 @@ class _Kernel(Nest):
                 for name in ("key", "value")
             )
         )
+        nothing = f.value(0, I64)
         for field, value in {
             "rows": self.scratch["rows"],
             "row_bytes": row_bytes,
             "step": f.maximum(f.value(2 * LINE, I64).udiv(row_bytes), 1),
             "row": f.minimum(f.value(AHEAD, I64).udiv(row_bytes), MOST_AHEAD),
-            "offset": f.value(0, I64),
+            "offset": nothing,
+            "last": nothing,
         }.items():
             f.set_field(STREAM, stream, field, value)
+            none = value if field == "rows" else nothing
+            f.set_field(STREAM, self.scratch["no_stream"], field, none)
+
+    def _stream(self, first: Value) -> Value:
+        """What a set asks for: the first one for all, others for the same line for ever."""
+        f = self.f
+        return f.select(first.equals(0), self.scratch["stream"], self.scratch["no_stream"])
 
     def _weigh(self, member: Member, block: Block, row: _Row) -> None:
         """From the products of one row and one block of keys to its weights."""
