@@ -352,14 +352,21 @@ def write_exponentiate(module: Module, tile: Tile) -> Function:
         shift = f.select(f.intrinsic("fabs", after).equals(math.inf), 0.0, after)
         moved = vecmath.exp2(f, before - shift)
 
-        def weigh(j: Value, total: list[Value]) -> list[Value]:
-            score = tile.load(f, scores, j)
-            weight = vecmath.exp2(f, score - shift)
-            tile.store(f, f.select(score.equals(-math.inf), UNREAD, weight), scores, j)
-            return [total[0] + weight]
+        def weigh_all(exp2: Callable[[Function, Value], Value]) -> list[Value]:
+            def weigh(j: Value, total: list[Value]) -> list[Value]:
+                score = tile.load(f, scores, j)
+                weight = exp2(f, score - shift)
+                tile.store(f, f.select(score.equals(-math.inf), UNREAD, weight), scores, j)
+                return [total[0] + weight]
 
-        nothing = f.value(0.0, tile.vector)
-        (total,) = f.loop(0, count, weigh, carry=[nothing], step=tile.lanes)
+            return f.loop(0, count, weigh, carry=[f.value(0.0, tile.vector)], step=tile.lanes)
+
+        endless = f.extract(after, 0).equals(math.inf)  # then scores are not below `shift`
+        (total,) = f.choose(
+            endless,
+            lambda: weigh_all(vecmath.exp2),
+            lambda: weigh_all(vecmath.exp2_nonpositive),
+        )
         tile.store(f, after, running_max)
         tile.store(f, f.fma(tile.load(f, running_sum), moved, total), running_sum)
         tile.store(f, moved, alpha)
