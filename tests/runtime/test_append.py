@@ -52,6 +52,7 @@ def test_it_writes_what_torch_writes(source: torch.dtype, pages: torch.dtype) ->
     for tokens, heads, widths, page_size in (
         (1, 1, (1, 1), 1),
         (5, 2, (3, 17), 4),
+        (4, 2, (77, 33), 4),
         (2 * BLOCK + 3, 3, (40, 8), 16),
     ):
         ours, theirs = (empty(pages, heads, widths, page_size) for _ in range(2))

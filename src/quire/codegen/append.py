@@ -22,6 +22,7 @@ BLOCK = 16  # tokens
 INT8 = "int8"
 LARGEST = 127  # of int8, on both sides of 0
 SIDES = ("key", "value")
+PACKED = 4  # vectors of floats become one of int8, at once
 
 _ROWS: dict[str, Type] = {"rows": PTR, "layer_stride": I64, "token_stride": I64, "head_stride": I64}
 _FIXED: dict[str, Type] = {"width": I64, "streamed": I64}  # 1: whole lines, and not cached
@@ -83,9 +84,7 @@ class _Writer:
         self.pages = None if pages == INT8 else storage(pages)
         self.lanes = target.lanes(F32)
         self.whole_lanes = target.lanes(source.memory.as_int)
-        peak = I32.vector(self.lanes)
-        largest = Signature(f"llvm.vector.reduce.smax.{peak.suffix}", (peak,), I32)
-        self.largest = module.declare(largest) if self.pages is None else largest
+        self.module = module
 
     def write(self, argument: Value, record: Value, side: str, begin: Value, end: Value) -> None:
         """Some tokens of one layer: its keys, or its values."""
@@ -149,34 +148,47 @@ class _Writer:
         the end. Where the scale is 0 or not finite, so that no number can be divided by it, all of
         the row is 0.
         """
-        f, lanes = self.f, self.lanes
-        whole = width & -lanes
-
-        def larger(count: int, column: Value, found: Value) -> Value:
-            bits = f.bitcast(self._number(read, column, count), I32) & 0x7FFF_FFFF
-            return f.maximum(bits, found)
-
-        nothing = f.value(0, I32.vector(lanes))
-        (most,) = f.loop(
-            0, whole, lambda c, m: [larger(lanes, c, m[0])], carry=[nothing], step=lanes
-        )
-        peak = f.call(self.largest, most)
-        (peak,) = f.loop(whole, width, lambda c, m: [larger(0, c, m[0])], carry=[peak])
+        f = self.f
+        peak = self._peak(read, width)
         scale = f.bitcast(peak, F32) / float(LARGEST)
         f.store(scale, scale_at)
         usable = (scale > 0.0) & (scale < float("inf"))
 
-        def store(column: Value, count: int) -> None:
-            number = self._number(read, column, count)
-            ratio = f.select(usable, number / f.splat(scale, number.type), 0.0)
-            ratio = f.maximum(f.minimum(ratio, float(LARGEST)), -float(LARGEST))
-            rounded = f.convert(f.intrinsic("rint", ratio), I32)  # to even
-            f.store(f.convert(rounded, I8), into, column)
+        for count, begin, end in self._runs(width):
+            with f.range(begin, end, max(1, count)) as column:
+                number = self._number(read, column, count)
+                ratio = f.select(usable, number / f.splat(scale, number.type), 0.0)
+                ratio = f.maximum(f.minimum(ratio, float(LARGEST)), -float(LARGEST))
+                rounded = f.convert(f.intrinsic("rint", ratio), I32)  # to even
+                f.store(f.convert(rounded, I8), into, column)
 
-        with f.range(0, whole, lanes) as column:
-            store(column, lanes)
-        with f.range(whole, width) as column:
-            store(column, 0)
+    def _peak(self, read: Value, width: Value) -> Value:
+        """The largest of a row, as bits."""
+        peak = self.f.value(0, I32)
+        for count, begin, end in self._runs(width):
+            peak = self._larger(read, count, begin, end, peak)
+        return peak
+
+    def _larger(self, read: Value, count: int, begin: Value, end: Value, than: Value) -> Value:
+        f, bits = self.f, I32.vector(count)
+
+        def larger(column: Value, found: list[Value]) -> list[Value]:
+            number = f.bitcast(self._number(read, column, count), I32) & 0x7FFF_FFFF
+            return [f.maximum(number, found[0])]
+
+        carry = [f.splat(than, bits)]
+        (most,) = f.loop(begin, end, larger, carry=carry, step=max(1, count))
+        if not count:
+            return most
+        largest = Signature(f"llvm.vector.reduce.smax.{bits.suffix}", (bits,), I32)
+        return f.call(self.module.declare(largest), most)
+
+    def _runs(self, width: Value) -> list[tuple[int, Value, Value]]:
+        """How many numbers of a row are taken at once, 0 for one alone; from where to where."""
+        many = self.lanes * PACKED
+        packed, whole = width & -many, width & -self.lanes
+        nothing = self.f.value(0, I64)
+        return [(many, nothing, packed), (self.lanes, packed, whole), (0, whole, width)]
 
     def _number(self, read: Value, column: Value, count: int) -> Value:
         raw = self.f.load(self.source.memory.vector(count), read, column)

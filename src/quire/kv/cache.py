@@ -219,14 +219,14 @@ class PagedKVCache:
         self._views.clear()
         places = spread(rows, lengths, number)
         slots = [torch.from_numpy(group.table.slots(*places)) for group in self._groups]
-        return Rows(sequences, lengths, slots)
+        return Rows(self._roster, sequences, lengths, slots)
 
     def write(self, layer: int, rows: Rows, key: Tensor, value: Tensor) -> None:
         """Fill new rows of one layer: keys [tokens, Hkv, D] and values [tokens, Hkv, Dv]."""
         group, place = self._group(layer), self._place[layer]
         self._expect_rows("key", key, rows.num_tokens, self.shape.head_dim)
         self._expect_rows("value", value, rows.num_tokens, self.shape.value_dim)
-        rows.expect_layer(layer)
+        rows.expect_layer(layer, self._roster)
         group.writer.write(layer, rows.slots[place], key, value)
         rows.done((layer,), self.num_layers)
 

@@ -70,9 +70,14 @@ def save(path: str | os.PathLike[str], header: Header, tensors: Mapping[str, Ten
         _sync(draft)
         os.replace(draft, file)
         _sync(file.parent)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             draft.unlink()
+        if isinstance(error, safetensors.SafetensorError):
+            raise SequenceFileError(
+                f"expected a place that a file can be written to, got {os.fspath(path)!r}: "
+                f"{error}. Make the directory, or free space."
+            ) from error
         raise
 
 
@@ -91,7 +96,7 @@ def load(path: str | os.PathLike[str], wanted: Header) -> tuple[Header, dict[str
         _expect_tensors(header, tensors)
         true = _digest(metadata["quire"], tensors)
         _expect(metadata.get("sha256") == true, "its content is not what was written")
-    except (safetensors.SafetensorError, ValueError, TypeError, KeyError) as error:
+    except (safetensors.SafetensorError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise SequenceFileError(
             f"expected a file that PagedKVCache.save has written, for a cache like this one, got "
             f"{os.fspath(path)!r}: {error}. Save the sequence again, or compute it."

@@ -62,11 +62,13 @@ class LayerGroup:
                 pages.copy(copies)
 
     def grow(self, more: int) -> None:
-        """Add pages, one layer after the other."""
+        """Add pages, one layer after the other; where memory ends, some layers have more."""
         num_pages = self.pool.num_pages + more
-        for pages in self.layers.values():
-            pages.grow(num_pages)
-        self.writer = _writer(self.layers)
+        try:
+            for pages in self.layers.values():
+                pages.grow(num_pages)
+        finally:
+            self.writer = _writer(self.layers)
         self.pool.grow(num_pages)
 
 
@@ -131,11 +133,13 @@ class Budget:
             return
         grown = self._growth(groups, wanted)
         missing = [max(0, want - more) for want, more in zip(wanted, grown, strict=True)]
-        if any(missing) and not (prefix is not None and prefix.make_room(missing[0])):
+        if any(missing) and not (prefix is not None and prefix.can_evict(missing[0])):
             raise OutOfPages(self._shortage(groups, plans, missing, prefix))
         for group, more in zip(groups, grown, strict=True):
             if more:
-                group.grow(more)
+                _grow(group, more)
+        if prefix is not None:
+            prefix.evict(missing[0])
 
     def _growth(self, groups: Sequence[LayerGroup], wanted: list[int]) -> list[int]:
         """How many pages to add to each group: in proportion, if that leaves others a share."""
@@ -169,6 +173,16 @@ class Budget:
             f"{pool.num_free} of {pool.num_pages} are free{kept}, and the limit is {self}. Free or "
             f"truncate sequences, or allow more."
         )
+
+
+def _grow(group: LayerGroup, more: int) -> None:
+    try:
+        group.grow(more)
+    except (MemoryError, RuntimeError) as error:  # the latter is torch's
+        raise OutOfPages(
+            f"expected memory for {more} more pages, {more * group.page_bytes:,} bytes, got none "
+            f"from the system: {error}. Free sequences, or set a lower limit."
+        ) from error
 
 
 def _limit(name: str, limit: int | None) -> int:

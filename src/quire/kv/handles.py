@@ -13,8 +13,10 @@ import numpy as np
 from torch import Tensor
 
 from quire.arguments import whole_number
-from quire.errors import SequenceError, ShapeError, UnwrittenRowsError
+from quire.errors import ArgumentError, SequenceError, ShapeError, UnwrittenRowsError
 from quire.kv.table import Numbers
+
+MOST_TOKENS = 1 << 40  # of one sequence in one call: more would overflow what they add up to
 
 
 class SequenceHandle:
@@ -33,8 +35,13 @@ class Rows:
     """Room for new tokens of some sequences, to be written once in each layer."""
 
     def __init__(
-        self, sequences: Sequence[SequenceHandle], lengths: Numbers, slots: list[Tensor]
+        self,
+        roster: Roster,
+        sequences: Sequence[SequenceHandle],
+        lengths: Numbers,
+        slots: list[Tensor],
     ) -> None:
+        self._roster = roster
         self.num_tokens = len(slots[0])
         self.slots = slots  # for each group of layers
         self._sequences = list(sequences)
@@ -44,8 +51,13 @@ class Rows:
             for sequence, length in zip(self._sequences, lengths.tolist(), strict=True):
                 sequence.pending, sequence.written = self, length
 
-    def expect_layer(self, layer: int) -> None:
-        """An error unless a layer may write these rows now."""
+    def expect_layer(self, layer: int, roster: Roster) -> None:
+        """An error unless a layer of the cache with this roster may write these rows now."""
+        if self._roster is not roster:
+            raise SequenceError(
+                "expected rows that extend of this cache made room for, got some of another cache. "
+                "Write them there."
+            )
         if not self._open or layer in self._layers:
             why = "this layer has written" if self._open else "were truncated or freed"
             raise UnwrittenRowsError(
@@ -138,8 +150,9 @@ class Roster:
 def token_counts(counts: Sequence[int] | int, num_sequences: int) -> Numbers:
     """A number of tokens for each sequence."""
     advice = "Say how many tokens a sequence gets."
-    if isinstance(counts, int):
+    if isinstance(counts, int) or not isinstance(counts, Iterable):
         number = whole_number("counts", counts, minimum=0, advice=advice)
+        _refuse_overflow(number)
         return np.full(num_sequences, number, np.int64)
     each = list(counts)
     if len(each) != num_sequences:
@@ -148,4 +161,12 @@ def token_counts(counts: Sequence[int] | int, num_sequences: int) -> Numbers:
             f"number for all, or one for each."
         )
     checked = [whole_number("counts", count, minimum=0, advice=advice) for count in each]
+    _refuse_overflow(max(checked, default=0))
     return np.array(checked, np.int64)
+
+
+def _refuse_overflow(count: int) -> None:
+    if count > MOST_TOKENS:
+        raise ArgumentError(
+            f"counts must be at most {MOST_TOKENS:,}, got {count}. No cache holds as many tokens."
+        )

@@ -121,14 +121,11 @@ class PrefixCache:
         """Give back `count` pages that nobody else holds; fewer, if there are not so many."""
         return self._drop(self._victims(count))
 
-    def make_room(self, count: int) -> bool:
-        """Give back `count` pages, or none and False if there are not so many."""
+    def can_evict(self, count: int) -> bool:
+        """Whether there are `count` pages that nobody else holds."""
         victims = self._victims(count)
-        if len(victims) < count:
-            self._spare(victims)
-            return False
-        self._drop(victims)
-        return True
+        self._spare(victims)
+        return len(victims) == count
 
     def check_integrity(self) -> None:
         """A PageError unless blocks, children and the queue of leaves agree."""
@@ -154,9 +151,11 @@ class PrefixCache:
 
     def _cut(self, tokens: Sequence[int] | NDArray[np.int64]) -> list[bytes]:
         """The tokens of each full page, as bytes."""
-        ids = np.ascontiguousarray(tokens, np.int64)
+        ids = np.asarray(tokens)
         if ids.ndim != 1:
             raise ArgumentError(f"tokens must be a list of numbers, got shape {list(ids.shape)}.")
+        if ids.size and ids.dtype.kind not in "iu":  # which would be rounded to other tokens
+            raise ArgumentError(f"tokens must be whole numbers, got {ids.dtype}. Give their ids.")
         narrow = ids.astype(np.int32)
         if not np.array_equal(narrow, ids):
             raise ArgumentError("tokens must be numbers that fit 32 bits, got a larger one.")
@@ -171,6 +170,8 @@ class PrefixCache:
         return hashlib.blake2b(salt, key=self._secret).digest()
 
     def _find(self, wanted: list[bytes], salt: bytes) -> list[_Block]:
+        if not isinstance(salt, bytes):
+            raise ArgumentError(f"salt must be bytes, got {salt!r}. Encode it.")
         found: list[_Block] = []
         parent: _Block | bytes = salt
         digest, blocks, blake2b = self._root(salt), self._blocks, hashlib.blake2b
