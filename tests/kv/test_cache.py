@@ -24,7 +24,8 @@ from quire.errors import (
     TensorKindError,
     UnwrittenRowsError,
 )
-from quire.kv import Group, PagedKVCache, SequenceHandle
+from quire.kv import Group, PagedKVCache, SequenceHandle, pages
+from quire.kv.handles import Rows
 from quire.mods import causal, sliding_window
 from quire.runtime.append import dequantise, quantise
 
@@ -220,6 +221,42 @@ def test_running_out_names_what_was_asked_and_leaves_everything() -> None:
     assert cache.statistics().kept == 0
 
 
+@pytest.mark.parametrize("fails_at", range(4))
+def test_memory_that_ends_while_layers_grow_loses_nothing(
+    fails_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two layers, keys and values each: some have grown already."""
+    cache = made(prefix=True, n_pages=24)
+    a, b = cache.sequence(), cache.sequence()
+    first = append(cache, a, 30)
+    cache.keep(a, range(30))
+    append(cache, b, 20)
+    cache.keep(b, range(100, 120))
+    cache.free(b)
+    before, real, calls = cache.statistics(), pages.empty_tensor, iter(range(100))
+
+    def failing(*arguments: Any) -> torch.Tensor:
+        if next(calls) == fails_at:
+            raise RuntimeError("can't allocate memory")
+        return real(*arguments)
+
+    c = cache.sequence()
+    monkeypatch.setattr(pages, "empty_tensor", failing)
+    with pytest.raises(OutOfPages, match="8 more pages, 4,096 bytes, got none from the system"):
+        cache.extend([c], 15 * 4)
+    cache.free(c)
+    assert cache.statistics() == before
+    second = append(cache, a, 2)
+    for layer in range(2):
+        assert torch.equal(keys(cache, a, layer), torch.cat([first[layer], second[layer]]))
+    monkeypatch.undo()
+    third = append(cache, a, 15 * 4)
+    for layer in range(2):
+        parts = [each[layer] for each in (first, second, third)]
+        assert torch.equal(keys(cache, a, layer), torch.cat(parts))
+    cache.check_integrity()
+
+
 def test_a_window_lets_pages_go() -> None:
     cache = PagedKVCache(groups=[Group([0], window=6), Group([1])], **SIZES)
     sequence = cache.sequence()
@@ -312,6 +349,13 @@ def freed(cache: PagedKVCache) -> SequenceHandle:
     return sequence
 
 
+def elsewhere() -> Rows:
+    """Room in a cache that is larger, behind all pages of the others."""
+    large = made(n_pages=100)
+    append(large, large.sequence(), 90 * 4)
+    return large.extend([large.sequence()], 1)
+
+
 def rows(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype)
 
@@ -329,6 +373,18 @@ REFUSED: dict[str, tuple[type[QuireError], str, Refused]] = {
     "no handle": (SequenceError, "got 3", lambda c: c.extend([3], 1)),  # type: ignore[list-item]
     "twice": (SequenceError, "once", lambda c: c.extend([c.sequence()] * 2, 1)),
     "counts": (ShapeError, "each of 1 seq", lambda c: c.extend([c.sequence()], [1, 2])),
+    "too many": (
+        ArgumentError,
+        "counts must be at most",
+        lambda c: c.extend([c.sequence() for _ in range(64)], 2**62),  # their sum is 0 in 64 bits
+    ),
+    "a fraction": (ArgumentError, "got 1.5", lambda c: c.extend([c.sequence()], 1.5)),  # type: ignore[arg-type]
+    "foreign rows": (
+        SequenceError,
+        "rows that extend of this cache",
+        lambda c: c.write(0, elsewhere(), rows(1, 2, 4), rows(1, 2, 4)),
+    ),
+    "salt": (ArgumentError, "salt must be bytes", lambda c: c.sequence([1], salt="a")),  # type: ignore[arg-type]
     "negative": (ArgumentError, "counts must", lambda c: c.extend([c.sequence()], -1)),
     "extend early": (UnwrittenRowsError, "position 0", lambda c: c.extend([waiting(c)], 1)),
     "fork early": (UnwrittenRowsError, "every layer", lambda c: c.fork(waiting(c))),

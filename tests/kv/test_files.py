@@ -172,6 +172,21 @@ def test_a_header_that_lies_is_refused(change: dict[str, Any], tmp_path: Path) -
     refused(cache, tmp_path / "a", "got")
 
 
+@pytest.mark.parametrize("depth", [300, 100_000])
+def test_a_header_without_end_is_refused(depth: int, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    text = "[" * depth + "]" * depth
+    save_file({"key.0": torch.zeros(3)}, tmp_path / "a", {"quire": text})
+    refused(made(), tmp_path / "a", "other fields|recursion")
+
+
+def test_a_place_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
+    cache = made()
+    with pytest.raises(SequenceFileError, match=r"got '.*no/a'.* Make the directory"):
+        cache.save(filled(cache, 3), tmp_path / "no" / "a")
+
+
 def test_a_file_of_other_tensors_is_refused(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 

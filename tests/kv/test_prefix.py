@@ -169,6 +169,9 @@ def test_what_is_refused() -> None:
         (PageError, "not kept yet", [9, 9, 9, 9], [pages[2], pages[2]]),
         (PageError, "which is free", [9, 9], [7]),
         (ArgumentError, "fit 32 bits", [2**40, 1], pages),
+        (ArgumentError, "fit 32 bits", np.array([2**64 - 1, 1], np.uint64), pages),
+        (ArgumentError, "whole numbers, got float64", [1.0, 2.5], pages),
+        (ArgumentError, "whole numbers, got object", [2**70, 1], pages),
         (ArgumentError, r"got shape \[1, 2\]", [[1, 2]], pages),
     ):
         with pytest.raises(error, match=message):
