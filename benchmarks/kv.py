@@ -6,8 +6,10 @@ raced in this process. Waste is that of a simulated server, and does not depend 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -15,6 +17,7 @@ from _race import Table, race, run_parts
 from torch.nn.attention.experimental._paged_attention import PagedAttention
 
 from quire.kv import PagedKVCache, PagePool, PrefixCache
+from quire.runtime.append import PageTensors, PageWriter
 
 LAYERS, HEADS, WIDTH, PAGE = 32, 8, 128, 16
 
@@ -28,10 +31,14 @@ def made(layers: int, tokens: int, dtype: torch.dtype = torch.float32) -> PagedK
 def decode(table: Table, seconds: float, threads: int) -> None:
     """One token for each of 64 sequences, in 32 layers, against PyTorch's `assign`.
 
-    Sequences grow to 64 tokens and start again, in pages that both have beforehand: a step writes
-    to lines that are in no cache. What it reads are the same rows for every layer, in a cache, as
-    if they had just been computed. "copy" is a plain copy of these rows, layer by layer: no cache
-    can be faster than that.
+    A turn is 16 steps, so that each sequence takes a page in it. Sequences grow to 64 tokens and
+    start again: a step writes to the next rows of 1 GB in float32, which are in no cache.
+
+    by layer    `extend`, and `write` for each layer. It is given the same rows for every layer, and
+                so is `assign`: they are in a cache, as when a projection has just computed them.
+    at once     `append` of the rows of all layers, which are a stack in memory.
+    kernel      what is compiled of a step, alone: where the rows go is known beforehand.
+    copy        a plain copy of the same rows for each layer, to the next of 64 places.
     """
     for dtype in (torch.float32, torch.bfloat16):
         _decode(table, seconds, dtype, dtype)
@@ -42,11 +49,11 @@ def _decode(table: Table, seconds: float, dtype: torch.dtype, pages_dtype: torch
     batch, length = 64, 64
     cache = made(LAYERS, batch * (length + PAGE), pages_dtype)
     sequences = [cache.sequence() for _ in range(batch)]
-    key, value = torch.randn(2, batch, HEADS, WIDTH).to(dtype)
-    stacked = [rows.expand(LAYERS, *rows.shape) for rows in (key, value)]
+    keys, values = torch.randn(2, LAYERS, batch, HEADS, WIDTH).to(dtype)
+    key, value = keys[0].clone(), values[0].clone()
 
     def at_once() -> None:
-        cache.append(sequences, *stacked)
+        cache.append(sequences, keys, values)
         start_again()
 
     def by_layer() -> None:
@@ -66,31 +73,51 @@ def _decode(table: Table, seconds: float, dtype: torch.dtype, pages_dtype: torch
     pages = [torch.zeros(2, 1, HEADS, batch * length, WIDTH, dtype=dtype) for _ in range(LAYERS)]
     rows = torch.arange(batch)
     new = [x.view(batch, HEADS, 1, WIDTH) for x in (key, value)]
-    place = 0
+    places = itertools.cycle(range(length))
 
     def theirs() -> None:
-        nonlocal place
-        at = torch.full((batch, 1), place)
+        at = torch.full((batch, 1), next(places))
         for key_pages, value_pages in pages:
             peer.assign(rows, at, *new, key_pages, value_pages)
-        place = (place + 1) % length
 
-    copies = torch.zeros(length, LAYERS, 2, batch, HEADS, WIDTH, dtype=dtype)
-    steps = itertools.count()
+    copies = itertools.cycle(torch.zeros(length, LAYERS, 2, batch, HEADS, WIDTH, dtype=dtype))
 
     def copy() -> None:
-        for key_copy, value_copy in copies[next(steps) % length]:
+        for key_copy, value_copy in next(copies):
             key_copy.copy_(key)
             value_copy.copy_(value)
 
-    for _ in range(length):  # so that all memory is there
-        at_once()
-    contestants = {"at once": at_once, "by layer": by_layer, "copy": copy, "peer": theirs}
-    times = race(contestants, seconds)
+    first = torch.arange(batch) * PAGE
+    slots = itertools.cycle([first + batch * (at - at % PAGE) + at % PAGE for at in range(length)])
+    stacked = [x.expand(LAYERS, *x.shape) for x in (key, value)]
+
+    def kernel() -> None:
+        writer.write_all(next(slots), *stacked)
+
+    contestants: dict[str, Callable[[], None]] = {
+        "by layer": by_layer, "at once": at_once, "kernel": kernel, "copy": copy, "peer": theirs,
+    }  # fmt: skip
+    for step in (by_layer, copy, theirs):  # so that all memory is there
+        for _ in range(length):
+            step()
+    writer = PageWriter({layer: _tensors(cache, layer) for layer in range(LAYERS)})
+    turns = {name: functools.partial(_page_of, step) for name, step in contestants.items()}
+    times = race(turns, seconds)
     name = str(pages_dtype).removeprefix("torch.")
-    for how, must in (("at once", "20"), ("by layer", "20"), ("copy", "")):
+    for how in ("by layer", "at once", "kernel", "copy"):
+        must = "20" if how in ("by layer", "at once") else ""
         case = f"append 64 x 1 token, 32 layers, {name}, {how}"
-        table.add(case, times["peer"] / times[how], "x assign", must, ms=_ms(times[how]))
+        table.add(case, times["peer"] / times[how], "x assign", must, ms=_ms(times[how] / PAGE))
+
+
+def _tensors(cache: PagedKVCache, layer: int) -> PageTensors:
+    memory = cache.memory(layer, [])
+    return PageTensors(*(getattr(memory, name) for name in PageTensors._fields))
+
+
+def _page_of(step: Callable[[], None]) -> None:
+    for _ in range(PAGE):
+        step()
 
 
 def prefill(table: Table, seconds: float, threads: int) -> None:

@@ -24,7 +24,7 @@ from quire.errors import (
     TensorKindError,
     UnwrittenRowsError,
 )
-from quire.kv import Group, PagedKVCache, SequenceHandle, pages
+from quire.kv import Group, PagedKVCache, SequenceHandle
 from quire.kv.handles import Rows
 from quire.mods import causal, sliding_window
 from quire.runtime.append import dequantise, quantise
@@ -233,23 +233,23 @@ def test_memory_that_ends_while_layers_grow_loses_nothing(
     append(cache, b, 20)
     cache.keep(b, range(100, 120))
     cache.free(b)
-    before, real, calls = cache.statistics(), pages.empty_tensor, iter(range(100))
+    before, real, calls = cache.statistics(), torch.empty, iter(range(100))
 
-    def failing(*arguments: Any) -> torch.Tensor:
+    def failing(*arguments: Any, **options: Any) -> torch.Tensor:
         if next(calls) == fails_at:
             raise RuntimeError("can't allocate memory")
-        return real(*arguments)
+        return real(*arguments, **options)
 
     c = cache.sequence()
-    monkeypatch.setattr(pages, "empty_tensor", failing)
+    monkeypatch.setattr(torch, "empty", failing)
     with pytest.raises(OutOfPages, match="8 more pages, 4,096 bytes, got none from the system"):
         cache.extend([c], 15 * 4)
+    monkeypatch.undo()
     cache.free(c)
     assert cache.statistics() == before
     second = append(cache, a, 2)
     for layer in range(2):
         assert torch.equal(keys(cache, a, layer), torch.cat([first[layer], second[layer]]))
-    monkeypatch.undo()
     third = append(cache, a, 15 * 4)
     for layer in range(2):
         parts = [each[layer] for each in (first, second, third)]

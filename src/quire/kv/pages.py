@@ -58,7 +58,7 @@ class LayerPages:
     def _empty(self, num_pages: int) -> dict[str, Tensor]:
         page = self._shape.heads, self._shape.page_size
         parts = self._shape.parts.items()
-        return {name: empty_tensor((num_pages, *page, *row), dtype) for name, (row, dtype) in parts}
+        return {name: _empty((num_pages, *page, *row), dtype) for name, (row, dtype) in parts}
 
     def grow(self, num_pages: int) -> None:
         """Have so many pages. What was read from here before keeps the old memory."""
@@ -90,7 +90,7 @@ class LayerPages:
         return {name: getattr(self.tensors, name) for name in self._shape.parts}
 
 
-def empty_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Memory that is not filled; in huge pages of the system where it is large enough for some.
 
     Rows of one token lie far apart, and would each miss the table of addresses.
