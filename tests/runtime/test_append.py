@@ -191,3 +191,11 @@ def test_without_a_kernel_torch_writes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_compiles_for_other_machines(target: str, source: str, pages: str) -> None:
     there = Target.named(target)
     assert "append:" in jit.assembly(write_append(there, source, pages).text, there)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_lines_are_streamed_before_the_end_is_told(dtype: str) -> None:
+    there = Target.named("x86-64-v3")
+    code = jit.assembly(write_append(there, dtype, dtype).text, there)
+    assert code.count("vmovnt") == 2  # keys and values
+    assert code.rindex("lock") > code.rindex("vmovnt")  # a full barrier
