@@ -36,6 +36,7 @@ LAYERS = """
     kv
     attention
     mods
+    recall_pages
     recall
     backends
     inductor compiled

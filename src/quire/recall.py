@@ -80,22 +80,40 @@ def layout(query: Tensor, key: Tensor, value: Tensor) -> Signature | None:
     )
 
 
-def familiar(
+class Signed(NamedTuple):
+    """The signature of a call, and what its mods load from."""
+
+    signature: Signature
+    learns: bool
+    captures: tuple[Tensor, ...] = ()
+
+    def describes(self, problem: Problem) -> bool:
+        """Whether mods and block mask were the same when the signature was read."""
+        mods = problem.score_mod, problem.mask_mod, problem.partial_mod
+        parts: list[object] = [mod.output for mod in mods if isinstance(mod, Traced)]
+        if problem.block_mask is not None:
+            parts.append(problem.block_mask.content())
+        return all(part in self.signature for part in parts) and all(
+            map(operator.is_, self.captures, problem.captures)
+        )
+
+
+def signed(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     score_mod: Mod | None,
     masks: tuple[Mod | torch_flex.BlockMask, ...],
     scale: float | None,
-) -> Familiar | None:
-    """A call with its signature; None where it has none."""
+) -> Signed | None:
+    """The signature of a call; None where it has none."""
     tensors = layout(query, key, value)
     if tensors is None or not (scale is None or type(scale) is float):
         return None
     grad = torch.is_grad_enabled()
     learns = grad and (query.requires_grad or key.requires_grad or value.requires_grad)
     if score_mod is None and not masks:
-        return Familiar((*tensors, scale, learns), learns)
+        return Signed((*tensors, scale, learns), learns)
     signature: list[object] = [*tensors, scale]
     captures: list[Tensor] = []
 
@@ -124,11 +142,11 @@ def familiar(
     except Exception:  # the long way says what is wrong
         return None
     for tensor in captures:
-        if not _is_ordinary(tensor):
+        if not is_ordinary(tensor):
             return None
         learns = learns or (grad and tensor.requires_grad)
     signature.append(learns)
-    return Familiar(tuple(signature), learns, tuple(captures))
+    return Signed(tuple(signature), learns, tuple(captures))
 
 
 class Recalled(NamedTuple):
@@ -197,7 +215,7 @@ class Recalled(NamedTuple):
         """The backward pass, planned once for what is learned."""
         problem = replace(self.problem.with_captures(wanted.captures), q_start=q_start)
         tensors = [x for x in (*operands, *above, *wanted.captures) if x is not None]
-        if torch.is_grad_enabled() or not all(map(_is_ordinary, tensors)):
+        if torch.is_grad_enabled() or not all(map(is_ordinary, tensors)):
             return compiled.run_backward(None, problem, operands, self.blocks, wanted, above)
         memory = dense(operands.query, Dense(operands.key, operands.value), q_start)
         # Who keeps tensors for autograd may give them back in other strides.
@@ -215,7 +233,8 @@ class Recalled(NamedTuple):
         return compiled.run_eagerly(None, problem, operands, self.blocks, wanted, above)
 
 
-def _is_ordinary(tensor: Tensor) -> bool:
+def is_ordinary(tensor: Tensor) -> bool:
+    """Whether a tensor is no more than its memory."""
     return type(tensor) in (Tensor, Parameter) and tensor.is_cpu and not tensor.is_neg()
 
 
@@ -268,36 +287,44 @@ _known: Known[Signature, Recalled] = Known(256)
 
 
 class Familiar(NamedTuple):
-    """A call that may be like an earlier one: its signature, and what its mods load from."""
+    """A call over dense memory that may be like an earlier one."""
 
-    signature: Signature
-    learns: bool
-    captures: tuple[Tensor, ...] = ()
+    query: Tensor
+    memory: Dense
+    q_start: int
+    call: Signed
 
-    def again(self, query: Tensor, key: Tensor, value: Tensor, q_start: int) -> Tensor | None:
+    def again(self) -> Tensor | None:
         """The output; None where nothing is known, or the long way has to say what is wrong."""
-        known = _known.get(self.signature) if q_start <= MOST_KEYS else None
+        signature, learns, captures = self.call
+        known = _known.get(signature) if self.q_start <= MOST_KEYS else None
         if known is None:
             return None
-        rows = known.run(query, key, value, q_start, self.captures, self.learns)
-        if rows is None or not self.learns:
+        operands = self.query, self.memory.key, self.memory.value
+        rows = known.run(*operands, self.q_start, captures, learns)
+        if rows is None or not learns:
             return None if rows is None else rows.out
         apply: Any = Recorded.apply
-        out, _ = apply(known, rows, q_start, query, key, value, *self.captures)
-        return out.to(query.dtype)  # type: ignore[no-any-return]
+        out, _ = apply(known, rows, self.q_start, *operands, *captures)
+        return out.to(self.query.dtype)  # type: ignore[no-any-return]
 
     def remember(self, call: Call) -> None:
         """Keep what a call that went well was planned to be."""
-        recalled = Recalled.of(call, self.learns)
-        if recalled is not None and self._describes(call.problem):
-            _known.keep(self.signature, recalled)
+        recalled = Recalled.of(call, self.call.learns)
+        if recalled is not None and self.call.describes(call.problem):
+            _known.keep(self.call.signature, recalled)
 
-    def _describes(self, problem: Problem) -> bool:
-        """Whether mods and block mask were the same when the signature was read."""
-        mods = problem.score_mod, problem.mask_mod, problem.partial_mod
-        parts: list[object] = [mod.output for mod in mods if isinstance(mod, Traced)]
-        if problem.block_mask is not None:
-            parts.append(problem.block_mask.content())
-        return all(part in self.signature for part in parts) and all(
-            map(operator.is_, self.captures, problem.captures)
-        )
+
+def familiar(
+    query: Tensor,
+    memory: Dense,
+    q_start: object,
+    score_mod: Mod | None,
+    masks: tuple[Mod | torch_flex.BlockMask, ...],
+    scale: float | None,
+) -> Familiar | None:
+    """A call with its signature; None where it has none."""
+    call = signed(query, memory.key, memory.value, score_mod, masks, scale)
+    if call is None:
+        return None
+    return Familiar(query, memory, memory.first_position(query, q_start), call)
