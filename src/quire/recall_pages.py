@@ -1,8 +1,7 @@
 """Calls over pages like an earlier one: the layers of a step share what the first of them found.
 
 A plan is found again by its signature, as in dense memory. What page table and lengths come to is
-kept beside it under every number that they hold: whoever has a table may change it in place, and
-then it is another one.
+kept beside it, under all the numbers that they hold: one that was changed in place is another one.
 """
 
 from __future__ import annotations
@@ -25,8 +24,10 @@ from quire.runtime.plan import Plan, Rows, address_of
 from quire.runtime.tile_lists import NO_LISTS
 from quire.sequences import Packed
 
-Tables: TypeAlias = tuple[bytes, ...]
-"""What page table, lengths and first pages hold."""
+Tables: TypeAlias = tuple[object, ...]
+"""Page table, lengths and first pages: their shapes, dtypes and all that they hold."""
+
+STEPS = 4  # that a plan keeps: one is read by all layers, or by those of a group
 
 
 class Step(NamedTuple):
@@ -38,7 +39,7 @@ class Step(NamedTuple):
 
 
 class Recalled(NamedTuple):
-    """A call over pages that was planned, and the tables that came with it lately."""
+    """A call over pages that was planned, and the tables that it met lately."""
 
     plan: Plan
     out_shape: tuple[int, ...]
@@ -51,26 +52,27 @@ class Recalled(NamedTuple):
         assert call.packed is not None, "a call over pages"
         shape, strides = output_layout(call.query, call.value.shape[3])
         out = torch.empty_strided(shape, strides, dtype=query.dtype, device="cpu")
-        operands = _addressing(call.query, memory, call.packed)
         if out.numel() == 0:
             return None
+        operands = _addressing(call.query, memory, call.packed)
         ((form, sequences),) = operands.by_form()
         plan, _, _ = plan_for(call.problem, operands, form, sequences, Rows(out))
         given = memory.as_given(query, out)
-        return Recalled(plan, given.shape, given.stride(), Known(4))
+        return Recalled(plan, given.shape, given.stride(), Known(STEPS))
 
     def step(self, query: Tensor, memory: Paged, tables: Tables) -> Step:
-        """The sequences of a call, checked if their numbers are new."""
+        """The sequences of a call, checked unless their tables are known."""
         known = self.steps.get(tables)
-        if known is None:
-            placed = memory.place(query, Queries())
-            assert placed.packed is not None, "pages are packed"
-            operands, plan = _addressing(placed.query, memory, placed.packed), self.plan
-            sequences = operands.sequences
-            records = operands.records(sequences, plan.heads, plan.block_q, plan.kernel.form)
-            step = Step(records, sequences.num, operands.work(sequences))
-            known = self.steps.keep(tables, step)
-        return known
+        if known is not None:
+            return known
+        placed, plan = memory.place(query, Queries()), self.plan
+        assert placed.packed is not None, "a call over pages"
+        operands, sequences = _addressing(placed.query, memory, placed.packed), placed.packed[0]
+        records = operands.records(sequences, plan.heads, plan.block_q, plan.kernel.form)
+        step = Step(records, sequences.num, operands.work(sequences))
+        if read_tables(memory) == tables:  # nobody has changed them meanwhile
+            self.steps.keep(tables, step)
+        return step
 
     def run(
         self, query: Tensor, memory: Paged, step: Step, captures: tuple[Tensor, ...]
@@ -79,15 +81,13 @@ class Recalled(NamedTuple):
         out = torch.empty_strided(self.out_shape, self.out_strides, dtype=query.dtype, device="cpu")
         if type(out) is not Tensor:  # a mode is active that makes others
             return None
-        table, placed = memory.page_table.data_ptr(), memory.as_placed(query, query)
-        key, value = memory.key.data_ptr(), memory.value.data_ptr()
-        operands = placed.data_ptr(), key, value, out.data_ptr()
+        tensors = memory.as_placed(query, query), memory.key, memory.value, out, memory.page_table
+        *operands, table = (tensor.data_ptr() for tensor in tensors)
         if 0 in operands or table == 0:  # a tensor that is empty, or has no memory
             return None
-        wrong = self.plan.launch_at(
-            *((*operands, 0, 0, 0, 0, 0), *step, captures, NO_LISTS, table),
-            (address_of(memory.key_scale), address_of(memory.value_scale)),
-        )
+        scales = address_of(memory.key_scale), address_of(memory.value_scale)
+        addresses = (*operands, 0, 0, 0, 0, 0)
+        wrong = self.plan.launch_at(addresses, *step, captures, NO_LISTS, table, scales)
         return None if wrong else out
 
 
@@ -129,31 +129,38 @@ def familiar(
     masks: tuple[Mod, ...],
     scale: float | None,
 ) -> FamiliarPages | None:
-    """A call of a few queries for each sequence, with its signature; None where it has none."""
+    """A call with a few queries for each sequence and its signature; None where it has none."""
     key, value, table = memory.key, memory.value, memory.page_table
     call = signed(query, key, value, score_mod, masks, scale)
-    if call is None or call.learns or query.shape[2] > MOST_ROWS:
-        return None
-    signature: list[object] = [call.signature, key.shape[2]]
-    tables: list[bytes] = []
-    for tensor in (table, memory.lengths, memory.first_page):
-        if tensor is None:
-            signature.append(None)
-        elif isinstance(tensor, Tensor) and is_ordinary(tensor) and tensor.nbytes <= MOST_BYTES:
-            signature += (tensor.shape, tensor.dtype)
-            tables.append(tensor.numpy().tobytes())
-        else:
-            return None
-    for factors in (memory.key_scale, memory.value_scale):
-        if factors is not None:
-            if not is_ordinary(factors):
-                return None
-            signature += (factors.shape, factors.stride(), factors.dtype)
+    tables = None if call is None else read_tables(memory)
     if (
-        table.dtype != torch.int32
-        or not table.is_contiguous()
+        call is None
+        or tables is None
+        or call.learns
+        or query.shape[2] > MOST_ROWS
+        or table.dtype != torch.int32
         or table.dim() != 2
+        or not table.is_contiguous()
         or table.shape[1] * key.shape[2] > MOST_KEYS
     ):
         return None
-    return FamiliarPages(query, memory, call, tuple(signature), tuple(tables))
+    signature: list[object] = [call.signature, key.shape[2], table.shape]
+    for factors in (memory.key_scale, memory.value_scale):
+        if factors is not None and not is_ordinary(factors):
+            return None
+        laid_out = None if factors is None else (factors.shape, factors.stride(), factors.dtype)
+        signature.append(laid_out)
+    return FamiliarPages(query, memory, call, tuple(signature), tables)
+
+
+def read_tables(memory: Paged) -> Tables | None:
+    """What the tables hold now; None where one is not an ordinary tensor, or is large."""
+    tables: list[object] = []
+    for numbers in (memory.page_table, memory.lengths, memory.first_page):
+        if numbers is None:
+            tables.append(None)
+        elif isinstance(numbers, Tensor) and is_ordinary(numbers) and numbers.nbytes <= MOST_BYTES:
+            tables += (numbers.shape, numbers.dtype, numbers.numpy().tobytes())
+        else:
+            return None
+    return tuple(tables)
