@@ -9,6 +9,7 @@ A slot is page * page_size + the row in it. Whoever calls has checked shapes, dt
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 from collections.abc import Mapping
@@ -20,7 +21,8 @@ from torch import Tensor
 from quire.kv.table import Copies
 from quire.runtime.append import PageTensors, place_rows
 
-WORTH_HUGE = 1 << 22  # bytes: two huge pages of the system
+ROOM = 4  # addresses are set aside for so many times the pages that there are
+WORTH_ROOM = 1 << 22  # bytes: what is less is copied in no time
 
 
 @dataclass(frozen=True)
@@ -48,26 +50,60 @@ class PageShape:
         return rows * sum(math.prod(row) * dtype.itemsize for row, dtype in self.parts.values())
 
 
+class GrowingPages:
+    """One tensor of a layer. It grows in place as long as its addresses last, and is copied then.
+
+    Addresses cost nothing: a system gives them memory when they are first written to.
+    """
+
+    def __init__(self, page: tuple[int, ...], dtype: torch.dtype) -> None:
+        self._memory: mmap.mmap | None = None  # behind the room, if that is the system's
+        self._room = self.tensor = torch.empty((0, *page), dtype=dtype)
+
+    def grow(self, num_pages: int) -> None:
+        """Have so many pages. Whoever has seen them before copying keeps the old memory."""
+        if len(self.tensor) >= num_pages:  # memory ran out the last time, after this one
+            return
+        old, full = self.tensor, len(self._room) < num_pages
+        if full:
+            self._room, self._memory = _reserve(num_pages, old.shape[1:], old.dtype)
+        self.tensor = self._room[:num_pages]
+        if self._memory is not None:
+            # Rows of one token lie far apart, and would each miss the table of addresses.
+            with contextlib.suppress(OSError):  # of a system without huge pages
+                self._memory.madvise(mmap.MADV_HUGEPAGE, 0, self.tensor.nbytes)
+        if full:
+            self.tensor[: len(old)] = old
+
+
+def _reserve(
+    num_pages: int, page: tuple[int, ...], dtype: torch.dtype
+) -> tuple[Tensor, mmap.mmap | None]:
+    """So many pages that are not filled; or room for more, and the map of the system behind it."""
+    size = ROOM * num_pages * math.prod(page) * dtype.itemsize
+    if size >= WORTH_ROOM and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a system that counts addresses as memory
+            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            return torch.frombuffer(memory, dtype=dtype).view(-1, *page), memory
+    return torch.empty((num_pages, *page), dtype=dtype), None
+
+
 class LayerPages:
     """Keys and values of all pages of a layer."""
 
     def __init__(self, shape: PageShape) -> None:
         self._shape = shape
-        self.tensors = PageTensors(**self._empty(0))
-
-    def _empty(self, num_pages: int) -> dict[str, Tensor]:
-        page = self._shape.heads, self._shape.page_size
-        parts = self._shape.parts.items()
-        return {name: _empty((num_pages, *page, *row), dtype) for name, (row, dtype) in parts}
+        self._growing = {
+            name: GrowingPages((shape.heads, shape.page_size, *row), dtype)
+            for name, (row, dtype) in shape.parts.items()
+        }
+        self.grow(0)
 
     def grow(self, num_pages: int) -> None:
-        """Have so many pages. What was read from here before keeps the old memory."""
-        old = self.tensors
-        if len(old.key) < num_pages:  # if not, memory ran out the last time, after this layer
-            new = self._empty(num_pages)
-            for name, pages in new.items():
-                pages[: len(old.key)] = getattr(old, name)
-            self.tensors = PageTensors(**new)
+        """Have so many pages."""
+        for part in self._growing.values():
+            part.grow(num_pages)
+        self.tensors = PageTensors(**self._parts())
 
     def copy(self, copies: Copies) -> None:
         """Copy whole pages."""
@@ -87,20 +123,4 @@ class LayerPages:
         return {name: pages.transpose(1, 2)[page, row] for name, pages in self._parts().items()}
 
     def _parts(self) -> dict[str, Tensor]:
-        return {name: getattr(self.tensors, name) for name in self._shape.parts}
-
-
-def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Memory that is not filled; in huge pages of the system where it is large enough for some.
-
-    Rows of one token lie far apart, and would each miss the table of addresses.
-    """
-    size = math.prod(shape) * dtype.itemsize
-    if size >= WORTH_HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
-            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            memory.madvise(mmap.MADV_HUGEPAGE)
-            return torch.frombuffer(memory, dtype=dtype).view(shape)
-        except OSError:
-            pass  # a system without them, or without memory, of which torch tells
-    return torch.empty(shape, dtype=dtype)
+        return {name: part.tensor for name, part in self._growing.items()}
