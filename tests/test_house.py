@@ -36,7 +36,6 @@ LAYERS = """
     kv
     attention
     mods
-    recall_pages
     recall
     backends
     inductor compiled

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
-from quire import checks, compiled, recall, recall_pages
+from quire import checks, compiled
 from quire.aux_outputs import AuxOutput, AuxRequest, checked_request
 from quire.backends import choose
 from quire.block_mask import BlockMask, check_fits, element_mod
@@ -21,10 +21,9 @@ from quire.eager import Result, working_dtype
 from quire.errors import ArgumentError, BlockMaskError, QuireError, UnsupportedOpError
 from quire.ir.trace import Kind, Mod, mod_name, trace
 from quire.kernel_options import FlexKernelOptions
-from quire.memory import Dense, Integers, Memory, Paged, Queries
+from quire.memory import Integers, Memory, Queries
 from quire.problem import Call, Problem, ReadyMod
-from quire.recall import Familiar
-from quire.recall_pages import FamiliarPages
+from quire.recall import familiar
 from quire.runtime.plan import Rows
 from quire.sequences import Packed
 from quire.vectorise import Opaque
@@ -176,7 +175,7 @@ def compute(
         and kernel_options is None
         and generator is None
     ):
-        known = _familiar(query, memory, score_mod, masks, scale, queries)
+        known = familiar(query, memory, score_mod, masks, scale, queries)
         out = None if known is None else known.again()
         if out is not None:
             return Result(*Rows(out))
@@ -187,29 +186,6 @@ def compute(
     if known is not None and compiled.obstacle(call) is None:
         known.remember(call)
     return _as_given(query, memory, result)
-
-
-def _familiar(
-    query: Tensor,
-    memory: Memory,
-    score_mod: Mod | None,
-    masks: tuple[Mask, ...],
-    scale: float | None,
-    queries: Queries,
-) -> Familiar | FamiliarPages | None:
-    """The call as one that may be like an earlier one; None if it is out of the ordinary."""
-    start, offsets, lengths = queries
-    mods = tuple(mask for mask in masks if not isinstance(mask, torch_flex.BlockMask))
-    if offsets is not None or lengths is not None or isinstance(start, Tensor):
-        return None
-    if type(memory) is Dense:
-        if checks.check_position("Dense.start", memory.start) == 0 and (
-            mods == masks or start == 0
-        ):
-            return recall.familiar(query, memory, start, score_mod, masks, scale)
-    elif type(memory) is Paged and mods == masks and start is None:
-        return recall_pages.familiar(query, memory, score_mod, mods, scale)
-    return None
 
 
 def prepare(

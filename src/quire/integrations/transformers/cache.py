@@ -25,7 +25,7 @@ from quire.kv import Group, PagedKVCache
 
 NO_LIMIT = 2**62
 GROWTH = 1.125
-"""Pages are copied to more memory every few dozen steps, and little of it is ever empty."""
+"""More pages are taken every few dozen steps, and little of their memory is ever empty."""
 KEPT_WHOLE = ("full_attention", "chunked_attention")
 
 

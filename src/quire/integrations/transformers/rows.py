@@ -96,8 +96,9 @@ class CachedRows:
                 like = equal.get(row)
                 new = self.pages.sequence() if like is None else self.sequences[like]
                 self.sequences.append(new)
-        empty = np.array([self.pages.length(each) == 0 for each in self.sequences])
-        dropped = np.where(empty, np.clip(starts - before, 0, count), 0)
+        dropped = np.clip(starts - before, 0, count)
+        if dropped.any():  # what is padding behind the first token of a row is kept
+            dropped[[self.pages.length(each) > 0 for each in self.sequences]] = 0
         self._move_origins(dropped)
         hides = padding is not None and self._hides(padding, before + count)
         members = [row for row in range(batch) if row not in equal]
@@ -106,9 +107,10 @@ class CachedRows:
         return Step(before, count, gone, hides, [part], equal)
 
     def _extend(self, members: list[int], count: int, dropped: Numbers) -> Part:
-        counts = count - dropped[members]
-        rows = self.pages.extend([self.sequences[row] for row in members], counts.tolist())
-        if len(members) == len(dropped) and not dropped.any():
+        padded = bool(dropped.any())
+        counts = (count - dropped[members]).tolist() if padded else count
+        rows = self.pages.extend([self.sequences[row] for row in members], counts)
+        if len(members) == len(dropped) and not padded:
             return Part(rows, members, None)
         tokens = [np.arange(row * count + dropped[row], (row + 1) * count) for row in members]
         return Part(rows, members, torch.from_numpy(np.concatenate(tokens)))

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 
-from quire import AuxRequest, BlockMask, Dense, attention, create_block_mask, flex_attention, recall
+from quire import AuxRequest, BlockMask, Dense, attention, create_block_mask, flex_attention
 from quire.config import config
 from quire.errors import (
     ArgumentError,
@@ -25,6 +25,7 @@ from quire.errors import (
     ShapeError,
     TensorKindError,
 )
+from quire.recall import dense as recalled
 
 PAGE = sys.modules["quire.attention"]  # the name in the package is the function's
 
@@ -40,7 +41,7 @@ def long_ways(monkeypatch: pytest.MonkeyPatch) -> list[None]:
         return prepare(*args)
 
     monkeypatch.setattr(PAGE, "prepare", counted)
-    recall._known.clear()
+    recalled._known.clear()
     return taken
 
 

@@ -16,7 +16,7 @@ from quire.eager import output_layout
 from quire.ir.trace import Mod
 from quire.memory import Paged, Queries
 from quire.problem import Call
-from quire.recall import MOST_BYTES, MOST_KEYS, Signature, Signed, is_ordinary, signed
+from quire.recall.signature import MOST_BYTES, MOST_KEYS, Signature, Signed, is_ordinary, signed
 from quire.runtime.addressing import Addressing, Records
 from quire.runtime.forward import plan_for
 from quire.runtime.known import Known
@@ -98,7 +98,7 @@ def _addressing(query: Tensor, memory: Paged, packed: Packed) -> Addressing:
 _known: Known[Signature, Recalled] = Known(64)
 
 
-class FamiliarPages(NamedTuple):
+class Familiar(NamedTuple):
     """A call over pages that may be like an earlier one."""
 
     query: Tensor
@@ -128,7 +128,7 @@ def familiar(
     score_mod: Mod | None,
     masks: tuple[Mod, ...],
     scale: float | None,
-) -> FamiliarPages | None:
+) -> Familiar | None:
     """A call with a few queries for each sequence and its signature; None where it has none."""
     key, value, table = memory.key, memory.value, memory.page_table
     call = signed(query, key, value, score_mod, masks, scale)
@@ -150,7 +150,7 @@ def familiar(
             return None
         laid_out = None if factors is None else (factors.shape, factors.stride(), factors.dtype)
         signature.append(laid_out)
-    return FamiliarPages(query, memory, call, tuple(signature), tables)
+    return Familiar(query, memory, call, tuple(signature), tables)
 
 
 def read_tables(memory: Paged) -> Tables | None:

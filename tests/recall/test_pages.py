@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire import AuxRequest, Paged, attention, create_block_mask, recall_pages
+from quire import AuxRequest, Paged, attention, create_block_mask
 from quire.errors import ArgumentError, CapturedIndexError, QuireError, ShapeError
 from quire.kv import Group, PagedKVCache
+from quire.recall import pages as recalled_pages
 
 PAGE = sys.modules["quire.attention"]  # the name in the package is the function's
 COLUMNS, ROWS, NUM_PAGES = 3, 4, 12
@@ -31,7 +32,7 @@ def long_ways(monkeypatch: pytest.MonkeyPatch) -> list[None]:
         return prepare(*args)
 
     monkeypatch.setattr(PAGE, "prepare", counted)
-    recall_pages._known.clear()
+    recalled_pages._known.clear()
     return taken
 
 
@@ -148,8 +149,8 @@ def test_few_tables_are_kept() -> None:
     query, memory = queries(), pages()
     for length in range(1, 12):
         assert_as_the_long_way(query, replace(memory, lengths=torch.tensor([length, 3])))
-    ((_, recalled),) = recall_pages._known.items()
-    assert len(recalled.steps) == recall_pages.STEPS
+    ((_, recalled),) = recalled_pages._known.items()
+    assert len(recalled.steps) == recalled_pages.STEPS
 
 
 # --- what changes between calls ------------------------------------------------------------------
