@@ -14,6 +14,7 @@ import math
 import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,42 +51,35 @@ class PageShape:
         return rows * sum(math.prod(row) * dtype.itemsize for row, dtype in self.parts.values())
 
 
-class GrowingPages:
-    """One tensor of a layer. It grows in place as long as its addresses last, and is copied then.
+class Room(NamedTuple):
+    """Pages of one tensor, and of those to come as many as there are addresses for.
 
     Addresses cost nothing: a system gives them memory when they are first written to.
     """
 
-    def __init__(self, page: tuple[int, ...], dtype: torch.dtype) -> None:
-        self._memory: mmap.mmap | None = None  # behind the room, if that is the system's
-        self._room = self.tensor = torch.empty((0, *page), dtype=dtype)
+    pages: Tensor
+    memory: mmap.mmap | None = None  # behind the pages, if it is the system's
 
-    def grow(self, num_pages: int) -> None:
-        """Have so many pages. Whoever has seen them before copying keeps the old memory."""
-        if len(self.tensor) >= num_pages:  # memory ran out the last time, after this one
-            return
-        old, full = self.tensor, len(self._room) < num_pages
-        if full:
-            self._room, self._memory = _reserve(num_pages, old.shape[1:], old.dtype)
-        self.tensor = self._room[:num_pages]
-        if self._memory is not None:
-            # Rows of one token lie far apart, and would each miss the table of addresses.
-            with contextlib.suppress(OSError):  # of a system without huge pages
-                self._memory.madvise(mmap.MADV_HUGEPAGE, 0, self.tensor.nbytes)
-        if full:
-            self.tensor[: len(old)] = old
+    @staticmethod
+    def of(num_pages: int, page: tuple[int, ...], dtype: torch.dtype) -> Room:
+        """So many pages that are not filled, and addresses for more where that is worth it."""
+        size = ROOM * num_pages * math.prod(page) * dtype.itemsize
+        if size >= WORTH_ROOM and hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # a system that counts addresses as memory
+                memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                return Room(torch.frombuffer(memory, dtype=dtype).view(-1, *page), memory)
+        return Room(torch.empty((num_pages, *page), dtype=dtype))
 
+    def first(self, num_pages: int) -> Tensor:
+        """So many pages, in huge pages of the system where there are some.
 
-def _reserve(
-    num_pages: int, page: tuple[int, ...], dtype: torch.dtype
-) -> tuple[Tensor, mmap.mmap | None]:
-    """So many pages that are not filled; or room for more, and the map of the system behind it."""
-    size = ROOM * num_pages * math.prod(page) * dtype.itemsize
-    if size >= WORTH_ROOM and hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a system that counts addresses as memory
-            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            return torch.frombuffer(memory, dtype=dtype).view(-1, *page), memory
-    return torch.empty((num_pages, *page), dtype=dtype), None
+        Rows of one token lie far apart, and would each miss the table of addresses.
+        """
+        pages = self.pages[:num_pages]
+        if self.memory is not None:
+            with contextlib.suppress(OSError):
+                self.memory.madvise(mmap.MADV_HUGEPAGE, 0, pages.nbytes)
+        return pages
 
 
 class LayerPages:
@@ -93,17 +87,24 @@ class LayerPages:
 
     def __init__(self, shape: PageShape) -> None:
         self._shape = shape
-        self._growing = {
-            name: GrowingPages((shape.heads, shape.page_size, *row), dtype)
-            for name, (row, dtype) in shape.parts.items()
-        }
-        self.grow(0)
+        page = shape.heads, shape.page_size
+        parts = shape.parts.items()
+        self._rooms = {name: Room.of(0, (*page, *row), dtype) for name, (row, dtype) in parts}
+        self.tensors = PageTensors(**{name: room.pages for name, room in self._rooms.items()})
 
     def grow(self, num_pages: int) -> None:
-        """Have so many pages."""
-        for part in self._growing.values():
-            part.grow(num_pages)
-        self.tensors = PageTensors(**self._parts())
+        """Have so many pages: in place, or a copy. Who has read from here keeps the old memory."""
+        if len(self.tensors.key) >= num_pages:  # memory ran out the last time, after this layer
+            return
+        rooms = dict(self._rooms)
+        for name, (pages, _) in self._rooms.items():
+            if len(pages) < num_pages:
+                rooms[name] = Room.of(num_pages, pages.shape[1:], pages.dtype)
+        new = {name: room.first(num_pages) for name, room in rooms.items()}
+        for name, old in self._parts().items():
+            if rooms[name] is not self._rooms[name]:
+                new[name][: len(old)] = old
+        self._rooms, self.tensors = rooms, PageTensors(**new)
 
     def copy(self, copies: Copies) -> None:
         """Copy whole pages."""
@@ -123,4 +124,4 @@ class LayerPages:
         return {name: pages.transpose(1, 2)[page, row] for name, pages in self._parts().items()}
 
     def _parts(self) -> dict[str, Tensor]:
-        return {name: part.tensor for name, part in self._growing.items()}
+        return {name: getattr(self.tensors, name) for name in self._shape.parts}
