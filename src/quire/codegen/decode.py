@@ -219,9 +219,7 @@ class _Kernel(Nest):
         """
         f, count = self.f, self._count(piece)
         most, *fewer = set_sizes(self.tile)
-        done = (
-            count + most // 4
-        ) & -most  # three rows and one that nobody has are faster than 2 + 1
+        done = (count + most // 4) & -most  # three rows, and one that nobody has, are four
         readers = f.minimum(done, READERS * most)
         with f.range(0, readers, most) as first:
             body(first, most)
