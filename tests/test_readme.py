@@ -23,10 +23,20 @@ EAGER = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
 
 
 @pytest.mark.parametrize("page", PROGRAMS, ids=lambda page: page.name)
-def test_the_programs_run(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_programs_run(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch_flex, EAGER, getattr(torch_flex, EAGER))  # a page may set it
     torch.set_num_threads(1)  # the fastest on a busy machine
+    for name in re.findall(r'from_pretrained\("([\w.-]+/[\w.-]+)"', page.read_text()):
+        save_small_model(tmp_path / name)
+    monkeypatch.chdir(tmp_path)
     run_programs(page)
+
+
+def save_small_model(folder: Path) -> None:
+    """Random weights in a folder, which transformers prefers to a model of that name elsewhere."""
+    from tiny_models import decoder
+
+    decoder("llama").eager.save_pretrained(folder)
 
 
 def run_programs(page: Path) -> dict[str, Any]:
@@ -66,6 +76,9 @@ def test_readme_has_a_program() -> None:
 def test_the_first_screen_is_one() -> None:
     first, fold, _ = README.partition("\n## ")
     assert fold and len(first.splitlines()) <= FIRST_SCREEN
+    assert re.search(
+        r'^model = .*from_pretrained\(.*attn_implementation="quire"', first, re.MULTILINE
+    )
 
 
 def stated_counts() -> dict[str, int]:
