@@ -64,13 +64,23 @@ def arguments(description: str) -> argparse.Namespace:
     """The options that every benchmark takes."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--seconds", type=float, default=2.0, help="time of each race")
-    parser.add_argument("--only", default="", help="run the parts whose name contains this")
+    parser.add_argument("--only", default="", help="run the part of this name, or those with it")
     parser.add_argument("--json", default=None, help="write the rows to this file")
     return parser.parse_args()
 
 
 Part = Callable[[Table, float, int], None]
 """part(table, seconds, threads): some rows of a benchmark."""
+
+
+def chosen_parts(parts: Sequence[Part], only: str) -> list[Part]:
+    """The part of that name; where none has it, those whose name contains it."""
+    exact = [part for part in parts if part.__name__ == only]
+    found = exact or [part for part in parts if only in part.__name__]
+    if not found:
+        names = ", ".join(part.__name__ for part in parts)
+        raise SystemExit(f"--only expects the name of a part ({names}) or a piece of one: {only}")
+    return found
 
 
 def run_parts(
@@ -81,9 +91,7 @@ def run_parts(
     warnings.simplefilter("ignore")
     most = torch.get_num_threads()
     table = Table(f"{name}: {Target.host().cpu}, torch {torch.__version__}, {most} threads")
-    for part in parts:
-        if options.only not in part.__name__:
-            continue
+    for part in chosen_parts(parts, options.only):
         counts = [most, 1] if part in with_one_thread and most > 1 else [most]
         for threads in counts:
             torch.set_num_threads(threads)

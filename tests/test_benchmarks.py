@@ -1,0 +1,44 @@
+"""Which parts of a benchmark `--only` runs, and that the pages name parts that exist."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def race(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("_race")
+
+
+def unequal() -> None: ...
+def equal() -> None: ...
+def prefill() -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("only", "runs"),
+    [("equal", [equal]), ("qual", [unequal, equal]), ("", [unequal, equal, prefill])],
+)
+def test_a_name_wins_over_a_part_of_one(race: ModuleType, only: str, runs: list[object]) -> None:
+    assert race.chosen_parts((unequal, equal, prefill), only) == runs
+
+
+def test_a_name_that_nothing_has(race: ModuleType) -> None:
+    with pytest.raises(SystemExit, match=r"\(unequal, equal, prefill\).*: decode"):
+        race.chosen_parts((unequal, equal, prefill), "decode")
+
+
+def test_the_pages_name_parts_that_exist() -> None:
+    pages = "".join(page.read_text() for page in [ROOT / "README.md", *ROOT.glob("docs/*.md")])
+    named = re.findall(r"(\w+\.py) --only (\w+)", pages)
+    assert len(named) > 5
+    for script, part in named:
+        assert f"def {part}(table" in (ROOT / "benchmarks" / script).read_text(), (script, part)
