@@ -13,6 +13,7 @@ from quire.integrations.transformers import enable
 
 VOCABULARY = 61
 WINDOW = 6
+CHUNK = 8
 
 _DECODER: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -45,6 +46,15 @@ DECODERS: dict[str, hf.PreTrainedConfig] = {
         sliding_window=WINDOW,
         num_local_experts=3,
         num_experts_per_tok=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+    ),
+    "llama4": hf.Llama4TextConfig(
+        **_DECODER,
+        layer_types=["chunked_attention", "full_attention"],
+        attention_chunk_size=CHUNK,
+        head_dim=8,
+        intermediate_size_mlp=40,
+        num_local_experts=2,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
     ),
     "gpt2": hf.GPT2Config(

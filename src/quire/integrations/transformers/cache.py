@@ -22,6 +22,7 @@ from quire.errors import ArgumentError
 from quire.integrations.transformers.mask import Padding
 from quire.integrations.transformers.rows import CachedRows, Written
 from quire.kv import Group, PagedKVCache
+from quire.memory import Dense
 
 NO_LIMIT = 2**62
 GROWTH = 1.125
@@ -80,11 +81,29 @@ class PagedLayer(CacheLayerMixin):
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, window: int | None) -> None:
-        super().__init__()
+    def __init__(self, cache: PagedCache, index: int, window: int | None) -> None:
+        self._cache = cache
+        self._index = index
         self.window = window
         self.is_sliding = window is not None
+        self.is_initialized = False  # there are no tensors for transformers to move
         self.seen = 0
+
+    @property
+    def keys(self) -> Tensor | None:
+        """A copy [B, Hkv, S, D] as transformers' own caches have it; None before the first step."""
+        copy = self._copy()
+        return None if copy is None else copy.key
+
+    @property
+    def values(self) -> Tensor | None:
+        """As `keys`."""
+        copy = self._copy()
+        return None if copy is None else copy.value
+
+    def _copy(self) -> Dense | None:
+        width = self.seen if self.window is None else min(self.seen, self.window - 1)
+        return self._cache.copy_of(self._index, width)
 
     def get_seq_length(self) -> int:
         """How many tokens of each row there are, padding among them."""
@@ -116,7 +135,8 @@ class PagedCache(Cache):
     def __init__(
         self, config: PreTrainedConfig, *, page_size: int = 16, max_bytes: int | None = None
     ) -> None:
-        super().__init__(layers=[PagedLayer(window) for window in _windows(config)])
+        windows = enumerate(_windows(config))
+        super().__init__(layers=[PagedLayer(self, index, window) for index, window in windows])
         self._page_size = page_size
         self._max_bytes = NO_LIMIT if max_bytes is None else max_bytes
         self._rows: CachedRows | None = None
@@ -150,6 +170,12 @@ class PagedCache(Cache):
             )
             self._rows = CachedRows(pages)
         return self._rows
+
+    def copy_of(self, layer: int, width: int) -> Dense | None:
+        """The last `width` positions of all rows in tensors; None where nothing is cached."""
+        if self._rows is None or not self._rows.sequences:
+            return None
+        return self._rows.copy_of(layer, width)
 
     # --- what transformers calls
 

@@ -21,7 +21,7 @@ from quire.errors import ArgumentError
 from quire.integrations.transformers.mask import Padding
 from quire.kv import PagedKVCache, Rows, SequenceHandle
 from quire.kv.table import Numbers
-from quire.memory import Paged
+from quire.memory import Dense, Paged
 
 
 class Part(NamedTuple):
@@ -163,6 +163,16 @@ class CachedRows:
             if numbers is not None:
                 view[name] = torch.as_tensor(numbers)[chosen]
         return replace(memory, **view)
+
+    def copy_of(self, layer: int, width: int) -> Dense:
+        """The last `width` positions of each row, padding before its first token as 0."""
+        held = {each: self.pages.dense(layer, each) for each in dict.fromkeys(self.sequences)}
+        rows = [held[each] for each in self.sequences]
+        key, value = (
+            torch.cat([torch.nn.functional.pad(x, (0, 0, width - x.shape[2], 0)) for x in states])
+            for states in ([row.key for row in rows], [row.value for row in rows])
+        )
+        return Dense(key, value)
 
     # --- rows
 
