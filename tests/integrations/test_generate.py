@@ -27,9 +27,10 @@ from quire.integrations.transformers import PagedCache  # noqa: E402
 
 CLOSE = {"rtol": 0.0, "atol": 2e-5}
 LENGTHS = [5, 17, 11]
+NEW = 12
 PAGE = 4
 GREEDY: dict[str, Any] = {
-    "max_new_tokens": 12,
+    "max_new_tokens": NEW,
     "do_sample": False,
     "return_dict_in_generate": True,
     "output_scores": True,
@@ -137,8 +138,8 @@ def assert_drafts_are_checked(family: str, draft: int, **options: Any) -> None:
     wanted, cache, steps = eager.generate(**inputs), paged(ours), calls(ours)
     found = ours.generate(**inputs, **options, past_key_values=cache)
     assert_same_text(found, wanted, 23)
-    assert max(steps) == draft + 1 and sum(steps) > 23
-    assert cache.get_seq_length() == 23 + 11
+    assert max(steps) == draft + 1 and sum(steps) > NEW
+    assert cache.get_seq_length() == 23 + NEW - 1
     check(cache)
 
 
@@ -176,9 +177,9 @@ def test_turns_of_a_chat_on_one_cache(family: str) -> None:
         assert_same_text(found, wanted, ids.shape[1])
         assert torch.equal(found.sequences, wanted.sequences)  # else the next turn is another
         ids = torch.cat([wanted.sequences, tokens(3, 6, seed=7 + turn)], 1)
-        real = torch.cat([real, torch.ones(3, 12 + 6)], 1)
-    assert caches[1].get_seq_length() == 17 + 12 + 6 + 11
-    assert len(steps) == 2 * 12
+        real = torch.cat([real, torch.ones(3, NEW + 6)], 1)
+    assert caches[1].get_seq_length() == 17 + NEW + 6 + NEW - 1
+    assert len(steps) == 2 * NEW
     check(caches[1])
 
 
@@ -191,7 +192,32 @@ def test_chunks_count_from_the_first_token_of_a_row() -> None:
     found = ours.generate(**batch._asdict(), **GREEDY, past_key_values=cache)
     assert_same_text(found, wanted, max(lengths))
     alone = ours.generate(batch.input_ids[1:, -lengths[1] :], **GREEDY)
-    assert torch.equal(alone.sequences[0], found.sequences[1, -lengths[1] - 12 :])
+    assert torch.equal(alone.sequences[0], found.sequences[1, -lengths[1] - NEW :])
+
+
+# Reading a cache
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
+def test_layers_give_copies_of_what_they_hold(family: str) -> None:
+    (eager, ours), batch = decoder(family), padded(LENGTHS, "left")
+    caches = hf.DynamicCache(config=eager.config), paged(ours)
+    assert caches[1].layers[0].keys is None and caches[1].layers[0].values is None
+    with torch.no_grad():
+        for ids, real in ((batch.input_ids, batch.attention_mask), (tokens(3, 1), None)):
+            if real is None:
+                real = torch.cat([batch.attention_mask, torch.ones(3, 1)], 1)
+            for model, cache in zip((eager, ours), caches, strict=True):
+                model(ids, attention_mask=real, past_key_values=cache)
+    for wanted, found in zip(caches[0].layers, caches[1].layers, strict=True):
+        held = real[:, -wanted.keys.shape[2] :].bool()
+        for theirs, copied in ((wanted.keys, found.keys), (wanted.values, found.values)):
+            assert copied.shape == theirs.shape
+            copied, theirs = copied.transpose(1, 2), theirs.transpose(1, 2)
+            torch.testing.assert_close(copied[held], theirs[held], **CLOSE)
+            assert not copied[~held].any()
+    caches[1].reset()
+    assert caches[1].layers[0].keys is None
 
 
 # Rows that share
