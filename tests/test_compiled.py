@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from compare import assert_matches_reference
 from hypothesis import given
 from strategies import DTYPES, LAYOUTS, Case, cases
+from threads import at_once
 from torch import Tensor
 
 import quire
@@ -292,11 +292,7 @@ def test_many_python_threads_at_once() -> None:
             ):
                 wrong.append(i)
 
-    workers = [threading.Thread(target=work, args=(i,)) for i in range(8)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    at_once(work, 8)
     assert not wrong
 
 

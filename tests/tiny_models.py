@@ -15,6 +15,16 @@ VOCABULARY = 61
 WINDOW = 6
 CHUNK = 8
 
+CLOSE = {"rtol": 0.0, "atol": 2e-5}
+LENGTHS = [5, 17, 11]
+NEW = 12
+GENERATE: dict[str, Any] = {
+    "max_new_tokens": NEW,
+    "do_sample": False,
+    "return_dict_in_generate": True,
+    "output_scores": True,
+}
+
 _DECODER: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,

@@ -13,6 +13,10 @@ hf = pytest.importorskip("transformers")
 
 from tiny_models import (  # noqa: E402
     CHUNK,
+    CLOSE,
+    GENERATE,
+    LENGTHS,
+    NEW,
     T5,
     WHISPER,
     Pair,
@@ -25,16 +29,7 @@ from tiny_models import (  # noqa: E402
 
 from quire.integrations.transformers import PagedCache  # noqa: E402
 
-CLOSE = {"rtol": 0.0, "atol": 2e-5}
-LENGTHS = [5, 17, 11]
-NEW = 12
 PAGE = 4
-GREEDY: dict[str, Any] = {
-    "max_new_tokens": NEW,
-    "do_sample": False,
-    "return_dict_in_generate": True,
-    "output_scores": True,
-}
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +65,7 @@ def speech() -> Pair:
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
 def test_whispers_own_generate(speech: Pair, options: dict[str, Any]) -> None:
-    inputs = {"input_features": torch.randn(2, 8, 60), **GREEDY, **options}
+    inputs = {"input_features": torch.randn(2, 8, 60), **GENERATE, **options}
     wanted, plain = (model.generate(**inputs) for model in speech)
     cache = beside_an_encoder(speech.ours)
     found = speech.ours.generate(**inputs, past_key_values=cache)
@@ -112,7 +107,7 @@ def test_beams_beside_an_encoder(kind: str, speech: Pair) -> None:
     else:
         eager, ours = pair(hf.T5ForConditionalGeneration, T5)
         inputs = padded([9, 4, 9], "right")._asdict()
-    inputs |= {**GREEDY, "num_beams": 3, "num_return_sequences": 2}
+    inputs |= {**GENERATE, "num_beams": 3, "num_return_sequences": 2}
     generate, cache = hf.GenerationMixin.generate, beside_an_encoder(ours)
     wanted = generate(eager, **inputs)
     assert_same_beams(generate(ours, **inputs), wanted)
@@ -134,7 +129,7 @@ def assert_drafts_are_checked(family: str, draft: int, **options: Any) -> None:
     """The text is what it is without drafts, some of which were rejected."""
     (eager, ours), ids = decoder(family), tokens(1, 20)
     ids = torch.cat([ids, ids[:, :3]], 1)
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **GREEDY}
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **GENERATE}
     wanted, cache, steps = eager.generate(**inputs), paged(ours), calls(ours)
     found = ours.generate(**inputs, **options, past_key_values=cache)
     assert_same_text(found, wanted, 23)
@@ -171,7 +166,7 @@ def test_turns_of_a_chat_on_one_cache(family: str) -> None:
     steps = calls(ours)
     for turn in range(2):
         wanted, found = (
-            model.generate(ids, attention_mask=real, **GREEDY, past_key_values=cache)
+            model.generate(ids, attention_mask=real, **GENERATE, past_key_values=cache)
             for model, cache in zip((eager, ours), caches, strict=True)
         )
         assert_same_text(found, wanted, ids.shape[1])
@@ -187,11 +182,11 @@ def test_chunks_count_from_the_first_token_of_a_row() -> None:
     eager, ours = decoder("llama4")
     lengths = [4 * CHUNK + 1, 2 * CHUNK + 5]
     batch, cache = padded(lengths, "left"), paged(ours)
-    wanted = eager.generate(**batch._asdict(), **GREEDY)
-    assert_same_text(ours.generate(**batch._asdict(), **GREEDY), wanted, max(lengths))
-    found = ours.generate(**batch._asdict(), **GREEDY, past_key_values=cache)
+    wanted = eager.generate(**batch._asdict(), **GENERATE)
+    assert_same_text(ours.generate(**batch._asdict(), **GENERATE), wanted, max(lengths))
+    found = ours.generate(**batch._asdict(), **GENERATE, past_key_values=cache)
     assert_same_text(found, wanted, max(lengths))
-    alone = ours.generate(batch.input_ids[1:, -lengths[1] :], **GREEDY)
+    alone = ours.generate(batch.input_ids[1:, -lengths[1] :], **GENERATE)
     assert torch.equal(alone.sequences[0], found.sequences[1, -lengths[1] - NEW :])
 
 
@@ -226,7 +221,7 @@ def test_layers_give_copies_of_what_they_hold(family: str) -> None:
 @pytest.mark.parametrize("family", ["gpt_oss", "gpt2", "qwen2", "qwen3", "gemma3", "llama4"])
 def test_beams(family: str) -> None:
     (eager, ours), batch = decoder(family), padded(LENGTHS, "left")._asdict()
-    options, cache = {**GREEDY, "num_beams": 3, "num_return_sequences": 2}, paged(ours)
+    options, cache = {**GENERATE, "num_beams": 3, "num_return_sequences": 2}, paged(ours)
     wanted = eager.generate(**batch, **options)
     assert_same_beams(ours.generate(**batch, **options, past_key_values=cache), wanted)
     assert cache.pages is not None and cache.pages.statistics().shared > 0
@@ -236,7 +231,7 @@ def test_beams(family: str) -> None:
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "gpt2"])
 def test_samples_of_unequal_prompts(family: str) -> None:
     (eager, ours), batch = decoder(family), padded(LENGTHS, "left")._asdict()
-    options = {**GREEDY, "do_sample": True, "num_return_sequences": 3}
+    options = {**GENERATE, "do_sample": True, "num_return_sequences": 3}
     found: list[Tensor] = []
     cache = paged(ours)
     for model, given in ((eager, None), (ours, cache)):

@@ -12,7 +12,11 @@ from torch import Tensor
 hf = pytest.importorskip("transformers")
 
 from tiny_models import (  # noqa: E402
+    CLOSE,
     DECODERS,
+    GENERATE,
+    LENGTHS,
+    NEW,
     T5,
     WHISPER,
     WINDOW,
@@ -28,16 +32,7 @@ from quire.errors import ArgumentError, OutOfPages, ReleasedRowsError  # noqa: E
 from quire.integrations.transformers import PagedCache, enable  # noqa: E402
 from quire.kv import PagedKVCache  # noqa: E402
 
-CLOSE = {"rtol": 0.0, "atol": 2e-5}
-LENGTHS = [5, 17, 11]
-NEW = 12
 PAGE = 4
-GENERATE: dict[str, Any] = {
-    "max_new_tokens": NEW,
-    "do_sample": False,
-    "return_dict_in_generate": True,
-    "output_scores": True,
-}
 
 families = pytest.mark.parametrize("family", DECODERS)
 

@@ -15,7 +15,10 @@ hf = pytest.importorskip("transformers")
 
 from tiny_models import (  # noqa: E402
     BERT,
+    CLOSE,
     DECODERS,
+    GENERATE,
+    LENGTHS,
     T5,
     VOCABULARY,
     WHISPER,
@@ -37,15 +40,6 @@ from quire.integrations.transformers import (  # noqa: E402
     register,
 )
 from quire.mods import and_masks, causal, distance_bias, sliding_window  # noqa: E402
-
-CLOSE = {"rtol": 0.0, "atol": 2e-5}
-LENGTHS = [5, 17, 11]
-GENERATE: dict[str, Any] = {
-    "max_new_tokens": 12,
-    "do_sample": False,
-    "return_dict_in_generate": True,
-    "output_scores": True,
-}
 
 families = pytest.mark.parametrize("family", DECODERS)
 sides = pytest.mark.parametrize("side", ["left", "right"])

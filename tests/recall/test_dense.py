@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from threads import at_once
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
@@ -25,24 +24,6 @@ from quire.errors import (
     ShapeError,
     TensorKindError,
 )
-from quire.recall import dense as recalled
-
-PAGE = sys.modules["quire.attention"]  # the name in the package is the function's
-
-
-@pytest.fixture(autouse=True)
-def long_ways(monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    """One entry for each call that is checked and planned; nothing is known at the start."""
-    taken: list[None] = []
-    prepare = PAGE.prepare
-
-    def counted(*args: Any) -> Any:
-        taken.append(None)
-        return prepare(*args)
-
-    monkeypatch.setattr(PAGE, "prepare", counted)
-    recalled._known.clear()
-    return taken
 
 
 def operands(q_len: int = 3, kv_len: int = 20, heads: int = 2) -> tuple[Tensor, Tensor, Tensor]:
@@ -342,11 +323,7 @@ def test_many_python_threads_at_once() -> None:
             if not torch.equal(flex_attention(q, k, v, biased_by(tables[i])), expected[i]):
                 wrong.append(i)
 
-    workers = [threading.Thread(target=work, args=(i,)) for i in range(8)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    at_once(work, 8)
     assert not wrong
 
 

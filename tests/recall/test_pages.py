@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from threads import at_once
 from torch import Tensor
 
 from quire import AuxRequest, Paged, attention, create_block_mask
@@ -17,23 +16,7 @@ from quire.errors import ArgumentError, CapturedIndexError, QuireError, ShapeErr
 from quire.kv import Group, PagedKVCache
 from quire.recall import pages as recalled_pages
 
-PAGE = sys.modules["quire.attention"]  # the name in the package is the function's
 COLUMNS, ROWS, NUM_PAGES = 3, 4, 12
-
-
-@pytest.fixture(autouse=True)
-def long_ways(monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    """One entry for each call that is checked and planned; nothing is known at the start."""
-    taken: list[None] = []
-    prepare = PAGE.prepare
-
-    def counted(*args: Any) -> Any:
-        taken.append(None)
-        return prepare(*args)
-
-    monkeypatch.setattr(PAGE, "prepare", counted)
-    recalled_pages._known.clear()
-    return taken
 
 
 @pytest.fixture
@@ -356,11 +339,7 @@ def test_many_python_threads_at_once() -> None:
             if not torch.equal(attention(query, memories[i]), expected[i]):
                 wrong.append(i)
 
-    workers = [threading.Thread(target=work, args=(i,)) for i in range(8)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    at_once(work, 8)
     assert not wrong
 
 

@@ -9,9 +9,9 @@
         out / sum to the user's tensor
 
 A panel of `forward.py` would compute as many queries as it has lanes, whether they exist or not.
-Here nothing is computed for nobody: the time is that of reading keys and values once, which all
+Here hardly anything is computed for nobody: the time is that of reading keys and values once, which all
 rows of a group share. The record, the items and the visitor are those of `forward.py`, the phases
-are in `row_tiles.py`.
+are in `row_tiles.py`, and how they read in `row_stream.py`.
 """
 
 from __future__ import annotations
@@ -34,26 +34,28 @@ from quire.codegen.convention import (
 )
 from quire.codegen.items import Arguments, Block, Item, Member, Piece
 from quire.codegen.nest import Nest, entry
-from quire.codegen.row_tiles import (
+from quire.codegen.row_stream import (
     AHEAD,
-    COLUMNS_AGAIN,
-    KEYS_AGAIN,
     LINE,
     MOST_AHEAD,
-    READERS,
     STREAM,
     fold_row,
-    set_sizes,
     unfold_row,
-    write_add_read_values,
     write_copy,
-    write_exponentiate,
     write_gather_scales,
+    write_point,
+)
+from quire.codegen.row_tiles import (
+    COLUMNS_AGAIN,
+    KEYS_AGAIN,
+    READERS,
+    set_sizes,
+    write_add_read_values,
+    write_exponentiate,
     write_merge,
     write_multiply_columns,
     write_multiply_keys,
     write_multiply_values,
-    write_point,
     write_scale_weights,
     write_turn,
 )
