@@ -10,8 +10,8 @@
 
 A panel of `forward.py` would compute as many queries as it has lanes, whether they exist or not.
 Here hardly anything is computed for nobody: the time is that of reading keys and values once, which
-all rows of a group share. The record, the items and the visitor are those of `forward.py`, the phases
-are in `row_tiles.py`, and how they read in `row_stream.py`.
+all rows of a group share. The record, the items and the visitor are those of `forward.py`; the
+phases are in `row_tiles.py`, and how they read in `row_stream.py`.
 """
 
 from __future__ import annotations
