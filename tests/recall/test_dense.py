@@ -24,6 +24,7 @@ from quire.errors import (
     ShapeError,
     TensorKindError,
 )
+from quire.mods import causal
 
 
 def operands(q_len: int = 3, kv_len: int = 20, heads: int = 2) -> tuple[Tensor, Tensor, Tensor]:
@@ -32,10 +33,6 @@ def operands(q_len: int = 3, kv_len: int = 20, heads: int = 2) -> tuple[Tensor, 
         torch.randn(2, heads, kv_len, 8),
         torch.randn(2, heads, kv_len, 6),
     )
-
-
-def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-    return q_idx >= kv_idx
 
 
 def biased_by(table: Tensor) -> Callable[..., Tensor]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from quire import AuxRequest, Paged, attention, create_block_mask
 from quire.errors import ArgumentError, CapturedIndexError, QuireError, ShapeError
 from quire.kv import Group, PagedKVCache
+from quire.mods import causal
 from quire.recall import pages as recalled_pages
 
 COLUMNS, ROWS, NUM_PAGES = 3, 4, 12
@@ -31,10 +32,6 @@ def placings(monkeypatch: pytest.MonkeyPatch) -> list[None]:
 
     monkeypatch.setattr(Paged, "place", counted)
     return taken
-
-
-def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-    return q_idx >= kv_idx
 
 
 def biased_by(table: Tensor) -> Callable[..., Tensor]:

@@ -112,7 +112,7 @@ def _reorder(
 class Stream:
     """Rows that will be read, in their order, and how far they have been asked for.
 
-    Whoever computes asks for the next lines, so that memory is never idle.
+    Whoever computes asks for the next lines.
     """
 
     def __init__(self, f: Function, stream: Value) -> None:
