@@ -42,6 +42,7 @@ ENTRY = "forward"
 Form = Literal["panel", "row", "backward"]
 BLOCK_Q = 128  # queries that the backward kernel computes together
 MOST_ROWS = 4  # the longest query that is computed row by row
+BLOCKS_TOGETHER = 4  # of keys, that are computed at once for such a query
 KEYS_OF_PIECE = 1024  # that one item reads for such a query; pieces begin at multiples
 EMPTY, PARTIAL, FULL, PLAIN = range(4)  # kinds of tiles: nothing to do, all masks, some, none
 
@@ -184,13 +185,18 @@ SEQUENCE = Layout(
 
 @dataclass(frozen=True)
 class ForwardSpec:
-    """What a kernel is compiled for: a target, and dtypes by torch's names."""
+    """What a kernel is compiled for: a target, and dtypes by torch's names.
+
+    A kernel for few queries may also know how wide keys and values are; 0 stands for any width.
+    """
 
     target: Target
     query: str = "float32"
     key: str = "float32"
     value: str = "float32"
     out: str = "float32"
+    head_dim: int = 0
+    value_dim: int = 0
 
     def dtype_of(self, name: str) -> str:
         """The dtype of an operand or a result; gradients have that of what they belong to."""
@@ -300,17 +306,15 @@ def decode_regions(
     tile: Tile, head_dim: Number, value_dim: Number, rows: Number
 ) -> Iterator[tuple[str, Number]]:
     """The same for the kernel of few queries, which has `rows` of them at a time."""
-    more = tile.target.block_kv + 32  # some keys are computed twice, some rows asked for
+    keys = BLOCKS_TOGETHER * tile.target.block_kv
+    more = keys + 32  # some keys are computed twice, some rows asked for
     addresses = more * (PTR.size // tile.element.size)
     rows = rows + 1  # that nobody has, to complete a set
     sizes = (
         ("records", 4 * ROWS.size // tile.element.size),
-        ("stream", 64),
-        ("no_stream", 64),
         ("rows", 2 * addresses),  # where the keys and the values of a block are
-        ("keys", scratch_stride(tile, head_dim) * tile.target.block_kv),
-        ("values", scratch_stride(tile, value_dim) * tile.target.block_kv),
-        ("products", more * 4),
+        ("keys", scratch_stride(tile, head_dim) * keys),
+        ("values", scratch_stride(tile, value_dim) * keys),
         ("key_scales", more),  # of int8
         ("value_scales", more),
         ("alpha", rows * tile.lanes),
@@ -337,8 +341,8 @@ def partial_stride(tile: Tile, value_dim: Number) -> Number:
 
 
 def row_stride(tile: Tile) -> int:
-    """From row to row of scores, for one block of keys."""
-    return tile.target.block_kv + tile.lanes
+    """From row to row of scores, for keys that are computed at once."""
+    return BLOCKS_TOGETHER * tile.target.block_kv + tile.lanes
 
 
 def backward_regions(

@@ -23,6 +23,7 @@ from typing import NamedTuple
 from quire.codegen import observe
 from quire.codegen.builder import Function, Module, Value
 from quire.codegen.convention import (
+    BLOCKS_TOGETHER,
     OBSERVE,
     PARTIAL_STATES,
     ROW_REWRITE,
@@ -35,10 +36,9 @@ from quire.codegen.convention import (
 from quire.codegen.items import Arguments, Block, Item, Member, Piece
 from quire.codegen.nest import Nest, entry
 from quire.codegen.row_stream import (
-    AHEAD,
+    ASKED,
     LINE,
     MOST_AHEAD,
-    STREAM,
     fold_row,
     unfold_row,
     write_copy,
@@ -57,12 +57,11 @@ from quire.codegen.row_tiles import (
     write_multiply_keys,
     write_multiply_values,
     write_scale_weights,
-    write_turn,
 )
 from quire.codegen.softmax import close, sink_of
 from quire.codegen.staging import storage, write_gather, write_scatter
 from quire.codegen.tiles import across
-from quire.codegen.types import I64, PTR
+from quire.codegen.types import I8, I64, PTR
 
 
 class _Phases(NamedTuple):
@@ -76,7 +75,6 @@ class _Phases(NamedTuple):
     multiply_values: dict[int, Function]
     multiply_keys_again: Function
     multiply_columns: Function
-    turns: dict[int, Function]
     gather_scales: Function
     scale_weights: Function
     exponentiate: Function
@@ -104,14 +102,13 @@ def _write_phases(module: Module, spec: ForwardSpec) -> _Phases:
         {name: write_point(module, tile, kind) for name, kind in read.items()},
         {name: write_copy(module, tile, kind) for name, kind in read.items()},
         write_scatter(module, tile, storage(spec.out)),
-        {size: write_multiply_keys(module, tile, key, size) for size in sizes},
-        {size: write_multiply_values(module, tile, value, size, careful) for size in sizes},
-        write_multiply_keys(module, tile, key, sizes[0], again=True),
+        {n: write_multiply_keys(module, tile, key, n, spec.head_dim) for n in sizes},
+        {n: write_multiply_values(module, tile, value, n, spec.value_dim, careful) for n in sizes},
+        write_multiply_keys(module, tile, key, sizes[0], spec.head_dim, again=True),
         write_multiply_columns(module, tile, value, sizes[0], careful),
-        {size: write_turn(module, tile, size, key.has_scales) for size in sizes},
         write_gather_scales(module, tile),
         write_scale_weights(module, tile),
-        write_exponentiate(module, tile),
+        write_exponentiate(module, tile, value, spec.value_dim),
         write_merge(module, tile),
     )
 
@@ -143,7 +140,7 @@ class _Kernel(Nest):
         f = self.f
         for name in ("key", "value"):
             self.work.describe_rows(piece.whole, name, self.rows[name])
-        self._begin_stream()
+        self._ask_for_first(piece.item)
         with self.work.members_of(piece) as member:
             self._start(member)
         with f.range(0, self.depth["key"], self.tile.lanes) as d:
@@ -153,7 +150,7 @@ class _Kernel(Nest):
         def judge(first: Value, stop: Value) -> Value:
             return self.work.common_verdict(piece, first, stop)
 
-        with self.work.visit(piece.item, judge) as block:
+        with self.work.visit(piece.item, judge, BLOCKS_TOGETHER) as block:
             self._attend_block(piece, block)
         pieces = f.field(SEQUENCE, piece.sequence, "pieces")
 
@@ -301,35 +298,31 @@ class _Kernel(Nest):
     def _attend_block(self, piece: Piece, block: Block) -> None:
         """All rows and one block of keys."""
         f = self.f
-        stream, count = self.scratch["stream"], block.end - block.begin
+        count = block.end - block.begin
         keys = self.scratch["rows"]
         values = f.offset(keys, count, PTR)
         self._stage(block, "key", keys)
         self._stage(block, "value", values)
         self._read_on(piece.item, block)
 
-        def turn(first: Value, size: int, j: Value, count: Value) -> None:
-            scales = f.offset(self.scratch["key_scales"], j, self.tile.element)
-            into = f.offset(self._at("scores", first), j, self.tile.element)
-            stride = f.value(row_stride(self.tile), I64)
-            f.call(self.phases.turns[size], self.scratch["products"], scales, into, stride, count)
-
-        def queries(first: Value) -> tuple[Value, ...]:
-            products = self.scratch["products"]
-            return self._at("queries", first), self.stride["key"], self.depth["key"], products
+        def multiply(function: Function, first: Value, j: Value | int, some: Value) -> None:
+            element = self.tile.element
+            f.call(
+                function,
+                f.offset(keys, j, PTR),
+                f.offset(self.scratch["key_scales"], j, element),
+                *(self._at("queries", first), self.stride["key"], self.depth["key"]),
+                *(f.offset(self._at("scores", first), j, element), some),
+            )
 
         def multiply_keys(first: Value, size: int) -> None:
-            f.call(
-                self.phases.multiply_keys[size], keys, self._stream(first), *queries(first), count
-            )
-            turn(first, size, f.value(0, I64), count)
+            multiply(self.phases.multiply_keys[size], first, 0, count)
 
         def multiply_keys_again(begin: Value, end: Value) -> None:
             with f.range(0, count, KEYS_AGAIN) as j, f.range(begin, end, most) as first:
-                some = f.minimum(count - j, KEYS_AGAIN)
-                rows = f.offset(keys, j, PTR)
-                f.call(self.phases.multiply_keys_again, rows, stream, *queries(first), some)
-                turn(first, most, j, some)
+                multiply(
+                    self.phases.multiply_keys_again, first, j, f.minimum(count - j, KEYS_AGAIN)
+                )
 
         def operands(first: Value) -> tuple[Value, ...]:
             return (
@@ -339,7 +332,7 @@ class _Kernel(Nest):
             )
 
         def multiply_values(first: Value, size: int) -> None:
-            f.call(self.phases.multiply_values[size], *operands(first), self._stream(first))
+            f.call(self.phases.multiply_values[size], *operands(first))
 
         def multiply_columns(begin: Value, end: Value) -> None:
             with f.range(0, columns, COLUMNS_AGAIN) as d, f.range(begin, end, most) as first:
@@ -351,8 +344,6 @@ class _Kernel(Nest):
         with self.work.members_of(piece) as member:
             self._each_row(member.item, lambda row: self._weigh(member, block, row))
         self._each_set(piece, multiply_values, multiply_columns)
-        row = f.field(STREAM, stream, "row") - 2 * count
-        f.set_field(STREAM, stream, "row", f.maximum(row, 0))
 
     def _stage(self, block: Block, name: str, rows: Value) -> None:
         """Where the keys or values of a block are; copied to scratch if they lie there oddly."""
@@ -367,42 +358,30 @@ class _Kernel(Nest):
             f.call(self.phases.gather_scales, record, begin, end, into)
 
     def _read_on(self, item: Item, block: Block) -> None:
-        """After the keys and values of a block come the keys of the next one."""
-        f, count = self.f, block.end - block.begin
-        stream, rows = self.scratch["stream"], self.scratch["rows"]
-        begin = block.origin + self.spec.target.block_kv
-        end = f.maximum(begin, f.minimum(begin + MOST_AHEAD, item.kv_end))
-        into = f.offset(rows, 2 * count, PTR)
-        with f.when(begin < end):
-            f.call(self.phases.points[self.spec.key], self.rows["key"], begin, end, into)
-        f.set_field(STREAM, stream, "last", 2 * count + (end - begin) - 1)
-
-    def _begin_stream(self) -> None:
-        """Nothing was asked for; the first rows come when they are read."""
-        f, stream = self.f, self.scratch["stream"]
-        row_bytes = f.maximum(
-            *(
-                self.depth[name] * storage(self.spec.dtype_of(name)).memory.size
-                for name in ("key", "value")
-            )
-        )
-        nothing = f.value(0, I64)
-        for field, value in {
-            "rows": self.scratch["rows"],
-            "row_bytes": row_bytes,
-            "step": f.maximum(f.value(2 * LINE, I64).udiv(row_bytes), 1),
-            "row": f.minimum(f.value(AHEAD, I64).udiv(row_bytes), MOST_AHEAD),
-            "offset": nothing,
-            "last": nothing,
-        }.items():
-            f.set_field(STREAM, stream, field, value)
-            none = value if field == "rows" else nothing
-            f.set_field(STREAM, self.scratch["no_stream"], field, none)
-
-    def _stream(self, first: Value) -> Value:
-        """What a set asks for: the first one for all, others for the same line for ever."""
+        """After the keys and values of a block come keys of the next one, or what is at hand."""
         f = self.f
-        return f.select(first.equals(0), self.scratch["stream"], self.scratch["no_stream"])
+        following = block.origin + block.end
+        here = block.origin + block.begin
+        begin = f.select(following < item.kv_end, following, here)
+        end = f.minimum(begin + MOST_AHEAD, item.kv_end)
+        into = f.offset(self.scratch["rows"], 2 * (block.end - block.begin), PTR)
+        f.call(self.phases.points[self.spec.key], self.rows["key"], begin, end, into)
+
+    def _ask_for_first(self, item: Item) -> None:
+        """Ask for the first keys of all."""
+        f, rows = self.f, self.scratch["rows"]
+        row_bytes, begin = self._row_bytes("key"), item.kv_begin
+        count = f.minimum(f.value(ASKED[0], I64).udiv(row_bytes), MOST_AHEAD)
+        end = f.minimum(begin + count, item.kv_end)
+        f.call(self.phases.points[self.spec.key], self.rows["key"], begin, end, rows)
+        with f.range(0, end - begin) as j:
+            row = f.load(PTR, rows, j)
+            with f.range(0, row_bytes, LINE) as at:
+                f.prefetch(f.offset(row, at, I8))
+
+    def _row_bytes(self, name: str) -> Value:
+        """How long a row of keys or values is."""
+        return self.depth[name] * storage(self.spec.dtype_of(name)).memory.size
 
     def _weigh(self, member: Member, block: Block, row: _Row) -> None:
         """From the products of one row and one block of keys to its weights."""
@@ -422,7 +401,10 @@ class _Kernel(Nest):
             state = (running[1], *self._observed(place))
             f.call_pointer(arg["observe"], OBSERVE, scores, *state, first, count)
         alpha = self._at("alpha", place)
-        f.call(self.phases.exponentiate, scores, *running, alpha, count)
+        lines = (count + (self.tile.lanes - 1)).udiv(self.tile.lanes)  # that others ask for
+        asked = (ASKED[0] + place * lines * LINE).udiv(self._row_bytes("value"))
+        values = f.offset(self.scratch["rows"], count + f.minimum(asked, count), PTR)
+        f.call(self.phases.exponentiate, scores, *running, alpha, count, values)
         rewrite(arg["weights_mod"])
         if storage(self.spec.value).has_scales:
             f.call(self.phases.scale_weights, scores, self.scratch["value_scales"], count)

@@ -282,11 +282,12 @@ class Work:
     # --- blocks of keys
 
     @contextmanager
-    def visit(self, item: Item, judge: Judge | None = None) -> Iterator[Block]:
+    def visit(self, item: Item, judge: Judge | None = None, together: int = 1) -> Iterator[Block]:
         """The blocks of keys that an item attends to, in ascending order.
 
         This is all that knows the tile list, and asks the bounds of the mask, by `judge` if an
-        item is more than one sequence's.
+        item is more than one sequence's. Where there is no list, `together` blocks, a power of two,
+        are one; those at its ends that are EMPTY are left out.
         """
         f, arg, size = self.f, self.arg, self.spec.target.block_kv
         listed = arg["tile_offsets"].differs(f.null())
@@ -297,30 +298,47 @@ class Work:
         def all_places() -> list[Value]:
             return [item.kv_begin.udiv(size), (item.kv_end + (size - 1)).udiv(size)]
 
-        def listed_block() -> list[Value]:
-            entry = f.convert(f.load(I32, arg["tile_entries"], t), I64)
-            return [entry >> 2, entry & 3]
-
         asked = arg["verdict"].differs(f.null())
         judge = judge or (lambda first, stop: self.verdict(item, first, stop))
 
-        def about(first: Value, last: Value) -> Callable[[], list[Value]]:
-            return lambda: [judge(first * size, last * size)]
+        def about(first: Value, last: Value) -> list[Value]:
+            return [judge(first * size, last * size)]
 
         first, last = f.choose(listed, listed_places, all_places)
         with f.range(first, last, SPAN) as start:
             stop = f.minimum(start + SPAN, last)
-            (span,) = f.choose(asked, about(start, stop), lambda: [arg["tile_kind"]])
+            (span,) = f.choose(asked, lambda: about(start, stop), lambda: [arg["tile_kind"]])
             with f.when(span.differs(EMPTY) | listed), f.range(start, stop) as t:
-                found, kind = f.choose(listed, listed_block, lambda: [t, span])
-                (kind,) = f.choose(
-                    asked & kind.equals(PARTIAL), about(found, found + 1), lambda: [kind]
-                )
-                origin = found * size
-                begin = f.maximum(item.kv_begin - origin, 0)
-                end = f.minimum(item.kv_end - origin, size)
-                with f.when((begin < end) & kind.differs(EMPTY)):
-                    yield Block(origin, begin, end, kind)
+                end = f.minimum((t | (together - 1)) + 1, stop)
+
+                def listed_block() -> list[Value]:
+                    entry = f.convert(f.load(I32, arg["tile_entries"], t), I64)
+                    return [entry >> 2, (entry >> 2) + 1, entry & 3]
+
+                def add(block: Value, known: list[Value]) -> list[Value]:
+                    (low, high, kind), (here,) = known, about(block, block + 1)
+                    there = here.differs(EMPTY)
+                    both = f.select(here.equals(kind) | kind.equals(EMPTY), here, PARTIAL)
+                    return [
+                        f.select(there, f.minimum(low, block), low),
+                        f.select(there, block + 1, high),
+                        f.select(there, both, kind),
+                    ]
+
+                def judged() -> list[Value]:
+                    return f.loop(t, end, add, carry=[end, t, f.value(EMPTY, I64)])
+
+                def blocks() -> list[Value]:
+                    return f.choose(asked & span.equals(PARTIAL), judged, lambda: [t, end, span])
+
+                leads = listed | t.equals(start) | (t & (together - 1)).equals(0)
+                with f.when(leads):
+                    low, high, kind = f.choose(listed, listed_block, blocks)
+                    origin = low * size
+                    begin = f.maximum(item.kv_begin - origin, 0)
+                    stop_at = f.minimum(item.kv_end - origin, (high - low) * size)
+                    with f.when((begin < stop_at) & kind.differs(EMPTY)):
+                        yield Block(origin, begin, stop_at, kind)
 
     def verdict(self, item: Item, kv_first: Value, kv_stop: Value) -> Value:
         """What is known of all queries of an item and some keys."""

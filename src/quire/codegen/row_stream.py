@@ -6,26 +6,20 @@ left to right and in the order of that table, and asked for likewise, some time 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
+
 from quire.codegen.builder import Function, Module, Value
 from quire.codegen.staging import ROWS, Run, Storage, each_run, padded, page_start, scale_start
 from quire.codegen.tiles import Tile
-from quire.codegen.types import F32, I1, I8, I64, PTR, Layout
+from quire.codegen.types import F32, I1, I8, I64, PTR
 
-AHEAD = 2048  # bytes between what is read and what is asked for
-MOST_AHEAD = 16  # rows
+ASKED = (3072, 1536)  # bytes between what is read and what is asked for, first and again
+MOST_AHEAD = 32  # rows that the table has after those of a block
 LINE = 64  # bytes that come from memory together
 
-STREAM = Layout(
-    "stream",
-    {
-        "rows": PTR,  # addresses, in the order in which they are read
-        "last": I64,
-        "row": I64,  # what is asked for next, and bytes of it
-        "offset": I64,
-        "row_bytes": I64,
-        "step": I64,  # rows that two lines take, at least one
-    },
-)
+Place: TypeAlias = Value | int
+"""A column, or bytes: known when the kernel is written, or not."""
 
 
 def write_point(module: Module, tile: Tile, kind: Storage) -> Function:
@@ -109,40 +103,65 @@ def _reorder(
         tile.store(f, f.shuffle(here, there, high), row, d + tile.lanes)
 
 
-class Stream:
-    """Rows that will be read, in their order, and how far they have been asked for.
+class Ahead:
+    """Asks for rows that will be read, line after line, while `together` rows are being read.
 
-    Whoever computes asks for the next lines.
+    A processor may ignore who asks while many lines are on their way; hence it is asked twice.
     """
 
-    def __init__(self, f: Function, stream: Value) -> None:
-        self._f, self._stream = f, stream
-        self._rows = f.field(STREAM, stream, "rows")
-        self._last = f.field(STREAM, stream, "last")
-        self._row_bytes = f.field(STREAM, stream, "row_bytes")
-        self._step = f.field(STREAM, stream, "step")
+    def __init__(self, f: Function, rows: Value, row_bytes: Place, together: int = 1) -> None:
+        self._f, self._rows, self._together = f, rows, together
+        most = MOST_AHEAD - together
+        if isinstance(row_bytes, int):
+            self._whole = max(row_bytes & -LINE, LINE)
+            self._away = [min(distance, most * self._whole) for distance in ASKED]
+        else:
+            far = [f.value(distance, I64).udiv(row_bytes) for distance in ASKED]
+            self._rows_away = [f.minimum(f.maximum(count, 1), most) for count in far]
 
-    def place(self) -> list[Value]:
-        """Where to ask next: a row, and bytes of it."""
-        return [self._f.field(STREAM, self._stream, name) for name in ("row", "offset")]
+    def ask(self, j: Value, at: Place, size: int) -> None:
+        """Ask for as much as bytes [at, at + size) of rows from j on have."""
+        for number in range(size // LINE * self._together):
+            for row, offset in self._places(at, number):
+                self._prefetch(j + row, offset)
 
-    def ask(self, place: list[Value], lines: int) -> list[Value]:
-        """Ask for so many lines, two at a time; the place after them."""
-        f, (row, offset) = self._f, place
-        for _ in range(0, lines, 2):
-            start = f.offset(f.load(PTR, self._rows, row), offset, I8)
-            f.prefetch(start)
-            f.prefetch(f.offset(start, LINE, I8))
-            offset = offset + 2 * LINE
-            done = offset >= self._row_bytes
-            row = f.select(done, f.minimum(row + self._step, self._last), row)
-            offset = f.select(done, 0, offset)
-        return [row, offset]
+    def ask_line(self, number: Value) -> None:
+        """Ask for a line of all rows, whose width is known."""
+        place = number * LINE
+        row = place.udiv(self._whole)
+        self._prefetch(row, place - row * self._whole)
 
-    def keep(self, place: list[Value]) -> None:
-        """Remember the place for the next phase."""
-        for name, value in zip(("row", "offset"), place, strict=True):
-            self._f.set_field(STREAM, self._stream, name, value)
+    def _prefetch(self, row: Value, offset: Place) -> None:
+        self._f.prefetch(self._f.offset(self._f.load(PTR, self._rows, row), offset, I8))
+
+    def _places(self, at: Place, number: int) -> Iterator[tuple[Place, Place]]:
+        """Where lines are asked for: in the order of memory, if the width is known.
+
+        Otherwise in the order in which they will be read.
+        """
+        if isinstance(at, int):
+            for away in self._away:
+                yield divmod(at * self._together + number * LINE + away, self._whole)
+        else:
+            line, row = divmod(number, self._together)
+            for rows_away in self._rows_away:
+                yield rows_away + row, at + line * LINE
+
+
+def over_columns(
+    f: Function,
+    begin: Place,
+    end: Place,
+    step: int,
+    body: Callable[[Place, list[Value]], list[Value]],
+    carry: list[Value],
+) -> list[Value]:
+    """`f.loop`, written out where both ends are known."""
+    if isinstance(begin, Value) or isinstance(end, Value):
+        return f.loop(begin, end, body, carry=carry, step=step)
+    for d in range(begin, end, step):
+        carry = body(d, carry)
+    return carry
 
 
 def write_gather_scales(module: Module, tile: Tile) -> Function:

@@ -3,8 +3,7 @@
 Lanes run over columns. A set is up to `MOST_TOGETHER` query rows that share each load of a key or
 value; what a row computes, and in which order, does not depend on who else is in its set:
 
-    multiply_keys      products[key, row] = sum_d keys[key, d] queries[row, d]
-    turn               scores[row, key] = products[key, row]
+    multiply_keys      scores[row, key] = sum_d keys[key, d] queries[row, d]
     exponentiate       weights[key] = exp2(scores - maximum of the row so far)
     multiply_values    out[row, d] = out alpha + sum_key weights[row, key] values[key, d]
 
@@ -15,21 +14,21 @@ of pages. They are read from left to right and in the order of that table, and a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar
 
 from quire.codegen import observe, vecmath
 from quire.codegen.builder import Function, Module, Value
 from quire.codegen.convention import row_stride
-from quire.codegen.row_stream import LINE, Stream, columns_of_line
+from quire.codegen.row_stream import Ahead, Place, columns_of_line, over_columns
 from quire.codegen.staging import Storage
 from quire.codegen.tiles import UNREAD, Tile, across
 from quire.codegen.types import I64, PTR
 
 SUMS = 8  # vectors that are summed at once
-SUMS_AGAIN = 12  # the same, where memory does not matter
 MOST_TOGETHER = 4
-KEYS_TOGETHER = 4  # whose values are added to a set's sums at once
+WEIGHTS = 8  # that a set has for those keys whose values are added at once, and
+WEIGHTS_OF_NARROW = 16  # for numbers that take less time to read than to add
 READERS = 1  # sets that read a block from memory
 KEYS_AGAIN = 48  # and
 COLUMNS_AGAIN = 32  # that stay in the nearest cache for all other sets
@@ -41,66 +40,80 @@ def set_sizes(tile: Tile) -> list[int]:
 
 
 def write_multiply_keys(
-    module: Module, tile: Tile, kind: Storage, rows: int, *, again: bool = False
+    module: Module, tile: Tile, kind: Storage, rows: int, width: int, *, again: bool = False
 ) -> Function:
-    """products[key, row] = keys[key] . queries[row]; some more than `count` are written.
+    """scores[row, key] = keys[key] . queries[row], -inf past the last key up to whole vectors.
 
-    Every product adds up in a register of its own, before its lanes are added up. With `again`,
-    keys were read before: nothing is asked for.
+    Every product adds up in a register of its own, before its lanes are added up. Where keys have
+    factors, it is times these. With `again`, keys were read before: nothing is asked for.
     """
     parameters = {
         "keys": PTR,
-        "stream": PTR,
+        "scales": PTR,
         "queries": PTR,
         "query_stride": I64,
         "depth": I64,
-        "products": PTR,
+        "scores": PTR,
         "count": I64,
     }
     name = f"multiply_keys_{kind.name}_{rows}" + "_again" * again
     with module.function(name, parameters, internal=True) as f:
-        keys, stream, queries, query_stride, depth, products, count = f.parameters
-        ahead = Stream(f, stream)
-        together = (SUMS_AGAIN if again and not kind.folds(tile.element) else SUMS) // rows
-        line = columns_of_line(tile, kind)
-        lines = line * kind.memory.size // LINE
+        keys, scales, queries, query_stride, depth, scores, count = f.parameters
+        columns: Place = width or depth
+        together = SUMS // rows
+        line, size = columns_of_line(tile, kind), kind.memory.size
+        ahead = Ahead(f, keys, columns * size, together)
         starts = [f.offset(queries, r * query_stride, tile.element) for r in range(rows)]
 
-        def multiply(j: Value, place: list[Value]) -> list[Value]:
+        with f.range(0, count, together) as j:
             here = [f.load(PTR, keys, f.minimum(j + t, count - 1)) for t in range(together)]
 
-            def add(d: Value, parts: list[Value], sums: list[Value]) -> list[Value]:
-                result = list(sums)
+            def add(d: Place, parts: Sequence[Value], sums: list[Value]) -> list[Value]:
+                result = []
                 for r, start in enumerate(starts):
-                    query = tile.load(f, start, d)
-                    for t, part in enumerate(parts):
-                        result[t * rows + r] = f.fma(part, query, sums[t * rows + r])
+                    query, mine = tile.load(f, start, d), sums[r * together : (r + 1) * together]
+                    result += [f.fma(x, query, y) for x, y in zip(parts, mine, strict=True)]
                 return result
 
-            def add_line(d: Value, carried: list[Value]) -> list[Value]:
-                place, sums = carried[:2], carried[2:]
+            def add_line(d: Place, sums: list[Value]) -> list[Value]:
                 if not again:
-                    place = ahead.ask(place, together * lines)
+                    ahead.ask(j, d * size, line * size)
                 for step in range(0, line, 2 * tile.lanes):
                     pairs = [kind.read_pair(f, key, d + step, tile.vector) for key in here]
                     for v, parts in enumerate(zip(*pairs, strict=True)):
-                        sums = add(d + (step + v * tile.lanes), list(parts), sums)
-                return [*place, *sums]
+                        sums = add(d + (step + v * tile.lanes), parts, sums)
+                return sums
 
-            def add_rest(d: Value, sums: list[Value]) -> list[Value]:
+            def add_rest(d: Place, sums: list[Value]) -> list[Value]:
                 return add(d, [kind.read_columns(f, key, d, tile.vector) for key in here], sums)
 
-            whole = depth & -line
+            whole = columns & -line
             sums = [f.value(0.0, tile.vector)] * (together * rows)
-            row, offset, *sums = f.loop(0, whole, add_line, carry=[*place, *sums], step=line)
-            sums = f.loop(whole, depth, add_rest, carry=sums, step=tile.lanes)
-            for first in range(0, len(sums), tile.lanes):
-                total = add_lanes(f, sums[first : first + tile.lanes])
-                f.store(total, products, j * rows + first)
-            return [row, offset]
+            sums = over_columns(f, 0, whole, line, add_line, sums)
+            sums = over_columns(f, whole, columns, tile.lanes, add_rest, sums)
+            for place, products in _side_by_side(f, sums, together):
+                r, t = divmod(place, together)
+                if kind.has_scales:
+                    products = products * f.load(products.type, scales, j + t)
+                f.store(products, scores, j + (r * row_stride(tile) + t))
 
-        ahead.keep(f.loop(0, count, multiply, carry=ahead.place(), step=together))
+        last = count & -tile.lanes
+        lanes = tile.element.as_int.vector(tile.lanes)
+        exists = f.iota(lanes) < f.splat(f.convert(count - last, lanes.scalar), lanes)
+        for r in range(rows):
+            at = f.offset(scores, last + r * row_stride(tile), tile.element)
+            tile.store(f, f.select(exists, tile.load(f, at), -math.inf), at)
     return f
+
+
+def _side_by_side(f: Function, sums: list[Value], together: int) -> Iterator[tuple[int, Value]]:
+    """The sums of lanes of vectors, so many together if they fit; which is the first of them."""
+    lanes = sums[0].type.lanes
+    few = min(together, lanes)
+    for first in range(0, len(sums), lanes):
+        total = add_lanes(f, sums[first : first + lanes])
+        for place in range(first, min(first + lanes, len(sums)), few):
+            yield place, f.shuffle(total, total, range(place - first, place - first + few))
 
 
 def add_lanes(f: Function, vectors: list[Value]) -> Value:
@@ -141,57 +154,23 @@ def write_scale_weights(module: Module, tile: Tile) -> Function:
     return f
 
 
-def write_turn(module: Module, tile: Tile, rows: int, scaled: bool) -> Function:
-    """scores[row, key] = products[key, row], -inf past the last key up to whole vectors.
+def write_exponentiate(module: Module, tile: Tile, kind: Storage, width: int) -> Function:
+    """scores become weights; the row's running maximum and sums move on, all in vectors.
 
-    Where keys have factors, times these.
+    Meanwhile a line of values, from those at `rows` on, is asked for with every vector.
     """
-    parameters = {
-        "products": PTR,
-        "scales": PTR,
-        "scores": PTR,
-        "score_stride": I64,
-        "count": I64,
-    }
-    with module.function(f"turn_{rows}", parameters, internal=True) as f:
-        products, scales, scores, score_stride, count = f.parameters
-        lanes = tile.element.as_int.vector(tile.lanes)
-        with f.range(0, count, tile.lanes) as j:
-            start = f.offset(products, j * rows, tile.element)
-            square = [tile.load(f, start, v * tile.lanes) for v in range(rows)]
-            left = f.splat(f.convert(count - j, lanes.scalar), lanes)
-            exists = f.iota(lanes) < left
-            for r, row in enumerate(_columns(f, square)):
-                if scaled:
-                    row = row * tile.load(f, scales, j)
-                into = f.offset(scores, r * score_stride + j, tile.element)
-                tile.store(f, f.select(exists, row, -math.inf), into)
-    return f
-
-
-def _columns(f: Function, vectors: list[Value]) -> list[Value]:
-    """Every so many lanes of vectors that follow one another, `len(vectors)` being how many."""
-    if len(vectors) == 1:
-        return vectors
-    lanes = vectors[0].type.lanes
-    even = [lane for lane in range(2 * lanes) if lane % 2 == 0]
-    pairs = list(zip(vectors[::2], vectors[1::2], strict=True))
-    evens = _columns(f, [f.shuffle(a, b, even) for a, b in pairs])
-    odds = _columns(f, [f.shuffle(a, b, [lane + 1 for lane in even]) for a, b in pairs])
-    return [x for both in zip(evens, odds, strict=True) for x in both]
-
-
-def write_exponentiate(module: Module, tile: Tile) -> Function:
-    """scores become weights; the row's running maximum and sums move on, all in vectors."""
     parameters = {
         "scores": PTR,
         "running_max": PTR,
         "running_sum": PTR,
         "alpha": PTR,
         "count": I64,
+        "rows": PTR,
     }
     with module.function("exponentiate_row", parameters, internal=True) as f:
-        scores, running_max, running_sum, alpha, count = f.parameters
+        scores, running_max, running_sum, alpha, count, rows = f.parameters
+
+        ahead = Ahead(f, rows, width * kind.memory.size)
 
         def higher(j: Value, best: list[Value]) -> list[Value]:
             return [f.maximum(best[0], tile.load(f, scores, j))]
@@ -207,6 +186,8 @@ def write_exponentiate(module: Module, tile: Tile) -> Function:
         def weigh_all(exp2: Callable[[Function, Value], Value]) -> list[Value]:
             def weigh(j: Value, total: list[Value]) -> list[Value]:
                 score = tile.load(f, scores, j)
+                if width:
+                    ahead.ask_line(j.udiv(tile.lanes))
                 weight = exp2(f, score - shift)
                 tile.store(f, f.select(score.equals(-math.inf), UNREAD, weight), scores, j)
                 return [total[0] + weight]
@@ -239,18 +220,34 @@ class _Weighted:
         "columns": I64,
     }
 
-    def __init__(self, f: Function, tile: Tile, rows: int, careful: Function) -> None:
-        self._f, self._tile, self._rows, self._careful = f, tile, rows, careful
+    def __init__(
+        self, f: Function, tile: Tile, kind: Storage, rows: int, careful: Function
+    ) -> None:
+        self._f, self._tile, self._kind, self._rows, self._careful = f, tile, kind, rows, careful
         self.values, self.weights, self.sums, self._out = f.parameters[:4]
         self._out_stride, self._alpha, self.count, self.columns = f.parameters[4:8]
 
-    def weight(self, r: int, j: Value) -> Value:
-        """What row r gives to key j, in all lanes."""
+    def weigh(self, j: Value) -> list[Value]:
+        """What every row gives to key j, in all lanes."""
         f, tile = self._f, self._tile
-        at = f.offset(self.weights, j + r * row_stride(tile), tile.element)
-        return f.splat(f.load(tile.element, at), tile.vector)
+        places = [j + r * row_stride(tile) for r in range(self._rows)]
+        return [f.splat(f.load(tile.element, self.weights, at), tile.vector) for at in places]
 
-    def sums_at(self, d: Value) -> Value:
+    def read(self, row: Value, d: Place, vectors: int) -> list[Value]:
+        """One or two vectors of a row of values."""
+        f, kind, vector = self._f, self._kind, self._tile.vector
+        return (
+            list(kind.read_pair(f, row, d, vector))
+            if vectors == 2
+            else [kind.read_columns(f, row, d, vector)]
+        )
+
+    def add(self, values: list[Value], weights: list[Value], sums: list[Value]) -> list[Value]:
+        """Sums, and vectors of one row of values times the weights of all rows."""
+        cells = [(value, weight) for value in values for weight in weights]
+        return [self._f.fma(*cell, total) for cell, total in zip(cells, sums, strict=True)]
+
+    def sums_at(self, d: Place) -> Value:
         """Where the sums of a vector of columns are, those of all rows together."""
         return self._f.offset(self.sums, d * self._rows, self._tile.element)
 
@@ -279,53 +276,62 @@ class _Weighted:
 
 
 def write_multiply_values(
-    module: Module, tile: Tile, kind: Storage, rows: int, careful: Function
+    module: Module, tile: Tile, kind: Storage, rows: int, width: int, careful: Function
 ) -> Function:
     """out[row] = out[row] * alpha[row] + weights[row] . values, key by key, as they are read."""
-    parameters = _Weighted.parameters | {"stream": PTR}
-    with module.function(f"multiply_values_{kind.name}_{rows}", parameters, internal=True) as f:
-        of = _Weighted(f, tile, rows, careful)
-        ahead = Stream(f, f.parameters[-1])
-        line = columns_of_line(tile, kind)
-        lines = line * kind.memory.size // LINE
+    name = f"multiply_values_{kind.name}_{rows}"
+    with module.function(name, _Weighted.parameters, internal=True) as f:
+        of = _Weighted(f, tile, kind, rows, careful)
+        line, size = columns_of_line(tile, kind), kind.memory.size
 
-        def add_some(j: Value, keys: int, place: list[Value]) -> list[Value]:
+        def add_some(j: Value, keys: int, columns: Place) -> None:
             """The values of some keys, in their order."""
+            whole = columns & -line
+            ahead = Ahead(f, of.values, columns * size, keys)
             here = [f.load(PTR, of.values, j + k) for k in range(keys)]
-            wide = [[of.weight(r, j + k) for k in range(keys)] for r in range(rows)]
+            known = [of.weigh(j + k) for k in range(keys)] if keys * rows <= WEIGHTS else []
 
-            def add(d: Value, parts: list[list[Value]]) -> None:
-                at, vectors = of.sums_at(d), range(len(parts[0]))
+            def add_by_row(at: Value, places: range, values: list[list[Value]]) -> None:
                 for r in range(rows):
-                    places = [(v * rows + r) * tile.lanes for v in vectors]
-                    totals = [tile.load(f, at, place) for place in places]
-                    for part, factor in zip(parts, wide[r], strict=True):
-                        totals = [f.fma(part[v], factor, totals[v]) for v in vectors]
-                    for place, total in zip(places, totals, strict=True):
+                    for v, place in enumerate(places[r::rows]):
+                        total = tile.load(f, at, place)
+                        for parts, weights in zip(values, known, strict=True):
+                            total = f.fma(parts[v], weights[r], total)
                         tile.store(f, total, at, place)
 
-            def add_line(d: Value, place: list[Value]) -> list[Value]:
-                for step in range(0, line, 2 * tile.lanes):
-                    pairs = [kind.read_pair(f, row, d + step, tile.vector) for row in here]
-                    add(d + step, [list(pair) for pair in pairs])
-                return ahead.ask(place, keys * lines)
+            def add_by_key(at: Value, places: range, values: list[list[Value]]) -> None:
+                sums = [tile.load(f, at, place) for place in places]
+                for k, parts in enumerate(values):
+                    sums = of.add(parts, of.weigh(j + k), sums)
+                for place, total in zip(places, sums, strict=True):
+                    tile.store(f, total, at, place)
 
-            whole = of.columns & -line
-            place = f.loop(0, whole, add_line, carry=place, step=line)
-            with f.range(whole, of.columns, tile.lanes) as d:
-                add(d, [[kind.read_columns(f, row, d, tile.vector)] for row in here])
-            return place
+            def add(d: Place, vectors: int) -> None:
+                places = range(0, vectors * rows * tile.lanes, tile.lanes)
+                values = [of.read(row, d, vectors) for row in here]
+                (add_by_row if known else add_by_key)(of.sums_at(d), places, values)
+
+            def add_line(d: Place, nothing: list[Value]) -> list[Value]:
+                for step in range(0, line, 2 * tile.lanes):
+                    add(d + step, 2)
+                ahead.ask(j, d * size, line * size)
+                return nothing
+
+            def add_rest(d: Place, nothing: list[Value]) -> list[Value]:
+                add(d, 1)
+                return nothing
+
+            over_columns(f, 0, whole, line, add_line, [])
+            over_columns(f, whole, columns, tile.lanes, add_rest, [])
 
         with f.range(0, of.columns * rows, tile.lanes) as d:
             tile.store(f, f.value(0.0, tile.vector), of.sums, d)
-        whole = of.count & -KEYS_TOGETHER
-        place = f.loop(
-            *(0, whole),
-            lambda j, place: add_some(j, KEYS_TOGETHER, place),
-            carry=ahead.place(),
-            step=KEYS_TOGETHER,
-        )
-        ahead.keep(f.loop(whole, of.count, lambda j, place: add_some(j, 1, place), carry=place))
+        together = min(WEIGHTS, (WEIGHTS if size >= 4 else WEIGHTS_OF_NARROW) // rows)
+        some = of.count & -together
+        with f.range(0, some, together) as j:
+            add_some(j, together, width or of.columns)
+        with f.range(some, of.count) as j:
+            add_some(j, 1, of.columns)
         with f.range(0, of.columns, tile.lanes) as d:
             of.move(d)
     return f
@@ -340,15 +346,12 @@ def write_multiply_columns(
     """
     parameters = _Weighted.parameters | {"begin": I64, "end": I64}
     with module.function(f"multiply_columns_{kind.name}_{rows}", parameters, internal=True) as f:
-        of = _Weighted(f, tile, rows, careful)
+        of = _Weighted(f, tile, kind, rows, careful)
         begin, end = f.parameters[-2:]
 
-        def add_all(d: Value, read: Callable[[Value], list[Value]], vectors: int) -> None:
-            def add(j: Value, totals: list[Value]) -> list[Value]:
-                parts = read(f.load(PTR, of.values, j))
-                wide = [of.weight(r, j) for r in range(rows)]
-                cells = [(part, factor) for part in parts for factor in wide]
-                return [f.fma(*cell, total) for cell, total in zip(cells, totals, strict=True)]
+        def add_all(d: Value, vectors: int) -> None:
+            def add(j: Value, sums: list[Value]) -> list[Value]:
+                return of.add(of.read(f.load(PTR, of.values, j), d, vectors), of.weigh(j), sums)
 
             nothing = [f.value(0.0, tile.vector)] * (vectors * rows)
             for place, total in enumerate(f.loop(0, of.count, add, carry=nothing)):
@@ -356,9 +359,9 @@ def write_multiply_columns(
 
         whole = f.minimum(end, of.columns & -columns_of_line(tile, kind))
         with f.range(begin, whole, 2 * tile.lanes) as d:
-            add_all(d, lambda row: list(kind.read_pair(f, row, d, tile.vector)), 2)
+            add_all(d, 2)
         with f.range(f.maximum(begin, whole), end, tile.lanes) as d:
-            add_all(d, lambda row: [kind.read_columns(f, row, d, tile.vector)], 1)
+            add_all(d, 1)
         with f.range(begin, end, tile.lanes) as d:
             of.move(d)
     return f

@@ -75,7 +75,7 @@ class Storage(NamedTuple):
         """Whether `read_pair` gives the even columns and the odd ones."""
         return self.name == "bfloat16" and element == F32
 
-    def read_pair(self, f: Function, row: Value, d: Value, vector: Type) -> Iterator[Value]:
+    def read_pair(self, f: Function, row: Value, d: Value | int, vector: Type) -> Iterator[Value]:
         """Columns of a row from d on, two vectors of them. bfloat16 comes apart by a shift."""
         if self.folds(vector.scalar):
             both = f.join_lanes(f.load(self.memory.vector(2 * vector.lanes), row, d), I32)
@@ -85,7 +85,7 @@ class Storage(NamedTuple):
             yield self.read_columns(f, row, d, vector)
             yield self.read_columns(f, row, d + vector.lanes, vector)
 
-    def read_columns(self, f: Function, row: Value, d: Value, vector: Type) -> Value:
+    def read_columns(self, f: Function, row: Value, d: Value | int, vector: Type) -> Value:
         """A vector of columns of a row, from d on."""
         return self.read(f, f.load(self.memory.like(vector), row, d), vector.scalar)
 

@@ -145,10 +145,33 @@ _FORMS: dict[Form, _Form] = {
 }
 
 
+COMMON_WIDTHS = {64, 96, 128}
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 @functools.cache
-def kernel(form: Form, *dtypes: torch.dtype) -> Kernel:
-    """The kernel of a form for the dtypes of query, key, value and out."""
-    spec = ForwardSpec(Target.host(), *(str(dtype).removeprefix("torch.") for dtype in dtypes))
+def kernel(
+    form: Form,
+    query: torch.dtype,
+    key: torch.dtype,
+    value: torch.dtype,
+    out: torch.dtype,
+    head_dim: int = 0,
+    value_dim: int = 0,
+) -> Kernel:
+    """The kernel of a form for the dtypes of query, key, value and out.
+
+    One for few queries is written for the width of its rows, if many models have that.
+    """
+    known = form == "row" and {head_dim, value_dim} <= COMMON_WIDTHS
+    spec = ForwardSpec(
+        Target.host(),
+        *(_name(query), _name(key), _name(value), _name(out)),
+        *((head_dim, value_dim) if known else (0, 0)),
+    )
     image = compiled_object(
         cache_key(form, repr(spec)), spec.target, lambda: _FORMS[form].write(spec).text
     )

@@ -202,10 +202,10 @@ def make_plan(
 ) -> Plan:
     """The plan for operands and results that are laid out like these."""
     query, key, value, out = memory.query, memory.key, memory.value, results.out
-    made = kernel(form, query.dtype, key.dtype, value.dtype, out.dtype)
+    heads, head_dim, value_dim = query.shape[1], query.shape[3], value.shape[3]
+    made = kernel(form, query.dtype, key.dtype, value.dtype, out.dtype, head_dim, value_dim)
     built = roots.pyramids
     code = mod_code(form, made.tile, roots, pyramids.capture_shapes(captures, built))
-    heads, head_dim, value_dim = query.shape[1], query.shape[3], value.shape[3]
     group = max(1, heads // key.shape[1])  # also of no heads at all
     row_group, scratch_rows = item_heads, block_q
     if form == "row":  # the queries of an item's heads share each block of keys
