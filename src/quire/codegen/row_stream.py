@@ -14,7 +14,7 @@ from quire.codegen.staging import ROWS, Run, Storage, each_run, padded, page_sta
 from quire.codegen.tiles import Tile
 from quire.codegen.types import F32, I1, I8, I64, PTR
 
-ASKED = (3072, 1536)  # bytes between what is read and what is asked for, first and again
+ASKED = (3072, 1536, 768)  # bytes between what is read and what is asked for: first, and again
 MOST_AHEAD = 32  # rows that the table has after those of a block
 LINE = 64  # bytes that come from memory together
 
@@ -106,17 +106,21 @@ def _reorder(
 class Ahead:
     """Asks for rows that will be read, line after line, while `together` rows are being read.
 
-    A processor may ignore who asks while many lines are on their way; hence it is asked twice.
+    A processor may ignore who asks while many lines are on their way; hence it is asked again, once
+    more where numbers take longer to read than to add.
     """
 
-    def __init__(self, f: Function, rows: Value, row_bytes: Place, together: int = 1) -> None:
+    def __init__(
+        self, f: Function, rows: Value, kind: Storage, width: Place, together: int = 1
+    ) -> None:
         self._f, self._rows, self._together = f, rows, together
-        most = MOST_AHEAD - together
+        most, row_bytes = MOST_AHEAD - together, width * kind.memory.size
+        asked = ASKED[:2] if kind.is_narrow else ASKED
         if isinstance(row_bytes, int):
             self._whole = max(row_bytes & -LINE, LINE)
-            self._away = [min(distance, most * self._whole) for distance in ASKED]
+            self._away = [min(distance, most * self._whole) for distance in asked]
         else:
-            far = [f.value(distance, I64).udiv(row_bytes) for distance in ASKED]
+            far = [f.value(distance, I64).udiv(row_bytes) for distance in asked]
             self._rows_away = [f.minimum(f.maximum(count, 1), most) for count in far]
 
     def ask(self, j: Value, at: Place, size: int) -> None:
@@ -172,10 +176,16 @@ def write_gather_scales(module: Module, tile: Tile) -> Function:
         row_stride = f.field(ROWS, rows, "scale_row_stride")
 
         def copy_run(run: Run) -> None:
-            first = scale_start(f, rows, run.page)
-            with f.range(run.begin, run.end) as p:
-                scale = f.load(F32, first, (p - run.begin + run.offset) * row_stride)
-                f.store(f.convert(scale, tile.element), into, p - begin)
+            first = f.offset(scale_start(f, rows, run.page), run.offset * row_stride, F32)
+            target = f.offset(into, run.begin - begin, tile.element)
+            count = run.end - run.begin
+            by_vector = f.select(row_stride.equals(1), count & -tile.lanes, 0)
+            with f.range(0, by_vector, tile.lanes) as p:
+                scales = f.load(F32.vector(tile.lanes), first, p)
+                f.store(f.convert(scales, tile.element), target, p)
+            with f.range(by_vector, count) as p:
+                scale = f.load(F32, first, p * row_stride)
+                f.store(f.convert(scale, tile.element), target, p)
 
         each_run(f, rows, begin, end, copy_run)
     return f

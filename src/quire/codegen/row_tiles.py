@@ -28,7 +28,7 @@ from quire.codegen.types import I64, PTR
 SUMS = 8  # vectors that are summed at once
 MOST_TOGETHER = 4
 WEIGHTS = 8  # that a set has for those keys whose values are added at once, and
-WEIGHTS_OF_NARROW = 16  # for numbers that take less time to read than to add
+WEIGHTS_OF_NARROW = 16  # for narrow numbers
 READERS = 1  # sets that read a block from memory
 KEYS_AGAIN = 48  # and
 COLUMNS_AGAIN = 32  # that stay in the nearest cache for all other sets
@@ -62,7 +62,7 @@ def write_multiply_keys(
         columns: Place = width or depth
         together = SUMS // rows
         line, size = columns_of_line(tile, kind), kind.memory.size
-        ahead = Ahead(f, keys, columns * size, together)
+        ahead = Ahead(f, keys, kind, columns, together)
         starts = [f.offset(queries, r * query_stride, tile.element) for r in range(rows)]
 
         with f.range(0, count, together) as j:
@@ -170,7 +170,7 @@ def write_exponentiate(module: Module, tile: Tile, kind: Storage, width: int) ->
     with module.function("exponentiate_row", parameters, internal=True) as f:
         scores, running_max, running_sum, alpha, count, rows = f.parameters
 
-        ahead = Ahead(f, rows, width * kind.memory.size)
+        ahead = Ahead(f, rows, kind, width)
 
         def higher(j: Value, best: list[Value]) -> list[Value]:
             return [f.maximum(best[0], tile.load(f, scores, j))]
@@ -287,7 +287,7 @@ def write_multiply_values(
         def add_some(j: Value, keys: int, columns: Place) -> None:
             """The values of some keys, in their order."""
             whole = columns & -line
-            ahead = Ahead(f, of.values, columns * size, keys)
+            ahead = Ahead(f, of.values, kind, columns, keys)
             here = [f.load(PTR, of.values, j + k) for k in range(keys)]
             known = [of.weigh(j + k) for k in range(keys)] if keys * rows <= WEIGHTS else []
 
@@ -326,7 +326,7 @@ def write_multiply_values(
 
         with f.range(0, of.columns * rows, tile.lanes) as d:
             tile.store(f, f.value(0.0, tile.vector), of.sums, d)
-        together = min(WEIGHTS, (WEIGHTS if size >= 4 else WEIGHTS_OF_NARROW) // rows)
+        together = min(WEIGHTS, (WEIGHTS_OF_NARROW if kind.is_narrow else WEIGHTS) // rows)
         some = of.count & -together
         with f.range(0, some, together) as j:
             add_some(j, together, width or of.columns)

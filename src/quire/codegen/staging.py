@@ -65,6 +65,11 @@ class Storage(NamedTuple):
         """Whether every row has a factor."""
         return self.memory == I8
 
+    @property
+    def is_narrow(self) -> bool:
+        """Whether a number takes less time to read than to compute with."""
+        return self.memory.size < F32.size
+
     def read(self, f: Function, raw: Value, element: Type) -> Value:
         """What was loaded, as an `element`."""
         if self.name != "bfloat16":
