@@ -13,8 +13,10 @@ from strategies import LAYOUTS
 from torch import Tensor
 
 from quire import AuxRequest, BlockMask, create_block_mask, flex_attention, reference
-from quire.codegen.convention import MOST_ROWS
+from quire.codegen.convention import MOST_ROWS, Form
 from quire.errors import CapturedIndexError, DivisionByZeroError
+from quire.runtime import plan
+from quire.runtime.kernels import Kernel, kernel
 
 ALL = AuxRequest(lse=True, max_scores=True)
 LENGTHS = [*range(1, MOST_ROWS + 2)]  # one more than rows: the first panel
@@ -79,6 +81,39 @@ def test_dtypes(q_len: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
 def test_head_dims_and_layouts(head_dim: int, value_dim: int, layout: str) -> None:
     q, k, v = map(LAYOUTS[layout], operands(3, 140, head_dim, value_dim))
     assert_matches(q, k, v)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("head_dim", "value_dim"), [(64, 64), (96, 96), (128, 128), (128, 64), (64, 96)]
+)
+def test_common_widths(
+    head_dim: int, value_dim: int, kv_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for group, kv_len in ((1, 1), (2, 66), (3, 130), (4, 513), (6, 1101)):
+        q, k, v = operands(1, kv_len, head_dim, value_dim, group=group, kv_dtype=kv_dtype)
+        assert_matches(q, k, v)
+        known = flex_attention(q, k, v, enable_gqa=True, return_aux=ALL, backend="jit")
+        made = []
+
+        def kernel_for_any(form: Form, *what: Any) -> Kernel:
+            made.append(kernel(form, *what[:4]))
+            return made[-1]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(plan, "kernel", kernel_for_any)
+            for_any = flex_attention(q, k, v, enable_gqa=True, return_aux=ALL, backend="jit")
+        assert [x.spec.head_dim for x in made] == [0]
+        assert torch.equal(known[0], for_any[0])
+        assert torch.equal(known[1].lse, for_any[1].lse)
+
+
+@pytest.mark.parametrize("first", [0, 100, 130, 511, 640, 1020])
+@pytest.mark.parametrize("width", [1, 120, 500, 1030])
+def test_windows_of_keys_that_begin_and_end_anywhere(first: int, width: int) -> None:
+    q, k, v = operands(2, 2100)
+    assert_matches(q, k, v, mask_mod=lambda b, h, q_idx, kv_idx: (kv_idx - first) % 2100 < width)
+    assert_matches(q, k, v, mask_mod=lambda b, h, q_idx, kv_idx: (kv_idx - first).abs() > width)
 
 
 @pytest.mark.parametrize("kv_len", [0, 1, 7, 8, 9, 127, 128, 129, 257])
