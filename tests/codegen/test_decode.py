@@ -90,22 +90,22 @@ def test_head_dims_and_layouts(head_dim: int, value_dim: int, layout: str) -> No
 def test_common_widths(
     head_dim: int, value_dim: int, kv_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    made = []
+
+    def kernel_for_any(form: Form, *what: Any) -> Kernel:
+        made.append(kernel(form, *what[:4]))
+        return made[-1]
+
     for group, kv_len in ((1, 1), (2, 66), (3, 130), (4, 513), (6, 1101)):
         q, k, v = operands(1, kv_len, head_dim, value_dim, group=group, kv_dtype=kv_dtype)
         assert_matches(q, k, v)
         known = flex_attention(q, k, v, enable_gqa=True, return_aux=ALL, backend="jit")
-        made = []
-
-        def kernel_for_any(form: Form, *what: Any) -> Kernel:
-            made.append(kernel(form, *what[:4]))
-            return made[-1]
-
         with monkeypatch.context() as patch:
             patch.setattr(plan, "kernel", kernel_for_any)
             for_any = flex_attention(q, k, v, enable_gqa=True, return_aux=ALL, backend="jit")
-        assert [x.spec.head_dim for x in made] == [0]
         assert torch.equal(known[0], for_any[0])
         assert torch.equal(known[1].lse, for_any[1].lse)
+    assert [x.spec.head_dim for x in made] == [0] * 5
 
 
 @pytest.mark.parametrize("first", [0, 100, 130, 511, 640, 1020])
