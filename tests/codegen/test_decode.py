@@ -75,7 +75,10 @@ def test_dtypes(q_len: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     ("head_dim", "value_dim"),
-    [(1, 1), (3, 130), (7, 9), (8, 64), (31, 33), (64, 65), (71, 72), (128, 127), (130, 3)],
+    [
+        *((1, 1), (3, 130), (7, 9), (8, 0), (8, 64), (31, 33)),
+        *((64, 0), (64, 65), (71, 72), (128, 127), (130, 3)),
+    ],
 )
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_head_dims_and_layouts(head_dim: int, value_dim: int, layout: str) -> None:

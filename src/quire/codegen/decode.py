@@ -380,8 +380,9 @@ class _Kernel(Nest):
                 f.prefetch(f.offset(row, at, I8))
 
     def _row_bytes(self, name: str) -> Value:
-        """How long a row of keys or values is."""
-        return self.depth[name] * storage(self.spec.dtype_of(name)).memory.size
+        """How long a row of keys or values is, and never nothing."""
+        size = storage(self.spec.dtype_of(name)).memory.size
+        return self.f.maximum(self.depth[name] * size, 1)
 
     def _weigh(self, member: Member, block: Block, row: _Row) -> None:
         """From the products of one row and one block of keys to its weights."""

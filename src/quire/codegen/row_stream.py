@@ -120,7 +120,8 @@ class Ahead:
             self._whole = max(row_bytes & -LINE, LINE)
             self._away = [min(distance, most * self._whole) for distance in asked]
         else:
-            far = [f.value(distance, I64).udiv(row_bytes) for distance in asked]
+            some = f.maximum(row_bytes, 1)
+            far = [f.value(distance, I64).udiv(some) for distance in asked]
             self._rows_away = [f.minimum(f.maximum(count, 1), most) for count in far]
 
     def ask(self, j: Value, at: Place, size: int) -> None:
