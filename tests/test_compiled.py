@@ -43,7 +43,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> list[str]:
 
     monkeypatch.setattr(jit, "compile_object", counted)
     monkeypatch.setattr(kernels, "object_cache", lambda: ObjectCache(tmp_path / "cache"))
-    kernels.kernel.cache_clear()
+    kernels.kernel_of.cache_clear()
     kernels.mod_code.cache_clear()
     kernels._codes.clear()
     return made
@@ -273,7 +273,7 @@ def test_a_new_process_reads_what_an_old_one_wrote(compilations: list[str]) -> N
     q = random(1, 1, 30, 8)
     first = flex_attention(q, q, q, mask_mod=causal, backend="jit")
     made = len(compilations)
-    kernels.kernel.cache_clear()
+    kernels.kernel_of.cache_clear()
     kernels.mod_code.cache_clear()
     kernels._codes.clear()
     assert torch.equal(flex_attention(q, q, q, mask_mod=causal, backend="jit"), first)

@@ -119,6 +119,22 @@ def test_windows_of_keys_that_begin_and_end_anywhere(first: int, width: int) -> 
     assert_matches(q, k, v, mask_mod=lambda b, h, q_idx, kv_idx: (kv_idx - first).abs() > width)
 
 
+@pytest.mark.parametrize("kv_len", [400, 1024, 1100])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda b, h, q_idx, kv_idx: (kv_idx < 128) | (kv_idx >= 256),
+        lambda b, h, q_idx, kv_idx: (kv_idx < 128) | (kv_idx >= 384),
+        lambda b, h, q_idx, kv_idx: kv_idx // 128 % 2 == 0,
+        lambda b, h, q_idx, kv_idx: kv_idx // 128 % 2 == 1,
+        lambda b, h, q_idx, kv_idx: (kv_idx // 128 % 4 == 1) | (kv_idx == 500),
+        lambda b, h, q_idx, kv_idx: (kv_idx // 256 != 1) & (kv_idx != 5),
+    ],
+)
+def test_holes_between_whole_blocks(mask: Callable[..., Tensor], kv_len: int) -> None:
+    assert_matches(*operands(1, kv_len, 64, 64), mask_mod=mask)
+
+
 @pytest.mark.parametrize("kv_len", [0, 1, 7, 8, 9, 127, 128, 129, 257])
 @pytest.mark.parametrize("q_len", LENGTHS)
 def test_lengths(q_len: int, kv_len: int) -> None:

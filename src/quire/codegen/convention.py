@@ -31,6 +31,7 @@ from typing import Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.codegen.row_stream import MOST_AHEAD
 from quire.codegen.staging import ROWS, padded, scratch_stride
 from quire.codegen.target import Target
 from quire.codegen.tiles import SMALL_ROWS, Tile
@@ -307,7 +308,7 @@ def decode_regions(
 ) -> Iterator[tuple[str, Number]]:
     """The same for the kernel of few queries, which has `rows` of them at a time."""
     keys = BLOCKS_TOGETHER * tile.target.block_kv
-    more = keys + 32  # some keys are computed twice, some rows asked for
+    more = keys + MOST_AHEAD  # some keys are computed twice, some rows asked for
     addresses = more * (PTR.size // tile.element.size)
     rows = rows + 1  # that nobody has, to complete a set
     sizes = (

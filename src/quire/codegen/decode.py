@@ -379,6 +379,16 @@ class _Kernel(Nest):
             with f.range(0, row_bytes, LINE) as at:
                 f.prefetch(f.offset(row, at, I8))
 
+    def _not_asked_for(self, count: Value, place: Value) -> Value:
+        """The first row of values that neither products nor the rows before have asked for."""
+        f = self.f
+        values = f.offset(self.scratch["rows"], count, PTR)
+        if not self.spec.value_dim:
+            return values
+        lines = (count + (self.tile.lanes - 1)).udiv(self.tile.lanes)  # of each row
+        asked = (ASKED[0] + place * lines * LINE).udiv(self._row_bytes("value"))
+        return f.offset(values, f.minimum(asked, count + MOST_AHEAD - lines), PTR)
+
     def _row_bytes(self, name: str) -> Value:
         """How long a row of keys or values is, and never nothing."""
         size = storage(self.spec.dtype_of(name)).memory.size
@@ -402,9 +412,7 @@ class _Kernel(Nest):
             state = (running[1], *self._observed(place))
             f.call_pointer(arg["observe"], OBSERVE, scores, *state, first, count)
         alpha = self._at("alpha", place)
-        lines = (count + (self.tile.lanes - 1)).udiv(self.tile.lanes)  # that others ask for
-        asked = (ASKED[0] + place * lines * LINE).udiv(self._row_bytes("value"))
-        values = f.offset(self.scratch["rows"], count + f.minimum(asked, count), PTR)
+        values = self._not_asked_for(count, place)
         f.call(self.phases.exponentiate, scores, *running, alpha, count, values)
         rewrite(arg["weights_mod"])
         if storage(self.spec.value).has_scales:

@@ -317,8 +317,8 @@ class Work:
 
                 def add(block: Value, known: list[Value]) -> list[Value]:
                     (low, high, kind), (here,) = known, about(block, block + 1)
-                    there = here.differs(EMPTY)
-                    both = f.select(here.equals(kind) | kind.equals(EMPTY), here, PARTIAL)
+                    there, alike = here.differs(EMPTY), here.equals(kind) & high.equals(block)
+                    both = f.select(alike | kind.equals(EMPTY), here, PARTIAL)  # or with a hole
                     return [
                         f.select(there, f.minimum(low, block), low),
                         f.select(there, block + 1, high),

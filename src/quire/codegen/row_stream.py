@@ -40,7 +40,7 @@ def write_point(module: Module, tile: Tile, kind: Storage) -> Function:
                 f.store(several_rows, into, p - begin)
 
         each_run(f, rows, begin, end, point_run)
-        in_vectors = (width & (tile.lanes - 1)).equals(0)
+        in_vectors = padded(tile, width).equals(width)
         f.give_back(f.field(ROWS, rows, "column_stride").equals(1) & in_vectors)
     return f
 

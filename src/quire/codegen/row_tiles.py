@@ -62,7 +62,7 @@ def write_multiply_keys(
         columns: Place = width or depth
         together = SUMS // rows
         line, size = columns_of_line(tile, kind), kind.memory.size
-        ahead = Ahead(f, keys, kind, columns, together)
+        ahead = None if again else Ahead(f, keys, kind, columns, together)
         starts = [f.offset(queries, r * query_stride, tile.element) for r in range(rows)]
 
         with f.range(0, count, together) as j:
@@ -76,7 +76,7 @@ def write_multiply_keys(
                 return result
 
             def add_line(d: Place, sums: list[Value]) -> list[Value]:
-                if not again:
+                if ahead is not None:
                     ahead.ask(j, d * size, line * size)
                 for step in range(0, line, 2 * tile.lanes):
                     pairs = [kind.read_pair(f, key, d + step, tile.vector) for key in here]
@@ -170,7 +170,7 @@ def write_exponentiate(module: Module, tile: Tile, kind: Storage, width: int) ->
     with module.function("exponentiate_row", parameters, internal=True) as f:
         scores, running_max, running_sum, alpha, count, rows = f.parameters
 
-        ahead = Ahead(f, rows, kind, width)
+        ahead = Ahead(f, rows, kind, width) if width else None
 
         def higher(j: Value, best: list[Value]) -> list[Value]:
             return [f.maximum(best[0], tile.load(f, scores, j))]
@@ -186,7 +186,7 @@ def write_exponentiate(module: Module, tile: Tile, kind: Storage, width: int) ->
         def weigh_all(exp2: Callable[[Function, Value], Value]) -> list[Value]:
             def weigh(j: Value, total: list[Value]) -> list[Value]:
                 score = tile.load(f, scores, j)
-                if width:
+                if ahead is not None:
                     ahead.ask_line(j.udiv(tile.lanes))
                 weight = exp2(f, score - shift)
                 tile.store(f, f.select(score.equals(-math.inf), UNREAD, weight), scores, j)
@@ -284,10 +284,9 @@ def write_multiply_values(
         of = _Weighted(f, tile, kind, rows, careful)
         line, size = columns_of_line(tile, kind), kind.memory.size
 
-        def add_some(j: Value, keys: int, columns: Place) -> None:
+        def add_some(j: Value, keys: int, columns: Place, ahead: Ahead) -> None:
             """The values of some keys, in their order."""
             whole = columns & -line
-            ahead = Ahead(f, of.values, kind, columns, keys)
             here = [f.load(PTR, of.values, j + k) for k in range(keys)]
             known = [of.weigh(j + k) for k in range(keys)] if keys * rows <= WEIGHTS else []
 
@@ -328,10 +327,13 @@ def write_multiply_values(
             tile.store(f, f.value(0.0, tile.vector), of.sums, d)
         together = min(WEIGHTS, (WEIGHTS_OF_NARROW if kind.is_narrow else WEIGHTS) // rows)
         some = of.count & -together
-        with f.range(0, some, together) as j:
-            add_some(j, together, width or of.columns)
-        with f.range(some, of.count) as j:
-            add_some(j, 1, of.columns)
+        for begin, end, keys, columns in (
+            (0, some, together, width or of.columns),
+            (some, of.count, 1, of.columns),
+        ):
+            ahead = Ahead(f, of.values, kind, columns, keys)
+            with f.range(begin, end, keys) as j:
+                add_some(j, keys, columns, ahead)
         with f.range(0, of.columns, tile.lanes) as d:
             of.move(d)
     return f
@@ -342,7 +344,7 @@ def write_multiply_columns(
 ) -> Function:
     """The same for columns [begin, end) of values that were read before, two vectors at a time.
 
-    Sums stay in registers. `begin` is a multiple of a line, and so is `end` but for the last one.
+    Sums stay in registers. `begin` is a multiple of two vectors, and so is `end`, but for the last.
     """
     parameters = _Weighted.parameters | {"begin": I64, "end": I64}
     with module.function(f"multiply_columns_{kind.name}_{rows}", parameters, internal=True) as f:

@@ -1,5 +1,6 @@
 """Compiled code, by what it was compiled for: the core once per dtype, the mods once per graph.
 
+For few queries there is also a core for each width of heads that many models have.
 Both exist in two forms, for panels of queries and for single rows, as does what observes scores.
 
 All are looked up in this process, then on disk, and only then compiled.
@@ -152,7 +153,6 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-@functools.cache
 def kernel(
     form: Form,
     query: torch.dtype,
@@ -172,6 +172,12 @@ def kernel(
         *(_name(query), _name(key), _name(value), _name(out)),
         *((head_dim, value_dim) if known else (0, 0)),
     )
+    return kernel_of(form, spec)
+
+
+@functools.cache
+def kernel_of(form: Form, spec: ForwardSpec) -> Kernel:
+    """The kernel of a form, which is made once."""
     image = compiled_object(
         cache_key(form, repr(spec)), spec.target, lambda: _FORMS[form].write(spec).text
     )
