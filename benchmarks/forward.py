@@ -14,16 +14,12 @@ import tempfile
 
 import torch
 import torch.nn.functional as F
+from _limits import FLOPS, multiply
 from _race import Table, race, run_parts
 
 import quire
 from quire import Dense
-from quire.codegen import jit
-from quire.codegen.builder import Module
-from quire.codegen.target import Target
-from quire.codegen.types import F32, I64, PTR
 from quire.mods import alibi, causal, distance_bias, document, sliding_window, softcap
-from quire.runtime.launch import launch
 
 
 def operands(n: int, d: int, *, b: int = 1, hq: int = 8, hkv: int = 8, dtype=torch.float32):
@@ -155,44 +151,20 @@ def inductor(table: Table, seconds: float, threads: int) -> None:
 
 def peak(table: Table, seconds: float, threads: int) -> None:
     """The share of what the multipliers can do, by a loop that does nothing else."""
-    code, flops = fma_loop()
     for d in (64, 128):
         for n, mask, must in ((4096, None, "83"), (8192, causal, "")):
             q, k, v = operands(n, d)
             times = race(
                 {
                     "ours": functools.partial(quire.flex_attention, q, k, v, mask_mod=mask),
-                    "peak": functools.partial(launch, code.address("multiply"), 0, threads),
+                    "peak": functools.partial(multiply, threads),
                 },
                 seconds,
             )
             ours = (4 if mask is None else 2) * 8 * n * n * d / times["ours"]
-            share = 100 * ours / (flops * threads / times["peak"])
+            share = 100 * ours / (FLOPS * threads / times["peak"])
             name = "dense" if mask is None else "causal"
             table.add(f"share of peak, {name} N {n} D {d} threads {threads}", share, "%", must)
-
-
-def fma_loop() -> tuple[jit.Code, int]:
-    """A function whose every instruction is a vector multiply-add on registers."""
-    target, count, chains = Target.host(), 1 << 20, 12
-    vector = target.vector(F32)
-    module = Module()
-    with module.function("multiply", {"unused": PTR}) as f:
-        factor = f.value(0.999, vector)
-        start = [f.value(float(chain), vector) for chain in range(chains)]
-        sums = f.loop(
-            0,
-            f.value(count, I64),
-            lambda i, sums: [f.fma(x, factor, 0.001) for x in sums],
-            carry=start,
-        )
-        total = sums[0]
-        for x in sums[1:]:
-            total = total + x
-        with f.when(f.any_lane(total.equals(1.5))):  # never, but nobody can know
-            f.store(total, f.parameters[0])
-    flops = 2 * count * chains * vector.lanes
-    return jit.load(jit.compile_object(module.text, target), ["multiply"]), flops
 
 
 COLD_START = """

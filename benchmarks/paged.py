@@ -7,80 +7,25 @@ against what.
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import functools
 
 import torch
 import torch.nn.functional as F
+from _limits import FLOPS, multiply, read, read_runs
 from _race import Table, race, run_parts
 from torch import Tensor
 
 import quire
 from quire import Dense, Paged
-from quire.codegen import jit
-from quire.codegen.builder import Module
-from quire.codegen.target import Target
-from quire.codegen.types import F32, I64, PTR
 from quire.kv import PagedKVCache
 from quire.mods import causal
-from quire.runtime.launch import launch
 
 BATCH, Q_HEADS, KV_HEADS, HEAD_DIM, KEYS = 16, 32, 8, 128, 4096
 PAGES = ((16, "15"), (64, "8"), (128, "5"))
 LONG = 131_072
 PREFIX, OWN, SHARING = 4096, 64, 32
 PROMPT = 2048
-CHUNK = 1 << 16
-
-
-@functools.cache
-def _reader() -> jit.Code:
-    """void(i64[16]): add up runs of floats, some of which threads take off a counter at a time.
-
-    The record is where the addresses of the runs are, how many there are, how many floats each has,
-    how many runs are taken at a time, the counter, and where a sum goes, so that the reading cannot
-    be left out.
-    """
-    target, module = Target.host(), Module()
-    lanes = target.lanes(F32)
-    vector = target.vector(F32)
-    with module.function("read", {"args": PTR}) as f:
-        args = f.parameters[0]
-        runs, count = f.load(PTR, args, 0), f.load(I64, args, 1)
-        length, taken = f.load(I64, args, 2), f.load(I64, args, 3)
-        with f.forever() as leave:
-            first = f.atomic_add(f.offset(args, 4, I64), 1) * taken
-            leave(first >= count)
-
-            def add_run(i, sums):
-                start = f.load(PTR, runs, i)
-
-                def add(at, sums):
-                    loads = [f.load(vector, start, at + k * lanes) for k in range(8)]
-                    return [s + x for s, x in zip(sums, loads, strict=True)]
-
-                return f.loop(0, length, add, carry=sums, step=8 * lanes)
-
-            nothing = [f.value(0.0, vector)] * 8
-            sums = f.loop(first, f.minimum(first + taken, count), add_run, carry=nothing)
-            f.store(functools.reduce(lambda a, b: a + b, sums), f.offset(args, 6, I64))
-    return jit.load(jit.compile_object(str(module.text), target), ["read"])
-
-
-def read_runs(addresses: Tensor, length: int) -> None:
-    """Read runs of so many floats as fast as this machine can."""
-    record = (ctypes.c_int64 * 16)(
-        addresses.data_ptr(), addresses.numel(), length, max(1, CHUNK // length)
-    )
-    launch(_reader().address("read"), ctypes.addressof(record), torch.get_num_threads())
-
-
-def read(*tensors: Tensor) -> None:
-    """Read tensors from beginning to end."""
-    for tensor in tensors:
-        chunks = torch.arange(tensor.nbytes // (4 * CHUNK))
-        read_runs(tensor.data_ptr() + 4 * CHUNK * chunks, CHUNK)
 
 
 def read_pages(memory: Paged) -> None:
@@ -230,11 +175,15 @@ def prefix(table: Table, seconds: float, threads: int) -> None:
         {
             "shared": lambda: quire.attention(query, shared, mask=causal),
             "apart": lambda: quire.attention(query, apart, mask=causal),
+            "peak": functools.partial(multiply, threads),
         },
         seconds,
     )
     case = f"{SHARING} sequences of {OWN} behind one prefix of {PREFIX}"
-    table.add(case, times["apart"] / times["shared"], "x apart", "3")
+    work = 4 * SHARING * Q_HEADS * (PREFIX + OWN) * HEAD_DIM
+    least = work / (FLOPS * threads / times["peak"])  # seconds, if it were nothing but products
+    most = f"{times['apart'] / least:.1f} x apart"
+    table.add(case, times["apart"] / times["shared"], "x apart", "3", all_multipliers_allow=most)
 
 
 def prefill(table: Table, seconds: float, threads: int) -> None:

@@ -1,0 +1,92 @@
+"""What a machine can do at most: read from memory, and multiply."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import torch
+from torch import Tensor
+
+from quire.codegen import jit
+from quire.codegen.builder import Module
+from quire.codegen.target import Target
+from quire.codegen.types import F32, I64, PTR
+from quire.runtime.launch import launch
+
+CHUNK = 1 << 16  # floats that a thread reads before it asks for more
+TURNS, CHAINS = 1 << 20, 12
+FLOPS = 2 * TURNS * CHAINS * Target.host().lanes(F32)  # of every thread that multiplies
+
+
+@functools.cache
+def _reader() -> jit.Code:
+    """void(i64[16]): add up runs of floats, some of which threads take off a counter at a time.
+
+    The record is where the addresses of the runs are, how many there are, how many floats each has,
+    how many runs are taken at a time, the counter, and where a sum goes, so that the reading cannot
+    be left out.
+    """
+    target, module = Target.host(), Module()
+    lanes = target.lanes(F32)
+    vector = target.vector(F32)
+    with module.function("read", {"args": PTR}) as f:
+        args = f.parameters[0]
+        runs, count = f.load(PTR, args, 0), f.load(I64, args, 1)
+        length, taken = f.load(I64, args, 2), f.load(I64, args, 3)
+        with f.forever() as leave:
+            first = f.atomic_add(f.offset(args, 4, I64), 1) * taken
+            leave(first >= count)
+
+            def add_run(i, sums):
+                start = f.load(PTR, runs, i)
+
+                def add(at, sums):
+                    loads = [f.load(vector, start, at + k * lanes) for k in range(8)]
+                    return [s + x for s, x in zip(sums, loads, strict=True)]
+
+                return f.loop(0, length, add, carry=sums, step=8 * lanes)
+
+            nothing = [f.value(0.0, vector)] * 8
+            sums = f.loop(first, f.minimum(first + taken, count), add_run, carry=nothing)
+            f.store(functools.reduce(lambda a, b: a + b, sums), f.offset(args, 6, I64))
+    return jit.load(jit.compile_object(str(module.text), target), ["read"])
+
+
+def read_runs(addresses: Tensor, length: int) -> None:
+    """Read runs of so many floats as fast as this machine can."""
+    record = (ctypes.c_int64 * 16)(
+        addresses.data_ptr(), addresses.numel(), length, max(1, CHUNK // length)
+    )
+    launch(_reader().address("read"), ctypes.addressof(record), torch.get_num_threads())
+
+
+def read(*tensors: Tensor) -> None:
+    """Read tensors from beginning to end."""
+    for tensor in tensors:
+        chunks = torch.arange(tensor.nbytes // (4 * CHUNK))
+        read_runs(tensor.data_ptr() + 4 * CHUNK * chunks, CHUNK)
+
+
+@functools.cache
+def _multiplier() -> jit.Code:
+    """void(ptr): a loop whose every instruction is a vector multiply-add on registers."""
+    target, module = Target.host(), Module()
+    vector = target.vector(F32)
+    with module.function("multiply", {"unused": PTR}) as f:
+        factor = f.value(0.999, vector)
+        sums = f.loop(
+            0,
+            f.value(TURNS, I64),
+            lambda i, sums: [f.fma(x, factor, 0.001) for x in sums],
+            carry=[f.value(float(chain), vector) for chain in range(CHAINS)],
+        )
+        total = functools.reduce(lambda a, b: a + b, sums)
+        with f.when(f.any_lane(total.equals(1.5))):  # never, but nobody can know
+            f.store(total, f.parameters[0])
+    return jit.load(jit.compile_object(module.text, target), ["multiply"])
+
+
+def multiply(threads: int) -> None:
+    """Have every thread do FLOPS operations."""
+    launch(_multiplier().address("multiply"), 0, threads)
