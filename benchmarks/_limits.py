@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -21,51 +22,48 @@ FLOPS = 2 * TURNS * CHAINS * Target.host().lanes(F32)  # of every thread that mu
 
 @functools.cache
 def _reader() -> jit.Code:
-    """void(i64[16]): add up runs of floats, some of which threads take off a counter at a time.
+    """void(i64[16]): add up runs of floats, one of which a thread takes off a counter at a time.
 
     The record is where the addresses of the runs are, how many there are, how many floats each has,
-    how many runs are taken at a time, the counter, and where a sum goes, so that the reading cannot
-    be left out.
+    the counter, and where a sum goes, so that the reading cannot be left out.
     """
     target, module = Target.host(), Module()
     lanes = target.lanes(F32)
     vector = target.vector(F32)
     with module.function("read", {"args": PTR}) as f:
         args = f.parameters[0]
-        runs, count = f.load(PTR, args, 0), f.load(I64, args, 1)
-        length, taken = f.load(I64, args, 2), f.load(I64, args, 3)
+        runs, count, length = f.load(PTR, args, 0), f.load(I64, args, 1), f.load(I64, args, 2)
         with f.forever() as leave:
-            first = f.atomic_add(f.offset(args, 4, I64), 1) * taken
-            leave(first >= count)
+            number = f.atomic_add(f.offset(args, 3, I64), 1)
+            leave(number >= count)
+            start = f.load(PTR, runs, number)
 
-            def add_run(i, sums):
-                start = f.load(PTR, runs, i)
-
-                def add(at, sums):
-                    loads = [f.load(vector, start, at + k * lanes) for k in range(8)]
-                    return [s + x for s, x in zip(sums, loads, strict=True)]
-
-                return f.loop(0, length, add, carry=sums, step=8 * lanes)
+            def add(at, sums):
+                loads = [f.load(vector, start, at + k * lanes) for k in range(8)]
+                return [s + x for s, x in zip(sums, loads, strict=True)]
 
             nothing = [f.value(0.0, vector)] * 8
-            sums = f.loop(first, f.minimum(first + taken, count), add_run, carry=nothing)
-            f.store(functools.reduce(lambda a, b: a + b, sums), f.offset(args, 6, I64))
+            sums = f.loop(0, length, add, carry=nothing, step=8 * lanes)
+            f.store(functools.reduce(lambda a, b: a + b, sums), f.offset(args, 4, I64))
     return jit.load(jit.compile_object(str(module.text), target), ["read"])
 
 
-def read_runs(addresses: Tensor, length: int) -> None:
-    """Read runs of so many floats as fast as this machine can."""
-    record = (ctypes.c_int64 * 16)(
-        addresses.data_ptr(), addresses.numel(), length, max(1, CHUNK // length)
-    )
-    launch(_reader().address("read"), ctypes.addressof(record), torch.get_num_threads())
+def reading_runs(length: int, *addresses: Tensor) -> Callable[[], None]:
+    """What reads runs of so many floats as fast as this machine can."""
+
+    def read() -> None:
+        for runs in addresses:
+            record = (ctypes.c_int64 * 16)(runs.data_ptr(), runs.numel(), length)
+            launch(_reader().address("read"), ctypes.addressof(record), torch.get_num_threads())
+
+    return read
 
 
-def read(*tensors: Tensor) -> None:
-    """Read tensors from beginning to end."""
-    for tensor in tensors:
-        chunks = torch.arange(tensor.nbytes // (4 * CHUNK))
-        read_runs(tensor.data_ptr() + 4 * CHUNK * chunks, CHUNK)
+def reading(*tensors: Tensor) -> Callable[[], None]:
+    """What reads tensors from beginning to end."""
+    chunks = [torch.arange(tensor.nbytes // (4 * CHUNK)) for tensor in tensors]
+    starts = zip(tensors, chunks, strict=True)
+    return reading_runs(CHUNK, *(x.data_ptr() + 4 * CHUNK * places for x, places in starts))
 
 
 @functools.cache

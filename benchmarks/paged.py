@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from _limits import FLOPS, multiply, read, read_runs
+from _limits import FLOPS, multiply, reading, reading_runs
 from _race import Table, race, run_parts
 from torch import Tensor
 
@@ -28,12 +29,14 @@ PREFIX, OWN, SHARING = 4096, 64, 32
 PROMPT = 2048
 
 
-def read_pages(memory: Paged) -> None:
-    """Read the float32 pages of a memory, head by head of each sequence, as a decode step does."""
+def reading_pages(memory: Paged) -> Callable[[], None]:
+    """What reads float32 pages head by head of each sequence, as a decode step does."""
+    addresses = []
     for pages in (memory.key, memory.value):
         heads = torch.arange(pages.shape[1])[:, None] * pages.stride(1)
         places = memory.page_table[:, None].long() * pages.stride(0) + heads
-        read_runs(pages.data_ptr() + 4 * places, pages.shape[2] * pages.shape[3])
+        addresses.append(pages.data_ptr() + 4 * places)
+    return reading_runs(memory.key.shape[2] * memory.key.shape[3], *addresses)
 
 
 def operands(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -72,7 +75,7 @@ def contiguous(table: Table, seconds: float, threads: int) -> None:
         times = race(
             {
                 "ours": lambda q=query, k=key, v=value: quire.attention(q, Dense(k, v)),
-                "read": functools.partial(read, key, value),
+                "read": reading(key, value),
                 "sdpa": lambda q=low, k=key, v=value: F.scaled_dot_product_attention(
                     q, k, v, enable_gqa=True
                 ),
@@ -95,21 +98,24 @@ def paged(table: Table, seconds: float, threads: int) -> None:
             {
                 "ours": lambda memory=memory: quire.attention(query, memory),
                 "contiguous": lambda: quire.attention(query, Dense(key, value)),
-                "read": functools.partial(read, key, value),
-                "pages": functools.partial(read_pages, memory),
+                "read": reading(key, value),
+                "pages": reading_pages(memory),
             },
             seconds,
         )
-        slower, reading = (
+        slower, alone = (
             100 * (times[a] / times[b] - 1) for a, b in (("ours", "contiguous"), ("pages", "read"))
         )
         table.add(
             *(f"decode, random pages of {page}", slower, "% slower", f"at most {most}"),
-            reading_them_is=f"{reading:.1f} % slower",
+            reading_them_is=f"{alone:.1f} % slower",
         )
         if page == 64:
-            share = 100 * times["read"] / times["ours"]
-            table.add(f"decode, random pages of {page}", share, "% of read", "80")
+            share, of_them = (100 * times[name] / times["ours"] for name in ("read", "pages"))
+            table.add(
+                *(f"decode, random pages of {page}", share, "% of read", "80"),
+                of_reading_them=f"{of_them:.1f} %",
+            )
 
 
 def int8(table: Table, seconds: float, threads: int) -> None:
@@ -148,7 +154,7 @@ def long(table: Table, seconds: float, threads: int) -> None:
             {
                 "1": functools.partial(attend, 1),
                 "2": functools.partial(attend, 2),
-                "read": functools.partial(read, k, v),
+                "read": reading(k, v),
             },
             seconds,
         )

@@ -291,6 +291,7 @@ def write_multiply_values(
             known = [of.weigh(j + k) for k in range(keys)] if keys * rows <= WEIGHTS else []
 
             def add_by_row(at: Value, places: range, values: list[list[Value]]) -> None:
+                """Weights stay in registers, sums come and go."""
                 for r in range(rows):
                     for v, place in enumerate(places[r::rows]):
                         total = tile.load(f, at, place)
@@ -299,6 +300,7 @@ def write_multiply_values(
                         tile.store(f, total, at, place)
 
             def add_by_key(at: Value, places: range, values: list[list[Value]]) -> None:
+                """Sums stay in registers, weights come and go."""
                 sums = [tile.load(f, at, place) for place in places]
                 for k, parts in enumerate(values):
                     sums = of.add(parts, of.weigh(j + k), sums)
