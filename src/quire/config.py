@@ -3,6 +3,9 @@
     QUIRE_BACKEND     auto | eager | inductor | jit   what `backend="auto"` stands for
     QUIRE_CACHE_DIR   a directory                     where compiled kernels are kept
     QUIRE_CHECK       1 | 0                           check our own invariants while running
+    QUIRE_TARGET      x86-64-v3 | x86-64-v4 | aarch64 the processor that kernels are generated for,
+                                                      perhaps with a width of vectors in bits, as
+                                                      in x86-64-v3:512; unset: this one
     QUIRE_THREADS     1, 2, 3, ...                    threads of a kernel; unset: as many as torch
 
 An empty variable counts as unset. A value that means nothing is an ArgumentError when it is first
@@ -43,6 +46,7 @@ class Config:
     backend: Backend
     cache_dir: Path
     check: bool
+    target: str | None
     threads: int | None
 
     @classmethod
@@ -57,6 +61,7 @@ class Config:
             backend=parsed("QUIRE_BACKEND", _backend, "auto"),
             cache_dir=parsed("QUIRE_CACHE_DIR", _directory, _default_cache_dir(environ)),
             check=parsed("QUIRE_CHECK", _truth, False),
+            target=parsed("QUIRE_TARGET", lambda _, text: text.lower(), None),
             threads=parsed("QUIRE_THREADS", _count, None),
         )
 

@@ -12,7 +12,8 @@
         out / sum to the user's tensor
 
 Where half a panel is all that reads a block, keys and values are not staged but read where they
-lie, and only that half is computed; then short sequences are no more work than they need to be.
+lie. Of the last panel only the vectors that hold queries are computed, so that short sequences are
+no more work than they need to be.
 
 The kernel does not know head dims, lengths, strides or mods: one per dtype and target is compiled,
 and `convention.py` is what it is told. Blocks of keys start at absolute multiples of `block_kv`,
@@ -57,8 +58,9 @@ OPERANDS = (*READ, "out")
 
 
 class _Products(NamedTuple):
-    """What is computed of a tile, for panels or for the first halves of them."""
+    """What is computed of a tile, for panels or for the first vectors of them."""
 
+    tile: Tile
     multiply_keys: Function
     exponentiate: Function
     multiply_values: Function
@@ -73,7 +75,7 @@ class _Phases(NamedTuple):
     pack: Function
     unpack: Function
     whole: _Products
-    half: _Products
+    parts: list[_Products]
     exponentiate_carefully: Function
     multiply_values_carefully: Function
 
@@ -102,7 +104,7 @@ def _write_phases(module: Module, spec: ForwardSpec) -> _Phases:
         write_pack(module, tile),
         write_unpack(module, tile),
         _write_products(module, tile),
-        _write_products(module, tile._replace(narrow=True)),
+        [_write_products(module, part) for part in tile.parts()],
         write_exponentiate(module, tile, careful=True),
         write_multiply_values(module, tile, careful=True),
     )
@@ -114,6 +116,7 @@ def _distinct(kinds: dict[str, Storage], names: Sequence[str]) -> list[Storage]:
 
 def _write_products(module: Module, tile: Tile) -> _Products:
     return _Products(
+        tile,
         write_multiply_keys(module, tile),
         write_exponentiate(module, tile),
         write_multiply_values(module, tile),
@@ -247,11 +250,11 @@ class _Kernel(Nest):
             (f.offset(rows.start, first * rows.stride, tile.element), rows.stride)
             for rows in (keys, values)
         )
-        half = self._is_half(item.q_count - q)
+        queries_left = item.q_count - q
 
         def rewrite(mod: Value) -> None:
             q_idx, kv_idx = item.q_idx + q, block.origin + part.first
-            place = (item.b, item.h, q_idx, item.q_count - q, kv_idx, count)
+            place = (item.b, item.h, q_idx, queries_left, kv_idx, count)
             with f.when(mod.differs(f.null())):
                 f.call_pointer(mod, REWRITE, scores, maxima, arg["arguments"], *place)
 
@@ -268,8 +271,14 @@ class _Kernel(Nest):
         def accumulate_quickly(by: _Products) -> list[Value]:
             return accumulate(by.exponentiate, by.multiply_values)
 
-        def fitting(run: Callable[[_Products], list[Value]]) -> list[Value]:
-            return f.choose(half, lambda: run(phases.half), lambda: run(phases.whole))
+        def fitting(
+            run: Callable[[_Products], list[Value]], parts: Sequence[_Products] = phases.parts
+        ) -> list[Value]:
+            if not parts:
+                return run(phases.whole)
+            part, *larger = parts
+            fits = queries_left <= part.tile.vectors * tile.lanes
+            return f.choose(fits, lambda: run(part), lambda: fitting(run, larger))
 
         fitting(multiply_keys)
         rewrite(self.work.mod(part.kind))
@@ -278,17 +287,17 @@ class _Kernel(Nest):
             state = (running_sum, *self._observed(q))
             f.call_pointer(arg["observe"], OBSERVE, scores, *state, place, count)
         f.choose(
-            careful | self._odd(running_max, half) | self._odd(maxima, half),
+            careful | self._odd(running_max, queries_left) | self._odd(maxima, queries_left),
             lambda: accumulate(phases.exponentiate_carefully, phases.multiply_values_carefully),
             lambda: fitting(accumulate_quickly),
         )
 
-    def _odd(self, maxima: Value, half: Value) -> Value:
-        """Whether some column's maximum is +inf or NaN, in half the panel or all of it."""
-        f, middle = self.f, self.tile.vectors // 2
+    def _odd(self, maxima: Value, queries: Value) -> Value:
+        """Whether some column's maximum is +inf or NaN, in those vectors that hold queries."""
+        f, lanes = self.f, self.tile.lanes
         odd = [f.any_lane(~(x < math.inf)) for x in self.tile.load_row(f, maxima)]
-        first, second = (functools.reduce(operator.or_, x) for x in (odd[:middle], odd[middle:]))
-        return first | (second & ~half)
+        held = [x & (queries > v * lanes) if v else x for v, x in enumerate(odd)]
+        return functools.reduce(operator.or_, held)
 
     def _finish(self, item: Item) -> Value:
         """Divide by the sums, write out, lse and the like; whether out is not finite."""

@@ -2,9 +2,13 @@
 
     >>> Target.named("x86-64-v3").vector_bits
     256
+    >>> Target.named("x86-64-v3:512").vector_bits  # LLVM splits vectors that are too wide
+    512
 
-A `Target` is a value: two of them are equal if they give the same code. `Target.host()` describes
-this machine; named targets give the same text and assembly everywhere.
+A `Target` is a value: two of them are equal if they give the same code. `Target.host()` is what
+this process generates code for: this machine, or what QUIRE_TARGET names. Named targets give the
+same text and assembly everywhere. With a width, a target has the tiles of processors whose vectors
+are that wide, so any machine can run the shapes of all others.
 
 The micro kernel multiplies `rows` broadcast numbers with a row of `vectors` vectors:
 
@@ -13,21 +17,34 @@ The micro kernel multiplies `rows` broadcast numbers with a row of `vectors` vec
     row 0  |  acc  |  acc  |      rows x vectors accumulators, the row of vectors and one
     row 1  |  acc  |  acc  |      broadcast number must fit the register file together
      ...   |       |       |
+
+`python benchmarks/tiles.py` measures shapes; docs/processors.md has what it printed. 6 x 2 is all
+that 16 registers hold; with 32 registers 6 x 4 is within a percent or two of the best on every
+processor that was measured, for forward and backward passes and rows of 64 and 128 numbers.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import llvmlite.binding as llvm
 
 from quire.codegen.types import Type
+from quire.config import config
 from quire.errors import ArgumentError, BackendError
+
+WIDTHS = (128, 256, 512)
+"""The widths of vectors, in bits, that kernels can be written for."""
 
 _NEEDED_ON_X86 = ("avx2", "fma", "f16c")
 _NEEDED_FOR_AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
+_FEATURES_OF_LEVEL = {
+    "x86-64-v3": (*_NEEDED_ON_X86, "bmi", "bmi2", "lzcnt", "movbe"),
+    "x86-64-v4": (*_NEEDED_ON_X86, "bmi", "bmi2", "lzcnt", "movbe", *_NEEDED_FOR_AVX512, "avx512cd"),
+    "aarch64": (),
+}
 
 
 @dataclass(frozen=True)
@@ -47,6 +64,10 @@ class Target:
         used = self.rows * self.vectors + self.vectors + 1
         assert used <= self.registers, f"a micro kernel of {used} registers on {self.registers}"
 
+    def __str__(self) -> str:
+        shape = f"tiles of {self.rows} rows x {self.vectors} vectors"
+        return f"{self.cpu}, vectors of {self.vector_bits} bits, {shape}"
+
     def lanes(self, element: Type) -> int:
         """How many elements one vector register holds."""
         return self.vector_bits // element.bits
@@ -59,27 +80,65 @@ class Target:
         """How many queries a panel holds, side by side."""
         return self.vectors * self.lanes(element)
 
-    @staticmethod
-    def named(name: str) -> Target:
-        """A target that is the same on every machine: x86-64-v3, x86-64-v4 or aarch64."""
-        if name not in _NAMED:
-            raise ArgumentError(
-                f"expected a target out of {', '.join(_NAMED)}, got {name!r}. Leave it out for "
-                f"this processor."
-            )
-        return _NAMED[name]
+    def widened(self, vector_bits: int) -> Target:
+        """This processor with the tiles of those whose vectors are so wide."""
+        if vector_bits == self.vector_bits:
+            return self
+        # 16 registers are a matter of AVX2; other widths stand for processors that have 32.
+        has_32 = vector_bits != 256 or self.registers == 32
+        return replace(self, vector_bits=vector_bits, **_shape(32 if has_32 else 16))
 
     @staticmethod
-    @functools.cache
+    def named(name: str) -> Target:
+        """A target that is the same on every machine, as in "x86-64-v4" or "x86-64-v3:512"."""
+        processor, colon, width = name.partition(":")
+        known = [str(bits) for bits in WIDTHS]
+        if processor not in _NAMED or (colon and width not in known):
+            raise ArgumentError(
+                f"expected a target out of {', '.join(_NAMED)}, perhaps with a width of vectors "
+                f"out of {', '.join(known)} as in x86-64-v3:512, got {name!r}. Leave it out for "
+                f"this processor."
+            )
+        target = _NAMED[processor]
+        return target.widened(int(width)) if colon else target
+
+    @staticmethod
     def host() -> Target:
-        """This machine. Raises BackendError, with the reason, where it lacks what we need."""
-        features = llvm.get_host_cpu_features()
-        reason = missing_on(llvm.get_process_triple(), features)
-        if reason:
-            raise BackendError(f"{reason}; use backend='eager'")
-        return _describe(
-            llvm.get_process_triple(), llvm.get_host_cpu_name(), features, features.flatten()
+        """What this process generates code for: QUIRE_TARGET, or else this machine.
+
+        Raises BackendError, with the reason, where the machine lacks what every kernel needs, and
+        ArgumentError where it lacks what QUIRE_TARGET asks for.
+        """
+        return _host(config().target)
+
+
+@functools.cache
+def _host(name: str | None) -> Target:
+    triple, features = llvm.get_process_triple(), llvm.get_host_cpu_features()
+    if name is not None:
+        return _runnable(name, triple, features)
+    reason = missing_on(triple, features)
+    if reason:
+        raise BackendError(f"{reason}; use backend='eager'")
+    return _describe(triple, llvm.get_host_cpu_name(), features, features.flatten())
+
+
+def _runnable(name: str, triple: str, features: Mapping[str, bool]) -> Target:
+    """A named target, if this machine runs its code."""
+    try:
+        target = Target.named(name)
+    except ArgumentError as error:
+        raise ArgumentError(f"QUIRE_TARGET: {error}") from None
+    level = name.partition(":")[0]
+    missing = [feature for feature in _FEATURES_OF_LEVEL[level] if not features.get(feature)]
+    if _architecture(target.triple) != _architecture(triple):
+        missing = [_architecture(target.triple)]
+    if missing:
+        raise ArgumentError(
+            f"QUIRE_TARGET: expected a target that this processor runs, got {name!r}, and it lacks "
+            f"{' '.join(missing)}. Unset it to use what the processor has."
         )
+    return replace(target, triple=triple)
 
 
 def missing_on(triple: str, features: Mapping[str, bool]) -> str:
@@ -101,11 +160,14 @@ def _architecture(triple: str) -> str:
 
 def _describe(triple: str, cpu: str, features: Mapping[str, bool], flags: str) -> Target:
     if _architecture(triple) == "aarch64":
-        # 128-bit vectors are short: four of them make a panel of 16 floats.
-        return Target(triple, cpu, flags, vector_bits=128, registers=32, rows=6, vectors=4)
+        return Target(triple, cpu, flags, vector_bits=128, **_shape(32))
     if all(features.get(name) for name in _NEEDED_FOR_AVX512):
-        return Target(triple, cpu, flags, vector_bits=512, registers=32, rows=8, vectors=2)
-    return Target(triple, cpu, flags, vector_bits=256, registers=16, rows=6, vectors=2)
+        return Target(triple, cpu, flags, vector_bits=512, **_shape(32))
+    return Target(triple, cpu, flags, vector_bits=256, **_shape(16))
+
+
+def _shape(registers: int) -> dict[str, int]:
+    return {"registers": registers, "rows": 6, "vectors": 4 if registers == 32 else 2}
 
 
 _LINUX = "unknown-linux-gnu"

@@ -39,14 +39,14 @@ UNREAD = -0.0  # the weight of a key that is not read, in the careful form
 class Tile(NamedTuple):
     """The shape of a tile: a target, and the type that scratch memory holds.
 
-    A narrow one lies in memory like the others, but only the first half of its panel is computed.
-    It may be all that reads its keys and values, so they are read where the user has them, and
-    what lies behind them is asked for: the next head reads that.
+    A narrow one lies in memory like the others, but only the first `part` vectors of its panel are
+    computed. It may be all that reads its keys and values, so they are read where the user has
+    them, and what lies behind them is asked for: the next head reads that.
     """
 
     target: Target
     element: Type
-    narrow: bool = False
+    part: int = 0
 
     @property
     def vector(self) -> Type:
@@ -66,7 +66,17 @@ class Tile(NamedTuple):
     @property
     def vectors(self) -> int:
         """Vectors of a panel that are computed."""
-        return self.target.vectors // 2 if self.narrow else self.target.vectors
+        return self.part or self.target.vectors
+
+    @property
+    def narrow(self) -> bool:
+        """Whether only a part of each panel is computed."""
+        return self.part > 0
+
+    def parts(self) -> list[Tile]:
+        """The narrow tiles: those of one vector, two, four and so on."""
+        sizes = (1 << n for n in range(self.target.vectors.bit_length()))
+        return [self._replace(part=size) for size in sizes if size < self.target.vectors]
 
     @property
     def line(self) -> int:
@@ -80,7 +90,7 @@ class Tile(NamedTuple):
 
     def named(self, function: str) -> str:
         """The name of a function for tiles of this shape."""
-        return f"{function}_narrow" if self.narrow else function
+        return f"{function}_{self.part}" if self.narrow else function
 
     def row(self, f: Function, number: float) -> list[Value]:
         """A row of a panel that is the same number everywhere."""
