@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator
 
 import pytest
+import targets
 import torch
 from hypothesis import register_random, settings
 
@@ -58,6 +59,17 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.hypothesis_seed = CI_SEED if in_ci else secrets.randbelow(2**32)
     torch.set_num_threads(NUM_THREADS)
     os.environ.setdefault("QUIRE_CACHE_DIR", tempfile.mkdtemp(prefix="quire-tests-"))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.definition.get_closest_marker("every_width"):
+        metafunc.parametrize("_target", targets.names(), indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def _target(request: pytest.FixtureRequest) -> Iterator[None]:
+    with targets.use(getattr(request, "param", targets.NATIVE)):
+        yield
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -13,12 +13,17 @@ from quire.errors import ArgumentError
 
 def test_nothing_set_gives_the_defaults() -> None:
     assert Config.read({}) == Config(
-        backend="auto", cache_dir=Path.home() / ".cache" / "quire", check=False, threads=None
+        backend="auto",
+        cache_dir=Path.home() / ".cache" / "quire",
+        check=False,
+        target=None,
+        threads=None,
     )
 
 
 def test_an_empty_variable_counts_as_unset() -> None:
-    names = ("QUIRE_BACKEND", "QUIRE_CACHE_DIR", "QUIRE_CHECK", "QUIRE_THREADS", "XDG_CACHE_HOME")
+    names = ("BACKEND", "CACHE_DIR", "CHECK", "TARGET", "THREADS")
+    names = ("XDG_CACHE_HOME", *(f"QUIRE_{name}" for name in names))
     assert Config.read(dict.fromkeys(names, "")) == Config.read({})
 
 

@@ -9,10 +9,13 @@ from pathlib import Path
 import llvmlite.binding as llvm
 import pytest
 import torch
+from llvmlite.binding.targets import FeatureMap
 
 from quire import doctor
+from quire.codegen import target
 from quire.config import config
 from quire.doctor import report
+from quire.runtime import processor
 
 
 def finding(what: str) -> str:
@@ -30,6 +33,7 @@ def test_every_row_is_there_once_and_says_something() -> None:
         "platform",
         "cpu",
         "vector features",
+        "kernels for",
         "torch threads",
         "openmp runtime",
         "environment",
@@ -88,20 +92,43 @@ def test_no_compiler_means_no_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     ("triple", "features", "shown", "jit"),
     [
         ("x86_64-linux", "mmx avx2 fma f16c avx512f", "avx2 avx512f f16c fma", "yes"),
-        ("x86_64-linux", "avx2", "avx2", "no: expected a processor with .* lacks fma f16c"),
+        (
+            "x86_64-linux",
+            "avx2",
+            "avx2",
+            "no: expected a processor with .* lacks fma f16c; use backend='eager'",
+        ),
         ("aarch64-linux", "neon sve", "neon sve", "yes"),
-        ("riscv64-linux", "v", "none of use", "no: expected a processor of .* got riscv64-linux"),
-        ("x86_64-linux", "", "none of use", "no: .* lacks avx2 fma f16c"),
+        (
+            "riscv64-linux",
+            "v",
+            "none of use",
+            "no: expected a processor of .* got riscv64-linux; .*",
+        ),
+        ("x86_64-linux", "", "none of use", "no: .* lacks avx2 fma f16c; .*"),
     ],
 )
 def test_the_cpu_decides_about_jit(
     monkeypatch: pytest.MonkeyPatch, triple: str, features: str, shown: str, jit: str
 ) -> None:
-    known = {"sse4a": False, **dict.fromkeys(features.split(), True)}
+    known = FeatureMap({"sse4a": False, **dict.fromkeys(features.split(), True)})
     monkeypatch.setattr(llvm, "get_process_triple", lambda: triple)
     monkeypatch.setattr(llvm, "get_host_cpu_features", lambda: known)
-    assert finding("vector features") == shown
-    assert re.fullmatch(jit, finding("backend jit"))
+    monkeypatch.setattr(processor, "_failure", lambda target, keep: None)
+    target._host.cache_clear()
+    try:
+        assert finding("vector features") == shown
+        assert re.fullmatch(jit, finding("backend jit"))
+        assert finding("kernels for").startswith("none: ") == jit.startswith("no")
+    finally:
+        target._host.cache_clear()
+
+
+def test_a_target_that_cannot_be_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_TARGET", "i386")
+    config.cache_clear()
+    assert finding("kernels for").startswith("none: QUIRE_TARGET: expected a target out of")
+    assert finding("backend jit").startswith("no: QUIRE_TARGET: expected a target out of")
 
 
 class TestCacheDirectory:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol
 
 from quire import compiled, eager, inductor
+from quire.codegen.target import Target
 from quire.config import Backend as BackendName
 from quire.config import config
 from quire.eager import Operands, Result
@@ -109,6 +110,8 @@ def explain_call(call: Call, name: BackendName = "auto") -> str:
     able = [each for each in request.candidates if obstacles[each] is None]
     used = able[0] if able else None
     lines = [f"{request.words} uses {used or 'nothing: it raises a BackendError'}."]
+    if used == "jit":
+        lines.append(f"jit generates code for {Target.host()}.")
     for each, reason in obstacles.items():
         if reason is None:
             first = "comes first" if each in able else "was asked for"

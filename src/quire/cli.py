@@ -119,7 +119,11 @@ def show_mod(
     ] = None,
     dtype: Annotated[str, typer.Option(help="Of the queries.")] = "float32",
     target: Annotated[
-        str, typer.Option(metavar="x86-64-v3|x86-64-v4|aarch64|host", help="The processor.")
+        str,
+        typer.Option(
+            metavar="x86-64-v3|x86-64-v4|aarch64|host",
+            help="The processor, perhaps with a width of vectors, as in x86-64-v3:512.",
+        ),
     ] = "host",
     stage: Annotated[
         str, typer.Option(metavar="graph|llvm|asm|all", help="One alone can be piped.")

@@ -13,15 +13,15 @@ from quire.aux_outputs import NO_AUX, AuxRequest
 from quire.block_mask import BlockRows
 from quire.checks import DTYPES
 from quire.codegen.lower import check_lowerable
-from quire.codegen.target import Target
 from quire.config import config
 from quire.eager import Above, Gradients, Operands, Result, Wanted, output_layout
-from quire.errors import BackendError, TensorKindError, UnsupportedOpError
+from quire.errors import TensorKindError, UnsupportedOpError
 from quire.ir.trace import Traced, mod_name
 from quire.memory import Dense
 from quire.one_by_one import each, fill_holes, gradients_one_by_one, in_rows, one_by_one
 from quire.problem import Call, Problem, ReadyMod
 from quire.recheck import recheck
+from quire.runtime import processor
 from quire.runtime.addressing import Addressing, dense
 from quire.runtime.backward import backward, key_mass
 from quire.runtime.forward import forward
@@ -54,7 +54,7 @@ def obstacle(call: Call) -> str | None:
             return f"{name} are {str(dtype).removeprefix('torch.')}, which kernels do not read"
     if call.query.dtype != torch.float64 and torch.float64 in (call.key.dtype, call.value.dtype):
         return "keys or values are float64 and queries are not"
-    return _machine_obstacle()
+    return processor.obstacle()
 
 
 def has_memory(tensor: Tensor) -> bool:
@@ -74,14 +74,6 @@ def _mod_obstacle(kind: str, mod: ReadyMod) -> str | None:
         check_lowerable(mod.output)
     except UnsupportedOpError as error:
         return str(error).partition(". ")[0]
-    return None
-
-
-def _machine_obstacle() -> str | None:
-    try:
-        Target.host()
-    except BackendError as error:
-        return str(error)
     return None
 
 

@@ -20,8 +20,9 @@ from pathlib import Path
 import llvmlite.binding as llvm
 import torch
 
-from quire.codegen.target import missing_on
-from quire.errors import ArgumentError
+from quire.codegen.target import Target
+from quire.errors import ArgumentError, QuireError
+from quire.runtime import processor
 from quire.runtime.cache import object_cache
 
 _CPUINFO = Path("/proc/cpuinfo")
@@ -42,6 +43,7 @@ def report() -> list[tuple[str, str]]:
         ("platform", platform.platform()),
         ("cpu", _cpu_name()),
         ("vector features", _vector_features()),
+        ("kernels for", _target()),
         ("torch threads", f"{torch.get_num_threads()} of {os.cpu_count()} logical cores"),
         ("openmp runtime", _openmp_runtime()),
         ("environment", _environment()),
@@ -74,6 +76,13 @@ def _cpu_name() -> str:
 def _vector_features() -> str:
     present = {name for name, has in llvm.get_host_cpu_features().items() if has}
     return " ".join(sorted(filter(_WORTH_NAMING.fullmatch, present))) or "none of use"
+
+
+def _target() -> str:
+    try:
+        return str(Target.host())
+    except QuireError as error:
+        return f"none: {error}"
 
 
 # Threads and files
@@ -125,4 +134,7 @@ def _why_no_inductor() -> str | None:
 
 
 def _why_no_jit() -> str | None:
-    return missing_on(llvm.get_process_triple(), llvm.get_host_cpu_features()) or None
+    try:
+        return processor.obstacle(keep=False)
+    except ArgumentError as error:
+        return str(error)

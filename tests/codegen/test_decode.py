@@ -20,6 +20,8 @@ from quire.errors import CapturedIndexError, DivisionByZeroError
 from quire.runtime import plan
 from quire.runtime.kernels import Kernel, kernel, kernel_of
 
+pytestmark = pytest.mark.every_width
+
 ALL = AuxRequest(lse=True, max_scores=True)
 LENGTHS = [*range(1, MOST_ROWS + 2)]  # one more than rows: the first panel
 

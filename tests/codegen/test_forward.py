@@ -28,6 +28,8 @@ from quire.codegen.target import Target
 from quire.codegen.types import I1, I64
 from quire.errors import CodegenError
 
+pytestmark = pytest.mark.every_width
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 INF, NAN = math.inf, math.nan
 

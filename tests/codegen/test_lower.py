@@ -15,6 +15,8 @@ from quire.ir.graph import Node, cast
 from quire.ir.interpret import interpret
 from quire.ir.ops import OPS, Typing
 
+pytestmark = pytest.mark.every_width
+
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 INTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 ULPS = {"exp": 2, "exp2": 2, "log": 2, "log2": 2, "tanh": 4, "sigmoid": 4, "erf": 4, "sin": 4,

@@ -13,6 +13,8 @@ from quire.codegen.row_tiles import add_lanes
 from quire.codegen.target import Target
 from quire.codegen.types import F32, F64, PTR, Type
 
+pytestmark = pytest.mark.every_width
+
 
 @pytest.mark.parametrize(
     ("element", "lanes"), [(F32, 4), (F32, 8), (F32, 16), (F64, 2), (F64, 4), (F64, 8)]

@@ -9,11 +9,16 @@ import weakref
 
 import llvmlite.binding as llvm
 import pytest
+import targets
+import torch
 
-from quire.codegen import jit
+import quire
+from quire.codegen import jit, target
 from quire.codegen.builder import Module
 from quire.codegen.target import Target, missing_on
 from quire.codegen.types import F32, F64, I64
+from quire.config import config
+from quire.doctor import report
 from quire.errors import ArgumentError, BackendError, CodegenError
 
 LINUX = "x86_64-unknown-linux-gnu"
@@ -34,18 +39,85 @@ def call(code: jit.Code) -> int:
 
 
 @pytest.mark.parametrize(
-    ("name", "lanes", "panel"), [("x86-64-v3", 8, 16), ("x86-64-v4", 16, 32), ("aarch64", 4, 16)]
+    ("name", "lanes", "panel"), [("x86-64-v3", 8, 16), ("x86-64-v4", 16, 64), ("aarch64", 4, 16)]
 )
 def test_named_targets(name: str, lanes: int, panel: int) -> None:
-    target = Target.named(name)
-    assert (target.lanes(F32), target.panel(F32)) == (lanes, panel)
-    assert (target.lanes(F64), target.panel(F64)) == (lanes // 2, panel // 2)
-    assert target == Target.named(name) and hash(target) == hash(Target.named(name))
+    named = Target.named(name)
+    assert (named.lanes(F32), named.panel(F32)) == (lanes, panel)
+    assert (named.lanes(F64), named.panel(F64)) == (lanes // 2, panel // 2)
+    assert named == Target.named(name) and hash(named) == hash(Target.named(name))
 
 
-def test_unknown_target() -> None:
-    with pytest.raises(ArgumentError, match=r"expected a target out of .*, got 'mips'"):
-        Target.named("mips")
+@pytest.mark.parametrize("name", ["mips", "x86-64-v3:", "x86-64-v3:64", "x86-64-v3:512:1", ":512"])
+def test_unknown_target(name: str) -> None:
+    with pytest.raises(ArgumentError, match=f"expected a target out of .*, got '{name}'"):
+        Target.named(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "bits", "shape"),
+    [
+        ("x86-64-v3:256", 256, (6, 2)),
+        ("x86-64-v3:512", 512, (6, 4)),  # as a processor that has such vectors
+        ("x86-64-v3:128", 128, (6, 4)),
+        ("x86-64-v4:256", 256, (6, 4)),
+        ("aarch64:512", 512, (6, 4)),
+    ],
+)
+def test_a_width_brings_its_shape(name: str, bits: int, shape: tuple[int, int]) -> None:
+    named, plain = Target.named(name), Target.named(name.partition(":")[0])
+    assert (named.vector_bits, (named.rows, named.vectors)) == (bits, shape)
+    assert (named.cpu, named.triple) == (plain.cpu, plain.triple)
+    assert (repr(named) == repr(plain)) == (named == plain)  # the cache tells them apart
+
+
+class TestChosenTarget:
+    """QUIRE_TARGET."""
+
+    def chosen(self, monkeypatch: pytest.MonkeyPatch, name: str) -> Target:
+        monkeypatch.setenv("QUIRE_TARGET", name)
+        config.cache_clear()
+        return Target.host()
+
+    def test_every_width(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in targets.names()[1:]:
+            chosen = self.chosen(monkeypatch, name.upper())
+            assert chosen.vector_bits == int(name.partition(":")[2])
+            assert chosen.triple == llvm.get_process_triple()
+
+    def test_unknown(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with pytest.raises(
+            ArgumentError, match=r"^QUIRE_TARGET: expected a target out of .*'i386'"
+        ):
+            self.chosen(monkeypatch, "i386")
+
+    def test_another_architecture(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        here = Target.host().triple.startswith(("aarch64", "arm64"))
+        name, lacks = ("x86-64-v3", "x86_64") if here else ("aarch64", "aarch64")
+        with pytest.raises(ArgumentError, match=f"got '{name}', and it lacks {lacks}. Unset it"):
+            self.chosen(monkeypatch, name)
+
+    def test_a_processor_without_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        features = dict.fromkeys((*target._FEATURES_OF_LEVEL["x86-64-v3"], "avx512f"), True)
+        monkeypatch.setattr(llvm, "get_process_triple", lambda: LINUX)
+        monkeypatch.setattr(llvm, "get_host_cpu_features", lambda: features)
+        target._host.cache_clear()
+        try:
+            assert self.chosen(monkeypatch, "x86-64-v3").vector_bits == 256
+            with pytest.raises(ArgumentError, match="it lacks avx512bw avx512dq avx512vl avx512cd"):
+                self.chosen(monkeypatch, "x86-64-v4")
+        finally:
+            target._host.cache_clear()
+
+    def test_it_computes_and_is_shown(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in targets.names()[1:]:
+            with targets.use(name):
+                q = torch.randn(1, 2, 70, 24)
+                text = quire.explain(q, q, q)
+                assert f"jit generates code for {Target.host()}.\n" in text
+                assert dict(report())["kernels for"] == str(Target.host())
+                sdpa = torch.nn.functional.scaled_dot_product_attention
+                torch.testing.assert_close(quire.flex_attention(q, q, q), sdpa(q, q, q))
 
 
 def test_what_a_host_lacks_is_named() -> None:
@@ -61,7 +133,7 @@ def test_an_old_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llvm, "get_process_triple", lambda: LINUX)
     monkeypatch.setattr(llvm, "get_host_cpu_features", lambda: {"avx2": True})
     with pytest.raises(BackendError, match="lacks fma f16c; use backend='eager'"):
-        Target.host.__wrapped__()
+        target._host.__wrapped__(None)
 
 
 @pytest.mark.parametrize("name", ["x86-64-v3", "x86-64-v4", "aarch64"])

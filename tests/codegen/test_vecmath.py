@@ -18,6 +18,8 @@ from quire.codegen.target import Target
 from quire.codegen.types import F16, F32, F64, I64, PTR, Type
 from quire.errors import CodegenError
 
+pytestmark = pytest.mark.every_width
+
 Unary = Callable[[Function, Value], Value]
 Array = NDArray[np.floating]
 

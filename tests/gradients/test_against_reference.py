@@ -14,6 +14,8 @@ from strategies import DTYPES, LAYOUTS, Case, long_cases
 import quire
 from quire import AuxRequest, reference
 
+pytestmark = pytest.mark.every_width
+
 BASE = Case(
     batch=2,
     kv_batch=2,

@@ -14,6 +14,8 @@ from torch import Tensor
 import quire
 from quire import AuxRequest, create_block_mask, mods, reference
 
+pytestmark = pytest.mark.every_width
+
 inf, nan = math.inf, math.nan
 L, S = 37, 150
 

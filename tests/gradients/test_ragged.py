@@ -12,6 +12,8 @@ from torch import Tensor
 from quire import Dense, Ragged, attention
 from quire.mods import causal
 
+pytestmark = pytest.mark.every_width
+
 Q_LENGTHS = [7, 0, 130, 1, 4, 5, 300]
 KV_LENGTHS = [7, 3, 300, 129, 40, 0, 300]
 HQ, HKV, D, DV = 4, 2, 24, 20

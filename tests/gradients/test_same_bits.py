@@ -12,6 +12,8 @@ from torch import Tensor
 import quire
 from quire import AuxRequest, create_block_mask, mods
 
+pytestmark = pytest.mark.every_width
+
 B, HQ, HKV, L, S = 2, 6, 2, 200, 261
 SHAPES: dict[str, tuple[int, ...]] = {
     "query": (B, HQ, L, 20),

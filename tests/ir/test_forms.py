@@ -185,8 +185,12 @@ def test_rounded_functions(form: Form) -> None:
 @pytest.mark.parametrize("form", ROUNDED, ids=lambda form: form.__name__)
 @pytest.mark.parametrize("dtype", WIDE, ids=str)
 def test_rounded_functions_of_special_numbers(form: Form, dtype: torch.dtype) -> None:
-    ours, theirs = outcomes(form, torch.tensor([*SPECIAL, 88.0, -88.0, 1e-30], dtype=dtype))
-    torch.testing.assert_close(ours.values, theirs.values, equal_nan=True)
+    numbers = torch.tensor([*SPECIAL, 88.0, -88.0, 1e-30], dtype=dtype)
+    ours, theirs = outcomes(form, numbers)
+    # torch's vectors of 512 bits make a NaN of gelu(inf), where its own float64 has an answer.
+    wide = outcomes(form, numbers.double())[1].values.to(theirs.values.dtype)
+    expected = torch.where(theirs.values.isnan(), wide, theirs.values)
+    torch.testing.assert_close(ours.values, expected, equal_nan=True)
 
 
 @pytest.mark.parametrize("exponent", [0, 1, 2, 3, -1, -2, 0.5, -0.5, 2.0, 3.0, 4, True])

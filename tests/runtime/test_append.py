@@ -15,6 +15,8 @@ from quire.errors import BackendError
 from quire.runtime import append as module
 from quire.runtime.append import PageTensors, PageWriter, dequantise, quantise, write_in_torch
 
+pytestmark = pytest.mark.every_width
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 

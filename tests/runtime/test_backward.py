@@ -18,6 +18,8 @@ from quire.runtime.addressing import Addressing, dense
 from quire.runtime.backward import backward, num_slices
 from quire.runtime.forward import forward
 
+pytestmark = pytest.mark.every_width
+
 HQ, HKV, D, DV = 4, 2, 24, 20
 
 

@@ -13,6 +13,8 @@ from quire.problem import Problem
 from quire.runtime.addressing import Addressing, dense
 from quire.runtime.forward import forward
 
+pytestmark = pytest.mark.every_width
+
 HQ, HKV, D, DV = 4, 2, 24, 20
 SLOPES = torch.linspace(0.1, 0.4, HQ)
 

@@ -11,6 +11,8 @@ from quire.codegen.pyramid import DTYPES
 from quire.ir.pyramid import Pyramid, heap
 from quire.runtime.pyramids import build
 
+pytestmark = pytest.mark.every_width
+
 
 @pytest.mark.parametrize("largest", [False, True])
 @pytest.mark.parametrize("count", [1, 2, 3, 8, 37])

@@ -42,7 +42,15 @@ _NEEDED_ON_X86 = ("avx2", "fma", "f16c")
 _NEEDED_FOR_AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 _FEATURES_OF_LEVEL = {
     "x86-64-v3": (*_NEEDED_ON_X86, "bmi", "bmi2", "lzcnt", "movbe"),
-    "x86-64-v4": (*_NEEDED_ON_X86, "bmi", "bmi2", "lzcnt", "movbe", *_NEEDED_FOR_AVX512, "avx512cd"),
+    "x86-64-v4": (
+        *_NEEDED_ON_X86,
+        "bmi",
+        "bmi2",
+        "lzcnt",
+        "movbe",
+        *_NEEDED_FOR_AVX512,
+        "avx512cd",
+    ),
     "aarch64": (),
 }
 

@@ -1,0 +1,74 @@
+"""A processor that cannot run what it says it can gets the eager path, and is told so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import quire
+from quire.codegen import jit
+from quire.codegen.builder import Module
+from quire.codegen.target import Target
+from quire.codegen.types import PTR
+from quire.codegen.values import Signature
+from quire.config import config
+from quire.runtime import processor
+from quire.runtime.cache import object_cache
+
+
+@pytest.fixture(autouse=True)
+def _new_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path / "cache"))
+    config.cache_clear()
+    processor._failure.cache_clear()
+    yield
+    processor._failure.cache_clear()
+
+
+def illegal(target: Target) -> Module:
+    """A trial with an instruction that no processor runs."""
+    module = Module()
+    trap = module.declare(Signature("llvm.trap", ()))
+    with module.function("trial", {"memory": PTR}) as f:
+        f.call(trap)
+    return module
+
+
+def test_this_processor_runs_its_code_and_that_is_kept() -> None:
+    assert processor.obstacle(keep=False) is None
+    assert object_cache().usage().files == 0
+    assert processor.obstacle() is None
+    assert object_cache().usage().files == 1
+
+
+def test_what_passed_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert processor.obstacle() is None
+    processor._failure.cache_clear()
+    monkeypatch.setattr(processor, "write_trial", illegal)
+    assert processor.obstacle() is None
+
+
+def test_an_instruction_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processor, "write_trial", illegal)
+    for _ in range(2):  # neither result is kept on the disk
+        reason = processor.obstacle()
+        assert reason is not None
+        assert "ended a trial with SIG" in reason and "use backend='eager'" in reason
+        processor._failure.cache_clear()
+    assert object_cache().usage().files == 0
+    q = torch.randn(1, 2, 9, 8)
+    text = quire.explain(q, q, q)
+    assert text.startswith("backend='auto' uses eager.\njit not used because expected a processor")
+    out = quire.flex_attention(q, q, q)
+    torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention(q, q, q))
+    with pytest.raises(quire.errors.BackendError, match="runs what it says it can"):
+        quire.flex_attention(q, q, q, backend="jit")
+
+
+def test_trials_of_all_targets_compile() -> None:
+    for name in ("x86-64-v3", "x86-64-v4", "aarch64", "x86-64-v3:512", "aarch64:256"):
+        target = Target.named(name)
+        assert jit.compile_object(processor.write_trial(target).text, target)
