@@ -93,8 +93,8 @@ class Target:
         if vector_bits == self.vector_bits:
             return self
         # 16 registers are a matter of AVX2; other widths stand for processors that have 32.
-        has_32 = vector_bits != 256 or self.registers == 32
-        return replace(self, vector_bits=vector_bits, **_shape(32 if has_32 else 16))
+        registers = 32 if vector_bits != 256 else self.registers
+        return _shaped(self.triple, self.cpu, self.features, vector_bits, registers)
 
     @staticmethod
     def named(name: str) -> Target:
@@ -168,14 +168,15 @@ def _architecture(triple: str) -> str:
 
 def _describe(triple: str, cpu: str, features: Mapping[str, bool], flags: str) -> Target:
     if _architecture(triple) == "aarch64":
-        return Target(triple, cpu, flags, vector_bits=128, **_shape(32))
+        return _shaped(triple, cpu, flags, vector_bits=128, registers=32)
     if all(features.get(name) for name in _NEEDED_FOR_AVX512):
-        return Target(triple, cpu, flags, vector_bits=512, **_shape(32))
-    return Target(triple, cpu, flags, vector_bits=256, **_shape(16))
+        return _shaped(triple, cpu, flags, vector_bits=512, registers=32)
+    return _shaped(triple, cpu, flags, vector_bits=256, registers=16)
 
 
-def _shape(registers: int) -> dict[str, int]:
-    return {"registers": registers, "rows": 6, "vectors": 4 if registers == 32 else 2}
+def _shaped(triple: str, cpu: str, flags: str, vector_bits: int, registers: int) -> Target:
+    vectors = 4 if registers == 32 else 2
+    return Target(triple, cpu, flags, vector_bits, registers, rows=6, vectors=vectors)
 
 
 _LINUX = "unknown-linux-gnu"
