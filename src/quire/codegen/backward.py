@@ -31,6 +31,7 @@ from quire.codegen.convention import (
     DERIVE,
     ForwardSpec,
     backward_regions,
+    gradient_columns,
     gradient_stride,
     weights_stride,
 )
@@ -258,7 +259,7 @@ class _Kernel(Nest):
                     stride = self.stride["key"]
                     keys = f.offset(scratch["keys"], part.first * stride, tile.element)
                     grads = f.offset(scratch["grad_query"], q * stride, tile.element)
-                    columns = stride - tile.width
+                    columns = gradient_columns(tile, self.arg["head_dim"])
                     f.call(
                         self.phases.add_queries,
                         mine[1],
@@ -295,9 +296,9 @@ class _Kernel(Nest):
         panels = (item.q_count + (tile.width - 1)).udiv(tile.width)
         ends = (block.begin, block.end)
         f.call(self.phases.find_spans, scratch["reach"], panels, scratch["spans"], *ends)
-        for name, tiles, rows in (
-            ("value", "weights", "grad_rows"),
-            ("key", "slopes", "query_rows"),
+        for name, tiles, rows, width in (
+            ("value", "weights", "grad_rows", "value_dim"),
+            ("key", "slopes", "query_rows", "head_dim"),
         ):
             with f.when(self._wanted(f"grad_{name}")):
                 stride, step = self.stride[name], self.arg[f"grad_{name}_row"]
@@ -312,7 +313,7 @@ class _Kernel(Nest):
                     f.offset(base, row * step, tile.element),
                     step,
                     *ends,
-                    stride - tile.width,
+                    gradient_columns(tile, self.arg[width]),
                 )
 
     def _sums_of(self, share: Share, head: Value, name: str) -> Value:

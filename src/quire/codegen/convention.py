@@ -371,9 +371,15 @@ def backward_regions(
     yield from _placed(tile, sizes, block_q * 0)
 
 
+def gradient_columns(tile: Tile, width: Number) -> Number:
+    """The width of rows that gradients are summed in: pairs of vectors."""
+    pair = 2 * tile.lanes
+    return (width + (pair - 1)) & -pair
+
+
 def gradient_stride(tile: Tile, width: Number) -> Number:
-    """From row to row where a panel is read at a time: an odd number of panels, if it can be."""
-    return ((width + (tile.width - 1)) & -tile.width) + tile.width
+    """From row to row of these: a pair more, so that rows do not share cache sets."""
+    return gradient_columns(tile, width) + 2 * tile.lanes
 
 
 def weights_stride(tile: Tile) -> int:

@@ -8,7 +8,7 @@ gradients are summed:
                    grad_value[key]   += sum_query weights[key, query] grad_out[query]
 
 Weights and slopes are panels [key, query] that are read number by number, and nothing is
-transposed. All sums start at zero in every tile, and rows are whole panels wide.
+transposed. All sums start at zero in every tile, and rows are whole pairs of vectors wide.
 """
 
 from __future__ import annotations
@@ -31,6 +31,19 @@ def groups(tile: Tile) -> list[tuple[int, int]]:
     return [(first, end - first) for first, end in itertools.pairwise(ends)]
 
 
+def column_groups(f: Function, tile: Tile, columns: Value) -> Iterator[tuple[Tile, Value]]:
+    """The columns of rows as micro kernels take them: panels, and then half of one if it is left.
+
+    Gives tiles of so many columns, and the first column of each.
+    """
+    whole = columns & -tile.width
+    with f.range(0, whole, tile.width) as d:
+        yield tile, d
+    if tile.vectors > 2:
+        with f.when(whole < columns):
+            yield tile._replace(part=2), whole
+
+
 def write_add_queries(module: Module, tile: Tile) -> Function:
     """grads[query] += slopes[:, query] . keys, over `count` keys, for the queries of a panel."""
     parameters = {
@@ -45,7 +58,7 @@ def write_add_queries(module: Module, tile: Tile) -> Function:
     with module.function("add_queries", parameters, internal=True) as f:
         slopes, keys, stride, count, grads, grad_stride, columns = f.parameters
 
-        def add(first: int, rows: int, d: Value) -> None:
+        def add(tile: Tile, first: int, rows: int, d: Value) -> None:
             column = f.offset(keys, d, tile.element)
 
             def numbers(j: Value) -> list[Value]:
@@ -60,9 +73,9 @@ def write_add_queries(module: Module, tile: Tile) -> Function:
                 target = f.offset(grads, grad_stride * (first + r) + d, tile.element)
                 _add_row(f, tile, row, target)
 
-        with f.range(0, columns, tile.width) as d:
+        for some, d in column_groups(f, tile, columns):
             for first, rows in groups(tile):
-                add(first, rows, d)
+                add(some, first, rows, d)
     return f
 
 
@@ -123,7 +136,7 @@ def write_add_keys(module: Module, tile: Tile) -> Function:
     with module.function("add_keys", parameters, internal=True) as f:
         weights, spans, rows, stride, grads, grad_stride, first, end, columns = f.parameters
 
-        def add(key: Value, group: list[Value], d: Value) -> None:
+        def add(tile: Tile, key: Value, group: list[Value], d: Value) -> None:
             start, stop = (f.load(I64, spans, key * 2 + side) for side in (0, 1))
             step = weights_stride(tile)
             mine = [f.offset(weights, place * step + start, tile.element) for place in group]
@@ -144,9 +157,9 @@ def write_add_keys(module: Module, tile: Tile) -> Function:
                 with f.when(key + r < end):
                     _add_row(f, tile, row, targets[r])
 
-        with f.range(0, columns, tile.width) as d:
+        for some, d in column_groups(f, tile, columns):
             for key, group in key_groups(f, tile, first, end):
-                add(key, group, d)
+                add(some, key, group, d)
     return f
 
 

@@ -18,7 +18,7 @@ from quire.codegen.convention import (
     CAPTURED,
     GRADIENTS,
     GRADIENTS_PART,
-    gradient_stride,
+    gradient_columns,
 )
 from quire.codegen.target import Target
 from quire.eager.backward import Above, Gradients, Wanted, folded
@@ -255,7 +255,7 @@ class Pass:
     def _sums_of_rows(self, rows: Tensor) -> Tensor:
         """Room for the gradients of keys or values: [slices, B, H, rows, whole panels]."""
         tile = self.plan.plan.kernel.tile
-        width = gradient_stride(tile, rows.shape[3]) - tile.width
+        width = gradient_columns(tile, rows.shape[3])
         return self._zeros(rows.shape[1], rows.shape[2], width)
 
     def _zeros(self, heads: int, num_rows: int, *width: int) -> Tensor:
