@@ -9,11 +9,19 @@ import pytest
 import torch
 
 from quire.codegen import jit
-from quire.codegen.append import BLOCK, write_append
+from quire.codegen.append import write_append
 from quire.codegen.target import Target
 from quire.errors import BackendError
 from quire.runtime import append as module
-from quire.runtime.append import PageTensors, PageWriter, dequantise, quantise, write_in_torch
+from quire.runtime.append import (
+    MOST_OF_BLOCK,
+    PageTensors,
+    PageWriter,
+    block_of,
+    dequantise,
+    quantise,
+    write_in_torch,
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -25,7 +33,9 @@ def empty(dtype: torch.dtype, heads: int, widths: tuple[int, int], page_size: in
 
 
 def append(pages: PageTensors, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-    PageWriter({0: pages}).write(0, slots, key, value)
+    ready = PageWriter({0: pages}).at(slots)
+    ready.expect(key, value)
+    ready.write(0, key, value)
 
 
 def same_bits(ours: PageTensors, theirs: PageTensors) -> bool:
@@ -53,7 +63,7 @@ def test_it_writes_what_torch_writes(source: torch.dtype, pages: torch.dtype) ->
         (1, 1, (1, 1), 1),
         (5, 2, (3, 17), 4),
         (4, 2, (77, 33), 4),
-        (2 * BLOCK + 3, 3, (40, 8), 16),
+        (2 * MOST_OF_BLOCK + 3, 3, (40, 8), 16),
     ):
         ours, theirs = (empty(pages, heads, widths, page_size) for _ in range(2))
         slots = torch.randperm(9 * page_size)[:tokens]
@@ -79,7 +89,9 @@ def test_it_streams_whole_lines(
     writer = PageWriter({0: ours})
     assert writer._worth_streaming("key")
     assert writer._worth_streaming("value") == (widths[1] == 32 and pages.itemsize > 1)
-    writer.write(0, slots, key, value)
+    ready = writer.at(slots)
+    ready.expect(key, value)
+    ready.write(0, key, value)
     write_in_torch(theirs, slots, key, value)
     assert same_bits(ours, theirs)
 
@@ -94,7 +106,9 @@ def test_all_layers_are_written_at_once(
     slots = torch.randperm(36)[:20]
     layers = {layer: empty(pages, 2, (8, 8), 4) for layer in (3, 0, 2)}
     key, value = (torch.randn(2, 4, 20, 2, 8).transpose(0, 1)[:, each] for each in (0, 1))
-    PageWriter(layers).write_all(slots, key, value)
+    ready = PageWriter(layers).at(slots)
+    ready.expect(key, value)
+    ready.write_all(key, value)
     for layer, ours in layers.items():
         theirs = empty(pages, 2, (8, 8), 4)
         write_in_torch(theirs, slots, key[layer], value[layer])
@@ -170,6 +184,13 @@ def test_threads_share_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     append(ours, slots, key, value)
     write_in_torch(theirs, slots, key, value)
     assert same_bits(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "threads", "block"), [(0, 2, 1), (1, 2, 1), (64, 2, 32), (65, 2, 33), (2048, 2, 64)]
+)
+def test_a_block_is_the_share_of_a_thread(tokens: int, threads: int, block: int) -> None:
+    assert block_of(tokens, threads) == block
 
 
 def test_without_a_kernel_torch_writes(monkeypatch: pytest.MonkeyPatch) -> None:

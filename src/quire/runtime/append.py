@@ -1,15 +1,17 @@
 """Writing new rows into pages: by a compiled kernel, or in torch where none can be compiled.
 
-A `PageWriter` knows the pages of some layers. What does not change from call to call is written
-down once, and so a call costs a few microseconds besides the bytes it moves.
+A `PageWriter` knows the pages of some layers, a `SlotWriter` where the new rows of a step go in all
+of them. What does not change from layer to layer is worked out once, and so each costs two or three
+microseconds besides the bytes it moves.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import struct
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,8 +27,11 @@ from quire.runtime.launch import launch, num_threads
 WORTH_THREADS = 1 << 18  # bytes: a parallel region costs what it takes to copy a part of that
 WORTH_STREAMING = 1 << 22  # bytes of a layer's keys: as many are in no cache when they are written
 LINE = 64  # bytes of a cache line
+MOST_OF_BLOCK = 64  # tokens: who takes more leaves the others without
 
-_CHANGING = APPEND.index("heads")  # the fields before are those of one call
+_OF_PAGES = APPEND.index("heads")  # the fields from there on are those of the pages
+_OF_STEP = struct.Struct(f"{_OF_PAGES - APPEND.index('tokens')}q")
+_pack_call = struct.Struct(f"{APPEND.index('tokens')}q{_OF_STEP.size}s").pack_into
 
 
 class PageTensors(NamedTuple):
@@ -42,58 +47,41 @@ class PageTensors(NamedTuple):
 
 
 class PageWriter:
-    """Writes rows to slots: page * page_size + the row in it.
-
-    Nothing is checked here; slots are contiguous, of int64, and name rows of the pages. The pages
-    of all layers are alike.
-    """
+    """The pages of some layers, all alike, and the record that a kernel writes to them by."""
 
     def __init__(self, layers: Mapping[int, PageTensors]) -> None:
-        self._layers = dict(layers)
-        records = [(layer, *map(_address, pages)) for layer, pages in self._layers.items()]
-        self._table = torch.tensor(records, dtype=torch.int64)
-        start = self._table.data_ptr()
-        self._record_of = {
-            layer: start + place * LAYER.size for place, layer in enumerate(self._layers)
+        self.record = (ctypes.c_int64 * len(APPEND))()
+        self.argument = ctypes.addressof(self.record)
+        self._kernels: dict[torch.dtype, int | None] = {}
+        self.turn_to(layers)
+
+    def turn_to(self, layers: Mapping[int, PageTensors]) -> None:
+        """Write to these pages from now on, also what is written `at` slots from before."""
+        self.layers = dict(layers)
+        records = [(layer, *map(_address, pages)) for layer, pages in self.layers.items()]
+        self.table = torch.tensor(records, dtype=torch.int64)
+        start = self.table.data_ptr()
+        self.record_of = {
+            layer: start + place * LAYER.size for place, layer in enumerate(self.layers)
         }
-        pages = next(iter(self._layers.values()))
+        pages = next(iter(self.layers.values()))
         self._dtype, self._on_cpu = pages.key.dtype, pages.key.is_cpu
         _, heads, page_size, head_dim = pages.key.shape
         value_dim = pages.value.shape[3]
-        self._token_numbers = heads * (head_dim + value_dim)
-        self._kernels: dict[torch.dtype, int | None] = {}
-        self._record = (ctypes.c_int64 * len(APPEND))()
-        self._argument = ctypes.addressof(self._record)
-        self._record[_CHANGING:] = [
+        self.token_numbers = heads * (head_dim + value_dim)
+        self.record[_OF_PAGES:] = [
             *(heads, page_size),
             *(head_dim, self._worth_streaming("key"), value_dim, self._worth_streaming("value")),
         ]
 
     def _worth_streaming(self, side: str) -> bool:
         """Whole lines, each written as a whole, into more memory than caches hold."""
-        every = [getattr(pages, side) for pages in self._layers.values()]
+        every = [getattr(pages, side) for pages in self.layers.values()]
         row = every[0].shape[3] * every[0].element_size()
         aligned = row % LINE == 0 and all(pages.data_ptr() % LINE == 0 for pages in every)
         return aligned and every[0].nbytes >= WORTH_STREAMING
 
-    def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Row t of key and value, [tokens, Hkv, D], to slot t of a layer."""
-        kernel = self._kernel(key, value)
-        if kernel is None:
-            write_in_torch(self._layers[layer], slots, key, value)
-        else:
-            self._run(kernel, self._record_of[layer], 1, slots, key, value)
-
-    def write_all(self, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """The same for all layers: key[layer] and value[layer] go to each of them."""
-        kernel = self._kernel(key, value)
-        if kernel is None:
-            for layer, pages in self._layers.items():
-                write_in_torch(pages, slots, key[layer], value[layer])
-        else:
-            self._run(kernel, self._table.data_ptr(), len(self._layers), slots, key, value)
-
-    def _kernel(self, key: Tensor, value: Tensor) -> int | None:
+    def kernel(self, key: Tensor, value: Tensor) -> int | None:
         """Where the code is, if these rows can be read by it."""
         if key.dtype != value.dtype or not (key.is_cpu and value.is_cpu and self._on_cpu):
             return None
@@ -102,25 +90,95 @@ class PageWriter:
             self._kernels[key.dtype] = None if code is None else code.address(NAME)
         return self._kernels[key.dtype]
 
-    def _run(
-        self, kernel: int, record: int, layers: int, slots: Tensor, key: Tensor, value: Tensor
-    ) -> None:
-        tokens = len(slots)
-        key, value = _dense_rows(key), _dense_rows(value)
-        self._record[:_CHANGING] = [
-            *(0, layers, record, tokens, slots.data_ptr()),
-            *(key.data_ptr(), *_strides(key), value.data_ptr(), *_strides(value)),
-        ]
-        size = layers * tokens * self._token_numbers * key.element_size()
-        launch(kernel, self._argument, num_threads() if size >= WORTH_THREADS else 1)
+    def at(self, slots: Tensor) -> SlotWriter:
+        """What writes rows to slots: page * page_size + the row in it.
+
+        Slots are contiguous, of int64, and name rows of the pages.
+        """
+        return SlotWriter(self, slots)
+
+
+Form: TypeAlias = tuple[object, ...]
+
+
+def form_of(key: Tensor, value: Tensor) -> Form:
+    """What tensors of several layers have in common, all but their memory."""
+    # One tuple of all: nested or starred ones take longer, and this is part of every layer.
+    return (
+        type(key), key.dtype, key.is_cpu, key.shape, key.stride(),
+        type(value), value.dtype, value.is_cpu, value.shape, value.stride(),
+    )  # fmt: skip
+
+
+class SlotWriter:
+    """Writes new rows to slots of one layer after the other, or of all at once.
+
+    `expect` says what rows are like, and what follows from it is worked out then; so each layer of
+    a step costs little more than the bytes it moves. Nothing is checked here.
+    """
+
+    __slots__ = ("_copies", "_kernel", "_of_step", "_slots", "_threads", "_writer", "form")
+
+    def __init__(self, writer: PageWriter, slots: Tensor) -> None:
+        self._writer, self._slots = writer, slots
+        self.form: Form | None = None
+        self._kernel: int | None = None
+        self._threads, self._of_step, self._copies = 1, b"", False
+
+    def expect(self, key: Tensor, value: Tensor) -> None:
+        """Rows of the form of these come next: [tokens, Hkv, D], or [layers, tokens, Hkv, D]."""
+        self.form = form_of(key, value)
+        self._kernel = self._writer.kernel(key, value)
+        self._copies = not key.stride(-1) == value.stride(-1) == 1
+        if self._copies:
+            key, value = key.contiguous(), value.contiguous()
+        tokens = len(self._slots)
+        layers = len(self._writer.layers) if key.dim() == 4 else 1
+        size = layers * tokens * self._writer.token_numbers * key.element_size()
+        self._threads = num_threads() if size >= WORTH_THREADS else 1
+        self._of_step = _OF_STEP.pack(
+            *(tokens, block_of(layers * tokens, self._threads), self._slots.data_ptr()),
+            *(*_strides(key), *_strides(value)),
+        )
+
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Row t of key and value, [tokens, Hkv, D], to slot t of a layer."""
+        writer = self._writer
+        if self._kernel is None:
+            write_in_torch(writer.layers[layer], self._slots, key, value)
+            return
+        if self._copies:
+            key, value = key.contiguous(), value.contiguous()
+        record, rows, others = writer.record_of[layer], key.data_ptr(), value.data_ptr()
+        _pack_call(writer.record, 0, 0, 1, record, rows, others, self._of_step)
+        launch(self._kernel, writer.argument, self._threads)
+
+    def write_all(self, key: Tensor, value: Tensor) -> None:
+        """The same for all layers: key[layer] and value[layer] go to each of them."""
+        writer = self._writer
+        if self._kernel is None:
+            for layer, pages in writer.layers.items():
+                write_in_torch(pages, self._slots, key[layer], value[layer])
+            return
+        if self._copies:
+            key, value = key.contiguous(), value.contiguous()
+        records, rows, others = writer.table.data_ptr(), key.data_ptr(), value.data_ptr()
+        layers = len(writer.layers)
+        _pack_call(writer.record, 0, 0, layers, records, rows, others, self._of_step)
+        launch(self._kernel, writer.argument, self._threads)
+
+
+def block_of(tokens: int, threads: int) -> int:
+    """How many tokens a thread takes at a time.
+
+    As many as there are for each, up to a limit: to take the next ones waits for all that was
+    streamed so far.
+    """
+    return max(1, min(MOST_OF_BLOCK, -(-tokens // threads)))
 
 
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
-
-
-def _dense_rows(rows: Tensor) -> Tensor:
-    return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 def _strides(rows: Tensor) -> tuple[int, ...]:
