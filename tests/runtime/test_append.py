@@ -19,6 +19,7 @@ from quire.runtime.append import (
     PageWriter,
     block_of,
     dequantise,
+    form_of,
     quantise,
     write_in_torch,
 )
@@ -106,9 +107,7 @@ def test_all_layers_are_written_at_once(
     slots = torch.randperm(36)[:20]
     layers = {layer: empty(pages, 2, (8, 8), 4) for layer in (3, 0, 2)}
     key, value = (torch.randn(2, 4, 20, 2, 8).transpose(0, 1)[:, each] for each in (0, 1))
-    ready = PageWriter(layers).at(slots)
-    ready.expect(key, value)
-    ready.write_all(key, value)
+    PageWriter(layers).at(slots).write_all(key, value)
     for layer, ours in layers.items():
         theirs = empty(pages, 2, (8, 8), 4)
         write_in_torch(theirs, slots, key[layer], value[layer])
@@ -184,6 +183,37 @@ def test_threads_share_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     append(ours, slots, key, value)
     write_in_torch(theirs, slots, key, value)
     assert same_bits(ours, theirs)
+
+
+def test_a_step_is_as_the_one_before() -> None:
+    """What was worked out then is used again, until tokens or threads are others."""
+    layers = {layer: empty(torch.float32, 2, (8, 8), 16) for layer in range(2)}
+    writer = PageWriter(layers)
+    torch.set_num_threads(2)
+    key, value = torch.randn(2, 6, 2, 8)
+    first = writer.at(torch.arange(6))
+    assert first.form is None
+    first.expect(key, value)
+    second = writer.at(torch.arange(20, 26))
+    assert second.form == form_of(key, value)
+    for layer in range(2):
+        second.write(layer, key + layer, value)
+        theirs = empty(torch.float32, 2, (8, 8), 16)
+        write_in_torch(theirs, torch.arange(20, 26), key + layer, value)
+        assert same_bits(layers[layer], theirs)
+    assert writer.at(torch.arange(5)).form is None
+    torch.set_num_threads(1)
+    try:
+        assert writer.at(torch.arange(6)).form is None
+    finally:
+        torch.set_num_threads(2)
+
+
+def test_all_at_once_says_nothing_about_the_next_step() -> None:
+    """Rows of all layers are of a form that one layer must not have."""
+    writer = PageWriter({0: empty(torch.float32, 2, (8, 8), 16)})
+    writer.at(torch.arange(6)).write_all(*torch.randn(2, 1, 6, 2, 8))
+    assert writer.at(torch.arange(6)).form is None
 
 
 @pytest.mark.parametrize(

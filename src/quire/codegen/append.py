@@ -5,9 +5,10 @@
     pages   [pages, heads, page_size, width], for each layer
     scales  [pages, heads, page_size], where pages are of int8: row = int8 * scale
 
-One call writes keys and values of one layer or of many. Threads take a block of tokens of a layer at
-a time. Where the record says so, rows are streamed past the caches: they are whole cache lines of
-pages that are too many to be there, and to read those only to overwrite them takes twice as long.
+One call writes keys and values of one layer or of many. Threads take a block of tokens of a layer
+at a time. Where the record says so, rows are streamed past the caches: they are whole cache lines
+of pages that are too many to be there, and to read those only to overwrite them takes twice as
+long.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ APPEND = Layout(
         "pages": PTR,  # a record for each layer
         **{f"{side}_rows": PTR for side in SIDES},
         # of all calls of a step
+        "slots": PTR,
         "tokens": I64,
         "block": I64,  # tokens that a thread takes at a time
-        "slots": PTR,
         **{f"{side}_{name}": type for side in SIDES for name, type in _STRIDES.items()},
         # of the pages
         "heads": I64,

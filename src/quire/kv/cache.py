@@ -281,7 +281,6 @@ class PagedKVCache:
         rows = self._extend(sequences, held, number)
         for group in self._groups:
             slots = rows.waiting[next(iter(group.layers))]
-            slots.expect(key, value)
             slots.write_all(key, value)
         rows.all_done()
 

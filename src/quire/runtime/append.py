@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -22,7 +22,7 @@ from quire.codegen.target import Target
 from quire.errors import BackendError
 from quire.runtime.cache import cache_key
 from quire.runtime.kernels import compiled_object
-from quire.runtime.launch import launch, num_threads
+from quire.runtime.launch import num_threads, ready
 
 WORTH_THREADS = 1 << 18  # bytes: a parallel region costs what it takes to copy a part of that
 WORTH_STREAMING = 1 << 22  # bytes of a layer's keys: as many are in no cache when they are written
@@ -30,8 +30,8 @@ LINE = 64  # bytes of a cache line
 MOST_OF_BLOCK = 64  # tokens: who takes more leaves the others without
 
 _OF_PAGES = APPEND.index("heads")  # the fields from there on are those of the pages
-_OF_STEP = struct.Struct(f"{_OF_PAGES - APPEND.index('tokens')}q")
-_pack_call = struct.Struct(f"{APPEND.index('tokens')}q{_OF_STEP.size}s").pack_into
+_OF_STEP = struct.Struct(f"{_OF_PAGES - APPEND.index('slots')}q")
+_pack_call = struct.Struct(f"{APPEND.index('slots')}q{_OF_STEP.size}s").pack_into
 
 
 class PageTensors(NamedTuple):
@@ -51,8 +51,10 @@ class PageWriter:
 
     def __init__(self, layers: Mapping[int, PageTensors]) -> None:
         self.record = (ctypes.c_int64 * len(APPEND))()
-        self.argument = ctypes.addressof(self.record)
+        self._argument = ctypes.addressof(self.record)
         self._kernels: dict[torch.dtype, int | None] = {}
+        self.last: Call | None = None  # of rows of one layer, which the next step has again
+        self._calls: dict[int, Call] = {}  # the last for so many layers
         self.turn_to(layers)
 
     def turn_to(self, layers: Mapping[int, PageTensors]) -> None:
@@ -68,7 +70,7 @@ class PageWriter:
         self._dtype, self._on_cpu = pages.key.dtype, pages.key.is_cpu
         _, heads, page_size, head_dim = pages.key.shape
         value_dim = pages.value.shape[3]
-        self.token_numbers = heads * (head_dim + value_dim)
+        self._token_numbers = heads * (head_dim + value_dim)
         self.record[_OF_PAGES:] = [
             *(heads, page_size),
             *(head_dim, self._worth_streaming("key"), value_dim, self._worth_streaming("value")),
@@ -90,6 +92,29 @@ class PageWriter:
             self._kernels[key.dtype] = None if code is None else code.address(NAME)
         return self._kernels[key.dtype]
 
+    def call(self, key: Tensor, value: Tensor, layers: int, tokens: int) -> Call:
+        """How rows of the form of these are written."""
+        form, limit = form_of(key, value), num_threads()
+        known = self._calls.get(layers)
+        if known is None or (known.form, known.limit) != (form, limit):
+            known = self._calls[layers] = self._new_call(form, limit, key, value, layers, tokens)
+        return known
+
+    def _new_call(
+        self, form: Form, limit: int, key: Tensor, value: Tensor, layers: int, tokens: int
+    ) -> Call:
+        kernel = self.kernel(key, value)
+        if kernel is None:
+            return Call(form, tokens, limit, None, False, ())
+        copies = not key.stride(-1) == value.stride(-1) == 1
+        if copies:
+            key, value = key.contiguous(), value.contiguous()
+        size = layers * tokens * self._token_numbers * key.element_size()
+        threads = limit if size >= WORTH_THREADS else 1
+        block = block_of(layers * tokens, threads)
+        fixed = tokens, block, *_strides(key), *_strides(value)
+        return Call(form, tokens, limit, ready(kernel, self._argument, threads), copies, fixed)
+
     def at(self, slots: Tensor) -> SlotWriter:
         """What writes rows to slots: page * page_size + the row in it.
 
@@ -110,62 +135,71 @@ def form_of(key: Tensor, value: Tensor) -> Form:
     )  # fmt: skip
 
 
+class Call(NamedTuple):
+    """How rows of one form are written, by the record of a writer."""
+
+    form: Form
+    tokens: int
+    limit: int  # how many threads a kernel might use when this was worked out
+    run: Callable[[], None] | None  # the kernel; None where torch writes
+    copies: bool  # whether rows have to be made contiguous first
+    fixed: tuple[int, ...]  # tokens, tokens of a block, strides
+
+
 class SlotWriter:
     """Writes new rows to slots of one layer after the other, or of all at once.
 
-    `expect` says what rows are like, and what follows from it is worked out then; so each layer of
-    a step costs little more than the bytes it moves. Nothing is checked here.
+    `expect` says what the rows of a layer are like, and what follows from it is worked out then: a
+    layer costs little more than the bytes it moves. Nothing is checked here. `form` is that of rows
+    which come next; from step to step it is the same, as long as they have as many tokens.
     """
 
-    __slots__ = ("_copies", "_kernel", "_of_step", "_slots", "_threads", "_writer", "form")
+    __slots__ = ("_call", "_of_step", "_slots", "_writer", "form")
 
     def __init__(self, writer: PageWriter, slots: Tensor) -> None:
         self._writer, self._slots = writer, slots
         self.form: Form | None = None
-        self._kernel: int | None = None
-        self._threads, self._of_step, self._copies = 1, b"", False
+        call = writer.last
+        if call is not None and call.tokens == len(slots) and call.limit == num_threads():
+            self._prepare(call)
+
+    def _prepare(self, call: Call) -> None:
+        self._call, self.form = call, call.form
+        if call.run is not None:
+            self._of_step = _OF_STEP.pack(self._slots.data_ptr(), *call.fixed)
 
     def expect(self, key: Tensor, value: Tensor) -> None:
-        """Rows of the form of these come next: [tokens, Hkv, D], or [layers, tokens, Hkv, D]."""
-        self.form = form_of(key, value)
-        self._kernel = self._writer.kernel(key, value)
-        self._copies = not key.stride(-1) == value.stride(-1) == 1
-        if self._copies:
-            key, value = key.contiguous(), value.contiguous()
-        tokens = len(self._slots)
-        layers = len(self._writer.layers) if key.dim() == 4 else 1
-        size = layers * tokens * self._writer.token_numbers * key.element_size()
-        self._threads = num_threads() if size >= WORTH_THREADS else 1
-        self._of_step = _OF_STEP.pack(
-            *(tokens, block_of(layers * tokens, self._threads), self._slots.data_ptr()),
-            *(*_strides(key), *_strides(value)),
-        )
+        """Rows of the form of these come next, [tokens, Hkv, D]."""
+        call = self._writer.last = self._writer.call(key, value, 1, len(self._slots))
+        self._prepare(call)
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Row t of key and value, [tokens, Hkv, D], to slot t of a layer."""
-        writer = self._writer
-        if self._kernel is None:
+        writer, (_, _, _, run, copies, _) = self._writer, self._call
+        if run is None:
             write_in_torch(writer.layers[layer], self._slots, key, value)
             return
-        if self._copies:
+        if copies:
             key, value = key.contiguous(), value.contiguous()
-        record, rows, others = writer.record_of[layer], key.data_ptr(), value.data_ptr()
-        _pack_call(writer.record, 0, 0, 1, record, rows, others, self._of_step)
-        launch(self._kernel, writer.argument, self._threads)
+        record, keys, values = writer.record_of[layer], key.data_ptr(), value.data_ptr()
+        _pack_call(writer.record, 0, 0, 1, record, keys, values, self._of_step)
+        run()
 
     def write_all(self, key: Tensor, value: Tensor) -> None:
         """The same for all layers: key[layer] and value[layer] go to each of them."""
         writer = self._writer
-        if self._kernel is None:
+        layers = len(writer.layers)
+        call = writer.call(key, value, layers, len(self._slots))
+        if call.run is None:
             for layer, pages in writer.layers.items():
                 write_in_torch(pages, self._slots, key[layer], value[layer])
             return
-        if self._copies:
+        if call.copies:
             key, value = key.contiguous(), value.contiguous()
-        records, rows, others = writer.table.data_ptr(), key.data_ptr(), value.data_ptr()
-        layers = len(writer.layers)
-        _pack_call(writer.record, 0, 0, layers, records, rows, others, self._of_step)
-        launch(self._kernel, writer.argument, self._threads)
+        records, keys, values = writer.table.data_ptr(), key.data_ptr(), value.data_ptr()
+        of_step = _OF_STEP.pack(self._slots.data_ptr(), *call.fixed)
+        _pack_call(writer.record, 0, 0, layers, records, keys, values, of_step)
+        call.run()
 
 
 def block_of(tokens: int, threads: int) -> int:
@@ -188,7 +222,7 @@ def _strides(rows: Tensor) -> tuple[int, ...]:
 
 
 def write_in_torch(pages: PageTensors, slots: Tensor, key: Tensor, value: Tensor) -> None:
-    """What `PageWriter.write` means."""
+    """What `SlotWriter.write` means."""
     for side, rows in (("key", key), ("value", value)):
         if pages.key_scale is None:
             parts = {side: rows.detach().to(pages.key.dtype)}
