@@ -113,7 +113,7 @@ class _Writer:
                 place = row + head * page_size
                 into = f.offset(pages, place * width, memory)
                 if self.pages is None:
-                    self._quantise(read, into, f.offset(scales, place, F32), width)
+                    self._quantise(read, into, f.offset(scales, place, F32), width, streamed)
                 else:
                     self._copy(self.pages, read, into, width, streamed)
 
@@ -146,7 +146,9 @@ class _Writer:
 
         f.choose(streamed.equals(1), stream, store)
 
-    def _quantise(self, read: Value, into: Value, scale_at: Value, width: Value) -> None:
+    def _quantise(
+        self, read: Value, into: Value, scale_at: Value, width: Value, streamed: Value
+    ) -> None:
         """One head of one token in int8, and beside it its scale: the largest of it / LARGEST.
 
         The bits of a float without its sign are ordered as the floats are, infinity and then NaN at
@@ -159,13 +161,25 @@ class _Writer:
         f.store(scale, scale_at)
         usable = (scale > 0.0) & (scale < float("inf"))
 
-        for count, begin, end in self._runs(width):
-            with f.range(begin, end, max(1, count)) as column:
-                number = self._number(read, column, count)
-                ratio = f.select(usable, number / f.splat(scale, number.type), 0.0)
-                ratio = f.maximum(f.minimum(ratio, float(LARGEST)), -float(LARGEST))
-                rounded = f.convert(f.intrinsic("rint", ratio), I32)  # to even
-                f.store(f.convert(rounded, I8), into, column)
+        def number(column: Value, count: int) -> Value:
+            ratio = self._number(read, column, count)
+            ratio = f.select(usable, ratio / f.splat(scale, ratio.type), 0.0)
+            ratio = f.maximum(f.minimum(ratio, float(LARGEST)), -float(LARGEST))
+            return f.convert(f.convert(f.intrinsic("rint", ratio), I32), I8)  # to even
+
+        def stream() -> list[Value]:
+            many = self.lanes * PACKED
+            with f.range(0, width, many) as column:
+                _stream(f, number(column, many), into, column)
+            return []
+
+        def store() -> list[Value]:
+            for count, begin, end in self._runs(width):
+                with f.range(begin, end, max(1, count)) as column:
+                    f.store(number(column, count), into, column)
+            return []
+
+        f.choose(streamed.equals(1), stream, store)
 
     def _peak(self, read: Value, width: Value) -> Value:
         """The largest of a row, as bits."""
