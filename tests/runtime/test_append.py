@@ -75,8 +75,8 @@ def test_it_writes_what_torch_writes(source: torch.dtype, pages: torch.dtype) ->
 
 
 @pytest.mark.parametrize("source", DTYPES)
-@pytest.mark.parametrize("pages", DTYPES)
-@pytest.mark.parametrize("widths", [(64, 32), (128, 33)])
+@pytest.mark.parametrize("pages", (*DTYPES, torch.int8))
+@pytest.mark.parametrize("widths", [(64, 32), (128, 33), (192, 128)])
 def test_it_streams_whole_lines(
     source: torch.dtype,
     pages: torch.dtype,
@@ -89,7 +89,7 @@ def test_it_streams_whole_lines(
     key, value = (numbers(20, 3, width, source) for width in widths)
     writer = PageWriter({0: ours})
     assert writer._worth_streaming("key")
-    assert writer._worth_streaming("value") == (widths[1] == 32 and pages.itemsize > 1)
+    assert writer._worth_streaming("value") == (widths[1] * pages.itemsize % 64 == 0)
     ready = writer.at(slots)
     ready.expect(key, value)
     ready.write(0, key, value)
@@ -244,9 +244,10 @@ def test_it_compiles_for_other_machines(target: str, source: str, pages: str) ->
     assert "append:" in jit.assembly(write_append(there, source, pages).text, there)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_lines_are_streamed_before_the_end_is_told(dtype: str) -> None:
+@pytest.mark.parametrize("pages", ["float32", "bfloat16", "int8"])
+def test_lines_are_streamed_before_the_end_is_told(pages: str) -> None:
     there = Target.named("x86-64-v3")
-    code = jit.assembly(write_append(there, dtype, dtype).text, there)
+    source = "float32" if pages == "int8" else pages
+    code = jit.assembly(write_append(there, source, pages).text, there)
     assert code.count("vmovnt") == 2  # keys and values
     assert code.rindex("lock") > code.rindex("vmovnt")  # a full barrier
