@@ -75,7 +75,7 @@ def test_it_writes_what_torch_writes(source: torch.dtype, pages: torch.dtype) ->
 
 
 @pytest.mark.parametrize("source", DTYPES)
-@pytest.mark.parametrize("pages", (*DTYPES, torch.int8))
+@pytest.mark.parametrize("pages", [*DTYPES, torch.int8])
 @pytest.mark.parametrize("widths", [(64, 32), (128, 33), (192, 128)])
 def test_it_streams_whole_lines(
     source: torch.dtype,
