@@ -88,11 +88,11 @@ def _decode(table: Table, seconds: float, dtype: torch.dtype, pages_dtype: torch
             value_copy.copy_(value)
 
     first = torch.arange(batch) * PAGE
-    slots = itertools.cycle([first + batch * (at - at % PAGE) + at % PAGE for at in range(length)])
+    slots = [first + batch * (at - at % PAGE) + at % PAGE for at in range(length)]
     stacked = [x.expand(LAYERS, *x.shape) for x in (key, value)]
 
     def kernel() -> None:
-        writer.write_all(next(slots), *stacked)
+        next(writers).write_all(*stacked)
 
     contestants: dict[str, Callable[[], None]] = {
         "by layer": by_layer, "at once": at_once, "kernel": kernel, "copy": copy, "peer": theirs,
@@ -101,6 +101,7 @@ def _decode(table: Table, seconds: float, dtype: torch.dtype, pages_dtype: torch
         for _ in range(length):
             step()
     writer = PageWriter({layer: _tensors(cache, layer) for layer in range(LAYERS)})
+    writers = itertools.cycle([writer.at(each) for each in slots])
     turns = {name: functools.partial(_page_of, step) for name, step in contestants.items()}
     times = race(turns, seconds)
     name = str(pages_dtype).removeprefix("torch.")

@@ -338,6 +338,71 @@ def test_other_dtypes_are_converted() -> None:
     assert not cache.memory(0, [sequence]).key.requires_grad
 
 
+def test_layers_of_a_step_may_differ_in_all_but_their_shape() -> None:
+    """Dtypes and strides; those of the step before are of no consequence either."""
+    cache = made(4)
+    sequence = cache.sequence()
+    whole: list[list[torch.Tensor]] = [[] for _ in range(4)]
+    for step in range(3):
+        new = cache.extend([sequence], 2)
+        for layer in range(4):
+            key = torch.randn(2, 2, 4)
+            given = {
+                0: key,
+                1: key.transpose(0, 1).contiguous().transpose(0, 1),
+                2: key.double(),
+                3: torch.stack([key, key], dim=-1)[..., 0],
+            }[(layer + step) % 4]
+            cache.write(layer, new, given, 2 * given)
+            whole[layer].append(key)
+    for layer in range(4):
+        assert torch.equal(keys(cache, sequence, layer), torch.cat(whole[layer]))
+        held = cache.dense(layer, sequence)
+        assert torch.equal(held.value, 2 * held.key)
+
+
+def test_steps_of_two_batches_may_be_mixed() -> None:
+    """One has more tokens than the other, and memory grows while the first waits."""
+    cache = made(n_pages=400)
+    a, b = cache.sequence(), cache.sequence()
+    append(cache, a, 1)
+    key = {a: torch.randn(2, 1, 2, 4), b: torch.randn(2, 300, 2, 4)}
+    new = {}
+    for sequence in (a, b):
+        new[sequence] = cache.extend([sequence], key[sequence].shape[1])
+    for layer in range(2):
+        for sequence in (a, b):
+            rows = key[sequence][layer]
+            cache.write(layer, new[sequence], rows, rows)
+    for layer in range(2):
+        assert torch.equal(keys(cache, a, layer)[1:], key[a][layer])
+        assert torch.equal(keys(cache, b, layer), key[b][layer])
+
+
+def test_a_layer_that_is_refused_may_be_written_after_all() -> None:
+    """It is no matter that the layer before was written, and of another form."""
+    cache = made(3)
+    sequence = cache.sequence()
+    for _ in range(2):
+        new = cache.extend([sequence], 2)
+        key = torch.randn(3, 2, 2, 4)
+        cache.write(0, new, key[0], key[0])
+        for wrong in (key[1, :1], key[:1], key[1][..., :3], key[1].long()):
+            with pytest.raises((ShapeError, DtypeError)):
+                cache.write(1, new, wrong, wrong)
+        with pytest.raises(ShapeError, match="value"):
+            cache.write(1, new, key[1], key[1, :1])
+        with pytest.raises(ArgumentError, match="from 0 to 2"):
+            cache.write(3, new, key[1], key[1])
+        cache.write(1, new, key[1], key[1])
+        with pytest.raises(UnwrittenRowsError, match="every layer"):
+            cache.fork(sequence)
+        cache.write(2, new, key[2], key[2])
+        for layer in range(3):
+            assert torch.equal(keys(cache, sequence, layer)[-2:], key[layer])
+    cache.fork(sequence)
+
+
 # What is refused
 
 
@@ -412,6 +477,16 @@ REFUSED: dict[str, tuple[type[QuireError], str, Refused]] = {
         ),
     ),
     "fake": (TensorKindError, "key is a FakeTensor", lambda c: c.append([c.sequence()], *fake())),
+    "sparse": (
+        TensorKindError,
+        "key must be a strided tensor",
+        lambda c: c.append([c.sequence()], *[rows(2, 1, 2, 4).to_sparse()] * 2),
+    ),
+    "a sparse layer": (
+        TensorKindError,
+        "value must be a strided tensor",
+        lambda c: c.write(0, c.extend([c.sequence()], 1), rows(1, 2, 4), rows(1, 2, 4).to_sparse()),
+    ),
     "layers": (
         ShapeError,
         "of 2 layers",

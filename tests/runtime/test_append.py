@@ -9,11 +9,20 @@ import pytest
 import torch
 
 from quire.codegen import jit
-from quire.codegen.append import BLOCK, write_append
+from quire.codegen.append import write_append
 from quire.codegen.target import Target
 from quire.errors import BackendError
 from quire.runtime import append as module
-from quire.runtime.append import PageTensors, PageWriter, dequantise, quantise, write_in_torch
+from quire.runtime.append import (
+    MOST_OF_BLOCK,
+    PageTensors,
+    PageWriter,
+    block_of,
+    dequantise,
+    form_of,
+    quantise,
+    write_in_torch,
+)
 
 pytestmark = pytest.mark.every_width
 
@@ -27,7 +36,9 @@ def empty(dtype: torch.dtype, heads: int, widths: tuple[int, int], page_size: in
 
 
 def append(pages: PageTensors, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-    PageWriter({0: pages}).write(0, slots, key, value)
+    ready = PageWriter({0: pages}).at(slots)
+    ready.expect(key, value)
+    ready.write(0, key, value)
 
 
 def same_bits(ours: PageTensors, theirs: PageTensors) -> bool:
@@ -55,7 +66,7 @@ def test_it_writes_what_torch_writes(source: torch.dtype, pages: torch.dtype) ->
         (1, 1, (1, 1), 1),
         (5, 2, (3, 17), 4),
         (4, 2, (77, 33), 4),
-        (2 * BLOCK + 3, 3, (40, 8), 16),
+        (2 * MOST_OF_BLOCK + 3, 3, (40, 8), 16),
     ):
         ours, theirs = (empty(pages, heads, widths, page_size) for _ in range(2))
         slots = torch.randperm(9 * page_size)[:tokens]
@@ -66,8 +77,8 @@ def test_it_writes_what_torch_writes(source: torch.dtype, pages: torch.dtype) ->
 
 
 @pytest.mark.parametrize("source", DTYPES)
-@pytest.mark.parametrize("pages", DTYPES)
-@pytest.mark.parametrize("widths", [(64, 32), (128, 33)])
+@pytest.mark.parametrize("pages", [*DTYPES, torch.int8])
+@pytest.mark.parametrize("widths", [(64, 32), (128, 33), (192, 128)])
 def test_it_streams_whole_lines(
     source: torch.dtype,
     pages: torch.dtype,
@@ -80,8 +91,10 @@ def test_it_streams_whole_lines(
     key, value = (numbers(20, 3, width, source) for width in widths)
     writer = PageWriter({0: ours})
     assert writer._worth_streaming("key")
-    assert writer._worth_streaming("value") == (widths[1] == 32 and pages.itemsize > 1)
-    writer.write(0, slots, key, value)
+    assert writer._worth_streaming("value") == (widths[1] * pages.itemsize % 64 == 0)
+    ready = writer.at(slots)
+    ready.expect(key, value)
+    ready.write(0, key, value)
     write_in_torch(theirs, slots, key, value)
     assert same_bits(ours, theirs)
 
@@ -96,7 +109,7 @@ def test_all_layers_are_written_at_once(
     slots = torch.randperm(36)[:20]
     layers = {layer: empty(pages, 2, (8, 8), 4) for layer in (3, 0, 2)}
     key, value = (torch.randn(2, 4, 20, 2, 8).transpose(0, 1)[:, each] for each in (0, 1))
-    PageWriter(layers).write_all(slots, key, value)
+    PageWriter(layers).at(slots).write_all(key, value)
     for layer, ours in layers.items():
         theirs = empty(pages, 2, (8, 8), 4)
         write_in_torch(theirs, slots, key[layer], value[layer])
@@ -174,6 +187,44 @@ def test_threads_share_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     assert same_bits(ours, theirs)
 
 
+def test_a_step_is_as_the_one_before() -> None:
+    """What was worked out then is used again, until tokens or threads are others."""
+    layers = {layer: empty(torch.float32, 2, (8, 8), 16) for layer in range(2)}
+    writer = PageWriter(layers)
+    torch.set_num_threads(2)
+    key, value = torch.randn(2, 6, 2, 8)
+    first = writer.at(torch.arange(6))
+    assert first.form is None
+    first.expect(key, value)
+    second = writer.at(torch.arange(20, 26))
+    assert second.form == form_of(key, value)
+    for layer in range(2):
+        second.write(layer, key + layer, value)
+        theirs = empty(torch.float32, 2, (8, 8), 16)
+        write_in_torch(theirs, torch.arange(20, 26), key + layer, value)
+        assert same_bits(layers[layer], theirs)
+    assert writer.at(torch.arange(5)).form is None
+    torch.set_num_threads(1)
+    try:
+        assert writer.at(torch.arange(6)).form is None
+    finally:
+        torch.set_num_threads(2)
+
+
+def test_all_at_once_says_nothing_about_the_next_step() -> None:
+    """Rows of all layers are of a form that one layer must not have."""
+    writer = PageWriter({0: empty(torch.float32, 2, (8, 8), 16)})
+    writer.at(torch.arange(6)).write_all(*torch.randn(2, 1, 6, 2, 8))
+    assert writer.at(torch.arange(6)).form is None
+
+
+@pytest.mark.parametrize(
+    ("tokens", "threads", "block"), [(0, 2, 1), (1, 2, 1), (64, 2, 32), (65, 2, 33), (2048, 2, 64)]
+)
+def test_a_block_is_the_share_of_a_thread(tokens: int, threads: int, block: int) -> None:
+    assert block_of(tokens, threads) == block
+
+
 def test_without_a_kernel_torch_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing() -> Target:
         raise BackendError("an old processor")
@@ -195,9 +246,10 @@ def test_it_compiles_for_other_machines(target: str, source: str, pages: str) ->
     assert "append:" in jit.assembly(write_append(there, source, pages).text, there)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_lines_are_streamed_before_the_end_is_told(dtype: str) -> None:
+@pytest.mark.parametrize("pages", ["float32", "bfloat16", "int8"])
+def test_lines_are_streamed_before_the_end_is_told(pages: str) -> None:
     there = Target.named("x86-64-v3")
-    code = jit.assembly(write_append(there, dtype, dtype).text, there)
+    source = "float32" if pages == "int8" else pages
+    code = jit.assembly(write_append(there, source, pages).text, there)
     assert code.count("vmovnt") == 2  # keys and values
     assert code.rindex("lock") > code.rindex("vmovnt")  # a full barrier

@@ -14,7 +14,7 @@ from quire.codegen.builder import Module
 from quire.codegen.target import Target
 from quire.codegen.types import I64, PTR
 from quire.runtime import launch as launching
-from quire.runtime.launch import OpenMP, Pool, launch, openmp_library, run_inline
+from quire.runtime.launch import OpenMP, Pool, launch, openmp_library, ready, run_inline
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +47,23 @@ def test_torch_on_linux_brings_its_own_openmp() -> None:
     assert isinstance(launching.launcher(), OpenMP)
 
 
+@pytest.mark.parametrize("name", ["inline", "pool", "openmp"])
+def test_what_is_ready_runs_again_and_again(
+    counting: jit.Code, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name in ("pool", "openmp"):
+        if name not in LAUNCHERS:
+            pytest.skip("torch brings no libgomp here")
+        there = LAUNCHERS[name]()
+        monkeypatch.setattr(launching, "launcher", lambda: there)
+    threads = 1 if name == "inline" else 3
+    counter = ctypes.c_int64(0)
+    run = ready(counting.address("count"), ctypes.addressof(counter), threads)
+    for times in range(1, 50):
+        run()
+        assert counter.value == times * threads
+
+
 def test_many_python_threads_launch_at_once(counting: jit.Code) -> None:
     counters = [ctypes.c_int64(0) for _ in range(8)]
 
@@ -64,16 +81,18 @@ def test_many_python_threads_launch_at_once(counting: jit.Code) -> None:
 
 def test_a_forked_child_runs_alone(counting: jit.Code) -> None:
     torch.ones(1 << 16).sum()  # torch's threads exist in the parent
+    counter = ctypes.c_int64(0)
     launch(counting.address("count"), ctypes.addressof(ctypes.c_int64(0)), 2)
+    run = ready(counting.address("count"), ctypes.addressof(counter), 2)
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
-        counter = ctypes.c_int64(0)
         launch(counting.address("count"), ctypes.addressof(counter), 2)
+        run()
         os.write(write, bytes([counter.value, launching.num_threads()]))
         os._exit(0)
     os.waitpid(child, 0)
-    assert os.read(read, 2) == bytes([1, 1])
+    assert os.read(read, 2) == bytes([2, 1])
 
 
 def test_as_many_threads_as_torch() -> None:

@@ -5,9 +5,10 @@
     pages   [pages, heads, page_size, width], for each layer
     scales  [pages, heads, page_size], where pages are of int8: row = int8 * scale
 
-One call writes keys and values of one layer or of many. Threads take BLOCK tokens of a layer at a
-time. Where the record says so, rows are streamed past the caches: they are whole cache lines of
-pages that are too many to be there, and to read those only to overwrite them takes twice as long.
+One call writes keys and values of one layer or of many. Threads take a block of tokens of a layer
+at a time. Where the record says so, rows are streamed past the caches: they are whole cache lines
+of pages that are too many to be there, and to read those only to overwrite them takes twice as
+long.
 """
 
 from __future__ import annotations
@@ -18,23 +19,27 @@ from quire.codegen.target import Target
 from quire.codegen.types import F32, F64, I8, I32, I64, PTR, Layout, Type
 
 NAME = "append"
-BLOCK = 16  # tokens
 INT8 = "int8"
 LARGEST = 127  # of int8, on both sides of 0
 SIDES = ("key", "value")
 PACKED = 4  # vectors of floats become one of int8, at once
 
-_ROWS: dict[str, Type] = {"rows": PTR, "layer_stride": I64, "token_stride": I64, "head_stride": I64}
+_STRIDES: dict[str, Type] = {"layer_stride": I64, "token_stride": I64, "head_stride": I64}
 _FIXED: dict[str, Type] = {"width": I64, "streamed": I64}  # 1: whole lines, and not cached
 APPEND = Layout(
     "append",
     {
+        # of one call
         "next": I64,  # the block that the next thread begins with
         "layers": I64,
         "pages": PTR,  # a record for each layer
-        "tokens": I64,
+        **{f"{side}_rows": PTR for side in SIDES},
+        # of all calls of a step
         "slots": PTR,
-        **{f"{side}_{name}": type for side in SIDES for name, type in _ROWS.items()},
+        "tokens": I64,
+        "block": I64,  # tokens that a thread takes at a time
+        **{f"{side}_{name}": type for side in SIDES for name, type in _STRIDES.items()},
+        # of the pages
         "heads": I64,
         "page_size": I64,
         **{f"{side}_{name}": type for side in SIDES for name, type in _FIXED.items()},
@@ -56,16 +61,16 @@ def write_append(target: Target, source: str, pages: str) -> Module:
     with module.function(NAME, {"argument": PTR}) as f:
         writer = _Writer(f, module, target, storage(source), pages)
         (argument,) = f.parameters
-        tokens = f.field(APPEND, argument, "tokens")
-        blocks = (tokens + (BLOCK - 1)).udiv(BLOCK)
+        tokens, block = (f.field(APPEND, argument, name) for name in ("tokens", "block"))
+        blocks = (tokens + block - 1).udiv(block)
         last = f.field(APPEND, argument, "layers") * blocks
         counter = f.offset(argument, APPEND.index("next"), I64)
         with f.forever() as leave:
             place = f.atomic_add(counter, 1)
             leave(place >= last)
             layer = place.udiv(blocks)
-            begin = (place - layer * blocks) * BLOCK
-            end = f.minimum(begin + BLOCK, tokens)
+            begin = (place - layer * blocks) * block
+            end = f.minimum(begin + block, tokens)
             table = f.field(APPEND, argument, "pages")
             record = f.offset(table, layer * len(LAYER), I64)
             for side in SIDES:
@@ -93,7 +98,7 @@ class _Writer:
             f.field(APPEND, argument, name) for name in ("heads", "page_size", "slots")
         )
         rows, layer_stride, token_stride, head_stride, width, streamed = (
-            f.field(APPEND, argument, f"{side}_{name}") for name in (*_ROWS, *_FIXED)
+            f.field(APPEND, argument, f"{side}_{name}") for name in ("rows", *_STRIDES, *_FIXED)
         )
         first = f.field(LAYER, record, "layer") * layer_stride
         pages, scales = f.field(LAYER, record, side), f.field(LAYER, record, f"{side}_scale")
@@ -108,7 +113,7 @@ class _Writer:
                 place = row + head * page_size
                 into = f.offset(pages, place * width, memory)
                 if self.pages is None:
-                    self._quantise(read, into, f.offset(scales, place, F32), width)
+                    self._quantise(read, into, f.offset(scales, place, F32), width, streamed)
                 else:
                     self._copy(self.pages, read, into, width, streamed)
 
@@ -141,7 +146,9 @@ class _Writer:
 
         f.choose(streamed.equals(1), stream, store)
 
-    def _quantise(self, read: Value, into: Value, scale_at: Value, width: Value) -> None:
+    def _quantise(
+        self, read: Value, into: Value, scale_at: Value, width: Value, streamed: Value
+    ) -> None:
         """One head of one token in int8, and beside it its scale: the largest of it / LARGEST.
 
         The bits of a float without its sign are ordered as the floats are, infinity and then NaN at
@@ -154,13 +161,25 @@ class _Writer:
         f.store(scale, scale_at)
         usable = (scale > 0.0) & (scale < float("inf"))
 
-        for count, begin, end in self._runs(width):
-            with f.range(begin, end, max(1, count)) as column:
-                number = self._number(read, column, count)
-                ratio = f.select(usable, number / f.splat(scale, number.type), 0.0)
-                ratio = f.maximum(f.minimum(ratio, float(LARGEST)), -float(LARGEST))
-                rounded = f.convert(f.intrinsic("rint", ratio), I32)  # to even
-                f.store(f.convert(rounded, I8), into, column)
+        def number(column: Value, count: int) -> Value:
+            ratio = self._number(read, column, count)
+            ratio = f.select(usable, ratio / f.splat(scale, ratio.type), 0.0)
+            ratio = f.maximum(f.minimum(ratio, float(LARGEST)), -float(LARGEST))
+            return f.convert(f.convert(f.intrinsic("rint", ratio), I32), I8)  # to even
+
+        def stream() -> list[Value]:
+            many = self.lanes * PACKED
+            with f.range(0, width, many) as column:
+                _stream(f, number(column, many), into, column)
+            return []
+
+        def store() -> list[Value]:
+            for count, begin, end in self._runs(width):
+                with f.range(begin, end, max(1, count)) as column:
+                    f.store(number(column, count), into, column)
+            return []
+
+        f.choose(streamed.equals(1), stream, store)
 
     def _peak(self, read: Value, width: Value) -> Value:
         """The largest of a row, as bits."""

@@ -36,13 +36,13 @@ from quire.errors import (
 )
 from quire.kv import files
 from quire.kv.groups import Budget, Group, LayerGroup, checked_groups
-from quire.kv.handles import Roster, Rows, SequenceHandle, refuse_unwritten, token_counts
+from quire.kv.handles import Roster, Rows, SequenceHandle, token_counts
 from quire.kv.page_map import FREE, KEPT, OWNED, SHARED, PageMap
 from quire.kv.pages import PageShape
 from quire.kv.prefix import PrefixCache
 from quire.kv.table import Numbers, PageTable, spread
 from quire.memory import Dense, Paged
-from quire.runtime.append import PageTensors, dequantise
+from quire.runtime.append import PageTensors, SlotWriter, dequantise, form_of
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 DTYPES = (*FLOATS, torch.int8)
@@ -172,8 +172,9 @@ class PagedKVCache:
                 f"expected at most {now} tokens, which the sequence has, got {length}. extend adds "
                 f"tokens."
             )
-        if sequence.pending is not None and length > sequence.written:
-            refuse_unwritten(sequence)
+        waiting = self._roster.unwritten_of(sequence)
+        if waiting is not None and length > waiting.before[sequence]:
+            self._roster.refuse_unwritten([sequence])
         for group in self._groups:
             if group.table.first[row] > group.table.reach(length):
                 raise ReleasedRowsError(
@@ -181,7 +182,7 @@ class PagedKVCache:
                     f"no further than position {group.table.start(row)}, got {length}: the pages "
                     f"before are released. Free the sequence and compute it again."
                 )
-        _give_up(sequence)
+        self._roster.give_up(sequence)
         for group in self._groups:
             group.table.truncate(row, length)
         self._roster.lengths[row] = length
@@ -191,7 +192,7 @@ class PagedKVCache:
         """Give back everything that sequences hold; the handles mean nothing afterwards."""
         self._roster.rows(sequences)
         for sequence in sequences:
-            _give_up(sequence)
+            self._roster.give_up(sequence)
             for group in self._groups:
                 group.table.clear(sequence.row)
             self._roster.remove(sequence)
@@ -209,7 +210,7 @@ class PagedKVCache:
         return self._extend(sequences, rows, token_counts(counts, len(rows)))
 
     def _extend(self, sequences: Sequence[SequenceHandle], rows: Numbers, number: Numbers) -> Rows:
-        refuse_unwritten(*sequences)
+        self._roster.refuse_unwritten(sequences)
         lengths = self._roster.lengths[rows]
         plans = [group.table.plan(rows, lengths, number) for group in self._groups]
         self._budget.make_room(self._groups, plans, self._prefix)
@@ -218,17 +219,33 @@ class PagedKVCache:
         self._roster.lengths[rows] += number
         self._views.clear()
         places = spread(rows, lengths, number)
-        slots = [torch.from_numpy(group.table.slots(*places)) for group in self._groups]
-        return Rows(self._roster, sequences, lengths, slots)
+        waiting: dict[int, SlotWriter] = {}
+        for group in self._groups:
+            slots = group.writer.at(torch.from_numpy(group.table.slots(*places)))
+            waiting |= dict.fromkeys(group.layers, slots)
+        return Rows(self._roster, sequences, lengths, len(places[0]), waiting)
 
     def write(self, layer: int, rows: Rows, key: Tensor, value: Tensor) -> None:
         """Fill new rows of one layer: keys [tokens, Hkv, D] and values [tokens, Hkv, Dv]."""
-        group, place = self._group(layer), self._place[layer]
-        self._expect_rows("key", key, rows.num_tokens, self.shape.head_dim)
-        self._expect_rows("value", value, rows.num_tokens, self.shape.value_dim)
-        rows.expect_layer(layer, self._roster)
-        group.writer.write(layer, rows.slots[place], key, value)
-        rows.done((layer,), self.num_layers)
+        slots = rows.waiting.get(layer)
+        if (
+            slots is None
+            or slots.form is None
+            or slots.form != form_of(key, value)
+            or rows.roster is not self._roster
+        ):
+            slots = self._checked_slots(layer, rows, key, value)
+        slots.write(layer, key, value)
+        rows.done(layer)
+
+    def _checked_slots(self, layer: int, rows: Rows, key: Tensor, value: Tensor) -> SlotWriter:
+        """What a layer writes with, once all is checked; the layers to come have the same form."""
+        self._group(layer)
+        self._expect_rows("key", key, key.shape, rows.num_tokens, self.shape.head_dim)
+        self._expect_rows("value", value, value.shape, rows.num_tokens, self.shape.value_dim)
+        slots = rows.expect_layer(layer, self._roster)
+        slots.expect(key, value)
+        return slots
 
     def append(
         self,
@@ -250,7 +267,7 @@ class PagedKVCache:
                     f"expected {name} [layers, tokens, Hkv, width] of {self.num_layers} layers, "
                     f"got {list(tensor.shape)}. Stack the layers, or write one by one."
                 )
-            self._expect_rows(name, tensor[0], key.shape[1], width)
+            self._expect_rows(name, tensor, tensor.shape[1:], key.shape[1], width)
         tokens = key.shape[1]
         held = self._roster.rows(sequences)
         number = token_counts(tokens // max(1, len(held)) if counts is None else counts, len(held))
@@ -259,10 +276,13 @@ class PagedKVCache:
                 f"expected {int(number.sum())} tokens for {len(sequences)} sequences, got "
                 f"{tokens}. Give the counts that the tokens add up to."
             )
+        for group in self._groups:
+            group.writer.kernel(key, value)  # what cannot be compiled is told before room is made
         rows = self._extend(sequences, held, number)
-        for group, slots in zip(self._groups, rows.slots, strict=True):
-            group.writer.write_all(slots, key, value)
-        rows.done(range(self.num_layers), self.num_layers)
+        for group in self._groups:
+            slots = rows.waiting[next(iter(group.layers))]
+            slots.write_all(key, value)
+        rows.all_done()
 
     # --- reading
 
@@ -439,7 +459,7 @@ class PagedKVCache:
 
     def _written_row(self, sequence: SequenceHandle) -> int:
         row = self._roster.row(sequence)
-        refuse_unwritten(sequence)
+        self._roster.refuse_unwritten([sequence])
         return row
 
     def _group(self, layer: int) -> LayerGroup:
@@ -450,18 +470,19 @@ class PagedKVCache:
             )
         return self._groups[place]
 
-    def _expect_rows(self, name: str, tensor: Tensor, tokens: int, width: int) -> None:
+    def _expect_rows(
+        self, name: str, tensor: Tensor, rows: torch.Size, tokens: int, width: int
+    ) -> None:
         wanted = (tokens, self.shape.heads, width)
-        if tensor.shape != wanted:
+        if rows != wanted:
             raise ShapeError(
                 f"expected {name} [tokens, Hkv, width] of {list(wanted)}, got "
-                f"{list(tensor.shape)}. Give a row for each new token, those of the first sequence "
+                f"{list(rows)}. Give a row for each new token, those of the first sequence "
                 f"first."
             )
         if tensor.dtype not in FLOATS:
             raise DtypeError(f"expected {name} of floats, got {tensor.dtype}. Convert it.")
-        if type(tensor) is not Tensor:
-            check_kind(name, tensor)
+        check_kind(name, tensor)
 
 
 class _View(NamedTuple):
@@ -479,10 +500,3 @@ class _View(NamedTuple):
 
 def _paged(pages: PageTensors, view: _View) -> Paged:
     return Paged(pages.key, pages.value, *view, pages.key_scale, pages.value_scale)
-
-
-def _give_up(sequence: SequenceHandle) -> None:
-    """Rows that a sequence waits for are not written any more, by nobody in its batch."""
-    if sequence.pending is not None:
-        sequence.pending.close()
-        sequence.pending = None

@@ -12,7 +12,7 @@ from quire.kv.pages import LayerPages, PageShape
 from quire.kv.pool import PagePool
 from quire.kv.prefix import PrefixCache
 from quire.kv.table import PageTable, Plan
-from quire.runtime.append import PageWriter
+from quire.runtime.append import PageTensors, PageWriter
 
 FIRST_PAGES = 16  # a pool starts with so many, and grows by as many at least
 NO_LIMIT = 2**62
@@ -42,7 +42,7 @@ class LayerGroup:
         """A group without any pages."""
         layers = {layer: LayerPages(shape) for layer in group.layers}
         table = PageTable(PagePool(0), shape.page_size, group.window)
-        return cls(layers, table, len(layers) * shape.num_bytes, _writer(layers))
+        return cls(layers, table, len(layers) * shape.num_bytes, PageWriter(_tensors(layers)))
 
     @property
     def pool(self) -> PagePool:
@@ -68,12 +68,12 @@ class LayerGroup:
             for pages in self.layers.values():
                 pages.grow(num_pages)
         finally:
-            self.writer = _writer(self.layers)
+            self.writer.turn_to(_tensors(self.layers))
         self.pool.grow(num_pages)
 
 
-def _writer(layers: dict[int, LayerPages]) -> PageWriter:
-    return PageWriter({layer: pages.tensors for layer, pages in layers.items()})
+def _tensors(layers: dict[int, LayerPages]) -> dict[int, PageTensors]:
+    return {layer: pages.tensors for layer, pages in layers.items()}
 
 
 def checked_groups(layers: int | None, groups: Iterable[Group] | None) -> list[Group]:

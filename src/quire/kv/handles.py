@@ -7,14 +7,15 @@ lengths              9   0   4        and b itself is refused from then on
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-from torch import Tensor
 
 from quire.arguments import whole_number
 from quire.errors import ArgumentError, SequenceError, ShapeError, UnwrittenRowsError
 from quire.kv.table import Numbers
+from quire.runtime.append import SlotWriter
 
 MOST_TOKENS = 1 << 40  # of one sequence in one call: more would overflow what they add up to
 
@@ -22,13 +23,11 @@ MOST_TOKENS = 1 << 40  # of one sequence in one call: more would overflow what t
 class SequenceHandle:
     """A sequence of a cache. It means nothing once it is freed."""
 
-    __slots__ = ("pending", "row", "serial", "written")
+    __slots__ = ("row", "serial")
 
     def __init__(self, row: int, serial: int) -> None:
         self.row = row
         self.serial = serial  # how many sequences the cache has made before
-        self.pending: Rows | None = None  # rows that not all layers have
-        self.written = 0  # how many tokens come before these
 
 
 class Rows:
@@ -39,53 +38,55 @@ class Rows:
         roster: Roster,
         sequences: Sequence[SequenceHandle],
         lengths: Numbers,
-        slots: list[Tensor],
+        num_tokens: int,
+        waiting: dict[int, SlotWriter],
     ) -> None:
-        self._roster = roster
-        self.num_tokens = len(slots[0])
-        self.slots = slots  # for each group of layers
-        self._sequences = list(sequences)
+        self.roster = roster
+        self.num_tokens = num_tokens
+        self.waiting = waiting  # where each layer that has not written yet will do so
+        self._sequences, self._lengths = list(sequences), lengths
         self._open = True
-        self._layers: set[int] = set()
-        if self.num_tokens:
-            for sequence, length in zip(self._sequences, lengths.tolist(), strict=True):
-                sequence.pending, sequence.written = self, length
+        if num_tokens:
+            roster.unwritten.append(self)
 
-    def expect_layer(self, layer: int, roster: Roster) -> None:
-        """An error unless a layer of the cache with this roster may write these rows now."""
-        if self._roster is not roster:
+    @functools.cached_property
+    def before(self) -> dict[SequenceHandle, int]:
+        """How many tokens sequences had that these rows are still to be written of."""
+        return dict(zip(self._sequences, self._lengths.tolist(), strict=True))
+
+    def expect_layer(self, layer: int, roster: Roster) -> SlotWriter:
+        """Where a layer of the cache with this roster writes, or an error if it may not now."""
+        if self.roster is not roster:
             raise SequenceError(
                 "expected rows that extend of this cache made room for, got some of another cache. "
                 "Write them there."
             )
-        if not self._open or layer in self._layers:
+        if layer not in self.waiting:
             why = "this layer has written" if self._open else "were truncated or freed"
             raise UnwrittenRowsError(
                 f"expected rows that extend made room for and that layer {layer} waits for, got "
                 f"some that {why}. Extend the sequences, and write each layer once."
             )
+        return self.waiting[layer]
 
-    def done(self, layers: Iterable[int], num_layers: int) -> None:
-        """Some layers have written them."""
-        self._layers.update(layers)
-        if len(self._layers) == num_layers:
-            for sequence in self._sequences:
-                sequence.pending = None
+    def done(self, layer: int) -> None:
+        """A layer has written them."""
+        del self.waiting[layer]
+        if not self.waiting:
+            self.all_done()
 
-    def close(self) -> None:
-        """Nobody may write them any more, since some are gone."""
-        self._open = False
+    def all_done(self) -> None:
+        """All layers have written them."""
+        self.waiting = {}
+        if self.num_tokens:
+            self.roster.unwritten.remove(self)
 
-
-def refuse_unwritten(*sequences: SequenceHandle) -> None:
-    """An error if a sequence has rows that not all layers have written."""
-    sequence = next((each for each in sequences if each.pending is not None), None)
-    if sequence is not None:
-        raise UnwrittenRowsError(
-            f"expected a sequence whose rows are written in every layer, got one with rows that "
-            f"are not, from position {sequence.written} on. Write them in the layers that are "
-            f"left, or truncate the sequence to {sequence.written}."
-        )
+    def give_up(self, sequence: SequenceHandle) -> None:
+        """Nobody may write them any more, since those of one sequence are gone."""
+        self._open, self.waiting = False, {}
+        del self.before[sequence]
+        if not self.before:
+            self.roster.unwritten.remove(self)
 
 
 class Roster:
@@ -96,6 +97,7 @@ class Roster:
         self._handles: list[SequenceHandle | None] = []
         self._free: list[int] = []
         self._num_made = 0
+        self.unwritten: list[Rows] = []  # some of whose sequences wait for some of their layers
         # The sequences that were asked for last, which the next step asks for again.
         self._known: tuple[list[SequenceHandle], Numbers] = [], np.zeros(0, np.int64)
 
@@ -145,6 +147,30 @@ class Roster:
                 raise SequenceError("expected each sequence once, got one twice. Leave one out.")
             self._known = wanted, np.array(rows, np.int64)
         return self._known[1]
+
+    def unwritten_of(self, sequence: SequenceHandle) -> Rows | None:
+        """The rows of a sequence that not all layers have written."""
+        return next((rows for rows in self.unwritten if sequence in rows.before), None)
+
+    def refuse_unwritten(self, sequences: Iterable[SequenceHandle]) -> None:
+        """An error if one of the sequences has rows that not all layers have written."""
+        if not self.unwritten:
+            return
+        for sequence in sequences:
+            rows = self.unwritten_of(sequence)
+            if rows is not None:
+                before = rows.before[sequence]
+                raise UnwrittenRowsError(
+                    f"expected a sequence whose rows are written in every layer, got one with rows "
+                    f"that are not, from position {before} on. Write them in the layers that are "
+                    f"left, or truncate the sequence to {before}."
+                )
+
+    def give_up(self, sequence: SequenceHandle) -> None:
+        """Rows that a sequence waits for are not written any more, by nobody in its batch."""
+        rows = self.unwritten_of(sequence)
+        if rows is not None:
+            rows.give_up(sequence)
 
 
 def token_counts(counts: Sequence[int] | int, num_sequences: int) -> Numbers:

@@ -23,6 +23,8 @@ from quire.errors import OutOfPages, PageError
 Pages: TypeAlias = NDArray[np.int32]
 """Ids of pages."""
 
+NO_PAGES: Pages = np.zeros(0, np.int32)
+
 
 class PagePool:
     """A number of pages, each with a count of how often it is held."""
@@ -68,6 +70,11 @@ class PagePool:
         """How often each of some pages is held."""
         return self._counts[self._checked(pages)]
 
+    def shared(self, pages: Pages) -> NDArray[np.bool_]:
+        """Which pages are held more than once. These are the caller's own, and not checked."""
+        more: NDArray[np.bool_] = self._counts[pages] > 1
+        return more
+
     def num_freed_by(self, pages: Pages) -> int:
         """How many pages would become free if these were released."""
         if not len(pages):
@@ -97,9 +104,11 @@ class PagePool:
 
     def release(self, pages: Pages | Sequence[int]) -> Pages:
         """Hold pages once less; returns those that have become free."""
+        if not len(pages):  # as where a draft is cut off within a page
+            return NO_PAGES
         held, times = self._tally(pages)
         counts = self._counts[held] - times
-        if held.size and counts.min() < 0:
+        if np.count_nonzero(counts < 0):
             raise PageError(
                 f"expected pages to be released as often as they are held, got page "
                 f"{held[counts.argmin()]} more often. Release what you hold, once."
@@ -159,7 +168,7 @@ class PagePool:
 
     def _held(self, pages: Pages | Sequence[int]) -> Pages:
         ids = self._checked(pages)
-        if ids.size and not self._counts[ids].all():
+        if np.count_nonzero(self._counts[ids]) < ids.size:
             free = ids[self._counts[ids] == 0][0]
             raise PageError(f"expected pages that are held, got page {free}, which is free.")
         return ids
@@ -170,7 +179,7 @@ class PagePool:
         # Each is told its place; if all remember theirs, none was told two. That saves a sort.
         places = np.arange(len(ids), dtype=np.int32)
         self._place[ids] = places
-        if np.array_equal(self._place[ids], places):
+        if not np.count_nonzero(self._place[ids] != places):
             return ids, np.ones(len(ids), np.int32)
         named, times = np.unique(ids, return_counts=True)
         return named, times.astype(np.int32)

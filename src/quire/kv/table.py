@@ -17,12 +17,10 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.kv.pool import PagePool, Pages
+from quire.kv.pool import NO_PAGES, PagePool, Pages
 
 Numbers: TypeAlias = NDArray[np.int64]
 """Rows, lengths or counts, one for each sequence."""
-
-NO_PAGES: Pages = np.zeros(0, np.int32)
 
 
 class Plan(NamedTuple):
@@ -87,7 +85,7 @@ class PageTable:
         """What it takes to write `counts` tokens behind `lengths`."""
         end = (lengths + counts + (self.page_size - 1)) // self.page_size
         new = int((end - self.end[rows]).sum())
-        writes = rows[(lengths % self.page_size > 0) & (counts > 0)]
+        writes = rows[np.minimum(lengths % self.page_size, counts) > 0]  # to a page that has room
         copied = self._shared(writes)
         first = self.first[rows]
         released, freed = NO_PAGES, 0
@@ -100,8 +98,8 @@ class PageTable:
     def _shared(self, rows: Numbers) -> Numbers:
         """Those that must not write to their last page, since somebody else would see it."""
         last: Pages = self.pages[rows, self.end[rows] - 1]
-        copied = self.pool.references(last) > 1
-        if not copied.any():
+        copied = self.pool.shared(last)
+        if not np.count_nonzero(copied):
             return rows[:0]
         page, first, times = np.unique(last, return_index=True, return_counts=True)
         copied[first[self.pool.references(page) == times]] = False  # the last holder may keep it
@@ -186,7 +184,7 @@ def _spread(rows: Numbers, start: Numbers, end: Numbers) -> tuple[Numbers, Numbe
 
 def spread(rows: Numbers, start: Numbers, counts: Numbers) -> tuple[Numbers, Numbers]:
     """Each row `counts` times, and beside it start, start + 1, ..."""
-    if (counts == 1).all():
+    if np.count_nonzero(counts == 1) == len(counts):
         return rows, start
     before = np.cumsum(counts) - counts
     places = np.arange(int(counts.sum())) - np.repeat(before - start, counts)

@@ -44,6 +44,11 @@ class OpenMP:
         """Run in a parallel region of `threads` threads, the caller being one."""
         self._parallel(kernel, argument, threads, 0)
 
+    def ready(self, kernel: int, argument: int, threads: int) -> Callable[[], None]:
+        """The same as a function of nothing."""
+        pointers = ctypes.c_void_p(kernel), ctypes.c_void_p(argument)
+        return functools.partial(self._parallel, *pointers, ctypes.c_uint(threads), ctypes.c_uint())
+
 
 class Pool:
     """Threads of our own, for systems whose torch brings no OpenMP that we can call."""
@@ -75,6 +80,25 @@ def launch(kernel: int, argument: int, threads: int) -> None:
         run_inline(kernel, argument)
     else:
         launcher()(kernel, argument, threads)
+
+
+def ready(kernel: int, argument: int, threads: int) -> Callable[[], None]:
+    """What launches a kernel again and again with the same argument, all of it converted once."""
+    alone = functools.partial(_entry(kernel), argument)
+    if threads <= 1:
+        return alone
+    start = launcher()
+    if not isinstance(start, OpenMP):
+        return functools.partial(launch, kernel, argument, threads)
+    together = start.ready(kernel, argument, threads)
+
+    def run() -> None:
+        if _forked:
+            alone()
+        else:
+            together()
+
+    return run
 
 
 def num_threads() -> int:
