@@ -20,7 +20,7 @@ from pathlib import Path
 import llvmlite.binding as llvm
 import torch
 
-from quire.codegen.target import missing_on
+from quire.codegen.target import host_features, missing_on
 from quire.errors import ArgumentError
 from quire.runtime.cache import object_cache
 
@@ -72,7 +72,7 @@ def _cpu_name() -> str:
 
 
 def _vector_features() -> str:
-    present = {name for name, has in llvm.get_host_cpu_features().items() if has}
+    present = {name for name, has in host_features().items() if has}
     return " ".join(sorted(filter(_WORTH_NAMING.fullmatch, present))) or "none of use"
 
 
@@ -125,4 +125,4 @@ def _why_no_inductor() -> str | None:
 
 
 def _why_no_jit() -> str | None:
-    return missing_on(llvm.get_process_triple(), llvm.get_host_cpu_features()) or None
+    return missing_on(llvm.get_process_triple(), host_features()) or None

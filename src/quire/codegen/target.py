@@ -73,22 +73,48 @@ class Target:
     @functools.cache
     def host() -> Target:
         """This machine. Raises BackendError, with the reason, where it lacks what we need."""
-        features = llvm.get_host_cpu_features()
+        features = host_features()
         reason = missing_on(llvm.get_process_triple(), features)
         if reason:
             raise BackendError(f"{reason}; use backend='eager'")
-        return _describe(
-            llvm.get_process_triple(), llvm.get_host_cpu_name(), features, features.flatten()
-        )
+        flags = ",".join(f"{'+' if features[name] else '-'}{name}" for name in sorted(features))
+        triple = code_triple(llvm.get_process_triple())
+        return _describe(triple, llvm.get_host_cpu_name(), features, flags)
+
+
+def host_features() -> Mapping[str, bool]:
+    """What this processor can do, by LLVM's names; nothing where LLVM does not know.
+
+    It does not on every system of aarch64. That is no loss, since nothing is needed there besides
+    what every such processor has.
+    """
+    try:
+        return dict(llvm.get_host_cpu_features())
+    except RuntimeError:
+        return {}
+
+
+def code_triple(process_triple: str) -> str:
+    """What code for a process is compiled for: the same, and on Windows with objects in ELF.
+
+    Objects in Windows' own format refer to a symbol of the C library, `_fltused`, and to constants
+    that a linker would merge. Those in ELF stand alone, and the calling convention is Windows'.
+    """
+    return f"{process_triple}-elf" if is_windows(process_triple) else process_triple
+
+
+def is_windows(triple: str) -> bool:
+    """Whether code for a triple runs on Windows."""
+    return "windows" in triple
 
 
 def missing_on(triple: str, features: Mapping[str, bool]) -> str:
     """Why a machine cannot run generated code; empty if it can."""
     architecture = _architecture(triple)
-    if architecture == "aarch64":
+    if architecture == "aarch64" and not is_windows(triple):
         return ""
     if architecture != "x86_64":
-        return f"expected a processor of x86_64 or aarch64, got {triple}"
+        return f"expected a processor of x86_64, or of aarch64 without Windows, got {triple}"
     missing = [name for name in _NEEDED_ON_X86 if not features.get(name)]
     needed = " ".join(_NEEDED_ON_X86)
     return f"expected a processor with {needed}, this one lacks {' '.join(missing)}" * bool(missing)
