@@ -60,6 +60,37 @@ def test_default_cache_dir_follows_xdg_unless_relative(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
+    ("system", "environ", "expected"),
+    [
+        ("linux", {"XDG_CACHE_HOME": "/x", "LOCALAPPDATA": "/l"}, "/x/quire"),
+        ("freebsd14", {}, "/home/reader/.cache/quire"),
+        ("darwin", {"XDG_CACHE_HOME": "/x"}, "/home/reader/Library/Caches/quire"),
+        ("win32", {"XDG_CACHE_HOME": "/x", "LOCALAPPDATA": "/l"}, "/l/quire"),
+        ("win32", {}, "/home/reader/AppData/Local/quire"),
+    ],
+)
+def test_default_cache_dir_is_where_the_system_has_caches(
+    system: str, environ: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/reader")
+    monkeypatch.setattr("sys.platform", system)
+    assert Config.read(environ).cache_dir == Path(expected)
+
+
+def test_without_a_home_there_is_no_place_for_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    assert not Config.read({}).cache_dir.is_absolute()
+    assert Config.read({"QUIRE_CACHE_DIR": "/k"}).cache_dir == Path("/k")
+    with pytest.raises(ArgumentError, match=r"'~/k', and nobody knows the home .* in full"):
+        Config.read({"QUIRE_CACHE_DIR": "~/k"})
+
+
+def test_a_path_that_is_too_long_is_read_as_it_is() -> None:
+    path = "/" + "x" * 300
+    assert Config.read({"QUIRE_CACHE_DIR": path}).cache_dir == Path(path)
+
+
+@pytest.mark.parametrize(
     ("name", "text", "expected", "advice"),
     [
         ("QUIRE_BACKEND", "cuda", "one of auto, eager, inductor, jit", "let quire choose"),

@@ -131,6 +131,16 @@ def test_a_target_that_cannot_be_is_a_finding(monkeypatch: pytest.MonkeyPatch) -
     assert finding("backend jit").startswith("no: QUIRE_TARGET: expected a target out of")
 
 
+def test_an_apple_that_does_not_tell_its_features(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown() -> None:
+        raise RuntimeError("failed to get host cpu features.")
+
+    monkeypatch.setattr(llvm, "get_process_triple", lambda: "arm64-apple-darwin23.5.0")
+    monkeypatch.setattr(llvm, "get_host_cpu_features", unknown)
+    assert finding("vector features") == "none of use"
+    assert finding("backend jit") == "yes"
+
+
 class TestCacheDirectory:
     def finding(self, monkeypatch: pytest.MonkeyPatch, path: Path) -> str:
         monkeypatch.setenv("QUIRE_CACHE_DIR", str(path))
@@ -154,6 +164,20 @@ class TestCacheDirectory:
     def test_open_to_others(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         tmp_path.chmod(0o755)
         assert "not used, others may enter it" in self.finding(monkeypatch, tmp_path)
+
+    def test_too_long(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        path = Path("/" + "x" * 300)
+        assert self.finding(monkeypatch, path) == (
+            f"{path} (not used, it cannot be looked at (File name too long): "
+            f"set QUIRE_CACHE_DIR to another)"
+        )
+
+    def test_no_home(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("os.path.expanduser", lambda path: path)
+        monkeypatch.delenv("QUIRE_CACHE_DIR")
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+        config.cache_clear()
+        assert "(not used, this user has no home directory" in finding("cache directory")
 
     def test_a_bad_variable_is_a_finding(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert "expected a directory" in self.finding(monkeypatch, Path(__file__))

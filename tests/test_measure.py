@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import operator
 import os
 import time
@@ -9,6 +10,7 @@ from functools import partial
 
 import pytest
 
+from quire import measure
 from quire.measure import Factory, peak_memory, race
 
 # A factory has to pickle, so each is a partial of a partial: calling it gives the function.
@@ -59,3 +61,11 @@ def test_nobody_left_to_run_is_the_end() -> None:
     start = time.perf_counter()
     assert all(reading.refusal for reading in race(WRONG, WRONG, seconds=600))
     assert time.perf_counter() - start < 60
+
+
+def test_windows_has_no_library_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def windows(name: str | None) -> None:
+        raise TypeError("expected a name")
+
+    monkeypatch.setattr(ctypes, "CDLL", windows)
+    measure._forget_past()

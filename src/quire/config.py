@@ -11,12 +11,16 @@
 An empty variable counts as unset. A value that means nothing is an ArgumentError when it is first
 read, never a silent default. The process's environment is read at the first call of `config()`;
 `config.cache_clear()` makes the next call read it again.
+
+Where nothing is said, kernels are kept where the system keeps caches: in XDG_CACHE_HOME or
+~/.cache, on macOS in ~/Library/Caches, on Windows in LOCALAPPDATA.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,8 +105,14 @@ def _count(name: str, text: str) -> int:
 
 
 def _directory(name: str, text: str) -> Path:
-    path = Path(os.path.abspath(os.path.expanduser(text)))
-    if path.exists() and not path.is_dir():
+    expanded = os.path.expanduser(text)
+    if expanded == text and text.startswith("~"):
+        raise ArgumentError(
+            f"{name}: expected a directory, got {text!r}, and nobody knows the home directory that "
+            f"it begins with. Write the path in full."
+        )
+    path = Path(os.path.abspath(expanded))
+    if os.path.exists(path) and not os.path.isdir(path):
         raise ArgumentError(
             f"{name}: expected a directory, or a path where one can be made, got the file "
             f"{str(path)!r}. Name another path, or unset it to use the default."
@@ -111,7 +121,13 @@ def _directory(name: str, text: str) -> Path:
 
 
 def _default_cache_dir(environ: Mapping[str, str]) -> Path:
-    base = environ.get("XDG_CACHE_HOME", "")
+    """Where this system keeps caches; a path that is not absolute where there is no home."""
+    variable, otherwise = _CACHES.get(sys.platform, ("XDG_CACHE_HOME", "~/.cache"))
+    base = environ.get(variable, "")
     # The XDG specification tells to ignore a relative path.
-    root = Path(base) if os.path.isabs(base) else Path(os.path.expanduser("~/.cache"))
-    return root / "quire"
+    root = base if os.path.isabs(base) else os.path.expanduser(otherwise)
+    return Path(root) / "quire"
+
+
+_CACHES = {"darwin": ("", "~/Library/Caches"), "win32": ("LOCALAPPDATA", "~/AppData/Local")}
+"""A variable that names the directory of caches, and where it is without one."""

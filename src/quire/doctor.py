@@ -17,10 +17,9 @@ import shutil
 import sys
 from pathlib import Path
 
-import llvmlite.binding as llvm
 import torch
 
-from quire.codegen.target import Target
+from quire.codegen.target import Target, host_features
 from quire.errors import ArgumentError, QuireError
 from quire.runtime import processor
 from quire.runtime.cache import object_cache
@@ -74,7 +73,7 @@ def _cpu_name() -> str:
 
 
 def _vector_features() -> str:
-    present = {name for name, has in llvm.get_host_cpu_features().items() if has}
+    present = {name for name, has in host_features().items() if has}
     return " ".join(sorted(filter(_WORTH_NAMING.fullmatch, present))) or "none of use"
 
 

@@ -176,7 +176,7 @@ def _forget_past() -> None:
     Where it cannot, what was needed to get ready hides a part of what is measured.
     """
     gc.collect()
-    with suppress(OSError, AttributeError):  # not the GNU C library
+    with suppress(OSError, AttributeError, TypeError):  # not the GNU C library; the last on Windows
         ctypes.CDLL(None).malloc_trim(0)
     with suppress(OSError):  # not Linux
         _CLEAR_REFS.write_text("5")

@@ -15,7 +15,7 @@ import torch
 import quire
 from quire.codegen import jit, target
 from quire.codegen.builder import Module
-from quire.codegen.target import Target, missing_on
+from quire.codegen.target import Target, code_triple, missing_on
 from quire.codegen.types import F32, F64, I64
 from quire.config import config
 from quire.doctor import report
@@ -127,6 +127,39 @@ def test_what_a_host_lacks_is_named() -> None:
     assert missing_on(LINUX, good | {"f16c": False}).endswith("this one lacks f16c")
     assert missing_on(LINUX, {}).endswith("this one lacks avx2 fma f16c")
     assert missing_on("riscv64-unknown-linux-gnu", {}).startswith("expected a processor of x86_64")
+
+
+def test_windows_has_objects_in_elf_and_needs_x86() -> None:
+    windows = "x86_64-pc-windows-msvc"
+    assert code_triple(windows) == f"{windows}-elf"
+    assert code_triple(LINUX) == LINUX
+    assert code_triple("arm64-apple-darwin23.5.0") == "arm64-apple-darwin23.5.0"
+    assert missing_on(windows, {"avx2": True, "fma": True, "f16c": True}) == ""
+    assert "or of aarch64 without Windows, got" in missing_on("aarch64-pc-windows-msvc", {})
+
+
+def test_a_host_of_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {"avx2": True, "fma": True, "f16c": True, "avx512f": False}
+    monkeypatch.setattr(llvm, "get_process_triple", lambda: "x86_64-pc-windows-msvc")
+    monkeypatch.setattr(llvm, "get_host_cpu_features", lambda: known)
+    host = Target.host.__wrapped__()
+    assert host.triple == "x86_64-pc-windows-msvc-elf"
+    assert host.features == "+avx2,-avx512f,+f16c,+fma"
+
+
+def test_a_host_that_does_not_tell_its_features(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown() -> None:
+        raise RuntimeError("failed to get host cpu features.")
+
+    monkeypatch.setattr(llvm, "get_host_cpu_features", unknown)
+    monkeypatch.setattr(llvm, "get_host_cpu_name", lambda: "apple-m1")
+    monkeypatch.setattr(llvm, "get_process_triple", lambda: "arm64-apple-darwin23.5.0")
+    host = Target.host.__wrapped__()
+    assert (host.cpu, host.features, host.vector_bits) == ("apple-m1", "", 128)
+    assert "answer:" in jit.assembly(answer(42), host)
+    monkeypatch.setattr(llvm, "get_process_triple", lambda: LINUX)
+    with pytest.raises(BackendError, match="lacks avx2 fma f16c"):
+        Target.host.__wrapped__()
 
 
 def test_an_old_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

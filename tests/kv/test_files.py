@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -254,6 +255,25 @@ def test_a_failure_leaves_no_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(OSError, match="full"):
         cache.save(filled(cache, 3), tmp_path / "a")
     assert os.listdir(tmp_path) == []
+
+
+def test_what_windows_syncs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Directories cannot be opened there, and what was opened for reading cannot be synced."""
+    fcntl = pytest.importorskip("fcntl", reason="a system that tells how a file was opened")
+    cache, path = made(), tmp_path / "a"
+    real, synced = os.fsync, []
+
+    def fsync(handle: int) -> None:
+        if fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        synced.append(handle)
+        real(handle)
+
+    monkeypatch.setattr(files.os, "fsync", fsync)
+    monkeypatch.setattr(files, "_is_windows", True)
+    cache.save(filled(cache, 3), path)
+    assert len(synced) == 1
+    assert cache.length(cache.load(path)) == 3
 
 
 def test_without_safetensors_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import multiprocessing
 import os
+import time
 from pathlib import Path
 
 import pytest
 
+from quire.codegen import jit
+from quire.codegen.builder import Module
+from quire.codegen.target import Target
+from quire.codegen.types import I64
 from quire.errors import ArgumentError
 from quire.runtime import cache as cache_module
+from quire.runtime import kernels
 from quire.runtime.cache import MAGIC, ObjectCache, Usage, cache_key
 
 IMAGE = b"\x7fELF" + bytes(range(256)) * 8
@@ -51,6 +58,113 @@ def test_a_damaged_file_is_ignored_and_rebuilt(cache: ObjectCache, damage) -> No
     assert cache.get(A) is None
     cache.put(A, IMAGE)
     assert cache.get(A) == IMAGE
+
+
+def test_a_file_under_the_name_of_another_is_ignored(cache: ObjectCache) -> None:
+    cache.put(A, IMAGE)
+    cache.put(B, IMAGE[::-1])
+    (cache.directory / f"{A}.o").replace(cache.directory / f"{B}.o")
+    assert cache.get(B) is None
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes in directories on this system")
+@pytest.mark.timeout(10)
+def test_a_pipe_is_not_waited_for(cache: ObjectCache) -> None:
+    cache.put(A, IMAGE)
+    (cache.directory / f"{A}.o").unlink()
+    os.mkfifo(cache.directory / f"{A}.o")
+    assert cache.get(A) is None
+    cache.put(A, IMAGE)
+    assert cache.get(A) == IMAGE
+
+
+def test_what_killed_processes_left_behind_goes_after_an_hour(cache: ObjectCache) -> None:
+    cache.put(A, IMAGE)
+    old, new = (cache.directory / f"{B}.{name}.tmp" for name in ("old", "new"))
+    note = cache.directory / "note.tmp"
+    for path in (old, new, note, cache.directory / f"{A}.o"):
+        path.touch()
+        if path != new:
+            os.utime(path, (time.time() - 3700,) * 2)
+    cache.put(C, IMAGE)
+    assert not old.exists()
+    assert new.exists() and note.exists()
+    assert cache.get(A) == IMAGE
+
+
+def test_without_a_home_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    cache = ObjectCache(Path("~/.cache/quire"))
+    cache.put(A, IMAGE)
+    assert cache.get(A) is None
+    assert cache.obstacle() == "this user has no home directory"
+    assert os.listdir() == []
+
+
+@pytest.mark.parametrize("length", [300, 4095])
+def test_a_path_that_is_too_long(tmp_path: Path, length: int) -> None:
+    name = "x" * length if length < 1000 else "/".join(["x" * 99] * 41)
+    cache = ObjectCache(tmp_path / name)
+    cache.put(A, IMAGE)
+    assert cache.get(A) is None
+    assert cache.usage() == Usage(files=0, size=0)
+    assert cache.obstacle() == "it cannot be looked at (File name too long)"
+
+
+def test_files_whose_paths_are_too_long(tmp_path: Path) -> None:
+    room = os.pathconf(tmp_path, "PC_PATH_MAX") - len(os.fspath(tmp_path)) - 40
+    name = "/".join("x" * 99 for _ in range(room // 100))
+    cache = ObjectCache(tmp_path / name / ("y" * (room % 100)))
+    assert cache.obstacle() == "no file can be made in it (File name too long)"
+    cache.put(A, IMAGE)
+    assert cache.get(A) is None
+
+
+def test_where_there_are_no_modes_none_is_asked_for(
+    cache: ObjectCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache.directory.mkdir(mode=0o777)
+    cache.directory.chmod(0o777)
+    cache.put(A, IMAGE)
+    assert cache.get(A) is None
+    monkeypatch.setattr(cache_module, "_HAS_MODES", False)
+    monkeypatch.delattr(os, "getuid", raising=False)
+    cache.put(A, IMAGE)
+    assert cache.obstacle() is None
+    assert cache.get(A) == IMAGE
+
+
+def answering(number: int) -> Module:
+    module = Module()
+    with module.function("answer", {}, I64) as f:
+        f.give_back(f.value(number, I64))
+    return module
+
+
+def test_what_does_not_load_is_compiled_anew(
+    cache: ObjectCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "object_cache", lambda: cache)
+    written: list[int] = []
+
+    def answer() -> int:
+        def write() -> Module:
+            written.append(1)
+            return answering(42)
+
+        code = kernels.code_of(A, Target.host(), write, ["answer"])
+        return int(ctypes.CFUNCTYPE(ctypes.c_int64)(code.address("answer"))())
+
+    other = Module()
+    with other.function("question", {}):
+        pass
+    for image in (b"no object", jit.compile_object(other.text, Target.host())):
+        cache.put(A, image)
+        written.clear()
+        assert [answer(), answer()] == [42, 42]
+        assert len(written) == 1  # it has taken the place of what was there
+    cache.put(A, jit.compile_object(answering(7).text, Target.host()))
+    assert answer() == 7  # and what loads is not compiled
 
 
 def test_a_symbolic_link_is_not_followed(cache: ObjectCache, tmp_path: Path) -> None:

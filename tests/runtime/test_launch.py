@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import ctypes.util
 import os
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +17,15 @@ from quire.codegen.builder import Module
 from quire.codegen.target import Target
 from quire.codegen.types import I64, PTR
 from quire.runtime import launch as launching
-from quire.runtime.launch import OpenMP, Pool, launch, openmp_library, ready, run_inline
+from quire.runtime.launch import (
+    GnuOpenMP,
+    LlvmOpenMP,
+    Pool,
+    launch,
+    openmp_library,
+    ready,
+    run_inline,
+)
 
 
 @pytest.fixture(scope="module")
@@ -27,9 +38,21 @@ def counting() -> jit.Code:
     return jit.load(jit.compile_object(module.text, Target.host()), ["count"])
 
 
+def llvm_openmp() -> str | None:
+    """LLVM's OpenMP or Intel's, as a package of the system or of Python installs it."""
+    beside = sorted(Path(sys.prefix, "lib").glob("libiomp5.*"))
+    found = ctypes.util.find_library("omp") or ctypes.util.find_library("iomp5")
+    return os.fspath(beside[0]) if beside else found
+
+
 LAUNCHERS = {"inline": lambda: run_inline, "pool": Pool}
 if openmp_library() is not None:
-    LAUNCHERS["openmp"] = lambda: OpenMP(openmp_library())
+    LAUNCHERS["openmp"] = lambda: GnuOpenMP(openmp_library())
+
+
+if llvm_openmp() is not None:
+    LAUNCHERS["llvm openmp"] = lambda: LlvmOpenMP(llvm_openmp())
+    LAUNCHERS["llvm openmp by gnu's entry"] = lambda: GnuOpenMP(llvm_openmp())
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)
@@ -44,7 +67,64 @@ def test_every_thread_runs_the_kernel(counting: jit.Code, name: str) -> None:
 
 def test_torch_on_linux_brings_its_own_openmp() -> None:
     assert openmp_library() is not None
-    assert isinstance(launching.launcher(), OpenMP)
+    assert isinstance(launching.launcher(), GnuOpenMP)
+
+
+@pytest.mark.parametrize(
+    ("name", "holds"),
+    [
+        ("libgomp.so.1", True),
+        ("libgomp-a34b3233.so.1", True),
+        ("libomp.so.5", True),
+        ("libomp-14.so.5", True),
+        ("libomp.dylib", True),
+        ("libiomp5.so", True),
+        ("libiomp5md.dll", True),
+        ("libomptarget.so", False),
+        ("libompositor.so", False),
+        ("libiompstubs5md.dll", False),
+        ("libtorch_cpu.so", False),
+    ],
+)
+def test_names_of_openmp_libraries(name: str, holds: bool) -> None:
+    assert launching._is_openmp(os.path.join("lib", name)) == holds
+
+
+@pytest.mark.parametrize("name", ["libomp.dylib", "libiomp5md.dll"])
+def test_the_library_beside_torch_comes_first(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lib").mkdir()
+    for each in ("libc10.dylib", name, "torch.dll"):
+        (tmp_path / "lib" / each).touch()
+    monkeypatch.setattr(torch, "__file__", os.fspath(tmp_path / "__init__.py"))
+    assert openmp_library.__wrapped__() == os.fspath(tmp_path / "lib" / name)
+
+
+def test_a_torch_that_brings_none_uses_the_one_of_the_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__file__", os.fspath(tmp_path / "__init__.py"))
+    found = openmp_library.__wrapped__()
+    assert found is not None and launching._is_openmp(found)
+    monkeypatch.setattr(launching, "_loaded_files", list)
+    assert openmp_library.__wrapped__() is None
+
+
+def test_a_library_that_we_cannot_call_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (ctypes.util.find_library("c"), "/no/such/libomp.so", None):
+        monkeypatch.setattr(launching, "openmp_library", lambda name=name: name)
+        assert isinstance(launching.launcher.__wrapped__(), Pool)
+
+
+@pytest.mark.skipif(llvm_openmp() is None, reason="neither libomp nor libiomp5 is installed")
+def test_llvms_openmp_in_many_threads_and_after_a_fork(
+    counting: jit.Code, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = LlvmOpenMP(llvm_openmp())
+    monkeypatch.setattr(launching, "launcher", lambda: run)
+    test_many_python_threads_launch_at_once(counting)
+    test_a_forked_child_runs_alone(counting)
 
 
 @pytest.mark.parametrize("name", ["inline", "pool", "openmp"])

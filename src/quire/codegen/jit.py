@@ -19,7 +19,7 @@ from typing import Any
 
 import llvmlite.binding as llvm
 
-from quire.codegen.target import Target
+from quire.codegen.target import Target, is_windows
 from quire.errors import CodegenError
 
 _lock = threading.RLock()  # one thread at a time in LLVM: a few of its globals are not guarded
@@ -43,13 +43,13 @@ class Code:
 def compile_object(text: str, target: Target) -> bytes:
     """The object file of a module, for any target."""
     with _lock:
-        return bytes(_machine(target).emit_object(_parse(text)))
+        return bytes(_machine(target).emit_object(_module(text, target)))
 
 
 def assembly(text: str, target: Target) -> str:
     """The assembly of a module, for any target."""
     with _lock:
-        return str(_machine(target).emit_assembly(_parse(text)))
+        return str(_machine(target).emit_assembly(_module(text, target)))
 
 
 def load(image: bytes, exports: Iterable[str]) -> Code:
@@ -71,8 +71,25 @@ def llvm_version() -> str:
     return ".".join(map(str, llvm.llvm_version_info))
 
 
-def _parse(text: str) -> Any:
+_STACK_PROBE = r"""
+module asm ".local __chkstk"
+module asm "__chkstk:"
+module asm "  movq %rsp, %r10"
+module asm "  movq %rax, %r11"
+module asm "1: subq $4096, %r10"
+module asm "  testb $0, (%r10)"
+module asm "  subq $4096, %r11"
+module asm "  ja 1b"
+module asm "  retq"
+"""
+"""What a function calls on Windows if its frame, of rax bytes, is larger than a page: memory of a
+stack exists there only once the page above it was touched. r10 and r11 are free to be used."""
+
+
+def _module(text: str, target: Target) -> Any:
     """A verified module. LLVM reports what is wrong here; later it would end the process."""
+    if is_windows(target.triple):
+        text += _STACK_PROBE
     try:
         module = llvm.parse_assembly(text, context=llvm.create_context())
         module.verify()
@@ -92,9 +109,12 @@ def _refuse_unknown_functions(module: Any) -> None:
 def _machine(target: Target) -> Any:
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
+    llvm.initialize_native_asmparser()  # for the probe
     description = llvm.Target.from_triple(target.triple)
+    # Windows may put code and its constants too far apart for an offset of 32 bits.
+    reloc, codemodel = ("static", "large") if is_windows(target.triple) else ("pic", "default")
     return description.create_target_machine(
-        cpu=target.cpu, features=target.features, opt=3, reloc="pic", codemodel="default"
+        cpu=target.cpu, features=target.features, opt=3, reloc=reloc, codemodel=codemodel
     )
 
 

@@ -122,13 +122,14 @@ class Target:
 
 @functools.cache
 def _host(name: str | None) -> Target:
-    triple, features = llvm.get_process_triple(), llvm.get_host_cpu_features()
+    triple, features = code_triple(llvm.get_process_triple()), host_features()
     if name is not None:
         return _runnable(name, triple, features)
     reason = missing_on(triple, features)
     if reason:
         raise BackendError(f"{reason}; use backend='eager'")
-    return _describe(triple, llvm.get_host_cpu_name(), features, features.flatten())
+    flags = ",".join(f"{'+' if features[name] else '-'}{name}" for name in sorted(features))
+    return _describe(triple, llvm.get_host_cpu_name(), features, flags)
 
 
 def _runnable(name: str, triple: str, features: Mapping[str, bool]) -> Target:
@@ -149,13 +150,39 @@ def _runnable(name: str, triple: str, features: Mapping[str, bool]) -> Target:
     return replace(target, triple=triple)
 
 
+def host_features() -> Mapping[str, bool]:
+    """What this processor can do, by LLVM's names; nothing where LLVM does not know.
+
+    It does not on every system of aarch64. That is no loss, since nothing is needed there besides
+    what every such processor has.
+    """
+    try:
+        return dict(llvm.get_host_cpu_features())
+    except RuntimeError:
+        return {}
+
+
+def code_triple(process_triple: str) -> str:
+    """What code for a process is compiled for: the same, and on Windows with objects in ELF.
+
+    Objects in Windows' own format refer to a symbol of the C library, `_fltused`, and to constants
+    that a linker would merge. Those in ELF stand alone, and the calling convention is Windows'.
+    """
+    return f"{process_triple}-elf" if is_windows(process_triple) else process_triple
+
+
+def is_windows(triple: str) -> bool:
+    """Whether code for a triple runs on Windows."""
+    return "windows" in triple
+
+
 def missing_on(triple: str, features: Mapping[str, bool]) -> str:
     """Why a machine cannot run generated code; empty if it can."""
     architecture = _architecture(triple)
-    if architecture == "aarch64":
+    if architecture == "aarch64" and not is_windows(triple):
         return ""
     if architecture != "x86_64":
-        return f"expected a processor of x86_64 or aarch64, got {triple}"
+        return f"expected a processor of x86_64, or of aarch64 without Windows, got {triple}"
     missing = [name for name in _NEEDED_ON_X86 if not features.get(name)]
     needed = " ".join(_NEEDED_ON_X86)
     return f"expected a processor with {needed}, this one lacks {' '.join(missing)}" * bool(missing)

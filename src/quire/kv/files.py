@@ -30,6 +30,9 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The dtype whose bits are hashed, by size."""
 
 
+_is_windows = os.name == "nt"
+
+
 @dataclass(frozen=True)
 class Header:
     """What a file says of itself; lists have an entry for each group of layers."""
@@ -127,7 +130,12 @@ def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:
 
 def _sync(path: Path) -> None:
     """Have what was written on the disk, not on its way there."""
-    handle = os.open(path, os.O_RDONLY)
+    is_directory = path.is_dir()
+    if is_directory and _is_windows:
+        return  # where directories cannot be opened
+    handle = os.open(
+        path, os.O_RDONLY if is_directory else os.O_RDWR
+    )  # Windows asks for the latter
     try:
         os.fsync(handle)
     finally:

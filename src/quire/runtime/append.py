@@ -21,7 +21,7 @@ from quire.codegen.append import APPEND, LARGEST, LAYER, NAME, write_append
 from quire.codegen.target import Target
 from quire.errors import BackendError
 from quire.runtime.cache import cache_key
-from quire.runtime.kernels import compiled_object
+from quire.runtime.kernels import code_of
 from quire.runtime.launch import num_threads, ready
 
 WORTH_THREADS = 1 << 18  # bytes: a parallel region costs what it takes to copy a part of that
@@ -266,5 +266,4 @@ def _code(source: torch.dtype, pages: torch.dtype) -> jit.Code | None:
         return None
     names = [str(dtype).removeprefix("torch.") for dtype in (source, pages)]
     key = cache_key("append", repr(target), *names)
-    image = compiled_object(key, target, lambda: write_append(target, *names).text)
-    return jit.load(image, [NAME])
+    return code_of(key, target, lambda: write_append(target, *names), [NAME])

@@ -2,11 +2,16 @@
 
 Code from this directory is run, so it is believed only if nobody else could have put it there: the
 directory belongs to the user with mode 0700, a file is a regular file of the user's, and it begins
-with a digest of the rest. Anything else counts as absent and is written anew. A cache that cannot
-be read or written is no cache, never an error. Files of any other name are never touched.
+with a digest of its name and the rest. Anything else counts as absent and is written anew. A cache
+that cannot be read or written is no cache, never an error, and so is one without a place: a user
+who has no home directory. Files of any other name are never touched.
 
-    <directory>/<key>.o        MAGIC, sha256 of the object, the object
-    <directory>/<key>.*.tmp    the same while it is written, or left behind by a process that ended
+Windows knows no modes. The default directory is within the user's profile there, which others may
+not enter, and it inherits that; who names another directory has to see to it.
+
+    <directory>/<key>.o        MAGIC, sha256 of the key and the object, the object
+    <directory>/<key>.*.tmp    the same while it is written, or left behind by a process that ended,
+                               until it is an hour old
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ import os
 import re
 import stat
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -28,8 +34,9 @@ from quire.codegen.jit import llvm_version
 from quire.config import config
 from quire.errors import ArgumentError
 
-MAGIC = b"quire object 1\n"
+MAGIC = b"quire object 2\n"
 LIMIT_BYTES = 256 * 2**20
+WRITTEN_WITHIN = 3600  # seconds: what is older and not complete was left behind
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _NAME = re.compile(r"[0-9a-f]{64}\.(o|\w+\.tmp)")
 
@@ -56,25 +63,26 @@ class ObjectCache:
             content = _read_own_file(self._path(key))
             head, digest = len(MAGIC), len(MAGIC) + _DIGEST_BYTES
             image = content[digest:]
-            if content[:head] == MAGIC and content[head:digest] == hashlib.sha256(image).digest():
+            if content[:head] == MAGIC and content[head:digest] == _digest(key, image):
                 return image
         return None
 
     def put(self, key: str, image: bytes) -> None:
         """Store an object. Readers see the old file, or the new one, never a part."""
         with contextlib.suppress(OSError):
-            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if self._distrust() is None:
+                self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             if self._distrust() is not None:
                 return
             handle, name = tempfile.mkstemp(".tmp", f"{key}.", self.directory)
             try:
                 with os.fdopen(handle, "wb") as file:
-                    file.write(MAGIC + hashlib.sha256(image).digest() + image)
+                    file.write(MAGIC + _digest(key, image) + image)
                 os.replace(name, self._path(key))
             except OSError:
                 os.unlink(name)
                 raise
-            self._evict()
+            self._clean_up()
 
     def obstacle(self) -> str | None:
         """Why nothing is kept in the directory; None where it is, or will be once it is made."""
@@ -118,6 +126,8 @@ class ObjectCache:
 
     def _distrust(self) -> str | None:
         """Why others could have put something here; None where they could not, or nothing is."""
+        if not self.directory.is_absolute():
+            return "this user has no home directory"
         try:
             status = os.lstat(self.directory)
         except FileNotFoundError:
@@ -128,19 +138,30 @@ class ObjectCache:
             return "it is not a directory itself, but a file or a link"
         if not _is_own(status):
             return "it belongs to another user"
-        mode = stat.S_IMODE(status.st_mode)
+        mode = stat.S_IMODE(status.st_mode) if _HAS_MODES else 0o700
         return f"others may enter it (mode {mode:03o}, not 700)" if mode & 0o077 else None
 
     def _unwritable(self) -> str | None:
         """Why no file can be made here, or not the directory itself."""
         upward = (self.directory, *self.directory.parents)
         existing = next(filter(os.path.lexists, upward), self.directory)
-        usable = os.path.isdir(existing) and os.access(existing, os.W_OK | os.X_OK)
-        return None if usable else f"{existing} is not writable"
+        if not (os.path.isdir(existing) and os.access(existing, os.W_OK | os.X_OK)):
+            return f"{existing} is not writable"
+        try:
+            os.lstat(self.directory / f"{'0' * 64}.12345678.tmp")
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            return f"no file can be made in it ({error.strerror})"
+        return None
 
-    def _evict(self) -> None:
-        """Drop what was written longest ago until the limit holds."""
+    def _clean_up(self) -> None:
+        """Drop what was left behind, and what was written longest ago until the limit holds."""
         files = sorted(self._files(), key=lambda file: file[1].st_mtime)
+        for path, status in files:
+            if path.suffix == ".tmp" and time.time() - status.st_mtime > WRITTEN_WITHIN:
+                with contextlib.suppress(OSError):
+                    path.unlink()
         total = sum(status.st_size for _, status in files)
         for path, status in files:
             if total <= self.limit:
@@ -148,6 +169,14 @@ class ObjectCache:
             with contextlib.suppress(OSError):
                 path.unlink()
                 total -= status.st_size
+
+
+_HAS_MODES = os.name != "nt"
+
+
+def _digest(key: str, image: bytes) -> bytes:
+    """Of an object under its name, so that no other's is taken for it."""
+    return hashlib.sha256(key.encode() + image).digest()
 
 
 def _is_own(status: os.stat_result) -> bool:
@@ -159,12 +188,16 @@ def _is_own_file(status: os.stat_result) -> bool:
 
 
 def _read_own_file(path: Path) -> bytes:
-    """The bytes of a regular file of this user's; symbolic links are not followed."""
-    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+    """The bytes of a regular file of this user's; links are not followed, pipes not waited for."""
+    handle = os.open(path, _OPEN)
     with os.fdopen(handle, "rb") as file:
         if not _is_own_file(os.fstat(handle)):
             raise OSError(f"{path} is not a file of this user's")
         return file.read()
+
+
+_FLAGS = ("O_RDONLY", "O_NOFOLLOW", "O_NONBLOCK", "O_BINARY")  # Windows has the first and last
+_OPEN = sum(getattr(os, flag, 0) for flag in _FLAGS)
 
 
 def object_cache() -> ObjectCache:

@@ -8,9 +8,10 @@ All are looked up in this process, then on disk, and only then compiled.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -36,6 +37,7 @@ from quire.codegen.mods import write_extent, write_rewrite, write_row_rewrite, w
 from quire.codegen.observe import write_observe
 from quire.codegen.target import Target
 from quire.codegen.tiles import Tile
+from quire.errors import CodegenError
 from quire.ir.bound import Bounds
 from quire.ir.differentiate import Derivatives, differentiate
 from quire.ir.graph import Node, const, constants, inputs, text
@@ -178,10 +180,8 @@ def kernel(
 @functools.cache
 def kernel_of(form: Form, spec: ForwardSpec) -> Kernel:
     """The kernel of a form, which is made once."""
-    image = compiled_object(
-        cache_key(form, repr(spec)), spec.target, lambda: _FORMS[form].write(spec).text
-    )
-    code = jit.load(image, [ENTRY])
+    key = cache_key(form, repr(spec))
+    code = code_of(key, spec.target, lambda: _FORMS[form].write(spec), [ENTRY])
     return Kernel(form, spec, spec.tile, code, code.address(ENTRY))
 
 
@@ -189,18 +189,22 @@ def kernel_of(form: Form, spec: ForwardSpec) -> Kernel:
 def observer(form: Form, tile: Tile) -> jit.Code:
     """The function that a kernel calls where an argmax or an entropy is wanted."""
     key = cache_key("observe", form, repr(tile))
-    image = compiled_object(key, tile.target, lambda: write_observe(form, tile).text)
-    return jit.load(image, [OBSERVE.name])
+    return code_of(key, tile.target, lambda: write_observe(form, tile), [OBSERVE.name])
 
 
-def compiled_object(key: str, target: Target, write: Callable[[], str]) -> bytes:
-    """Object code from the disk cache, or of what `write` gives."""
+def code_of(
+    key: str, target: Target, write: Callable[[], Module], exports: Sequence[str]
+) -> jit.Code:
+    """Code from the disk cache, or of the module that `write` gives, which is then kept there."""
     cache = object_cache()
     image = cache.get(key)
-    if image is None:
-        image = jit.compile_object(write(), target)
-        cache.put(key, image)
-    return image
+    if image is not None:
+        with contextlib.suppress(CodegenError):  # it does not load: another takes its place
+            return jit.load(image, exports)
+    image = jit.compile_object(write().text, target)
+    code = jit.load(image, exports)
+    cache.put(key, image)
+    return code
 
 
 @functools.lru_cache(maxsize=512)
@@ -229,12 +233,10 @@ def mod_code(form: Form, tile: Tile, roots: ModRoots, shapes: tuple[CaptureShape
     )
     code = _codes.get(content)
     if code is None:
-        image = compiled_object(
-            cache_key("mods", content),
-            tile.target,
-            lambda: write_mods(form, tile, roots, arguments).text,
+        key = cache_key("mods", content)
+        code = _codes[content] = code_of(
+            key, tile.target, lambda: write_mods(form, tile, roots, arguments), names
         )
-        code = _codes[content] = jit.load(image, names)
     written = {name: _written_as(form, roots, name) for name in FUNCTIONS}
     addresses = {name: code.address(same) if same else 0 for name, same in written.items()}
     return ModCode(arguments, code, addresses)

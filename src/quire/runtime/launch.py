@@ -7,10 +7,12 @@ and results do not depend on which one is used or how many threads come.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import glob
 import os
+import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -18,6 +20,8 @@ from typing import TypeAlias
 
 import torch
 
+from quire.codegen import jit, parallel
+from quire.codegen.target import Target
 from quire.config import config
 
 _Entry = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -32,8 +36,8 @@ def run_inline(kernel: int, argument: int, threads: int = 1) -> None:
     _entry(kernel)(argument)
 
 
-class OpenMP:
-    """The threads that torch itself computes with, so that no second pool competes for cores."""
+class GnuOpenMP:
+    """Threads of GNU's OpenMP, or of LLVM's, which has the same entry except on Windows."""
 
     def __init__(self, library: str) -> None:
         self._parallel = ctypes.CDLL(library).GOMP_parallel
@@ -48,6 +52,26 @@ class OpenMP:
         """The same as a function of nothing."""
         pointers = ctypes.c_void_p(kernel), ctypes.c_void_p(argument)
         return functools.partial(self._parallel, *pointers, ctypes.c_uint(threads), ctypes.c_uint())
+
+
+class LlvmOpenMP:
+    """Threads of LLVM's OpenMP, or of Intel's, which is made from it."""
+
+    def __init__(self, library: str) -> None:
+        functions = ctypes.CDLL(library)
+        self._functions = [
+            ctypes.cast(getattr(functions, name), ctypes.c_void_p).value
+            for name in parallel.LIBRARY_FUNCTIONS
+        ]
+        image = jit.compile_object(parallel.TEXT, Target.host())
+        self._code = jit.load(image, [parallel.RUN])
+        pointer, number = ctypes.c_void_p, ctypes.c_int32
+        signature = ctypes.CFUNCTYPE(None, pointer, pointer, pointer, number, pointer, pointer)
+        self._run = signature(self._code.address(parallel.RUN))
+
+    def __call__(self, kernel: int, argument: int, threads: int) -> None:
+        """Run in a parallel region of `threads` threads, the caller being one."""
+        self._run(*self._functions, threads, kernel, argument)
 
 
 class Pool:
@@ -88,7 +112,7 @@ def ready(kernel: int, argument: int, threads: int) -> Callable[[], None]:
     if threads <= 1:
         return alone
     start = launcher()
-    if not isinstance(start, OpenMP):
+    if not isinstance(start, GnuOpenMP):
         return functools.partial(launch, kernel, argument, threads)
     together = start.ready(kernel, argument, threads)
 
@@ -108,16 +132,37 @@ def num_threads() -> int:
 
 @functools.cache
 def launcher() -> Launcher:
-    """OpenMP where torch carries libgomp, a pool of ours elsewhere."""
+    """The threads that torch itself computes with, so that no second pool competes for cores.
+
+    A pool of ours where torch has no OpenMP that we can call.
+    """
     library = openmp_library()
-    return Pool() if library is None else OpenMP(library)
+    if library is not None:
+        for kind in (GnuOpenMP, LlvmOpenMP):
+            with contextlib.suppress(OSError, AttributeError):  # it lacks what this kind calls
+                return kind(library)
+    return Pool()
 
 
 @functools.cache
 def openmp_library() -> str | None:
-    """The libgomp that torch uses."""
-    found = glob.glob(os.path.join(os.path.dirname(torch.__file__), "lib", "libgomp*"))
-    return found[0] if found else None
+    """The OpenMP library that torch uses: the one beside it, or that of the system."""
+    beside = os.path.join(os.path.dirname(torch.__file__), "lib", "*")
+    return next(filter(_is_openmp, (*sorted(glob.glob(beside)), *_loaded_files())), None)
+
+
+def _is_openmp(path: str) -> bool:
+    name = r"lib(gomp|omp|iomp5|iomp5md)(-\w+)?\.(so(\.\d+)*|dylib|dll)"
+    return re.fullmatch(name, os.path.basename(path)) is not None
+
+
+def _loaded_files() -> list[str]:
+    """The files that are mapped into this process, where the system is Linux."""
+    try:
+        with open("/proc/self/maps", errors="replace") as file:
+            return [line.rstrip("\n").split(maxsplit=5)[-1] for line in file]
+    except OSError:
+        return []
 
 
 @functools.lru_cache(maxsize=1024)
@@ -129,7 +174,7 @@ _forked = False
 
 
 def _after_fork() -> None:
-    # The child has none of its parent's threads, and libgomp would wait for them for ever.
+    # The child has none of its parent's threads, and OpenMP would wait for them for ever.
     global _forked
     _forked = True
 

@@ -15,7 +15,7 @@ from quire.codegen.pyramid import DTYPES, NAMES, write_pyramid
 from quire.codegen.target import Target
 from quire.ir.pyramid import Pyramid, heap, missing_leaf
 from quire.runtime.cache import cache_key
-from quire.runtime.kernels import compiled_object
+from quire.runtime.kernels import code_of
 
 
 def capture_shapes(
@@ -65,4 +65,4 @@ def _builder(dtype: torch.dtype, largest: bool) -> Callable[..., None]:
 def _code(dtype: torch.dtype) -> jit.Code:
     target = Target.host()
     key = cache_key("pyramid", f"{target!r} {dtype}")
-    return jit.load(compiled_object(key, target, lambda: write_pyramid(dtype).text), NAMES)
+    return code_of(key, target, lambda: write_pyramid(dtype), NAMES)
