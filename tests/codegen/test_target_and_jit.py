@@ -142,7 +142,7 @@ def test_a_host_of_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     known = {"avx2": True, "fma": True, "f16c": True, "avx512f": False}
     monkeypatch.setattr(llvm, "get_process_triple", lambda: "x86_64-pc-windows-msvc")
     monkeypatch.setattr(llvm, "get_host_cpu_features", lambda: known)
-    host = Target.host.__wrapped__()
+    host = target._host.__wrapped__(None)
     assert host.triple == "x86_64-pc-windows-msvc-elf"
     assert host.features == "+avx2,-avx512f,+f16c,+fma"
 
@@ -154,12 +154,12 @@ def test_a_host_that_does_not_tell_its_features(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(llvm, "get_host_cpu_features", unknown)
     monkeypatch.setattr(llvm, "get_host_cpu_name", lambda: "apple-m1")
     monkeypatch.setattr(llvm, "get_process_triple", lambda: "arm64-apple-darwin23.5.0")
-    host = Target.host.__wrapped__()
+    host = target._host.__wrapped__(None)
     assert (host.cpu, host.features, host.vector_bits) == ("apple-m1", "", 128)
     assert "answer:" in jit.assembly(answer(42), host)
     monkeypatch.setattr(llvm, "get_process_triple", lambda: LINUX)
     with pytest.raises(BackendError, match="lacks avx2 fma f16c"):
-        Target.host.__wrapped__()
+        target._host.__wrapped__(None)
 
 
 def test_an_old_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
