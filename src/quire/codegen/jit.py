@@ -7,6 +7,11 @@ LLVM's own optimisation passes do not run: the text is written in the shape we w
 would double the time for nothing. The objects need no symbol from outside, so that bytes from a
 disk load like bytes just compiled. Code lives as long as its `Code`; whoever keeps an address
 must keep that too.
+
+Code refers to its constants by distances of 32 bits, and on aarch64 by no more either, whatever the
+code model. So all sections of an object have to lie close together. LLVM's newer linker, JITLink,
+gives an object one piece of memory; the older one asks for each section by itself, and ends the
+process if the holes that are left in the address space are too far apart.
 """
 
 from __future__ import annotations
@@ -102,4 +107,4 @@ def _machine(target: Target) -> Any:
 def _linker() -> Any:
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
-    return llvm.create_lljit_compiler(suppress_errors=True)
+    return llvm.create_lljit_compiler(use_jit_link=True, suppress_errors=True)  # see above
