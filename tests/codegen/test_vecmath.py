@@ -100,8 +100,6 @@ def worst_f32(name: str, chunks: Iterator[NDArray[np.uint32]]) -> tuple[float, f
             x = x[~(x > 0)]
         with np.errstate(all="ignore"):
             exact = EXACT[name](x.astype(np.float64))
-        if name in ("sin", "cos"):
-            exact = np.where(np.abs(x) <= 2.0**40, exact, np.nan)
         got = apply(name, x)
         error = ulps(got, exact)
         if name == "exp2_nonpositive":  # may flush below the normal numbers
@@ -153,7 +151,6 @@ def samples(name: str) -> Array:
     ]
     if name in ("sin", "cos"):
         parts += [rng.uniform(-(2**30), 2**30, count)]
-        parts = [np.where(np.abs(x) <= 2.0**30, x, 0.5) for x in parts]
     x = np.concatenate(parts)
     if name == "exp2_nonpositive":
         x = -np.abs(x)
