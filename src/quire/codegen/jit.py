@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import threading
 from collections.abc import Iterable
 from typing import Any
 
@@ -26,8 +25,9 @@ import llvmlite.binding as llvm
 
 from quire.codegen.target import Target
 from quire.errors import CodegenError
+from quire.locks import lock
 
-_lock = threading.RLock()  # one thread at a time in LLVM: a few of its globals are not guarded
+_lock = lock()  # one thread at a time in LLVM: a few of its globals are not guarded
 _serial = itertools.count()
 
 
@@ -36,7 +36,11 @@ class Code:
 
     def __init__(self, addresses: dict[str, int], tracker: Any) -> None:
         self._addresses = addresses
-        self._tracker = tracker  # closes itself when collected, and frees the memory
+        self._tracker = tracker
+
+    def __del__(self) -> None:
+        with _lock:
+            self._tracker.close()  # frees the memory
 
     def address(self, name: str) -> int:
         """Where an exported function starts."""
