@@ -376,3 +376,34 @@ def test_a_kernel_that_is_wrong_is_found_out(monkeypatch: pytest.MonkeyPatch) ->
     q = random(1, 2, 20, 8)
     with pytest.raises(KernelMismatchError, match="out of batches 0 to 0, heads 0 to 1, queries"):
         flex_attention(q, q, q, backend="jit")
+
+
+def found_out(monkeypatch: pytest.MonkeyPatch, check: str, shape: tuple[int, ...]) -> int:
+    """In how many of 20 runs one wrong row, the last one, is found."""
+    monkeypatch.setenv("QUIRE_CHECK", check)
+    config.cache_clear()
+    right = compiled.forward
+
+    def wrong(*args: Any, **options: Any) -> Any:
+        rows, mistake = right(*args, **options)
+        rows.out[-1, -1, -1, 0] += 0.01
+        return rows, mistake
+
+    monkeypatch.setattr(compiled, "forward", wrong)
+    q, found = random(*shape), 0
+    for _ in range(20):
+        try:
+            flex_attention(q, q, q, backend="jit")
+        except KernelMismatchError:
+            found += 1
+    monkeypatch.setattr(compiled, "forward", right)
+    return found
+
+
+def test_one_wrong_row_of_a_small_result_is_always_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert found_out(monkeypatch, "1", (1, 1, 1000, 8)) == 20
+
+
+def test_the_number_of_rows_that_are_checked_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert found_out(monkeypatch, "2", (1, 1, 1000, 8)) < 20
+    assert found_out(monkeypatch, "1000", (1, 1, 1000, 8)) == 20

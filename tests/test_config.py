@@ -37,6 +37,12 @@ def test_check_off(text: str) -> None:
     assert Config.read({"QUIRE_CHECK": text}).check is False
 
 
+def test_check_says_how_many_rows() -> None:
+    assert Config.read({"QUIRE_CHECK": "64"}).check is True
+    assert Config.read({"QUIRE_CHECK": "64"}).check_rows == 64
+    assert Config.read({"QUIRE_CHECK": "1"}).check_rows == Config.read({}).check_rows > 1000
+
+
 def test_threads() -> None:
     assert Config.read({"QUIRE_THREADS": " 3 "}).threads == 3
 
@@ -59,6 +65,7 @@ def test_default_cache_dir_follows_xdg_unless_relative(monkeypatch: pytest.Monke
     [
         ("QUIRE_BACKEND", "cuda", "one of auto, eager, inductor, jit", "let quire choose"),
         ("QUIRE_CHECK", "maybe", "1 or 0", "Unset it"),
+        ("QUIRE_CHECK", "-5", "1 or 0", "Unset it"),
         ("QUIRE_THREADS", "two", "a whole number of at least 1", "as many threads as torch"),
         ("QUIRE_THREADS", "0", "a whole number of at least 1", "as many threads as torch"),
         ("QUIRE_THREADS", "-1", "a whole number of at least 1", "as many threads as torch"),
