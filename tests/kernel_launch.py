@@ -32,7 +32,7 @@ from quire.codegen.target import Target
 from quire.codegen.tiles import Tile
 from quire.codegen.types import I64
 
-LOG2_E = math.log2(math.e)
+LOG4_E = 1 / math.log(4)
 
 
 @functools.cache
@@ -53,7 +53,7 @@ def _address(module: Module, name: str, target: Target) -> int:
 
 @functools.cache
 def mod_code(tile: Tile, rewrite: Callable[[Function, Value, Value, Value], Value]) -> int:
-    """The address of a mod that rewrites (q_idx vector, kv_idx, score) to a score in log2."""
+    """The address of a mod that rewrites (q_idx vector, kv_idx, score) to a score in log4."""
     module = Module()
     names = ("scores", "maxima", "arguments", "b", "h", "q_idx", "queries", "kv_idx", "keys")
     with module.function("mod", dict(zip(names, REWRITE.parameters, strict=True))) as f:
@@ -124,7 +124,7 @@ class Call:
     out_dtype: torch.dtype | None = None
     out: Tensor | None = None
     scale: float | None = None
-    scores_in_log2: bool = True
+    scores_in_log4: bool = True
     sink: Tensor | None = None
     q_start: int = 0
     kv_row: int = 0
@@ -224,7 +224,7 @@ class Call:
         dim = self.query.shape[3]
         scale = 1 / math.sqrt(dim) if self.scale is None else self.scale
         return {
-            "scale": scale * (LOG2_E if self.scores_in_log2 else 1.0),
+            "scale": scale * (LOG4_E if self.scores_in_log4 else 1.0),
             "heads": self.query.shape[1] // self.heads_of_item,
             "group": self.query.shape[1] // self.key.shape[1],
             "row_group": self.heads_of_item,

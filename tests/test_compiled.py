@@ -351,6 +351,48 @@ def test_an_index_out_of_range_where_the_mask_is_false_is_nobodys_mistake(index:
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
+# --- the largest scores --------------------------------------------------------------------------
+
+LOWEST = torch.finfo(torch.float32).min
+LARGEST_SCORES: dict[str, tuple[Callable[..., Any], list[int]]] = {
+    "all of them the lowest number": (lambda s, b, h, q, kv: s * 0 + LOWEST, [*range(200)]),
+    "all of them large": (lambda s, b, h, q, kv: s * 0 + 3e38, [*range(200)]),
+    "one large": (lambda s, b, h, q, kv: (kv == 3) * 2.5e38 + s, [3]),
+    "a larger one": (lambda s, b, h, q, kv: torch.where(kv == 3, 3e38, 2.6e38) + s, [3]),
+    "a less low one": (lambda s, b, h, q, kv: torch.where(kv == 3, -2.5e38, -3e38) + s, [3]),
+    "the lowest, but for what is masked": (
+        lambda s, b, h, q, kv: torch.where(kv < 9, LOWEST, -math.inf) + s * 0,
+        [*range(9)],
+    ),
+}
+
+
+@pytest.mark.parametrize("queries", [1, 3, 40])
+@pytest.mark.parametrize("name", LARGEST_SCORES)
+def test_scores_up_to_the_largest_float(name: str, queries: int) -> None:
+    """A finite score stays finite, and rows of the lowest one are no empty rows."""
+    mod, read = LARGEST_SCORES[name]
+    q, k, v = random(1, 1, queries, 16), random(1, 1, 200, 16), random(1, 1, 200, 16)
+    request = AuxRequest(lse=True, max_scores=True)
+    out, aux = flex_attention(q, k, v, mod, return_aux=request, backend="jit")
+    mean = v[..., read, :].mean(-2, keepdim=True).expand_as(out)
+    torch.testing.assert_close(out, mean, rtol=1e-5, atol=1e-5)
+    expected = reference.attention(q, k, v, score_mod=mod)
+    torch.testing.assert_close(out, expected.out, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(aux.lse, expected.lse, rtol=1e-6, atol=0.0)
+    assert aux.lse.isfinite().all() and aux.max_scores.isfinite().all()
+
+
+@pytest.mark.parametrize("queries", [1, 40])
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_products_up_to_the_largest_float(sign: int, queries: int) -> None:
+    q, k = torch.full((1, 1, queries, 16), 1e19), torch.full((1, 1, 200, 16), sign * 1.6e18)
+    v = random(1, 1, 200, 16)
+    out, aux = flex_attention(q, k, v, scale=1.0, return_aux=AuxRequest(lse=True), backend="jit")
+    torch.testing.assert_close(out, v.mean(-2, keepdim=True).expand_as(out), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(aux.lse, torch.full_like(aux.lse, sign * 2.56e38))
+
+
 # --- checking itself -----------------------------------------------------------------------------
 
 
@@ -376,3 +418,34 @@ def test_a_kernel_that_is_wrong_is_found_out(monkeypatch: pytest.MonkeyPatch) ->
     q = random(1, 2, 20, 8)
     with pytest.raises(KernelMismatchError, match="out of batches 0 to 0, heads 0 to 1, queries"):
         flex_attention(q, q, q, backend="jit")
+
+
+def found_out(monkeypatch: pytest.MonkeyPatch, check: str, shape: tuple[int, ...]) -> int:
+    """In how many of 20 runs one wrong row, the last one, is found."""
+    monkeypatch.setenv("QUIRE_CHECK", check)
+    config.cache_clear()
+    right = compiled.forward
+
+    def wrong(*args: Any, **options: Any) -> Any:
+        rows, mistake = right(*args, **options)
+        rows.out[-1, -1, -1, 0] += 0.01
+        return rows, mistake
+
+    monkeypatch.setattr(compiled, "forward", wrong)
+    q, found = random(*shape), 0
+    for _ in range(20):
+        try:
+            flex_attention(q, q, q, backend="jit")
+        except KernelMismatchError:
+            found += 1
+    monkeypatch.setattr(compiled, "forward", right)
+    return found
+
+
+def test_one_wrong_row_of_a_small_result_is_always_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert found_out(monkeypatch, "1", (1, 1, 1000, 8)) == 20
+
+
+def test_the_number_of_rows_that_are_checked_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert found_out(monkeypatch, "2", (1, 1, 1000, 8)) < 20
+    assert found_out(monkeypatch, "1000", (1, 1, 1000, 8)) == 20

@@ -42,6 +42,12 @@ def test_check_off(text: str) -> None:
     assert Config.read({"QUIRE_CHECK": text}).check is False
 
 
+def test_check_says_how_many_rows() -> None:
+    assert Config.read({"QUIRE_CHECK": "64"}).check is True
+    assert Config.read({"QUIRE_CHECK": "64"}).check_rows == 64
+    assert Config.read({"QUIRE_CHECK": "1"}).check_rows == Config.read({}).check_rows > 1000
+
+
 def test_threads() -> None:
     assert Config.read({"QUIRE_THREADS": " 3 "}).threads == 3
 
@@ -95,6 +101,7 @@ def test_a_path_that_is_too_long_is_read_as_it_is() -> None:
     [
         ("QUIRE_BACKEND", "cuda", "one of auto, eager, inductor, jit", "let quire choose"),
         ("QUIRE_CHECK", "maybe", "1 or 0", "Unset it"),
+        ("QUIRE_CHECK", "-5", "1 or 0", "Unset it"),
         ("QUIRE_THREADS", "two", "a whole number of at least 1", "as many threads as torch"),
         ("QUIRE_THREADS", "0", "a whole number of at least 1", "as many threads as torch"),
         ("QUIRE_THREADS", "-1", "a whole number of at least 1", "as many threads as torch"),

@@ -52,7 +52,7 @@ LAYERS = """
     codegen
     ir
     arguments config dynamo
-    errors warn
+    errors locks warn
 """
 ROW = {name: row for row, line in enumerate(LAYERS.split("\n")) for name in line.split()}
 

@@ -2,7 +2,7 @@
 
     QUIRE_BACKEND     auto | eager | inductor | jit   what `backend="auto"` stands for
     QUIRE_CACHE_DIR   a directory                     where compiled kernels are kept
-    QUIRE_CHECK       1 | 0                           check our own invariants while running
+    QUIRE_CHECK       1 | 0 | a number of rows        compute rows of every result again
     QUIRE_TARGET      x86-64-v3 | x86-64-v4 | aarch64 the processor that kernels are generated for,
                                                       perhaps with a width of vectors in bits, as
                                                       in x86-64-v3:512; unset: this one
@@ -52,6 +52,7 @@ class Config:
     check: bool
     target: str | None
     threads: int | None
+    check_rows: int = 4096
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Config:
@@ -64,9 +65,10 @@ class Config:
         return cls(
             backend=parsed("QUIRE_BACKEND", _backend, "auto"),
             cache_dir=parsed("QUIRE_CACHE_DIR", _directory, _default_cache_dir(environ)),
-            check=parsed("QUIRE_CHECK", _truth, False),
+            check=parsed("QUIRE_CHECK", _check, 0) > 0,
             target=parsed("QUIRE_TARGET", lambda _, text: text.lower(), None),
             threads=parsed("QUIRE_THREADS", _count, None),
+            check_rows=parsed("QUIRE_CHECK", _check, 0) or cls.check_rows,
         )
 
 
@@ -86,13 +88,16 @@ def _backend(name: str, text: str) -> Backend:
     )
 
 
-def _truth(name: str, text: str) -> bool:
-    if text.lower() not in _TRUE + _FALSE:
+def _check(name: str, text: str) -> int:
+    """How many rows, 0 being none; 1 stands for the default number."""
+    if text.lower() in _TRUE + _FALSE:
+        return Config.check_rows if text.lower() in _TRUE else 0
+    if not (text.isascii() and text.isdigit()):
         raise ArgumentError(
-            f"{name}: expected 1 or 0 (or true/false, yes/no, on/off), got {text!r}. "
-            f"Unset it for the default, 0."
+            f"{name}: expected 1 or 0 (or true/false, yes/no, on/off), or a number of rows, got "
+            f"{text!r}. Unset it for the default, 0."
         )
-    return text.lower() in _TRUE
+    return int(text)
 
 
 def _count(name: str, text: str) -> int:

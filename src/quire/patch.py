@@ -19,7 +19,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import operator
-import threading
 import types
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -29,6 +28,7 @@ import torch
 
 from quire.block_mask import create_block_mask, create_mask
 from quire.dynamo import never_entered, own
+from quire.locks import lock
 from quire.nested import jagged_scaled_dot_product_attention as jagged
 from quire.paged import PagedAttention
 from quire.torch_api import flex_attention
@@ -69,7 +69,7 @@ ROWS = (
 STAND_INS: dict[str, Callable[..., Any]] = {}
 """What the exchanged code calls, by module and name. Kept, for calls that are under way."""
 
-_lock = threading.Lock()
+_lock = lock()
 _depth = 0
 _undo = ExitStack()
 

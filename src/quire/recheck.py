@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import torch
 from torch import Tensor
 
 from quire.aux_outputs import AuxRequest
+from quire.config import config
 from quire.eager import Operands, Result
 from quire.eager.forward import forward_stripe
 from quire.eager.tiling import Sizes, Stripe, stripes
 from quire.errors import KernelMismatchError
 from quire.problem import Problem
 
-NUM_STRIPES = 2
 ROUNDINGS = 256
 """How many roundings of the largest value a result may be off by."""
 
 
 def recheck(problem: Problem, operands: Operands, sink: Tensor | None, result: Result) -> None:
-    """Compare some stripes of rows, chosen at random, with float64; raise where they differ."""
+    """Compare stripes of rows, chosen at random, with float64; raise where they differ.
+
+    As many as have `config().check_rows` rows together; of a small result that is all of it.
+    """
     every = list(stripes(problem, Sizes.of(operands.query, operands.key)))
     exact = Operands(*(tensor.double() for tensor in operands))
-    for stripe in random.sample(every, min(NUM_STRIPES, len(every))):
+    looked_at = 0
+    for stripe in random.sample(every, len(every)):
+        if looked_at >= config().check_rows:
+            break
+        looked_at += math.prod(part.stop - part.start for part in stripe.rows)
         wanted = AuxRequest(entropy=result.entropy.dim() > 1)
         expected = forward_stripe(problem, exact, stripe, sink, wanted)
         size = _largest(expected.lse)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,6 +19,11 @@ from quire.codegen.types import F32, F64
 from quire.ir.graph import Node
 
 _Rewrite = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 6)
+
+
+def host_with(vector_bits: int) -> Target:
+    """This machine, with vectors of another width."""
+    return replace(Target.host(), vector_bits=vector_bits, registers=32, rows=6, vectors=4)
 
 
 def aligned(count: int, dtype: torch.dtype) -> Tensor:
@@ -36,15 +42,17 @@ class PanelRun:
         masks: Sequence[Node],
         captures: Sequence[Tensor],
         dtype=torch.float32,
+        target: Target | None = None,
     ) -> None:
         self.dtype = dtype
+        target = target or Target.host()
         self.captures = list(captures)
-        self.tile = Tile(Target.host(), F64 if dtype == torch.float64 else F32)
+        self.tile = Tile(target, F64 if dtype == torch.float64 else F32)
         roots = [*masks, *([] if score is None else [score])]
         self.arguments = ModArguments.of(roots, tuple(map(CaptureShape.of, captures)))
         module = Module()
         write_rewrite(module, "rewrite", self.tile, self.arguments, score, masks, unit=1.0)
-        self.code = jit.load(jit.compile_object(module.text, Target.host()), ["rewrite"])
+        self.code = jit.load(jit.compile_object(module.text, target), ["rewrite"])
 
     def __call__(self, scores: Tensor, *, b=0, h=0, q_idx=0, kv_idx=0) -> tuple[Tensor, bool]:
         """The rewritten scores, and whether an index was out of range."""

@@ -87,7 +87,7 @@ def causal_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
 
 
 def softcap(f: Function, q_idx: Value, kv_idx: Value, score: Value) -> Value:
-    return vecmath.tanh(f, score / 2.0) * (2.0 * math.log2(math.e))
+    return vecmath.tanh(f, score / 2.0) * (2.0 / math.log(4))
 
 
 # --- dtypes, sizes, strides
@@ -263,7 +263,7 @@ def test_a_mask_in_every_tile(dtype: torch.dtype) -> None:
 
 
 def test_a_score_mod_in_every_tile() -> None:
-    call = Call(*tensors(lengths=(70, 300)), scores_in_log2=False)
+    call = Call(*tensors(lengths=(70, 300)), scores_in_log4=False)
     call.full_mod = mod_code(call.spec.tile, softcap)
     check(call, score_mod=lambda s, b, h, q, kv: 2.0 * torch.tanh(s / 2.0))
 
@@ -353,7 +353,7 @@ def test_mods_are_told_where_they_are() -> None:
 
     def where(f: Function, q_idx: Value, kv_idx: Value, score: Value) -> Value:
         place = f.splat(kv_idx, q_idx.type) * 1000 + q_idx
-        return f.convert(place, score.type) * math.log2(math.e)
+        return f.convert(place, score.type) * (1 / math.log(4))
 
     call = Call(query, key, value, q_start=30, kv_begin=7, kv_end=200)
     call.full_mod = mod_code(call.spec.tile, where)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import subprocess
+import sys
+import textwrap
 import threading
 import weakref
 
@@ -209,6 +212,49 @@ def test_code_is_freed_with_its_last_reference() -> None:
         if round == 0:
             after_one = maps()
     assert maps() <= after_one + 5
+
+
+def test_code_and_constants_stay_together_in_a_full_address_space() -> None:
+    """A process with no hole but one page near its libraries, and the next one 8 GB below."""
+    script = textwrap.dedent("""
+        import ctypes, mmap
+        from quire.codegen import jit
+        from quire.codegen.builder import Module
+        from quire.codegen.target import Target
+        from quire.codegen.types import F32
+
+        PAGE, HUGE, NOTHING, AT_NO_OTHER_PLACE = 4096, 8 << 30, 0, 0x100000
+        FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | AT_NO_OTHER_PLACE
+        take = ctypes.CDLL(None).mmap
+        take.restype = ctypes.c_void_p
+        take.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+
+        def fill() -> None:
+            with open("/proc/self/maps") as file:
+                ends = [tuple(int(end, 16) for end in line.split()[0].split("-")) for line in file]
+            top = max(high for _, high in ends if high < 1 << 48)
+            libraries = [(low, high) for low, high in ends if top - (1 << 42) < low < top]
+            for (_, low), (high, _) in zip(libraries, libraries[1:]):
+                if low < high:
+                    assert take(low, high - low, NOTHING, FLAGS, -1, 0) == low
+            start = libraries[0][0] - PAGE - HUGE
+            assert take(start, HUGE, NOTHING, FLAGS, -1, 0) == start
+
+        def text(number: float) -> str:
+            module = Module()
+            with module.function("answer", {}, F32) as f:
+                f.give_back(f.value(number, F32))
+            return module.text
+
+        images = [jit.compile_object(text(0.1 + i), Target.host()) for i in range(4)]
+        jit.load(images[0], ["answer"])
+        fill()
+        codes = [jit.load(image, ["answer"]) for image in images]
+        call = ctypes.CFUNCTYPE(ctypes.c_float)
+        print([round(call(code.address("answer"))(), 3) for code in codes])
+    """)
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (run.returncode, run.stdout) == (0, "[0.1, 1.1, 2.1, 3.1]\n"), run.stderr
 
 
 def test_threads_compile_and_load_at_once() -> None:

@@ -132,6 +132,17 @@ _NUMBERS = (
     "{a} % {c}",
     "({a} & 7)",
     "({a} >> 2)",
+    "({a} | {b})",
+    "({a} ^ {b})",
+    "(~({a}))",
+    "(1 << ({a} & 7))",
+    "(({a}) << ({b} & 3))",
+    "(({a}) >> ({b} & 3))",
+    "({a}) * ({b})",
+    "({a}) // (({b}) % 5 + 1)",
+    "({a}) % (({b}) % 5 - 7)",
+    "torch.div({a}, {c}, rounding_mode='trunc')",
+    "torch.fmod({a}, {c})",
     "abs({a})",
     "torch.minimum({a}, {b})",
     "torch.maximum({a}, {b})",
@@ -266,6 +277,15 @@ def test_constants_at_the_end_of_int64(source: str, limit: int, periodic: bool) 
     some, every = truth(elements(mask, positions, positions), ends, ends)
     can, must = verdicts(mask, ends, ends)
     assert not (some & ~can).any() and not (must & ~every).any()
+
+
+def test_a_shift_by_a_varying_amount_is_bounded() -> None:
+    """Bit sets are written this way."""
+    mask = trace(lambda b, h, q, kv: (1 << (kv & 7)) > q, "mask")
+    q_ends, kv_ends = blocks(256, 8), blocks(16, 4)
+    some, every = truth(elements(mask, torch.arange(256), torch.arange(16)), q_ends, kv_ends)
+    can, must = verdicts(mask, q_ends, kv_ends)
+    assert torch.equal(can, some) and torch.equal(must, every)
 
 
 def test_what_occurs_twice_cancels() -> None:

@@ -46,7 +46,7 @@ from quire.codegen.gradient_tiles import (
 )
 from quire.codegen.items import Arguments, Block, Item, Share
 from quire.codegen.nest import Nest, entry
-from quire.codegen.softmax import LOG2_E
+from quire.codegen.softmax import LOG4_E
 from quire.codegen.staging import storage, write_gather, write_pack, write_scatter
 from quire.codegen.tiles import write_multiply_keys
 from quire.codegen.types import I64
@@ -181,7 +181,7 @@ class _Kernel(Nest):
             lse = f.load(element, arg["lse"], at)
             # An infinite lse is that of a row that reads nothing, or of one that is NaN.
             infinite = f.intrinsic("fabs", lse).equals(math.inf)
-            f.store(f.select(infinite, math.nan, lse * LOG2_E), scratch["shift"], q)
+            f.store(f.select(infinite, math.nan, lse * LOG4_E), scratch["shift"], q)
             with f.when(self._wanted("grad_lse")):
                 given = f.load(element, arg["grad_lse"], at)
                 f.store(f.load(element, scratch["delta"], q) - given, scratch["delta"], q)

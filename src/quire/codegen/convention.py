@@ -112,7 +112,7 @@ PLAN = {
     **_strides("value_scale", "head", "page", "row"),
     **_strides("out", "batch", "head", "row", "column"),
     **_strides("lse", "batch", "head", "row"),
-    "scale": F64,  # times log2(e), unless the mods do that
+    "scale": F64,  # times log4(e), unless the mods do that
     "heads": I64,  # of items: query heads, or groups of `row_group` of them
     "group": I64,  # heads per key head: query heads, or items' where items are rows
     "row_group": I64,  # query heads that one item computes

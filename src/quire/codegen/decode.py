@@ -4,7 +4,7 @@
         for every block of keys that the visitor names, in ascending order:
             scores  = keys . queries              for a set of rows at a time
             scores  = mod(scores)                 a ROW function for each row, lanes over keys
-            weights = exp2(scores - maximum)
+            weights = exp4(scores - maximum)
             out     = out alpha + weights . values
         out / sum to the user's tensor
 

@@ -4,7 +4,7 @@
            q_idx, queries, kv_idx, keys)
 
     scores[key, query]   comes in as the product of keys and queries, leaves as the weight that a
-                         value was multiplied by: exp2(mod(score) - shift), after dropout
+                         value was multiplied by: exp4(mod(score) - shift), after dropout
     slopes[key, query]   comes in as the product of values and the gradient of out, leaves as the
                          gradient of the score
     captured             for each load that has a gradient, where it is summed
@@ -30,7 +30,7 @@ from quire.codegen.loads import Captured, Lanes
 from quire.codegen.lower import ELEMENT, KEY, ROW, UNIFORM, Scope
 from quire.codegen.mods import Panel, existing, queries_of_panel, scopes_of_rows
 from quire.codegen.scatter import add, densely
-from quire.codegen.softmax import LOG2_E
+from quire.codegen.softmax import LOG4_E
 from quire.codegen.tiles import Tile
 from quire.codegen.types import I8
 from quire.ir.graph import Node
@@ -84,7 +84,7 @@ class _Derive:
         place = (self.at["arguments"], self.at["b"], self.at["h"])
         queries = queries_of_panel(tile, self.at["q_idx"])
         rows, _ = scopes_of_rows(f, tile, arguments, place, queries)
-        self.panel = Panel(f, tile, derived.score, LOG2_E, derived.masks, rows)
+        self.panel = Panel(f, tile, derived.score, LOG4_E, derived.masks, rows)
         self.panel.compute_rows()
         for row in rows:
             row.lower_all([*derived.roots, *self._index_roots], [UNIFORM, ROW])
@@ -142,7 +142,8 @@ class _Derive:
         scores, live = self._scores(scopes, before)
         weights, slopes, by_load = [], [], []
         for v, scope in enumerate(scopes):
-            weight = vecmath.exp2_nonpositive(f, scores[v] - self.shift[v])
+            below = f.minimum(f.value(0.0, tile.vector), scores[v] - self.shift[v])  # as rounded
+            weight = vecmath.exp4_nonpositive(f, below)
             product, kept = products[v], weight
             if derived.drop is not None:
                 # Dropout of the weight 1 is what it multiplies any weight by.

@@ -7,7 +7,7 @@
             for every panel of queries:
                 scores  = keys . queries
                 scores  = mod(scores)                        holes 2 and 3: full or partial tiles
-                weights = exp2(scores - maximum)
+                weights = exp4(scores - maximum)
                 out     = out alpha + values . weights
         out / sum to the user's tensor
 

@@ -7,13 +7,17 @@ LLVM's own optimisation passes do not run: the text is written in the shape we w
 would double the time for nothing. The objects need no symbol from outside, so that bytes from a
 disk load like bytes just compiled. Code lives as long as its `Code`; whoever keeps an address
 must keep that too.
+
+Code refers to its constants by distances of 32 bits, and on aarch64 by no more either, whatever the
+code model. So all sections of an object have to lie close together. LLVM's newer linker, JITLink,
+gives an object one piece of memory; the older one asks for each section by itself, and ends the
+process if the holes that are left in the address space are too far apart.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import threading
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,8 +25,9 @@ import llvmlite.binding as llvm
 
 from quire.codegen.target import Target, is_windows
 from quire.errors import CodegenError
+from quire.locks import lock
 
-_lock = threading.RLock()  # one thread at a time in LLVM: a few of its globals are not guarded
+_lock = lock()  # one thread at a time in LLVM: a few of its globals are not guarded
 _serial = itertools.count()
 
 
@@ -31,7 +36,11 @@ class Code:
 
     def __init__(self, addresses: dict[str, int], tracker: Any) -> None:
         self._addresses = addresses
-        self._tracker = tracker  # closes itself when collected, and frees the memory
+        self._tracker = tracker
+
+    def __del__(self) -> None:
+        with _lock:
+            self._tracker.close()  # frees the memory
 
     def address(self, name: str) -> int:
         """Where an exported function starts."""
@@ -122,4 +131,4 @@ def _machine(target: Target) -> Any:
 def _linker() -> Any:
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
-    return llvm.create_lljit_compiler(suppress_errors=True)
+    return llvm.create_lljit_compiler(use_jit_link=True, suppress_errors=True)  # see above

@@ -26,7 +26,7 @@ common, the ends being part of it: EMPTY, PARTIAL or PLAIN.
     verdict(arguments, b, h, q_low, q_high, kv_low, kv_high)
 
 Constants and captured tensors are arguments, so that another window or bias runs the same code.
-Scores leave in units of log 2, as the kernel computes powers of two.
+Scores leave in units of log 4, as the kernel computes powers of four.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from quire.codegen.lower import (
     Scope,
 )
 from quire.codegen.proofs import proof, provable
-from quire.codegen.softmax import LOG2_E
+from quire.codegen.softmax import LOG4_E
 from quire.codegen.tiles import Tile
 from quire.codegen.types import I1, I64, PTR, Type
 from quire.ir.graph import Node
@@ -87,7 +87,7 @@ def write_rewrite(
     score: Node | None,
     masks: Sequence[Node],
     *,
-    unit: float = LOG2_E,
+    unit: float = LOG4_E,
 ) -> None:
     """A function that applies a score_mod, if any, times `unit`, and the masks."""
     with module.function(name, PARAMETERS) as f:
@@ -121,7 +121,7 @@ def write_row_rewrite(
     score: Node | None,
     masks: Sequence[Node],
     *,
-    unit: float = LOG2_E,
+    unit: float = LOG4_E,
 ) -> None:
     """The same for the scores of one query."""
     with module.function(name, ROW_PARAMETERS) as f:
@@ -358,7 +358,7 @@ class Panel:
         return self.f.select(condition, self.f.value(-1, lane_mask(self.tile)), 0)
 
     def modified(self, scope: Scope) -> Value:
-        """A score after the score_mod, in units of log 2."""
+        """A score after the score_mod, in units of log 4."""
         assert self.score is not None, "there is a score_mod"
         score = scope.as_vector(scope.lower(self.score))
         return score if self.unit == 1.0 else score * self.unit

@@ -3,10 +3,10 @@
     observe(scores, running_sum, best, place, surprise, first, keys)
 
 It is code of its own that a kernel calls through a pointer, and only where someone asks: after the
-mods and before scores become weights. Scores are in units of log 2, `first` is the number of the
+mods and before scores become weights. Scores are in units of log 4, `first` is the number of the
 tile's first key among the row's, and the rest is a row's state:
 
-    running_sum   of the weights exp2(score - best) of the tiles before
+    running_sum   of the weights exp4(score - best) of the tiles before
     best, place   the largest score so far and the number of its key; of equals the first, NaN is
                   larger than all. They start at -inf and -1
     surprise      the sum of weight * (score - best), from which the entropy follows
@@ -29,7 +29,7 @@ from quire.codegen.convention import OBSERVE, Form
 from quire.codegen.tiles import Tile, across
 from quire.codegen.types import I64, Type
 
-LN_2 = math.log(2.0)
+LN_4 = math.log(4.0)
 PARAMETERS = ("scores", "running_sum", "best", "place", "surprise", "first", "keys")
 
 
@@ -100,12 +100,12 @@ def _observe(
 
     def add(j: Value, sums: list[Value]) -> list[Value]:
         above = score(j) - shift
-        weight = vecmath.exp2(f, above)
+        weight = vecmath.exp4(f, above)
         return [f.fma(weight, f.select(weight.equals(0.0), 0.0, above), sums[0])]
 
     nothing = f.value(0.0, tile.vector)
     (terms,) = f.loop(0, keys, add, carry=[nothing], step=step)
-    alpha = vecmath.exp2(f, before - shift)
+    alpha = vecmath.exp4(f, before - shift)
     moved = alpha * f.fma(tile.load(f, running_sum), before - shift, tile.load(f, surprise))
     tile.store(f, new, best)
     tile.store(f, at, place)
@@ -135,7 +135,7 @@ State: TypeAlias = tuple[Value, Value, Value]
 """Where a row's best, place and surprise are."""
 
 Weights: TypeAlias = tuple[Value, Value, Value]
-"""The sum of the weights of some keys, their maximum less the common one, and exp2 of that."""
+"""The sum of the weights of some keys, their maximum less the common one, and exp4 of that."""
 
 
 def merge(
@@ -159,11 +159,11 @@ def entropy(
 ) -> Value:
     """That of the probabilities, in nats.
 
-    `total` is the sum of the weights, `kept` what remains of them as a sink joins, `level` the log2
+    `total` is the sum of the weights, `kept` what remains of them as a sink joins, `level` the log4
     of the largest probability and `share` the factor from weights to probabilities.
     """
     terms = f.select(kept.equals(0.0), 0.0, f.fma(total, level, surprise))
-    nats = 0.0 - share * terms * LN_2
+    nats = 0.0 - share * terms * LN_4
     return f.select(nats < 0.0, 0.0, nats)
 
 

@@ -4,7 +4,7 @@ Lanes run over columns. A set is up to `MOST_TOGETHER` query rows that share eac
 value; what a row computes, and in which order, does not depend on who else is in its set:
 
     multiply_keys      scores[row, key] = sum_d keys[key, d] queries[row, d]
-    exponentiate       weights[key] = exp2(scores - maximum of the row so far)
+    exponentiate       weights[key] = exp4(scores - maximum of the row so far)
     multiply_values    out[row, d] = out alpha + sum_key weights[row, key] values[key, d]
 
 Keys and values are found through a table of addresses, one for each row, so that nothing here knows
@@ -181,14 +181,14 @@ def write_exponentiate(module: Module, tile: Tile, kind: Storage, width: int) ->
         best = across(f, best, f.maximum)
         after = f.maximum(before, best)
         shift = f.select(f.intrinsic("fabs", after).equals(math.inf), 0.0, after)
-        moved = vecmath.exp2(f, before - shift)
+        moved = vecmath.exp4(f, before - shift)
 
-        def weigh_all(exp2: Callable[[Function, Value], Value]) -> list[Value]:
+        def weigh_all(exp4: Callable[[Function, Value], Value]) -> list[Value]:
             def weigh(j: Value, total: list[Value]) -> list[Value]:
                 score = tile.load(f, scores, j)
                 if ahead is not None:
                     ahead.ask_line(j.udiv(tile.lanes))
-                weight = exp2(f, score - shift)
+                weight = exp4(f, score - shift)
                 tile.store(f, f.select(score.equals(-math.inf), UNREAD, weight), scores, j)
                 return [total[0] + weight]
 
@@ -197,8 +197,8 @@ def write_exponentiate(module: Module, tile: Tile, kind: Storage, width: int) ->
         endless = f.extract(after, 0).equals(math.inf)  # then scores are not below `shift`
         (total,) = f.choose(
             endless,
-            lambda: weigh_all(vecmath.exp2),
-            lambda: weigh_all(vecmath.exp2_nonpositive),
+            lambda: weigh_all(vecmath.exp4),
+            lambda: weigh_all(vecmath.exp4_nonpositive),
         )
         tile.store(f, after, running_max)
         tile.store(f, f.fma(tile.load(f, running_sum), moved, total), running_sum)
@@ -415,7 +415,7 @@ def write_merge(module: Module, tile: Tile) -> Function:
         before, other = tile.load(f, running_max), tile.load(f, theirs[0])
         after = f.maximum(before, other)
         shift = f.select(f.intrinsic("fabs", after).equals(math.inf), 0.0, after)
-        moved, joined = vecmath.exp2(f, before - shift), vecmath.exp2(f, other - shift)
+        moved, joined = vecmath.exp4(f, before - shift), vecmath.exp4(f, other - shift)
 
         def add(mine: Value, its: Value) -> Value:
             return f.fma(mine, moved, its * joined)

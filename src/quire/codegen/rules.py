@@ -11,7 +11,7 @@ from typing import TypeAlias
 import torch
 
 from quire.codegen import vecmath
-from quire.codegen.builder import Function, Value
+from quire.codegen.builder import Function, Operand, Value
 from quire.codegen.types import F16, F32, F64, I1, I8, I16, I32, I64, Type
 from quire.ir.graph import Node
 
@@ -80,18 +80,18 @@ def _sign(f: Function, node: Node, a: Value) -> Value:
 
 
 def _floordiv(f: Function, node: Node, a: Value, b: Value) -> Value:
-    return _quotient_and_remainder(f, a, b)[0]
+    return _quotient_and_remainder(f, node, a, b)[0]
 
 
 def _mod(f: Function, node: Node, a: Value, b: Value) -> Value:
-    return _quotient_and_remainder(f, a, b)[1]
+    return _quotient_and_remainder(f, node, a, b)[1]
 
 
-def _quotient_and_remainder(f: Function, a: Value, b: Value) -> tuple[Value, Value]:
+def _quotient_and_remainder(f: Function, node: Node, a: Value, b: Value) -> tuple[Value, Value]:
     """The quotient rounded down and what is left, which has the sign of b."""
     if a.type.is_float:
         return _float_division(f, a, b)
-    divisor = f.select(b.equals(0), 1, b)  # noted as a mistake; code must not trap
+    divisor = _safe_divisor(f, node, a, b)
     if a.type.bits <= 32:
         quotient = _divide_by_doubles(f, a, divisor)
         return quotient, a - quotient * divisor
@@ -99,6 +99,18 @@ def _quotient_and_remainder(f: Function, a: Value, b: Value) -> tuple[Value, Val
     left = a - quotient * divisor
     below = left.differs(0) & ((left ^ divisor) < 0)
     return f.select(below, quotient - 1, quotient), f.select(below, left + divisor, left)
+
+
+def _safe_divisor(f: Function, node: Node, a: Value, b: Value) -> Value:
+    """A divisor for which code does not trap.
+
+    0 is noted as a mistake, and becomes 1. So does -1 below the lowest integer: that quotient
+    wraps around to the lowest integer itself, and nothing is left.
+    """
+    if node.args[1].op == "const" and node.args[1].payload not in (0, -1):
+        return b
+    lowest = -(2 ** (a.type.bits - 1))
+    return f.select(b.equals(0) | (b.equals(-1) & a.equals(lowest)), 1, b)
 
 
 def _divide_by_doubles(f: Function, a: Value, b: Value) -> Value:
@@ -111,23 +123,46 @@ def _divide_by_doubles(f: Function, a: Value, b: Value) -> Value:
 
 
 def _float_division(f: Function, a: Value, b: Value) -> tuple[Value, Value]:
-    quotient = f.intrinsic("floor", a / b)
-    left = f.fma(-quotient, b, a)
-    negative = b < 0.0
-    below = f.select(negative, left > 0.0, left < 0.0)
-    above = f.select(negative, left <= b, left >= b)
-    quotient = f.select(below, quotient - 1.0, f.select(above, quotient + 1.0, quotient))
-    return quotient, f.select(below, left + b, f.select(above, left - b, left))
+    """As PyTorch reckons: both from the remainder that has the sign of a, which is exact."""
+    left = vecmath.fmod(f, a, b)
+    other_sign = left.differs(0.0) & ((b < 0.0) ^ (left < 0.0))
+    quotient = (a - left) / b
+    quotient = f.select(other_sign, quotient - 1.0, quotient)
+    below = f.intrinsic("floor", quotient)
+    nearest = f.select(quotient - below > 0.5, below + 1.0, below)
+    plain = a / b
+    zero = f.intrinsic("copysign", f.value(0.0, a.type), plain)
+    nearest = f.select(quotient.equals(0.0), zero, nearest)
+    return f.select(b.equals(0.0), plain, nearest), f.select(other_sign, left + b, left)
 
 
 def _power(f: Function, node: Node, a: Value, b: Value) -> Value:
-    if a.type.is_float:
-        return vecmath.pow(f, a, b)
-    result, base = f.value(1, a.type), a
-    for bit in range(min(6, a.type.bits - 2)):
+    return vecmath.pow(f, a, b) if a.type.is_float else _integer_power(f, a, b)
+
+
+SMALL_EXPONENT = 6
+"""How many bits an exponent has whose power is written out."""
+
+
+def _integer_power(f: Function, a: Value, b: Value) -> Value:
+    """By squaring; products wrap around. A negative power is 0, unless it is one of 1 or -1."""
+
+    def step(bit: Operand, carried: list[Value]) -> list[Value]:
+        result, base = carried
         odd = ((b >> bit) & 1).differs(0)
-        result, base = f.select(odd, result * base, result), base * base
-    return f.select(b < 0, 0, result)
+        return [f.select(odd, result * base, result), base * base]
+
+    def large(bit: Value, carried: list[Value]) -> list[Value]:
+        return step(f.splat(f.convert(bit, b.type.scalar), b.type), carried)
+
+    power = [f.value(1, a.type), a]
+    for bit in range(SMALL_EXPONENT):
+        power = step(bit, power)
+    last = f.select(f.any_lane((b >> SMALL_EXPONENT) > 0), f.value(a.type.bits - 1, I64), 0)
+    result = f.loop(SMALL_EXPONENT, last, large, carry=power)[0]
+    sign = f.select((b & 1).differs(0), a, f.value(1, a.type))
+    unit = a.equals(1) | a.equals(-1)
+    return f.select(b < 0, f.select(unit, sign, 0), result)
 
 
 def _cast(f: Function, node: Node, a: Value) -> Value:

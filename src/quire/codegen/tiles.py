@@ -4,7 +4,7 @@ Lanes run over queries. A panel is a few vectors of queries side by side, one co
 tile is what one panel does with one block of keys:
 
     multiply_keys      scores[key, query] = sum_d keys[key, d] queries[d, query]
-    exponentiate       weights[key, query] = exp2(scores - maximum of the column so far)
+    exponentiate       weights[key, query] = exp4(scores - maximum of the column so far)
     multiply_values    out[d, query] = out alpha + sum_key values[key, d] weights[key, query]
 
 Keys and values come as broadcast numbers and are never transposed, maxima and sums are plain
@@ -247,14 +247,14 @@ def write_exponentiate(module: Module, tile: Tile, *, careful: bool = False) -> 
         "count": I64,
     }
     name = "exponentiate_carefully" if careful else "exponentiate"
-    exp2 = vecmath.exp2 if careful else vecmath.exp2_nonpositive
+    exp4 = vecmath.exp4 if careful else vecmath.exp4_nonpositive
     with module.function(tile.named(name), parameters, internal=True) as f:
         *pointers, count = f.parameters
 
         def weigh(scores: Value, j: Value, total: Value, shift: Value) -> Value:
             at = f.offset(scores, j * tile.width, tile.element)
             score = tile.load(f, at)
-            weight = exp2(f, score - shift)
+            weight = exp4(f, score - shift)
             marked = f.select(score.equals(-math.inf), UNREAD, weight) if careful else weight
             tile.store(f, marked, at)
             return total + weight
@@ -272,7 +272,7 @@ def write_exponentiate(module: Module, tile: Tile, *, careful: bool = False) -> 
                 sums = f.loop(0, start, two, carry=sums, step=2)
             return f.loop(start, count, one, carry=sums)[0]
 
-        # One vector of the panel at a time: the constants of exp2 fill most of the registers.
+        # One vector of the panel at a time: the constants of exp4 fill most of the registers.
         with f.range(0, tile.vectors * tile.lanes, tile.lanes) as place:
             scores, maxima, running_max, running_sum, alpha = (
                 f.offset(pointer, place, tile.element) for pointer in pointers
@@ -282,7 +282,7 @@ def write_exponentiate(module: Module, tile: Tile, *, careful: bool = False) -> 
             # Where nothing was read yet, or +inf was, subtract 0: -inf and +inf stay themselves.
             shift = f.select(f.intrinsic("fabs", after).equals(math.inf), 0.0, after)
             tile.store(f, after, running_max)
-            tile.store(f, exp2(f, before - shift), alpha)
+            tile.store(f, exp4(f, before - shift), alpha)
             total = sum_weights(scores, shift)
             moved = f.fma(tile.load(f, running_sum), tile.load(f, alpha), total)
             tile.store(f, moved, running_sum)

@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from quire.codegen import angles
 from quire.codegen import coefficients as fitted
 from quire.codegen.builder import Function, Operand, Value
 from quire.codegen.types import F32, F64, I32, I64, Type
@@ -84,24 +85,81 @@ def _rounded(f: Function, shifted: Value) -> Value:
     return f.bitcast(shifted, form.integer) - shift
 
 
+# --- remainders
+
+
+def fmod(f: Function, a: Value, b: Value) -> Value:
+    """What is left of a divided by b, with the sign of a: exact, as in C."""
+    x, y = f.intrinsic("fabs", a), f.intrinsic("fabs", b)
+    ratio, near = _remainder(f, x, y)
+    far = ~(ratio < 2.0 ** _format(a).mantissa) & (x < math.inf) & (y > 0.0)
+    (left,) = f.choose(
+        f.any_lane(far),
+        lambda: [f.select(far, _far_remainder(f, x, y), near)],
+        lambda: [near],
+    )
+    left = f.select(y.equals(math.inf) & (x < math.inf), x, left)
+    return f.intrinsic("copysign", left, a)
+
+
+def _remainder(f: Function, x: Value, y: Value) -> tuple[Value, Value]:
+    """x / y and what is left, for positive numbers: exact where the quotient has no more bits than
+    a number. It may have been rounded up to a whole number, so that less than 0 is left."""
+    ratio = x / y
+    left = f.fma(-f.intrinsic("trunc", ratio), y, x)
+    return ratio, f.select(left < 0.0, left + y, left)
+
+
+def _far_remainder(f: Function, x: Value, y: Value) -> Value:
+    """The same for any quotient, by long division: some bits of it at a time."""
+    form = _format(x)
+    (large, above), (small, below) = _split(f, x), _split(f, y)
+
+    def divide(carried: list[Value]) -> list[Value]:
+        left, digits = carried
+        now = f.maximum(f.minimum(digits, form.mantissa - 1), 0)
+        shifted = left * f.bitcast((now + form.bias) << form.mantissa, x.type)
+        return [_remainder(f, shifted, small)[1], digits - now]
+
+    _, first = _remainder(f, large, small)
+    left, _ = f.repeat(lambda carried: f.any_lane(carried[1] > 0), divide, [first, above - below])
+    return _scaled(f, left, below)
+
+
+def _split(f: Function, x: Value) -> tuple[Value, Value]:
+    """m from 1 to 2 and an integer e with x = m * 2**e, for positive finite x."""
+    form = _format(x)
+    tiny = x < 2.0 ** (1 - form.bias)
+    bits = f.bitcast(f.select(tiny, x * 2.0**form.mantissa, x), form.integer)
+    stored = bits >> form.mantissa
+    mantissa = f.bitcast(bits - ((stored - form.bias) << form.mantissa), x.type)
+    shift = f.select(tiny, f.value(form.bias + form.mantissa, bits.type), form.bias)
+    return mantissa, stored - shift
+
+
 # --- exponentials and logarithms
 
 
-def exp2_nonpositive(f: Function, x: Value) -> Value:
-    """2**x for x <= 0, in as few instructions as possible: 1 ulp.
+def exp4_nonpositive(f: Function, x: Value) -> Value:
+    """4**x for x <= 0, in as few instructions as possible: 1 ulp.
 
-    exp2(0) is exactly 1 and exp2(-inf) exactly 0. Results below the smallest normal number may
+    exp4(0) is exactly 1 and exp4(-inf) exactly 0. Results below the smallest normal number may
     be 0.
     """
     form = _format(x)
-    x = f.maximum(f.value(-form.bias, x.type), x)
+    x = f.maximum(f.value(-form.bias / 2, x.type), x)
     # The bias is added with the shift, so that the low bits are an exponent as it is stored; at
-    # the lower end it is 0, which makes the power 0.
+    # the lower end it is 0, which makes the power 0. To double x costs nothing here.
     shift = form.round_shift + form.bias
-    shifted = x + shift
-    fraction = x - (shifted - shift)
+    shifted = f.fma(x, 2.0, shift)
+    fraction = f.fma(x, 2.0, -(shifted - shift))
     power = f.bitcast(f.bitcast(shifted, form.integer) << form.mantissa, x.type)
     return _polynomial(f, fraction, (1.0, *form.exp2)) * power
+
+
+def exp4(f: Function, x: Value) -> Value:
+    """4**x: 1 ulp."""
+    return exp2(f, x + x)
 
 
 def exp2(f: Function, x: Value) -> Value:
@@ -190,7 +248,8 @@ def pow(f: Function, x: Value, y: Operand) -> Value:
     result = f.select((x < 0.0) & (size < math.inf) & ~whole, math.nan, result)
     result = f.select(size.equals(1.0) & whole | y.equals(0.0) | x.equals(1.0), 1.0, result)
     negative = f.bitcast(x, _format(x).integer) < 0
-    return f.select(odd & negative, -result, result)
+    result = f.select(odd & negative, -result, result)
+    return f.select(y.equals(1.0), x, result)  # also where the largest number would overflow
 
 
 # --- sigmoids
@@ -241,7 +300,7 @@ def erf(f: Function, x: Value) -> Value:
 
 
 def sin(f: Function, x: Value) -> Value:
-    """Sine: 2 ulp for |x| <= 2**40 (2**30 in float64), beyond which it is NaN.
+    """Sine: 2 ulp.
 
     In float64 a result below 1/4 has the absolute error of one there.
     """
@@ -261,13 +320,27 @@ def _circular(f: Function, x: Value, quarter_turns: int) -> Value:
     sine = f.fma(rest * z, _polynomial(f, z, fitted.SIN_F32 if single else fitted.SIN_F64), rest)
     cosine = _polynomial(f, z, (1.0, -0.5, *(fitted.COS_F32 if single else fitted.COS_F64)))
     result = f.select((quarters & 1).differs(0), cosine, sine)
-    result = f.select((quarters & 2).differs(0), -result, result)
-    limit = 2.0**40 if single else 2.0**30
-    return f.select(f.intrinsic("fabs", x) <= limit, result, math.nan)
+    return f.select((quarters & 2).differs(0), -result, result)
 
 
 def _quarter_turns(f: Function, x: Value) -> tuple[Value, Value]:
-    """x less a whole number of quarter turns, and that number; reckoned in float64."""
+    """x less a whole number of quarter turns, and that number."""
+    form = _format(x)
+    size, limit = f.intrinsic("fabs", x), 2.0**40 if x.type.scalar == F32 else 2.0**30
+    far = (size > limit) & (size < math.inf)
+    near = _few_quarter_turns(f, x)
+
+    def many() -> list[Value]:
+        rest, quarters = angles.quarter_turns(f, x, form.mantissa, form.bias)
+        reckoned = f.convert(rest, x.type), f.convert(quarters, form.integer)
+        return [f.select(far, a, b) for a, b in zip(reckoned, near, strict=True)]
+
+    rest, quarters = f.choose(f.any_lane(far), many, lambda: near)
+    return rest, quarters
+
+
+def _few_quarter_turns(f: Function, x: Value) -> tuple[Value, Value]:
+    """The same up to the limit, reckoned in float64."""
     wide = f.convert(x, F64)
     shift = _FORMATS[F64].round_shift
     shifted = f.fma(wide, 2.0 / math.pi, shift)

@@ -233,7 +233,7 @@ class _Tile:
         for part, times in parts.items():
             if part is None or times == 0:
                 continue
-            found = self._product(part) if part.op == "mul" else self.interval(part)
+            found = self._product(part) if part.op in ("mul", "shl") else self.interval(part)
             if found is None:
                 return None
             first, last = found if times > 0 else (found.high, found.low)
@@ -243,8 +243,9 @@ class _Tile:
         return Interval(low, high)
 
     def _product(self, node: Node) -> Interval | None:
+        """The interval of a product, or of a shift, which is one by a power of two."""
         a, b = map(self.interval, node.args)
-        return None if a is None or b is None else corners("mul", a, b)
+        return None if a is None or b is None else corners(node.op, a, b)
 
     # --- captured tensors
 

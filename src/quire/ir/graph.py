@@ -16,7 +16,6 @@ import ctypes
 import functools
 import hashlib
 import itertools
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
@@ -24,6 +23,7 @@ from typing import TypeAlias
 import torch
 
 from quire.ir.ops import OPS
+from quire.locks import lock
 
 Number: TypeAlias = bool | int | float
 Payload: TypeAlias = str | Number | None
@@ -33,7 +33,7 @@ Row: TypeAlias = tuple[str, tuple[int, ...], torch.dtype, Payload]
 """A node written down: its op, the positions of its operands, its dtype and its payload."""
 
 _interned: weakref.WeakValueDictionary[tuple[object, ...], Node] = weakref.WeakValueDictionary()
-_interning = threading.RLock()  # the collector may run a finaliser that traces, in our midst
+_interning = lock()
 _set = object.__setattr__
 
 

@@ -101,15 +101,24 @@ def _truncated_division(a: Any, b: Any) -> Any:
     a, b = _promoted(a, b)
     if a.dtype.is_floating_point:
         return composed(lambda a, b: apply("trunc", a / b))(a, b)
-    magnitude = abs(a) // abs(b)
-    return apply("where", (a < 0) ^ (b < 0), -magnitude, magnitude)
+    return apply("where", _of_other_sign(a, b), a // b + 1, a // b)
 
 
 def fmod(a: Any, b: Any) -> Symbol:
     """The remainder that has the sign of `a`."""
     a, b = _promoted(a, b)
-    magnitude = abs(a) % abs(b)
-    return apply("where", a < 0, -magnitude, magnitude)
+    if a.dtype.is_floating_point:
+        magnitude = abs(a) % abs(b)
+        return apply("where", a < 0, -magnitude, magnitude)
+    return apply("where", _of_other_sign(a, b), a % b - b, a % b)
+
+
+def _of_other_sign(a: Any, b: Any) -> Any:
+    """Whether a remainder of integers has the sign of `b` and not that of `a`.
+
+    Magnitudes would not do: the lowest integer has none.
+    """
+    return ((a < 0) ^ (b < 0)) & (a % b != 0)
 
 
 POWERS: dict[float, Form] = {

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from typing import TypeVar
+
+from quire.locks import lock
 
 Key = TypeVar("Key")
 Thing = TypeVar("Thing")
@@ -15,7 +16,7 @@ class Known(dict[Key, Thing]):
     def __init__(self, most: int) -> None:
         super().__init__()
         self._most = most
-        self._lock = threading.Lock()
+        self._lock = lock()
 
     def keep(self, key: Key, thing: Thing) -> Thing:
         """Add a thing, in the place of the oldest if there are too many."""

@@ -28,7 +28,7 @@ from quire.codegen.convention import (
     choose_heads,
     partial_stride,
 )
-from quire.codegen.softmax import LOG2_E
+from quire.codegen.softmax import LOG4_E
 from quire.codegen.target import Target
 from quire.codegen.tiles import Tile
 from quire.codegen.types import F32, F64
@@ -217,7 +217,7 @@ def make_plan(
         **memory.layout(),
         **dict(zip(("out_batch", "out_head", "out_row", "out_column"), strides(out), strict=True)),
         **dict(zip(("lse_batch", "lse_head", "lse_row"), results.number_strides, strict=True)),
-        "scale": scale * (LOG2_E if roots.score is None else 1.0),
+        "scale": scale * (LOG4_E if roots.score is None else 1.0),
         "heads": heads // row_group,
         "group": group,
         "row_group": row_group,
