@@ -203,6 +203,7 @@ class Call:
             **{name: 0 for name in FORWARD.fields if name.startswith(("key_scale", "value_scale"))},
         }
         contract.check("panel", self.spec, values)
+        self.record = values
         self._args = ctypes.create_string_buffer(FORWARD.pack(values))
 
     def _tensors(self) -> dict[str, int | float]:

@@ -1,4 +1,4 @@
-"""Vectors of every width, on whatever machine the tests run: LLVM splits those that are too wide."""
+"""Vectors of every width, on whatever machine tests run: LLVM splits those that are too wide."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_dense(dtype: torch.dtype) -> None:
         return [out, *aux, attention(query, Dense(key, value))]
 
     for head_dim, value_dim in DIMS:
-        for q_len, kv_len in ((1, 1), (1, 150), (3, 130), (4, 7), (5, 5), (9, 131), (70, 150)):
+        for q_len, kv_len in ((1, 1), (3, 130), (4, 7), (9, 9), (70, 150)):
             query = random(2, 4, q_len, head_dim, dtype=dtype)
             sizes = ((2, 2, kv_len, head_dim), (2, 2, kv_len, value_dim))
             key, value = (random(*size, dtype=dtype) for size in sizes)
@@ -102,8 +102,8 @@ def test_pages(dtype: torch.dtype) -> None:
         return [out, again]
 
     for dims in DIMS:
-        for q_len in (1, 3, 6, 20):
-            for page, counts in ((16, (3, 2)), (1, (30, 21)), (130, (1, 1))):
+        for q_len in (1, 3, 20):
+            for page, counts in ((16, (3, 2)), (1, (30, 21))):
                 pages = [random(sum(counts), 2, page, width) for width in dims]
                 scales: list[Tensor] = []
                 if dtype == torch.int8:
@@ -175,13 +175,13 @@ INDICES: dict[str, Callable[[Any, Any], Any]] = {
     "key - query": lambda q, k: k - q + 149,
     "irregular": lambda q, k: (k * k + q) % 37,
 }
-LENGTHS = {"query - key": 299, "key - query": 150, "irregular": 37}
+LENGTHS = {"query - key": 299, "irregular": 37}
 
 
 @pytest.mark.usefixtures("_any_target")
 @pytest.mark.parametrize("index", INDICES)
 def test_tables_that_mods_load_from(index: str) -> None:
-    at, length = INDICES[index], LENGTHS.get(index, 150)
+    at = INDICES[index]
 
     def biased(inputs: Sequence[Tensor]) -> list[Tensor]:
         query, key, value, table = inputs
@@ -197,8 +197,9 @@ def test_tables_that_mods_load_from(index: str) -> None:
         return [attention(query, memory, score_mod=bias, **options)]
 
     key, value = random(1, 1, 150, 8), random(1, 1, 150, 8)
-    for dtype in (torch.float32, torch.bfloat16, torch.int32, torch.uint8, torch.bool):
+    for dtype in (torch.float32, torch.bfloat16, torch.int32, torch.bool):
         for q_len in (1, 3, 7, 40):
+            length = 149 + q_len if index == "key - query" else LENGTHS.get(index, 150)
             table = torch.randint(0, 3, (length,)).to(dtype)
             same_in_guarded_memory(biased, random(1, 2, q_len, 8), key, value, table)
 
