@@ -42,8 +42,8 @@ class Terms:
     observes: bool
     judges: bool  # by a verdict
     has_pages: bool
-    key_has_scales: bool
-    value_has_scales: bool
+    has_scales: bool
+    scratch_of_one: int
 
     @staticmethod
     def of(form: Form, spec: ForwardSpec, plan: Fields) -> Terms:
@@ -60,34 +60,43 @@ class Terms:
             _expect(plan[name] in (0, 1), f"a {name} of 0 or 1", plan[name])
         kind = plan["tile_kind"]
         _expect(EMPTY <= kind <= PLAIN, f"a tile_kind from {EMPTY} to {PLAIN}", kind)
+        head_dim, value_dim = int(plan["head_dim"]), int(plan["value_dim"])
+        rows = int(plan["block_q"] * (plan["row_group"] if form == "row" else 1))
         return Terms(
             form=form,
             spec=spec,
-            head_dim=int(plan["head_dim"]),
-            value_dim=int(plan["value_dim"]),
-            rows=int(plan["block_q"] * (plan["row_group"] if form == "row" else 1)),
+            head_dim=head_dim,
+            value_dim=value_dim,
+            rows=rows,
             observes=plan["observe"] != 0,
             judges=plan["verdict"] != 0,
             has_pages=plan["page_size"] != ENDLESS,
-            key_has_scales=storage(spec.key).has_scales,
-            value_has_scales=storage(spec.value).has_scales,
+            has_scales=storage(spec.key).has_scales or storage(spec.value).has_scales,
+            scratch_of_one=SCRATCH_BYTES[form](spec, head_dim, value_dim, rows),
         )
 
-    @functools.lru_cache(maxsize=1024)  # noqa: B019  they hold on to little
     def scratch_bytes(self, members: int) -> int:
         """What each thread needs for items of so many sequences."""
+        return self.scratch_of_one if members == 1 else self._scratch_bytes(members)
+
+    @functools.lru_cache(maxsize=1024)  # noqa: B019  they hold on to little
+    def _scratch_bytes(self, members: int) -> int:
         rows = self.rows * members
         return SCRATCH_BYTES[self.form](self.spec, self.head_dim, self.value_dim, rows)
 
     def check_call(self, call: tuple[int, ...]) -> None:
         """Hold the CALL fields, in their order, to these terms.
 
-        This runs before every launch. Tensors without elements have no address, so that pointers
-        to what is not read may be null.
+        This runs before every launch, so what is usual takes few comparisons. Tensors without
+        elements have no address, so that pointers to what is not read may be null.
         """
-        query, key, value, out, lse, _, argmax, entropy, _, sequences, num_sequences = call[:11]
-        num_items, page_table, key_scale, value_scale, tile_offsets, _, _ = call[11:18]
-        scratch, scratch_bytes, members, partials, arrivals, counters = call[18:]
+        # fmt: off
+        (
+            query, key, value, out, lse, _, argmax, entropy, _, sequences, num_sequences,
+            num_items, page_table, key_scale, value_scale, tile_offsets, _, _,
+            scratch, scratch_bytes, members, partials, arrivals, counters,
+        ) = call
+        # fmt: on
         if not query and self.head_dim:
             raise _broken("an address of query", query)
         if not out and self.value_dim:
@@ -101,26 +110,37 @@ class Terms:
             raise _broken("at least one sequence and one item", got)
         if page_table and not self.has_pages:
             raise _broken("no page_table where pages have no size", page_table)
-        if self.key_has_scales and key and not key_scale:
-            raise _broken("an address of key_scale for keys of int8", key_scale)
-        if self.value_has_scales and value and not value_scale:
-            raise _broken("an address of value_scale for values of int8", value_scale)
+        if self.has_scales:
+            self._check_scales((key, key_scale), (value, value_scale))
         if tile_offsets and self.judges:
             raise _broken("a tile list or a verdict", "both")
-        if members < 1 or (members > 1 and self.form != "row"):
-            raise _broken("members of at least 1, and of 1 where items are not rows", members)
-        if not scratch or scratch % ALIGNED or scratch_bytes % ALIGNED:
+        if not scratch or (scratch | scratch_bytes) % ALIGNED:
             got = f"{scratch_bytes} at {scratch}"
             raise _broken(f"scratch and scratch_bytes in multiples of {ALIGNED}", got)
+        if members != 1:
+            self._check_members(members, partials, arrivals)
         if scratch_bytes < self.scratch_bytes(members):
             needed = f"scratch_bytes of at least {self.scratch_bytes(members)}"
             raise _broken(needed, scratch_bytes)
         if partials % ALIGNED or arrivals % 8:
-            raise _broken(f"partials in multiples of {ALIGNED}, arrivals of 8", call[21:23])
-        if members > 1 and not (partials and arrivals):
-            raise _broken(f"partials and arrivals for {members} members", call[21:23])
+            got = f"{partials} and {arrivals}"
+            raise _broken(f"partials in multiples of {ALIGNED}, arrivals of 8", got)
         if not counters:
             raise _broken("an address of counters", counters)
+
+    def _check_scales(self, *sides: tuple[int, int]) -> None:
+        """What is of int8 has factors."""
+        for name, (rows, scales) in zip(("key", "value"), sides, strict=True):
+            if rows and not scales and storage(self.spec.dtype_of(name)).has_scales:
+                raise _broken(f"an address of {name}_scale for int8", scales)
+
+    def _check_members(self, members: int, partials: int, arrivals: int) -> None:
+        """Items of several sequences."""
+        if members < 1 or self.form != "row":
+            raise _broken("members of at least 1, and of 1 where items are not rows", members)
+        if not (partials and arrivals):
+            got = f"{partials} and {arrivals}"
+            raise _broken(f"partials and arrivals for {members} members", got)
 
     def check_gradients(self, fields: Fields) -> None:
         """Hold the GRADIENTS fields of a backward pass to these terms."""

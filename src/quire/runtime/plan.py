@@ -273,23 +273,24 @@ class Scratch:
     Every thread has a part, `each` bytes after the one before; pieces of rows share the rest.
     """
 
-    __slots__ = ("_memory", "_partial_bytes", "_size", "address", "arrivals", "each", "partials")
+    __slots__ = ("_memory", "_sizes", "address", "arrivals", "each", "partials")
 
     def __init__(self, threads: int, each: int, partial_bytes: int, arrival_bytes: int) -> None:
-        self.each, self._partial_bytes = each, partial_bytes
-        self.partials = threads * each  # from `address` on, as long as that is not known
-        self._size = self.partials + partial_bytes + arrival_bytes + ALIGNED
+        self.each, self._sizes = each, (threads * each, partial_bytes, arrival_bytes)
 
     def __enter__(self) -> Scratch:
+        working, partial_bytes, arrival_bytes = self._sizes
+        size = working + partial_bytes + arrival_bytes + ALIGNED
         try:
-            self._memory = _free.pop()
+            memory = _free.pop()
         except IndexError:
-            self._memory = NOTHING
-        if self._memory.nbytes < self._size:
-            self._memory = torch.empty(self._size, dtype=torch.uint8, device="cpu")
-        self.address = (self._memory.data_ptr() + ALIGNED - 1) // ALIGNED * ALIGNED
-        self.partials += self.address
-        self.arrivals = self.partials + self._partial_bytes
+            memory = NOTHING
+        if memory.nbytes < size:
+            memory = torch.empty(size, dtype=torch.uint8, device="cpu")
+        self._memory = memory
+        self.address = address = (memory.data_ptr() + ALIGNED - 1) // ALIGNED * ALIGNED
+        self.partials = partials = address + working
+        self.arrivals = partials + partial_bytes
         return self
 
     def __exit__(self, *exception: object) -> None:
