@@ -1,4 +1,4 @@
-"""What every test stands on: two threads, a fixed torch seed, and a printed hypothesis seed.
+"""What every test stands on: two threads, fixed seeds, and working memory that is watched.
 
 With CI in the environment the hypothesis seed is fixed; elsewhere each run draws a new one and so
 looks at other examples. Either way the header names it, and `--hypothesis-seed` repeats it.
@@ -14,9 +14,11 @@ from collections.abc import Iterator
 import pytest
 import targets
 import torch
+from guards import WatchedScratch
 from hypothesis import register_random, settings
 
 from quire.config import config
+from quire.runtime import plan
 
 CI_SEED = 20_260_101
 NUM_THREADS = 2  # enough to meet races, few enough for a laptop to stay quiet
@@ -85,3 +87,9 @@ def _same_start() -> Iterator[None]:
     torch.set_num_threads(NUM_THREADS)
     torch.set_default_dtype(torch.float32)
     config.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def _watched_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that writes past its working memory fails the test that ran it."""
+    monkeypatch.setattr(plan, "Scratch", WatchedScratch)

@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from guards import WatchedScratch, guarded
 from torch import Tensor
 
-from quire.codegen import jit
+from quire.codegen import contract, jit
 from quire.codegen.builder import Function, Module, Value
 from quire.codegen.convention import (
     ENTRY,
@@ -171,23 +172,29 @@ class Call:
         function(address)
         for thread in others:
             thread.join()
+        self._scratch.check()
 
     def prepare(self) -> None:
-        """Make the outputs, scratch full of NaN, and the record of arguments."""
+        """Make the outputs, scratch full of NaN, and the record of arguments.
+
+        Operands and results end where nobody may read or write.
+        """
+        self.query, self.key, self.value = map(guarded, (self.query, self.key, self.value))
         shape = (*self.query.shape[:3], self.value.shape[3])
         wide = torch.float64 if self.query.dtype == torch.float64 else torch.float32
         if self.out is None:
-            self.out = torch.full(shape, 7.0, dtype=self.out_dtype or self.query.dtype)
-        self.lse = torch.full(shape[:3], 7.0, dtype=wide)
-        self.max_scores = torch.full(shape[:3], 7.0, dtype=wide)
+            self.out = guarded(torch.full(shape, 7.0, dtype=self.out_dtype or self.query.dtype))
+        self.lse = guarded(torch.full(shape[:3], 7.0, dtype=wide))
+        self.max_scores = guarded(torch.full(shape[:3], 7.0, dtype=wide))
         size = scratch_bytes(self.spec, self.query.shape[3], self.value.shape[3], self.block_q)
-        self._scratch = torch.full((size * self.threads + 64,), 255, dtype=torch.uint8)
+        self._scratch = WatchedScratch(self.threads, size, 0, 0).__enter__()
+        self._scratch.fill(255, torch.uint8)
         self._counters = torch.zeros(16, dtype=torch.int64)
         self._code = compiled(self.spec)
         values = self._tensors() | self._sizes() | self._sequences() | self._tiles()
         values |= {
-            "scratch": (self._scratch.data_ptr() + 63) & ~63,
-            "scratch_bytes": size,
+            "scratch": self._scratch.address,
+            "scratch_bytes": self._scratch.each,
             "counters": self._counters.data_ptr(),
             "arguments": 0,
             "members": 1,
@@ -195,6 +202,8 @@ class Call:
             "arrivals": 0,
             **{name: 0 for name in FORWARD.fields if name.startswith(("key_scale", "value_scale"))},
         }
+        contract.check("panel", self.spec, values)
+        self.record = values
         self._args = ctypes.create_string_buffer(FORWARD.pack(values))
 
     def _tensors(self) -> dict[str, int | float]:

@@ -15,7 +15,6 @@ import pytest
 from quire.codegen.target import WIDTHS, Target
 from quire.config import config
 from quire.recall import dense, pages
-from quire.runtime import append, pyramids
 
 NATIVE = "native"
 
@@ -43,6 +42,3 @@ def _forget() -> None:
     config.cache_clear()
     dense._known.clear()
     pages._known.clear()
-    append._code.cache_clear()
-    pyramids._builder.cache_clear()
-    pyramids._code.cache_clear()

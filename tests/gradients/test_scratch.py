@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from guards import WatchedScratch
 from torch import Tensor
 
 from quire import AuxRequest, Dense, attention
@@ -37,15 +38,15 @@ def test_old_numbers_do_not_matter(
 ) -> None:
     sizes = [(7, 7), (5, 129), (130, 300), (20, 3), (1, 129), (3, 2)]
     expected = [results(*size, dtype, options) for size in sizes]
-    enter = plan.Scratch.__enter__
+    enter = WatchedScratch.__enter__
 
-    def enter_dirty(scratch: plan.Scratch) -> plan.Scratch:
+    def enter_dirty(scratch: WatchedScratch) -> WatchedScratch:
         enter(scratch)
-        memory = scratch._memory
-        memory[: memory.numel() // 8 * 8].view(dtype).fill_(float(content))
+        scratch.fill(float(content), dtype)
         return scratch
 
-    monkeypatch.setattr(plan.Scratch, "__enter__", enter_dirty)
+    monkeypatch.setattr(WatchedScratch, "__enter__", enter_dirty)
+    assert plan.Scratch is WatchedScratch
     for size, wanted in zip(sizes, expected, strict=True):
         found = results(*size, dtype, options)
         assert all(map(torch.equal, found, wanted)), size

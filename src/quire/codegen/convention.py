@@ -19,12 +19,14 @@ asked about wide spans first, then about blocks, then about panels. What is FULL
 what is PARTIAL `partial_mod`, what is PLAIN `plain_mod`, and null pointers stand for nothing to
 do. Before a panel attends to a PARTIAL block it asks `extent`, if there is one, which keys it reads
 at all; a panel whose queries read every key is PLAIN.
+
+`contract.py` holds every launch to what is said here.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -391,6 +393,14 @@ def backward_scratch_bytes(spec: ForwardSpec, head_dim: int, value_dim: int, row
     """What each thread needs for `rows` queries at a time."""
     regions = dict(backward_regions(spec.tile, head_dim, value_dim, rows))
     return regions["end"] * spec.tile.element.size
+
+
+SCRATCH_BYTES: dict[Form, Callable[[ForwardSpec, int, int, int], int]] = {
+    "panel": scratch_bytes,
+    "row": decode_scratch_bytes,
+    "backward": backward_scratch_bytes,
+}
+"""What each thread of a kernel needs: (spec, head_dim, value_dim, queries at a time)."""
 
 
 def _placed(

@@ -19,7 +19,7 @@ from torch import Tensor
 from quire.codegen import jit
 from quire.codegen.append import APPEND, LARGEST, LAYER, NAME, write_append
 from quire.codegen.target import Target
-from quire.errors import BackendError
+from quire.runtime import processor
 from quire.runtime.cache import cache_key
 from quire.runtime.kernels import code_of
 from quire.runtime.launch import num_threads, ready
@@ -88,7 +88,8 @@ class PageWriter:
         if key.dtype != value.dtype or not (key.is_cpu and value.is_cpu and self._on_cpu):
             return None
         if key.dtype not in self._kernels:
-            code = _code(key.dtype, self._dtype)
+            runs = processor.obstacle() is None
+            code = _code(Target.host(), key.dtype, self._dtype) if runs else None
             self._kernels[key.dtype] = None if code is None else code.address(NAME)
         return self._kernels[key.dtype]
 
@@ -258,12 +259,8 @@ def dequantise(rows: Tensor, scale: Tensor) -> Tensor:
 
 
 @functools.cache
-def _code(source: torch.dtype, pages: torch.dtype) -> jit.Code | None:
-    """The kernel of two dtypes; none on a machine that it cannot be compiled for."""
-    try:
-        target = Target.host()
-    except BackendError:
-        return None
+def _code(target: Target, source: torch.dtype, pages: torch.dtype) -> jit.Code:
+    """The kernel of two dtypes."""
     names = [str(dtype).removeprefix("torch.") for dtype in (source, pages)]
     key = cache_key("append", repr(target), *names)
     return code_of(key, target, lambda: write_append(target, *names), [NAME])

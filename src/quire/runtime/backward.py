@@ -137,6 +137,7 @@ class Pass:
         table = ctypes.create_string_buffer(CAPTURED.size * len(self.plan.loads) + 1)
         fields = self._fields(query, key, value, delta)
         fields |= {"captured": ctypes.addressof(table), "odd": odd.data_ptr()}
+        self.plan.plan.terms.check_gradients(fields)
         record = GRADIENTS_PART.pack(fields)
         for part in self._rounds():
             sums = {place: each.begin(part) for place, each in self.learned.items()}
@@ -164,6 +165,7 @@ class Pass:
         memory = self.memory
         sums = self._zeros(memory.query.shape[1], memory.key.shape[2])
         fields = dict.fromkeys(GRADIENTS, 0) | _strided("masses", sums, ("slice", "batch", "head"))
+        self.plan.plan.terms.check_gradients(fields)
         for part in self._rounds():
             self._launch(GRADIENTS_PART.pack(fields), part)
         return self._folded(sums)

@@ -26,9 +26,6 @@ from quire.codegen.convention import (
     OBSERVE,
     Form,
     ForwardSpec,
-    backward_scratch_bytes,
-    decode_scratch_bytes,
-    scratch_bytes,
 )
 from quire.codegen.decode import write_decode
 from quire.codegen.derive import Derived, write_derive
@@ -130,21 +127,11 @@ class Kernel:
     code: jit.Code
     address: int
 
-    @functools.lru_cache(maxsize=1024)  # noqa: B019  kernels are never freed
-    def scratch_bytes(self, head_dim: int, value_dim: int, rows: int) -> int:
-        """What each thread needs for `rows` queries at a time."""
-        return _FORMS[self.form].scratch_bytes(self.spec, head_dim, value_dim, rows)
 
-
-class _Form(NamedTuple):
-    write: Callable[[ForwardSpec], Module]
-    scratch_bytes: Callable[[ForwardSpec, int, int, int], int]
-
-
-_FORMS: dict[Form, _Form] = {
-    "panel": _Form(write_forward, scratch_bytes),
-    "row": _Form(write_decode, decode_scratch_bytes),
-    "backward": _Form(write_backward, backward_scratch_bytes),
+_WRITERS: dict[Form, Callable[[ForwardSpec], Module]] = {
+    "panel": write_forward,
+    "row": write_decode,
+    "backward": write_backward,
 }
 
 
@@ -181,7 +168,7 @@ def kernel(
 def kernel_of(form: Form, spec: ForwardSpec) -> Kernel:
     """The kernel of a form, which is made once."""
     key = cache_key(form, repr(spec))
-    code = code_of(key, spec.target, lambda: _FORMS[form].write(spec), [ENTRY])
+    code = code_of(key, spec.target, lambda: _WRITERS[form](spec), [ENTRY])
     return Kernel(form, spec, spec.tile, code, code.address(ENTRY))
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from quire.block_mask import BlockMask
+from quire.codegen.contract import ALIGNED, Terms
 from quire.codegen.convention import (
     CALL_PART,
     FULL,
@@ -70,15 +71,10 @@ class Plan(NamedTuple):
     code: ModCode
     heads: int  # that items are counted by
     block_q: int
-    scratch_bytes: int
     partial_bytes: int
     record: bytes
     pyramids: tuple[Pyramid, ...]
-    sizes: tuple[int, int, int]  # head dim, value dim, and query heads of an item
-
-    def _scratch_bytes(self, members: int) -> int:
-        head_dim, value_dim, row_group = self.sizes
-        return self.kernel.scratch_bytes(head_dim, value_dim, self.block_q * row_group * members)
+    terms: Terms
 
     def launch(
         self,
@@ -140,12 +136,11 @@ class Plan(NamedTuple):
         arguments, more = self.code.arguments, len(gradients)
         block = ctypes.create_string_buffer(_SEQUENCES + more + len(table) + arguments.size)
         address = ctypes.addressof(block) + more
-        each = self.scratch_bytes if members == 1 else self._scratch_bytes(members)
-        working, partials, arrivals = each * threads, slots * self.partial_bytes, slots * 8
-        with Scratch(working + partials + arrivals + 64) as scratch:
+        each = self.terms.scratch_bytes(members)
+        with Scratch(threads, each, slots * self.partial_bytes, slots * 8) as scratch:
             if slots:
-                ctypes.memset(scratch.address + working + partials, 0, arrivals)
-            call = CALL_PART.pack_in_order(
+                ctypes.memset(scratch.arrivals, 0, slots * 8)
+            call = (
                 *addresses,
                 address + _SEQUENCES,
                 num_sequences,
@@ -156,15 +151,17 @@ class Plan(NamedTuple):
                 lists.entries_address,
                 address + _SEQUENCES + len(table),
                 scratch.address,
-                each,
+                scratch.each,
                 members,
-                scratch.address + working,
-                scratch.address + working + partials,
+                scratch.partials,
+                scratch.arrivals,
                 address + _COUNTERS,
             )
+            self.terms.check_call(call)
             packed = arguments.pack(captures, address + _FLAG)
             start = first.to_bytes(8, sys.byteorder)
-            content = b"".join((call, self.record, gradients, start, _ZEROS, table, packed))
+            parts = (CALL_PART.pack_in_order(*call), self.record, gradients, start, _ZEROS)
+            content = b"".join((*parts, table, packed))
             ctypes.memmove(address - more, content, len(content))
             launch(self.kernel.address, address - more, threads)
         return block[_FLAG + more] != b"\0"
@@ -207,11 +204,10 @@ def make_plan(
     built = roots.pyramids
     code = mod_code(form, made.tile, roots, pyramids.capture_shapes(captures, built))
     group = max(1, heads // key.shape[1])  # also of no heads at all
-    row_group, scratch_rows = item_heads, block_q
+    row_group = item_heads
     if form == "row":  # the queries of an item's heads share each block of keys
         row_group = 1 if lists.per_head or roots.judges_heads else group
-        group, scratch_rows = group // row_group, block_q * row_group
-    scratch_bytes = made.scratch_bytes(head_dim, value_dim, scratch_rows)
+        group = group // row_group
     observes = results.argmax is not NOTHING or results.entropy is not NOTHING
     record = {
         **memory.layout(),
@@ -233,11 +229,11 @@ def make_plan(
         "verdict": code.addresses["verdict"],
         "observe": observer(form, made.tile).address(OBSERVE.name) if observes else 0,
     }
-    packed = PLAN_PART.pack(record)
+    terms = Terms.of(form, made.spec, record)
     partial_bytes = partial_stride(made.tile, value_dim) * made.tile.element.size
     return Plan(
-        *(made, code, heads // row_group, block_q, scratch_bytes),
-        *(partial_bytes * block_q * row_group, packed, built, (head_dim, value_dim, row_group)),
+        *(made, code, heads // row_group, block_q, partial_bytes * block_q * row_group),
+        *(PLAN_PART.pack(record), built, terms),
     )
 
 
@@ -272,21 +268,29 @@ _free: deque[Tensor] = deque(maxlen=8)
 
 
 class Scratch:
-    """Working memory for one call. What a call gives back, the next one may have."""
+    """Working memory for one call. What a call gives back, the next one may have.
 
-    __slots__ = ("_memory", "_size", "address")
+    Every thread has a part, `each` bytes after the one before; pieces of rows share the rest.
+    """
 
-    def __init__(self, size: int) -> None:
-        self._size = size
+    __slots__ = ("_memory", "_sizes", "address", "arrivals", "each", "partials")
+
+    def __init__(self, threads: int, each: int, partial_bytes: int, arrival_bytes: int) -> None:
+        self.each, self._sizes = each, (threads * each, partial_bytes, arrival_bytes)
 
     def __enter__(self) -> Scratch:
+        working, partial_bytes, arrival_bytes = self._sizes
+        size = working + partial_bytes + arrival_bytes + ALIGNED
         try:
-            self._memory = _free.pop()
+            memory = _free.pop()
         except IndexError:
-            self._memory = NOTHING
-        if self._memory.nbytes < self._size:
-            self._memory = torch.empty(self._size, dtype=torch.uint8, device="cpu")
-        self.address = (self._memory.data_ptr() + 63) // 64 * 64
+            memory = NOTHING
+        if memory.nbytes < size:
+            memory = torch.empty(size, dtype=torch.uint8, device="cpu")
+        self._memory = memory
+        self.address = address = (memory.data_ptr() + ALIGNED - 1) // ALIGNED * ALIGNED
+        self.partials = partials = address + working
+        self.arrivals = partials + partial_bytes
         return self
 
     def __exit__(self, *exception: object) -> None:

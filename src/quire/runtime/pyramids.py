@@ -35,7 +35,7 @@ def _built(tensor: Tensor, pyramid: Pyramid) -> Tensor:
     if tensor.dim() != 1 or tensor.dtype not in DTYPES or tensor.numel() == 0:
         return heap(tensor, pyramid).contiguous()
     entries = torch.empty(2 * pyramid.leaves, dtype=tensor.dtype)
-    build = _builder(tensor.dtype, pyramid.largest)
+    build = _builder(Target.host(), tensor.dtype, pyramid.largest)
     missing = _missing(tensor.dtype, pyramid.largest)
     build(
         tensor.data_ptr(),
@@ -54,15 +54,14 @@ def _missing(dtype: torch.dtype, largest: bool) -> Tensor:
 
 
 @functools.cache
-def _builder(dtype: torch.dtype, largest: bool) -> Callable[..., None]:
-    address = _code(dtype).address(NAMES[largest])
+def _builder(target: Target, dtype: torch.dtype, largest: bool) -> Callable[..., None]:
+    address = _code(target, dtype).address(NAMES[largest])
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     signature = ctypes.CFUNCTYPE(None, pointer, number, number, number, pointer, pointer)
     return signature(address)
 
 
 @functools.cache
-def _code(dtype: torch.dtype) -> jit.Code:
-    target = Target.host()
+def _code(target: Target, dtype: torch.dtype) -> jit.Code:
     key = cache_key("pyramid", f"{target!r} {dtype}")
     return code_of(key, target, lambda: write_pyramid(dtype), NAMES)

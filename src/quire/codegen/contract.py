@@ -1,0 +1,225 @@
+"""What a record must hold before a kernel may run: `convention.py`, checked.
+
+A kernel believes its record. One that breaks the convention makes it write past its scratch, so it
+is refused here, by a CodegenError: it is a bug of ours, whatever the user has asked for.
+
+A plan is checked once, as its `Terms` are made; a call is held to them by a few comparisons.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from quire.codegen.convention import (
+    BLOCK_Q,
+    CALL,
+    EMPTY,
+    PLAIN,
+    SCRATCH_BYTES,
+    Form,
+    ForwardSpec,
+    gradient_columns,
+)
+from quire.codegen.staging import ENDLESS, storage
+from quire.errors import CodegenError
+
+ALIGNED = 64  # bytes, of scratch and of each thread's part of it
+
+Fields = Mapping[str, int | float]
+
+
+@dataclass(frozen=True, eq=False)
+class Terms:
+    """What a plan has fixed, as far as a call must keep to it."""
+
+    form: Form
+    spec: ForwardSpec
+    head_dim: int
+    value_dim: int
+    rows: int  # that a thread computes at a time, for each member of an item
+    observes: bool
+    judges: bool  # by a verdict
+    has_pages: bool
+    has_scales: bool
+    scratch_of_one: int
+
+    @staticmethod
+    def of(form: Form, spec: ForwardSpec, plan: Fields) -> Terms:
+        """The terms of the PLAN fields, which are checked."""
+        _check_blocks(form, spec, plan)
+        _check_heads(form, plan)
+        _check_code(form, plan)
+        for name in ("head_dim", "value_dim"):
+            known = getattr(spec, name)
+            _expect(plan[name] >= 0, f"a {name} of at least 0", plan[name])
+            _expect(known in (0, plan[name]), f"a {name} of {known}, as compiled", plan[name])
+        _expect(plan["page_size"] >= 1, "a page_size of at least 1", plan["page_size"])
+        for name in ("sequence_stride", "tile_per_head"):
+            _expect(plan[name] in (0, 1), f"a {name} of 0 or 1", plan[name])
+        kind = plan["tile_kind"]
+        _expect(EMPTY <= kind <= PLAIN, f"a tile_kind from {EMPTY} to {PLAIN}", kind)
+        head_dim, value_dim = int(plan["head_dim"]), int(plan["value_dim"])
+        rows = int(plan["block_q"] * (plan["row_group"] if form == "row" else 1))
+        return Terms(
+            form=form,
+            spec=spec,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            rows=rows,
+            observes=plan["observe"] != 0,
+            judges=plan["verdict"] != 0,
+            has_pages=plan["page_size"] != ENDLESS,
+            has_scales=storage(spec.key).has_scales or storage(spec.value).has_scales,
+            scratch_of_one=SCRATCH_BYTES[form](spec, head_dim, value_dim, rows),
+        )
+
+    def scratch_bytes(self, members: int) -> int:
+        """What each thread needs for items of so many sequences."""
+        return self.scratch_of_one if members == 1 else self._scratch_bytes(members)
+
+    @functools.lru_cache(maxsize=1024)  # noqa: B019  they hold on to little
+    def _scratch_bytes(self, members: int) -> int:
+        rows = self.rows * members
+        return SCRATCH_BYTES[self.form](self.spec, self.head_dim, self.value_dim, rows)
+
+    def check_call(self, call: tuple[int, ...]) -> None:
+        """Hold the CALL fields, in their order, to these terms.
+
+        This runs before every launch, so what is usual takes few comparisons. Tensors without
+        elements have no address, so that pointers to what is not read may be null.
+        """
+        # fmt: off
+        (
+            query, key, value, out, lse, _, argmax, entropy, _, sequences, num_sequences,
+            num_items, page_table, key_scale, value_scale, tile_offsets, _, _,
+            scratch, scratch_bytes, members, partials, arrivals, counters,
+        ) = call
+        # fmt: on
+        if not query and self.head_dim:
+            raise _broken("an address of query", query)
+        if not out and self.value_dim:
+            raise _broken("an address of out", out)
+        if not lse and self.form == "backward":
+            raise _broken("an address of lse, which the backward pass reads", lse)
+        if (argmax or entropy) and not self.observes:
+            raise _broken("a function that observes, for argmax and entropy", "none")
+        if not sequences or num_sequences < 1 or num_items < 1:
+            got = f"{num_sequences} and {num_items} at {sequences}"
+            raise _broken("at least one sequence and one item", got)
+        if page_table and not self.has_pages:
+            raise _broken("no page_table where pages have no size", page_table)
+        if self.has_scales:
+            self._check_scales((key, key_scale), (value, value_scale))
+        if tile_offsets and self.judges:
+            raise _broken("a tile list or a verdict", "both")
+        if not scratch or (scratch | scratch_bytes) % ALIGNED:
+            got = f"{scratch_bytes} at {scratch}"
+            raise _broken(f"scratch and scratch_bytes in multiples of {ALIGNED}", got)
+        if members != 1:
+            self._check_members(members, partials, arrivals)
+        if scratch_bytes < self.scratch_bytes(members):
+            needed = f"scratch_bytes of at least {self.scratch_bytes(members)}"
+            raise _broken(needed, scratch_bytes)
+        if partials % ALIGNED or arrivals % 8:
+            got = f"{partials} and {arrivals}"
+            raise _broken(f"partials in multiples of {ALIGNED}, arrivals of 8", got)
+        if not counters:
+            raise _broken("an address of counters", counters)
+
+    def _check_scales(self, *sides: tuple[int, int]) -> None:
+        """What is of int8 has factors."""
+        for name, (rows, scales) in zip(("key", "value"), sides, strict=True):
+            if rows and not scales and storage(self.spec.dtype_of(name)).has_scales:
+                raise _broken(f"an address of {name}_scale for int8", scales)
+
+    def _check_members(self, members: int, partials: int, arrivals: int) -> None:
+        """Items of several sequences."""
+        if members < 1 or self.form != "row":
+            raise _broken("members of at least 1, and of 1 where items are not rows", members)
+        if not (partials and arrivals):
+            got = f"{partials} and {arrivals}"
+            raise _broken(f"partials and arrivals for {members} members", got)
+
+    def check_gradients(self, fields: Fields) -> None:
+        """Hold the GRADIENTS fields of a backward pass to these terms."""
+        tile, slopes = self.spec.tile, fields["wants_slopes"]
+        _expect(slopes in (0, 1), "wants_slopes of 0 or 1", slopes)
+        for name in ("delta", "wants_slopes"):
+            given = fields["grad_out"] or not fields[name]
+            _expect(bool(given), f"an address of grad_out for {name}", 0)
+        for name in ("grad_query", "grad_key"):
+            _expect(slopes == 1 or not fields[name], f"wants_slopes for {name}", slopes)
+        for name in ("grad_query", "grad_key", "grad_value"):
+            noted = fields["odd"] or not fields[name]
+            _expect(bool(noted), f"an address of odd for {name}", 0)
+        vector = tile.target.vector_bits // 8
+        for name, width in (("grad_key", self.head_dim), ("grad_value", self.value_dim)):
+            if not fields[name]:
+                continue
+            # Sums are read and written panel by panel.
+            _expect(fields[name] % vector == 0, f"{name} in multiples of {vector}", fields[name])
+            whole, row = gradient_columns(tile, width), fields[f"{name}_row"]
+            _expect(row >= whole, f"{name}_row of at least {whole}", row)
+            for axis in ("slice", "batch", "head", "row"):
+                step = fields[f"{name}_{axis}"]
+                _expect(step % tile.lanes == 0, f"{name}_{axis} in multiples of {tile.lanes}", step)
+
+
+def check(form: Form, spec: ForwardSpec, record: Fields) -> None:
+    """Refuse a whole record, FORWARD or BACKWARD, that breaks the convention."""
+    terms = Terms.of(form, spec, record)
+    terms.check_call(tuple(int(record[name]) for name in CALL))
+    if form == "backward":
+        terms.check_gradients(record)
+
+
+def _check_blocks(form: Form, spec: ForwardSpec, plan: Fields) -> None:
+    """Of queries: whole panels, as many as the kernel reckons with."""
+    block_q, panel = plan["block_q"], spec.tile.width
+    if form == "row":
+        _expect(block_q >= 1, "a block_q of at least 1", block_q)
+        return
+    whole = block_q >= panel and block_q % panel == 0
+    _expect(whole, f"a block_q that is a multiple of the panel's {panel} queries", block_q)
+    block_kv = spec.target.block_kv
+    _expect(block_kv % panel == 0, f"a block_kv that is a multiple of {panel}", block_kv)
+    if form == "backward":
+        _expect(block_q == BLOCK_Q, f"a block_q of {BLOCK_Q}", block_q)
+
+
+def _check_heads(form: Form, plan: Fields) -> None:
+    """Items and groups of heads divide them."""
+    heads, group, row_group = plan["heads"], plan["group"], plan["row_group"]
+    _expect(
+        group >= 1 and row_group >= 1, "a group and a row_group of at least 1", (group, row_group)
+    )
+    # Where items are rows, both are counted in items.
+    all_heads = heads if form == "row" else heads * row_group
+    _expect(heads >= 0 and all_heads % group == 0, f"heads in groups of {group}", all_heads)
+    if form == "backward":
+        _expect(row_group == 1, "a row_group of 1 in the backward pass", row_group)
+    if form == "row" and plan["tile_per_head"]:
+        _expect(row_group == 1, "a row_group of 1, as heads have tiles of their own", row_group)
+
+
+def _check_code(form: Form, plan: Fields) -> None:
+    """What a form calls without asking, and what it never calls."""
+    if form == "backward":
+        for name in ("partial_mod", "full_mod", "plain_mod"):
+            _expect(plan[name] != 0, f"an address of {name}, which derives", plan[name])
+        _expect(
+            plan["weights_mod"] == 0, "no weights_mod in the backward pass", plan["weights_mod"]
+        )
+    if form == "row":
+        _expect(plan["extent"] == 0, "no extent for rows", plan["extent"])
+
+
+def _expect(holds: bool, expected: str, got: object) -> None:
+    if not holds:
+        raise _broken(expected, got)
+
+
+def _broken(expected: str, got: object) -> CodegenError:
+    return CodegenError(f"expected {expected}, got {got}; the kernel was not run")
