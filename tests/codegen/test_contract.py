@@ -18,7 +18,7 @@ from quire.codegen.types import F32
 from quire.errors import CodegenError
 from quire.runtime import plan
 
-TARGET = Target.named("x86-64-v4")  # 32 queries to a panel
+TARGET = Target.named("x86-64-v4")  # 64 queries to a panel
 SPEC = ForwardSpec(TARGET)
 INT8 = ForwardSpec(TARGET, key="int8", value="int8")
 WIDE = ForwardSpec(TARGET, head_dim=64, value_dim=64)
@@ -37,9 +37,9 @@ def record(form: Form, spec: ForwardSpec = SPEC) -> dict[str, int | float]:
 
 
 BROKEN: list[tuple[Form, dict[str, Any], str]] = [
-    ("panel", {"block_q": 16}, "a block_q that is a multiple of the panel's 32 queries, got 16"),
-    ("panel", {"block_q": 0}, "a block_q that is a multiple of the panel's 32 queries, got 0"),
-    ("panel", {"block_q": 48}, "a block_q that is a multiple of the panel's 32 queries, got 48"),
+    ("panel", {"block_q": 32}, "a block_q that is a multiple of the panel's 64 queries, got 32"),
+    ("panel", {"block_q": 0}, "a block_q that is a multiple of the panel's 64 queries, got 0"),
+    ("panel", {"block_q": 96}, "a block_q that is a multiple of the panel's 64 queries, got 96"),
     ("backward", {"block_q": 64}, "a block_q of 128, got 64"),
     ("row", {"block_q": 0}, "a block_q of at least 1, got 0"),
     ("panel", {"group": 0}, "a group and a row_group of at least 1, got (0, 1)"),

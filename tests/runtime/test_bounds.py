@@ -221,7 +221,9 @@ def test_appending(pages: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     def compute(inputs: Sequence[Tensor]) -> list[Tensor]:
         slots, key, value, *room = inputs
         mine = [each.clone() for each in room]
-        PageWriter({0: PageTensors(*mine)}).write(0, slots, key, value)
+        writer = PageWriter({0: PageTensors(*mine)}).at(slots)
+        writer.expect(key, value)
+        writer.write(0, key, value)
         return mine
 
     monkeypatch.setattr("quire.runtime.append.WORTH_STREAMING", 0)

@@ -137,8 +137,7 @@ class Pass:
         table = ctypes.create_string_buffer(CAPTURED.size * len(self.plan.loads) + 1)
         fields = self._fields(query, key, value, delta)
         fields |= {"captured": ctypes.addressof(table), "odd": odd.data_ptr()}
-        self.plan.plan.terms.check_gradients(fields)
-        record = GRADIENTS_PART.pack(fields)
+        record = self._packed(fields)
         for part in self._rounds():
             sums = {place: each.begin(part) for place, each in self.learned.items()}
             records = [CAPTURED.pack_in_order(*sums[place]) for place in self._places]
@@ -165,9 +164,9 @@ class Pass:
         memory = self.memory
         sums = self._zeros(memory.query.shape[1], memory.key.shape[2])
         fields = dict.fromkeys(GRADIENTS, 0) | _strided("masses", sums, ("slice", "batch", "head"))
-        self.plan.plan.terms.check_gradients(fields)
+        record = self._packed(fields)
         for part in self._rounds():
-            self._launch(GRADIENTS_PART.pack(fields), part)
+            self._launch(record, part)
         return self._folded(sums)
 
     def _fields(
@@ -188,6 +187,12 @@ class Pass:
             "wants_slopes": int(self.wanted.scores),
             "slope_scale": self.plan.scale,
         }
+
+    def _packed(self, fields: dict[str, int | float]) -> bytes:
+        """These fields as the kernel reads them."""
+        if 0 not in self.memory.query.shape[:3]:  # else there is nothing to launch
+            self.plan.plan.terms.check_gradients(fields)
+        return GRADIENTS_PART.pack(fields)
 
     # --- shares
 
