@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ _Rewrite = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 6)
 
 def host_with(vector_bits: int) -> Target:
     """This machine, with vectors of another width."""
-    return replace(Target.host(), vector_bits=vector_bits, registers=32, rows=6, vectors=4)
+    return Target.host().widened(vector_bits)
 
 
 def aligned(count: int, dtype: torch.dtype) -> Tensor:
