@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import quire
-from quire import errors
+from quire import errors, torch_private
 from quire.errors import QuireError
 
 ROOT = Path(__file__).parent.parent
@@ -228,6 +228,25 @@ def test_every_dependency_is_pinned_exactly() -> None:
     wanted += [each for extra in project["optional-dependencies"].values() for each in extra]
     missing = {re.split(r"[<>=~!\[; ]", each)[0] for each in wanted} - pins.keys()
     assert not missing
+
+
+def test_the_matrix_has_every_python_and_torch_that_is_promised() -> None:
+    project = PYPROJECT["project"]
+    (torch_range,) = (each for each in project["dependencies"] if each.startswith("torch"))
+    first, end = map(int, re.fullmatch(r"torch>=2\.(\d+),<2\.(\d+)", torch_range).groups())  # type: ignore[union-attr]
+    torches = {f"2.{minor}" for minor in range(first, end)}
+    pythons = set(re.findall(r"Python :: (3\.\d+)", "\n".join(project["classifiers"])))
+    assert project["requires-python"] == ">=" + min(pythons, key=lambda each: int(each[2:]))
+    rows = re.findall(
+        r"^ +- \{system: (\S+), python: \"(.+)\", torch: \"(.+)\"\}",
+        (ROOT / ".github" / "workflows" / "matrix.yml").read_text(),
+        re.MULTILINE,
+    )
+    for system in {system for system, _, _ in rows}:
+        assert {torch for where, _, torch in rows if where == system} == torches, system
+    assert {python for _, python, _ in rows} == pythons
+    for version in torches:
+        assert version in torch_private.TESTED
 
 
 # The tree of exceptions

@@ -159,7 +159,7 @@ def _is_cpu(where: Any) -> bool:
     Anything else is a mistake, and it is for ours to say so.
     """
     if where is None:
-        where = torch.accelerator.current_accelerator() or "cpu"
+        where = torch.accelerator.current_accelerator(check_available=True) or "cpu"
     device = getattr(where, "device", where)
     if isinstance(device, str | int):
         device = torch.device(device)

@@ -23,6 +23,9 @@ from torch.autograd import forward_ad
 
 from quire.errors import TorchVersionError
 
+TESTED = "2.13, 2.14 or 2.15"
+"""The versions of PyTorch that have all of them."""
+
 
 def named(module: str, name: str) -> Any:
     """What PyTorch keeps as `name`, which may have dots, in `module`; an error where it is gone."""
@@ -35,7 +38,7 @@ def named(module: str, name: str) -> Any:
 def _gone(name: str) -> TorchVersionError:
     return TorchVersionError(
         f"expected PyTorch to have {name}, which quire uses here, but torch {torch.__version__} "
-        f"does not. Install a version of torch that quire is tested with: 2.13, 2.14 or 2.15."
+        f"does not. Install a version of torch that quire is tested with: {TESTED}."
     )
 
 

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 import pytest
+from forking import forks
 
 from quire.errors import ArgumentError
 from quire.runtime import cache as cache_module
@@ -187,6 +188,7 @@ def _put_and_get(directory: Path) -> bool:
     return cache.get(A) == IMAGE
 
 
+@forks
 def test_ten_processes_at_once(cache: ObjectCache) -> None:
     with multiprocessing.get_context("fork").Pool(10) as pool:
         assert all(pool.map(_put_and_get, [cache.directory] * 10))

@@ -8,6 +8,7 @@ import threading
 
 import pytest
 import torch
+from forking import forks
 
 from quire.codegen import jit
 from quire.codegen.builder import Module
@@ -62,6 +63,7 @@ def test_many_python_threads_launch_at_once(counting: jit.Code) -> None:
     assert [counter.value for counter in counters] == [200] * 8
 
 
+@forks
 def test_a_forked_child_runs_alone(counting: jit.Code) -> None:
     torch.ones(1 << 16).sum()  # torch's threads exist in the parent
     launch(counting.address("count"), ctypes.addressof(ctypes.c_int64(0)), 2)
