@@ -307,7 +307,7 @@ def test_one_graph_is_pytorchs() -> None:
 def test_compiled_creation_of_masks(fullgraph: bool) -> None:
     compiled = torch.compile(early_create_block_mask, backend="eager", fullgraph=fullgraph)
     with patch_torch():
-        blocks = compiled(causal, None, None, 32, 32, BLOCK_SIZE=16)
+        blocks = compiled(causal, None, None, 32, 32, device="cpu", BLOCK_SIZE=16)
     assert isinstance(blocks, quire.BlockMask) is not fullgraph
     assert torch.equal(blocks.to_dense(), BLOCKS.to_dense())
 
