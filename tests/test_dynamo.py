@@ -167,7 +167,7 @@ def test_in_one_graph_our_mask_mod_holds(graphs: Graphs) -> None:
 @pytest.mark.filterwarnings("ignore::quire.OneGraphWarning")
 def test_in_one_graph_block_masks_are_made(graphs: Graphs) -> None:
     def run() -> torch_flex.BlockMask:
-        return quire.create_block_mask(causal, None, None, 64, 64, BLOCK_SIZE=16)
+        return quire.create_block_mask(causal, None, None, 64, 64, "cpu", BLOCK_SIZE=16)
 
     compiled = torch.compile(run, backend=graphs, fullgraph=True)()
     assert torch.equal(compiled.to_dense(), run().to_dense())

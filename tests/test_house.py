@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import quire
-from quire import errors
+from quire import errors, torch_private
 from quire.errors import QuireError
 
 ROOT = Path(__file__).parent.parent
@@ -52,6 +52,7 @@ LAYERS = """
     codegen
     ir
     arguments config dynamo
+    torch_private
     errors locks warn
 """
 ROW = {name: row for row, line in enumerate(LAYERS.split("\n")) for name in line.split()}
@@ -135,6 +136,45 @@ def test_every_file_begins_by_saying_what_it_is(module: str) -> None:
     assert ast.get_docstring(ast.parse(SOURCES[module].read_text()))
 
 
+# PyTorch's private names
+
+PYTHONS_OWN = {"_replace", "_asdict", "_fields", "_getframe"}
+
+
+def is_private(name: str) -> bool:
+    """`_C` is, `__name__` is not, and neither is the `_` of a thing nobody asks for."""
+    return name.startswith("_") and not name.startswith("__") and name != "_"
+
+
+def private_names(tree: ast.AST) -> tuple[set[str], set[str]]:
+    """The private names that a file defines, and those of whatever kind that it uses."""
+    defined, used = set(), set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                defined.add(name)
+            case ast.Attribute(attr=name, ctx=ast.Store()) | ast.Name(id=name, ctx=ast.Store()):
+                defined.add(name)
+            case ast.Attribute(attr=name) | ast.keyword(arg=str(name)):
+                used.add(name)
+            case ast.Import(names=aliases):
+                used.update(part for each in aliases for part in each.name.split("."))
+            case ast.ImportFrom(module=module, names=aliases):
+                used.update((module or "").split("."), (each.name for each in aliases))
+            case ast.Constant(value=str(text)) if re.fullmatch(r"torch(\.\w+)+", text):
+                used.update(text.split("."))
+    return set(filter(is_private, defined)), set(filter(is_private, used)) - PYTHONS_OWN
+
+
+def test_private_names_of_torch_have_one_home() -> None:
+    found = {module: private_names(ast.parse(SOURCES[module].read_text())) for module in SOURCES}
+    home = found.pop("quire.torch_private")
+    assert {"_ragged_idx", "_metadata_cache"} <= home[1]  # so it does find them
+    ours = set().union(*(defined for defined, _ in found.values()))
+    foreign = {module: used - ours for module, (_, used) in found.items() if used - ours}
+    assert not foreign, f"{foreign}: give each a function in torch_private.py"
+
+
 # Words
 
 # Written so that this file does not contain what it looks for.
@@ -188,6 +228,25 @@ def test_every_dependency_is_pinned_exactly() -> None:
     wanted += [each for extra in project["optional-dependencies"].values() for each in extra]
     missing = {re.split(r"[<>=~!\[; ]", each)[0] for each in wanted} - pins.keys()
     assert not missing
+
+
+def test_the_matrix_has_every_python_and_torch_that_is_promised() -> None:
+    project = PYPROJECT["project"]
+    (torch_range,) = (each for each in project["dependencies"] if each.startswith("torch"))
+    first, end = map(int, re.fullmatch(r"torch>=2\.(\d+),<2\.(\d+)", torch_range).groups())  # type: ignore[union-attr]
+    torches = {f"2.{minor}" for minor in range(first, end)}
+    pythons = set(re.findall(r"Python :: (3\.\d+)", "\n".join(project["classifiers"])))
+    assert project["requires-python"] == ">=" + min(pythons, key=lambda each: int(each[2:]))
+    rows = re.findall(
+        r"^ +- \{system: (\S+), python: \"(.+)\", torch: \"(.+)\"\}",
+        (ROOT / ".github" / "workflows" / "matrix.yml").read_text(),
+        re.MULTILINE,
+    )
+    for system in {system for system, _, _ in rows}:
+        assert {torch for where, _, torch in rows if where == system} == torches, system
+    assert {python for _, python, _ in rows} == pythons
+    for version in torches:
+        assert version in torch_private.TESTED
 
 
 # The tree of exceptions

@@ -17,6 +17,7 @@ from quire.errors import (
     ShapeError,
     TensorKindError,
 )
+from quire.torch_private import is_batched, is_wrapped, unwrapped
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 KV_DTYPES = (*DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -148,11 +149,10 @@ def check_kind(name: str, tensor: object) -> None:
 
 def _is_vmapped(tensor: Tensor) -> bool:
     """Whether torch.vmap stands behind a tensor, at any level of functorch's transforms."""
-    functorch = torch._C._functorch
-    while functorch.is_functorch_wrapped_tensor(tensor):
-        if functorch.is_batchedtensor(tensor):
+    while is_wrapped(tensor):
+        if is_batched(tensor):
             return True
-        tensor = functorch.get_unwrapped(tensor)
+        tensor = unwrapped(tensor)
     return False
 
 

@@ -6,7 +6,6 @@ import functools
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from quire import eager
 from quire.aux_outputs import NO_AUX, AuxRequest
@@ -26,6 +25,7 @@ from quire.runtime.addressing import Addressing, dense
 from quire.runtime.backward import backward, key_mass
 from quire.runtime.forward import forward
 from quire.sequences import Packed
+from quire.torch_private import is_transformed, is_zero_tensor
 
 LARGEST_HEAD_DIM = 1024
 
@@ -60,7 +60,7 @@ def obstacle(call: Call) -> str | None:
 def has_memory(tensor: Tensor) -> bool:
     """Whether a tensor, perhaps within a transform of torch.func, is in memory of the CPU."""
     plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
-    return plain and tensor.is_cpu and not tensor._is_zerotensor()
+    return plain and tensor.is_cpu and not is_zero_tensor(tensor)
 
 
 def _operands(call: Call) -> tuple[Tensor, ...]:
@@ -80,7 +80,7 @@ def _mod_obstacle(kind: str, mod: ReadyMod) -> str | None:
 def attention(call: Call) -> Result:
     """Compute on generated kernels, forward and backward."""
     problem, operands = call.problem, Operands(call.query, call.key, call.value)
-    if _is_transformed() or (
+    if is_transformed() or (
         torch.is_grad_enabled()
         and any(tensor.requires_grad for tensor in (*_operands(call), *problem.captures))
     ):
@@ -94,12 +94,6 @@ def attention(call: Call) -> Result:
         )
     wanted = call.aux or NO_AUX
     return run(problem, operands, call.sink, call.query.dtype, call.packed, wanted=wanted)
-
-
-def _is_transformed() -> bool:
-    """Whether torch.func or forward-mode AD may stand behind a tensor; autograd knows how."""
-    inside = torch._C._functorch.peek_interpreter_stack() is not None
-    return inside or forward_ad._current_level >= 0
 
 
 def run(

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
-from torch._C._dynamo import eval_frame
 
+from quire import torch_private
 from quire.warn import warn
 
 P = ParamSpec("P")
@@ -61,10 +61,7 @@ def own(function: Function) -> Function:
 
 def never_traced(function: Function) -> Function:
     """Have Dynamo break the graph at `function` and run it, with all that it calls, as it is."""
-    function.__dict__.update(
-        _torchdynamo_disable=True,
-        _torchdynamo_disable_msg="quire computes between graphs",
-    )
+    torch_private.mark_disabled(function, "quire computes between graphs")
     return never_entered(function)
 
 
@@ -73,9 +70,7 @@ def never_entered(function: Function) -> Function:
 
     After a break nothing is left to trace, and trying would tie a graph to every mod it is given.
     """
-    skip = eval_frame._FrameAction.SKIP
-    strategy = eval_frame._FrameExecStrategy(skip, skip)
-    eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    torch_private.skip_code(function.__code__)
     return function
 
 
@@ -83,23 +78,20 @@ def _entered_by_twin(function: Function) -> Function:
     """Have `torch.compile(function)` compile a twin with code of its own, which may be entered."""
     twin = own(function)
     twin.__code__ = function.__code__.replace()
-    function.__dict__.update(
-        _torchdynamo_orig_callable=twin,
-        _torchdynamo_wrapper_id=id(function),
-    )
+    torch_private.mark_original(function, twin)
     return function
 
 
 def constant_when_traced(function: Function) -> Function:
     """Have Dynamo run `function` while it traces, and take the result for a constant."""
-    function.__dict__.update(_dynamo_marked_constant=True)
+    torch_private.mark_constant(function)
     return function
 
 
 @constant_when_traced
 def must_be_one_graph() -> bool:
     """Whether what calls this is being traced where the graph may not break; if so, warn."""
-    if not _is_one_graph():
+    if not torch_private.is_one_graph():
         return False
     _warn_once()
     return True
@@ -112,13 +104,3 @@ def _warn_once() -> None:
         "own operators take its place. Compile without fullgraph=True to have quire compute.",
         OneGraphWarning,
     )
-
-
-def _is_one_graph() -> bool:
-    from torch._dynamo import symbolic_convert, utils
-
-    # The flags of torch.compiler hold for all threads; the translator is that of this one.
-    translator = getattr(symbolic_convert.tls, "current_tx", None)
-    if translator is None:
-        return torch.compiler.is_exporting()
-    return bool(translator.one_graph or utils._get_error_on_graph_break())

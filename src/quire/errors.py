@@ -13,6 +13,7 @@
     ├── CodegenError             generated code that is malformed: a bug of ours   RuntimeError
     ├── KernelMismatchError      a kernel computed something else (QUIRE_CHECK=1)  RuntimeError
     ├── MissingModelError        a model that is not installed, or another one     ImportError
+    ├── TorchVersionError        a PyTorch without a name that quire stands on     ImportError
     ├── BlockMaskError           a block mask that is not one                      RuntimeError, AssertionError, ValueError
     │   ├── BlockMaskShapeError  made for other batches, heads or lengths          (as above)
     │   ├── BlockIndexError      no such batch, head or row of blocks              IndexError
@@ -96,6 +97,10 @@ class KernelMismatchError(QuireError, RuntimeError):
 
 class MissingModelError(QuireError, ImportError):
     """A model that is not installed, or whose file is not the one that it should be."""
+
+
+class TorchVersionError(QuireError, ImportError):
+    """A version of PyTorch that does not have a private name which quire stands on."""
 
 
 class BlockMaskError(QuireError, RuntimeError, AssertionError, ValueError):

@@ -27,6 +27,7 @@ from quire.eager import Result
 from quire.errors import BackendError
 from quire.ir.trace import Mod
 from quire.problem import Call
+from quire.torch_private import compile_errors, has_avx2, no_compiler_error
 
 DEVICES = ("cpu", "cuda", "xpu", "hpu", "mps")
 FORWARD_ONLY = ("cpu", "mps")
@@ -83,7 +84,7 @@ def _cpu_obstacle(call: Call) -> str | None:
         return f"PyTorch's flex_attention on cpu does not take {dtypes[0]}"
     if len(set(dtypes)) > 1:
         return f"PyTorch's flex_attention on cpu takes one dtype, and these are {', '.join(dtypes)}"
-    if not torch.cpu._is_avx2_supported():
+    if not has_avx2():
         return "PyTorch's flex_attention on cpu needs AVX2, which this CPU does not have"
     return None
 
@@ -181,14 +182,11 @@ def with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
 @contextmanager
 def _torch_errors() -> Iterator[None]:
     """What PyTorch raises while it compiles, as an error of ours."""
-    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
-    from torch._inductor.exc import InvalidCxxCompiler
-
     try:
         yield
-    except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+    except compile_errors() as error:
         for cause in _causes(error):
-            if isinstance(cause, InvalidCxxCompiler):
+            if isinstance(cause, no_compiler_error()):
                 raise BackendError(
                     f"backend='inductor' needs a C++ compiler on the CPU, but PyTorch says: "
                     f"{_first_line(cause)}. Install one, name it in the variable CXX, or use "

@@ -16,9 +16,7 @@ exchanged: an instance that was made before has the tables that ours use.
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import operator
 import types
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -32,6 +30,7 @@ from quire.locks import lock
 from quire.nested import jagged_scaled_dot_product_attention as jagged
 from quire.paged import PagedAttention
 from quire.torch_api import flex_attention
+from quire.torch_private import JAGGED, PAGED, named
 
 
 class Row(NamedTuple):
@@ -48,8 +47,6 @@ class Row(NamedTuple):
 
 
 FLEX = "torch.nn.attention.flex_attention"
-NESTED = "torch.nested._internal.sdpa"
-PAGED = "torch.nn.attention.experimental._paged_attention"
 PAGED_METHODS = (
     *("reserve", "erase", "assign"),
     *("convert_logical_block_mask", "get_mask_mod", "get_score_mod"),
@@ -59,7 +56,7 @@ ROWS = (
     Row(FLEX, "create_block_mask", create_block_mask, device=5),
     Row(FLEX, "create_mask", create_mask, device=5),
     # What F.scaled_dot_product_attention calls for nested tensors.
-    Row(NESTED, jagged.__name__, jagged, device=0),
+    Row(JAGGED, jagged.__name__, jagged, device=0),
     *(
         Row(PAGED, f"PagedAttention.{name}", getattr(PagedAttention, name), 0, "page_table")
         for name in PAGED_METHODS
@@ -116,7 +113,7 @@ def unpatch_torch() -> None:
 
 def _exchange(row: Row, stack: ExitStack) -> None:
     """Give PyTorch's function our code, and have `stack` put its own back."""
-    theirs = operator.attrgetter(row.name)(importlib.import_module(row.module))
+    theirs = named(row.module, row.name)
     assert isinstance(theirs, types.FunctionType) and not theirs.__closure__, "code needs a place"
     key = f"{row.module}.{row.name}"
     STAND_INS[key] = _stand_in(row, own(theirs))
@@ -162,7 +159,7 @@ def _is_cpu(where: Any) -> bool:
     Anything else is a mistake, and it is for ours to say so.
     """
     if where is None:
-        where = torch.accelerator.current_accelerator() or "cpu"
+        where = torch.accelerator.current_accelerator(check_available=True) or "cpu"
     device = getattr(where, "device", where)
     if isinstance(device, str | int):
         device = torch.device(device)

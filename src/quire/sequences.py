@@ -16,6 +16,7 @@ from torch import Tensor
 from quire.arguments import tensor_of
 from quire.checks import check_kind
 from quire.errors import ArgumentError, DeviceError
+from quire.torch_private import in_transform
 
 Numbers: TypeAlias = NDArray[np.int64]
 
@@ -202,7 +203,7 @@ def _numbers(name: str, values: object, advice: str, ranks: tuple[int, ...] = (1
         raise DeviceError(
             f"{name} must hold numbers, but are on the meta device, which holds none. {advice}"
         )
-    if torch._C._functorch.peek_interpreter_stack() is not None:  # which wraps every tensor
+    if in_transform():  # which wraps every tensor
         return np.array(tensor.tolist(), np.int64)
     numbers: Numbers = tensor.detach().cpu().numpy().astype(np.int64)
     return numbers

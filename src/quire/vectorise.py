@@ -14,7 +14,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from quire.errors import (
     CapturedIndexError,
@@ -24,6 +23,7 @@ from quire.errors import (
 )
 from quire.ir.interpret import interpret
 from quire.ir.trace import MASK_INPUTS, Kind, Mod, Traced, mod_name
+from quire.torch_private import is_batched, tree_leaves, tree_map
 
 Indices: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
 """b, h, q_idx, kv_idx: one vector each."""
@@ -248,7 +248,7 @@ class _CaptureRecorder(TorchFunctionMode):
         for value in tree_leaves((args, kwargs)):
             if isinstance(value, Tensor) and id(value) not in self._made:
                 self._made[id(value)] = value
-                if not torch._C._functorch.is_batchedtensor(value):  # one of the mod's arguments
+                if not is_batched(value):  # one of the mod's arguments
                     self.captures.append(value)
         result = func(*args, **(kwargs or {}))
         made = (value for value in tree_leaves(result) if isinstance(value, Tensor))

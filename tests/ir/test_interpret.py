@@ -13,6 +13,7 @@ from hypothesis import given
 from ir.oracle import SIZES, assert_traces_to_torch, scores
 from ir.random_graphs import RandomMod, random_mods
 from torch import Tensor
+from torch_version import TORCH
 
 from quire.errors import CapturedIndexError, DivisionByZeroError
 from quire.ir.graph import Node, const
@@ -296,6 +297,21 @@ def test_gradients_reach_the_score_and_captured_tensors() -> None:
     assert torch.autograd.gradcheck(run, (score, *traced.captures))
 
 
+KINKS = torch.tensor([-30.0, -1.0, -0.5, 0.0, 0.5, 1.0, 30.0], dtype=torch.float64)
+
+
+def derivatives(form: Any) -> tuple[Tensor, Tensor]:
+    """At each of KINKS: of the trace, and of PyTorch's own."""
+    traced = trace(
+        lambda score, b, h, q_idx, kv_idx: form(score), "score", score_dtype=torch.float64
+    )
+    ours, theirs = (KINKS.clone().requires_grad_() for _ in range(2))
+    interpret(traced.output, {"score": ours}).sum().backward()
+    form(theirs).sum().backward()
+    assert ours.grad is not None and theirs.grad is not None
+    return ours.grad, theirs.grad
+
+
 @pytest.mark.parametrize(
     "form",
     [
@@ -306,23 +322,29 @@ def test_gradients_reach_the_score_and_captured_tensors() -> None:
         torch.abs,
         torch.log1p,
         torch.expm1,
-        lambda x: x.clamp(min=0.0),
-        lambda x: x.clamp(max=0.0),
-        lambda x: x.clamp(-1.0, 1.0),
         lambda x: x**3,
         lambda x: torch.maximum(x, torch.zeros_like(x)),
         lambda x: x.masked_fill(x > 0, 1.0),
     ],
 )
 def test_derivatives_are_torch_s_also_at_kinks(form: Any) -> None:
-    points = torch.tensor([-30.0, -1.0, -0.5, 0.0, 0.5, 1.0, 30.0], dtype=torch.float64)
-    traced = trace(
-        lambda score, b, h, q_idx, kv_idx: form(score), "score", score_dtype=torch.float64
-    )
-    ours, theirs = (points.clone().requires_grad_() for _ in range(2))
-    interpret(traced.output, {"score": ours}).sum().backward()
-    value = form(theirs)
-    value.sum().backward()
-    finite = value.isfinite()
-    assert ours.grad is not None and theirs.grad is not None
-    torch.testing.assert_close(ours.grad[finite], theirs.grad[finite])
+    ours, theirs = derivatives(form)
+    finite = form(KINKS).isfinite()
+    torch.testing.assert_close(ours[finite], theirs[finite])
+
+
+@pytest.mark.parametrize(
+    ("clamp", "inside", "at_the_bound"),
+    [
+        (lambda x: x.clamp(min=0.0), KINKS >= 0, KINKS == 0),
+        (lambda x: x.clamp(max=0.0), KINKS <= 0, KINKS == 0),
+        (lambda x: x.clamp(-1.0, 1.0), KINKS.abs() <= 1, KINKS.abs() == 1),
+    ],
+)
+def test_the_derivative_of_clamp_at_its_bound_is_that_of_torch_2_13(
+    clamp: Any, inside: Tensor, at_the_bound: Tensor
+) -> None:
+    ours, theirs = derivatives(clamp)
+    torch.testing.assert_close(ours, inside.double())
+    changed = at_the_bound if TORCH >= (2, 14) else torch.zeros_like(at_the_bound)
+    torch.testing.assert_close(theirs, (inside & ~changed).double())

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from forking import forks
 
 from quire.errors import OutOfPages, QuireError, SequenceFileError
 from quire.kv import Group, PagedKVCache, SequenceHandle, files
@@ -235,7 +236,7 @@ for stop_at in range(1, 20):
 """
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="stops a copy of the process")
+@forks
 def test_a_crash_leaves_the_old_file_or_the_new_one(tmp_path: Path) -> None:
     run = subprocess.run(
         [sys.executable, "-c", CRASH, tmp_path / "a"], check=True, capture_output=True, text=True

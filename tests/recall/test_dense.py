@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from forking import forks
 from threads import at_once
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
@@ -324,6 +325,7 @@ def test_many_python_threads_at_once() -> None:
     assert not wrong
 
 
+@forks
 def test_a_forked_child_recalls_what_its_parent_planned() -> None:
     q, k, v = operands(64, 2000)
     out = flex_attention(q, k, v, mask_mod=causal)

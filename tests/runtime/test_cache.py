@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from forking import forks
 
 from quire.codegen import jit
 from quire.codegen.builder import Module
@@ -301,6 +302,7 @@ def _put_and_get(directory: Path) -> bool:
     return cache.get(A) == IMAGE
 
 
+@forks
 def test_ten_processes_at_once(cache: ObjectCache) -> None:
     with multiprocessing.get_context("fork").Pool(10) as pool:
         assert all(pool.map(_put_and_get, [cache.directory] * 10))

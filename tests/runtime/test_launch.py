@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forking import forks
 
 from quire.codegen import jit
 from quire.codegen.builder import Module
@@ -159,6 +160,7 @@ def test_many_python_threads_launch_at_once(counting: jit.Code) -> None:
     assert [counter.value for counter in counters] == [200] * 8
 
 
+@forks
 def test_a_forked_child_runs_alone(counting: jit.Code) -> None:
     torch.ones(1 << 16).sum()  # torch's threads exist in the parent
     counter = ctypes.c_int64(0)

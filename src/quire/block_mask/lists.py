@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import ArgumentError, BlockMaskError, DeviceError
+from quire.torch_private import is_wrapped
 
 EMPTY: Final = 0
 PARTIAL: Final = 1
@@ -178,7 +179,7 @@ def is_readable(tensor: Tensor) -> bool:
         tensor.device.type == "cpu"
         and type(tensor) is Tensor
         and not torch.compiler.is_compiling()
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and not is_wrapped(tensor)
     )
 
 

@@ -58,6 +58,14 @@ from quire.errors import (
     ModError,
 )
 from quire.ir.trace import mod_name
+from quire.torch_private import (
+    block_mask_context,
+    block_mask_order,
+    block_mask_tensors,
+    flattened,
+    is_torch_slice,
+    unflattened,
+)
 
 
 class _MadeOf(NamedTuple):
@@ -96,6 +104,10 @@ class BlockMask(torch_flex.BlockMask):
     Masks are equal where they are the same object, and hash so; `equal` compares what they say.
     A mask pickles with the graph of its mask_mod and the tensors it captured.
     """
+
+    # What takes the place of the tensors until one is asked for.
+    _made_of: _MadeOf
+    _separate_full_blocks: bool
 
     def __init__(
         self,
@@ -222,11 +234,14 @@ class BlockMask(torch_flex.BlockMask):
         """
         if isinstance(mask, cls):
             return mask
-        fields = {name: getattr(mask, name) for name in (*mask._TENSOR_ATTRS, *mask._CONTEXT_ATTRS)}
+        fields = {
+            name: getattr(mask, name)
+            for name in (*block_mask_tensors(mask), *block_mask_context(mask))
+        }
         q_len, kv_len = mask.seq_lengths
         num_rows = mask.kv_indices.shape[-2] if mask.kv_indices.dim() > 1 else 0
         fields["seq_lengths"] = (min(q_len, num_rows * mask.BLOCK_SIZE[0]), kv_len)
-        if mask.mask_mod is torch_flex._sliced_mask_mod_error:
+        if is_torch_slice(mask.mask_mod):
             fields["mask_mod"] = sliced_mask_mod
         return cls(**fields)
 
@@ -497,7 +512,7 @@ class BlockMask(torch_flex.BlockMask):
                 "BlockMask must have q_num_blocks and q_indices to compute dq_write_order, got "
                 "neither. Create the mask with compute_q_blocks=True."
             )
-        cells, order = self._cells(), self._dq_kv_order()
+        cells, order = self._cells(), block_mask_order(self)
         self.dq_write_order = write_order(cells, self.q_indices, order)
         if self.full_q_indices is not None:
             self.dq_write_order_full = write_order(cells, self.full_q_indices, order)
@@ -525,7 +540,7 @@ class BlockMask(torch_flex.BlockMask):
         """The memory of what it is kept as."""
         if self._runs is not None:
             return self._runs.nbytes
-        tensors = (getattr(self, name) for name in self._TENSOR_ATTRS)
+        tensors = (getattr(self, name) for name in block_mask_tensors(self))
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def content(self) -> tuple[object, ...]:
@@ -597,9 +612,9 @@ class BlockMask(torch_flex.BlockMask):
         the original. One that cannot be traced is rebuilt around the moved tensors of its closure
         and of its functools.partial; what else it holds (globals, attributes) stays behind.
         """
-        leaves, context = self._flatten()
+        leaves, context = flattened(self)
         moved = tuple(leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-        result = self._unflatten(moved, context)
+        result: Self = unflattened(self, moved, context)
         stays = all(new is old for new, old in zip(moved, leaves, strict=True))
         rebuilt = self.mask_mod if stays else result.mask_mod
         result.mask_mod = move_mod(self.mask_mod, rebuilt, self.device, device)

@@ -25,6 +25,7 @@ from quire.block_mask.rows import BlockRows
 from quire.eager.tile import Operands, Tile, by_group, probabilities, weighted_sum
 from quire.eager.tiling import Keys, Sizes, Stripe, stripes
 from quire.problem import Problem
+from quire.torch_private import in_transform
 
 T = TypeVar("T")
 
@@ -158,8 +159,7 @@ def folded(parts: Tensor) -> Tensor:
 
 def _forgetful(compute: Callable[..., T]) -> Callable[..., T]:
     """`compute`, of whose record autograd keeps the inputs alone and makes the rest again."""
-    in_functorch = torch._C._functorch.maybe_current_level() is not None  # cannot do that
-    if in_functorch or not torch.is_grad_enabled():
+    if in_transform() or not torch.is_grad_enabled():  # the first cannot do that
         return compute
     return functools.partial(checkpoint, compute, use_reentrant=False, preserve_rng_state=False)
 

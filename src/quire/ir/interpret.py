@@ -16,6 +16,7 @@ from torch import Tensor
 
 from quire.errors import CapturedIndexError, DivisionByZeroError, ModError
 from quire.ir.graph import Node, walk
+from quire.torch_private import in_transform
 
 
 def _bits(x: Tensor) -> Tensor:
@@ -120,7 +121,7 @@ def _load(
     tensor = captures[node.payload]
     if not indices:
         return tensor
-    if _under_vmap():
+    if in_transform():  # torch checks by itself
         try:
             found: Tensor = torch.ops.aten.index(tensor, [index.long() for index in indices])
         except IndexError as error:
@@ -144,7 +145,7 @@ def _load(
 def _divisor(
     node: Node, divisor: Tensor, live: Tensor | None, where: Callable[[Node], str]
 ) -> Tensor:
-    if _under_vmap():
+    if in_transform():  # no value can be looked at
         return divisor
 
     def complain(wrong: Tensor) -> DivisionByZeroError:
@@ -154,11 +155,6 @@ def _divisor(
         )
 
     return _checked(divisor, divisor == 0, live, instead=1, complain=complain)
-
-
-def _under_vmap() -> bool:
-    """Whether no value can be looked at; what torch checks by itself it still checks."""
-    return torch._C._functorch.maybe_current_level() is not None
 
 
 def _checked(

@@ -159,7 +159,8 @@ def _bounded(x: Any, bound: Any, op: str) -> Symbol:
     x, bound = _promoted(x, bound)
     if not x.dtype.is_floating_point:
         return apply(op, x, bound)
-    # At the bound itself the whole derivative is x's, and not half of it as that of max and min.
+    # At the bound itself the whole derivative is x's, as it is in torch 2.13 (but not since), and
+    # not half of it as that of max and min.
     return apply("where", x < bound if op == "max" else bound < x, bound, x)
 
 

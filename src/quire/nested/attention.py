@@ -6,13 +6,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nested._internal import sdpa as torch_sdpa
-from torch.nested._internal.nested_tensor import (
-    NestedTensor,
-    nested_view_from_values_offsets_lengths,
-)
 from torch.nn import functional as F
 
+from quire import torch_private
 from quire.attention import attention, autocast
 from quire.dynamo import instead, own
 from quire.errors import BackendError, DeviceError, ShapeError
@@ -24,7 +20,7 @@ from quire.nested.mask import as_mod
 from quire.nested.rows import aligned, is_watched, rows_of
 
 
-@instead(own(torch_sdpa.jagged_scaled_dot_product_attention))
+@instead(own(torch_private.jagged_attention))
 def jagged_scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -43,13 +39,13 @@ def jagged_scaled_dot_product_attention(
     read, or is added to the scores: it is dense and cut to each sequence, or nested. The output
     has the offsets, lengths and longest sequence of the query.
     """
-    with _without_hooks():
+    with torch_private.without_hooks():
         query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
         check(query, key, value, attn_mask, is_causal)
         _leave_the_graph(query)
         operands = cast("tuple[Any, Any, Any]", (query, key, value))
-        num_dims = len(operands[0]._size)
-        if num_dims > 3 and operands[0]._ragged_idx < num_dims - 2:
+        num_dims = len(torch_private.nested_size(operands[0]))
+        if num_dims > 3 and torch_private.ragged_dimension(operands[0]) < num_dims - 2:
             return _dense_buffers(*operands, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         if query.is_meta:
             return _counted(*operands, dropout_p, is_causal, scale)
@@ -74,19 +70,15 @@ def jagged_scaled_dot_product_attention(
         )
     except BackendError as error:
         raise no_backend(told_by(error)) from error
-    with _without_hooks():
+    with torch_private.without_hooks():
         return _like(operands[0], out, len(q.lengths))
-
-
-_without_hooks = torch._C.DisableTorchFunctionSubclass
-"""Where nested tensors answer for themselves; each question to their class takes much longer."""
 
 
 def _leave_the_graph(query: Tensor) -> None:
     """Have Dynamo break the graph where it tries F.scaled_dot_product_attention on fake tensors."""
-    if torch.compiler.is_compiling() and torch._subclasses.fake_tensor.is_fake(query):
+    if torch.compiler.is_compiling() and torch_private.is_fake(query):
         operator = torch.ops.aten.scaled_dot_product_attention.default
-        raise torch._subclasses.fake_tensor.UnsupportedOperatorException(operator)
+        raise torch_private.unsupported_operator(operator)
 
 
 def _autocast(
@@ -105,13 +97,14 @@ def _autocast(
 
 def _like(query: Any, out: Tensor, batch: int) -> Tensor:
     """out [total, H, Dv] as a nested tensor with the sequences of `query`."""
-    values = out.squeeze(1) if len(query._size) == 3 else out.transpose(0, 1)
-    if batch != query._size[0]:  # one query for several sequences of keys
+    size, ragged = torch_private.nested_size(query), torch_private.ragged_dimension(query)
+    values = out.squeeze(1) if len(size) == 3 else out.transpose(0, 1)
+    if batch != size[0]:  # one query for several sequences of keys
         length = len(out) // batch
         offsets = length * torch.arange(batch + 1)
-        return _nested(values, offsets, None, query._ragged_idx, length, length)
-    extremes = query._maybe_min_seqlen, query._maybe_max_seqlen
-    return _nested(values, query.offsets(), query.lengths(), query._ragged_idx, *extremes)
+        return _nested(values, offsets, None, ragged, length, length)
+    extremes = torch_private.shortest(query), torch_private.longest(query)
+    return _nested(values, query.offsets(), query.lengths(), ragged, *extremes)
 
 
 def _nested(
@@ -123,8 +116,7 @@ def _nested(
     longest: int | None,
 ) -> Tensor:
     if is_watched(values):
-        view: Any = nested_view_from_values_offsets_lengths
-        nested: Tensor = view(
+        nested: Tensor = torch_private.nested_view(
             *(values, offsets, lengths),
             ragged_idx=ragged_dimension,
             min_seqlen=shortest,
@@ -133,11 +125,7 @@ def _nested(
         return nested
     known = {"min_seqlen": shortest, "max_seqlen": longest}
     cache = {name: torch.empty(size, 0) for name, size in known.items() if size is not None}
-    make: Any = NestedTensor
-    made: Tensor = make(
-        values, offsets, lengths=lengths, _ragged_idx=ragged_dimension, _metadata_cache=cache
-    )
-    return made
+    return torch_private.nested_tensor(values, offsets, lengths, ragged_dimension, cache)
 
 
 def _dense_buffers(
@@ -162,21 +150,22 @@ def _dense_buffers(
         query.values(),
         key.values(),
         value.values(),
-        attn_mask=attn_mask.values() if isinstance(attn_mask, NestedTensor) else attn_mask,
+        attn_mask=attn_mask.values() if torch_private.is_jagged(attn_mask) else attn_mask,
         dropout_p=dropout_p,
         is_causal=is_causal,
         scale=scale,
         enable_gqa=enable_gqa,
     )
-    extremes = query._maybe_min_seqlen, query._maybe_max_seqlen
-    return _nested(out, query.offsets(), query.lengths(), query._ragged_idx, *extremes)
+    ragged = torch_private.ragged_dimension(query)
+    extremes = torch_private.shortest(query), torch_private.longest(query)
+    return _nested(out, query.offsets(), query.lengths(), ragged, *extremes)
 
 
 def _counted(
     query: Any, key: Any, value: Any, dropout_p: float, is_causal: bool, scale: float | None
 ) -> Tensor:
     """Nothing, in the right shape, by the operator whose multiplications PyTorch can count."""
-    longest = [x._maybe_max_seqlen for x in (query, key)]
+    longest = [torch_private.longest(x) for x in (query, key)]
     if None in longest:
         raise DeviceError(
             "nested tensors on the meta device must know their longest sequence, but one does "
@@ -186,7 +175,7 @@ def _counted(
     flat = [x.values() if x.dim() == 3 else x.values().transpose(0, 1) for x in (query, key, value)]
     packed = [x.unsqueeze(1) if x.dim() == 2 else x for x in flat]
     ends = [x.offsets().int() for x in (query, key)]
-    out = torch.ops.aten._flash_attention_forward(
+    out = torch_private.flash_attention_forward(
         *packed, *ends, *longest, dropout_p, is_causal, False, scale=scale
     )[0]
     return _like(query, out[..., : value.size(-1)], query.size(0))

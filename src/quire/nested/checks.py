@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nested._internal.nested_tensor import NestedTensor
 
 from quire.errors import (
     ArgumentError,
@@ -17,12 +16,13 @@ from quire.errors import (
     RankError,
     ShapeError,
 )
+from quire.torch_private import is_jagged, nested_size, ragged_dimension
 
 
 def check(query: Any, key: Any, value: Any, attn_mask: Any, is_causal: bool) -> None:
     """What PyTorch checks, in its order."""
     tensors = (query, key, value)
-    if not all(isinstance(x, NestedTensor) for x in tensors):
+    if not all(is_jagged(x) for x in tensors):
         kinds = [_kind(x) for x in tensors]
         raise ArgumentError(
             f"query, key and value must be nested tensors in the layout torch.jagged, but are "
@@ -39,13 +39,13 @@ def check(query: Any, key: Any, value: Any, attn_mask: Any, is_causal: bool) -> 
             f"query, key and value must be on one device, but are on "
             f"{listed([str(x.device) for x in tensors])}. Move them with .to(device)."
         )
-    dims = [len(x._size) for x in tensors]
+    dims = [len(nested_size(x)) for x in tensors]
     if min(dims) < 3 or len(set(dims)) > 1:
         raise RankError(
             f"query, key and value must have the same number of dimensions, at least 3, but have "
             f"{listed(dims)}. They are [B, H, j, D], or [B, j, D] for one head."
         )
-    _check_ragged_dimension([x._ragged_idx for x in tensors], dims[0])
+    _check_ragged_dimension([ragged_dimension(x) for x in tensors], dims[0])
     _check_mask(query, attn_mask, is_causal)
 
 

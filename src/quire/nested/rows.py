@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from quire.errors import ShapeError
 from quire.nested.checks import listed
 from quire.sequences import Numbers, Spans, checked_lengths, checked_offsets
+from quire.torch_private import is_transformed, nested_values
 
 
 class Rows(NamedTuple):
@@ -56,12 +56,11 @@ def is_watched(tensor: Tensor) -> bool:
 
     Nested tensors tell them slowly, so they are told only then.
     """
-    inside = torch._C._functorch.peek_interpreter_stack() is not None
-    return tensor.requires_grad or inside or forward_ad._current_level >= 0
+    return tensor.requires_grad or is_transformed()
 
 
 def _values(nested: Any) -> Tensor:
-    values: Tensor = nested.values() if is_watched(nested) else nested._values.detach()
+    values: Tensor = nested.values() if is_watched(nested) else nested_values(nested).detach()
     return values
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
-from torch.nn.attention.experimental import _paged_attention as torch_paged
 
 from quire.arguments import whole_number
 from quire.block_mask import BlockMask
@@ -34,6 +33,7 @@ from quire.paged.checks import (
     check_new,
 )
 from quire.paged.physical import physical_block_mask, physical_mask, physical_score
+from quire.torch_private import paged_assign, paged_convert
 
 
 class PagedAttention:
@@ -109,7 +109,7 @@ class PagedAttention:
             self.physical_to_logical[slot] = NO_PAGE
             self.empty_pages += pages
 
-    @instead(own(torch_paged.PagedAttention.assign))
+    @instead(own(paged_assign))
     def assign(
         self,
         batch_idx: Tensor,
@@ -132,7 +132,7 @@ class PagedAttention:
         for val, cache in ((k_val, k_cache), (v_val, v_cache)):
             cache[:, :, rows] = val.transpose(0, 1).flatten(1, 2)
 
-    @instead(own(torch_paged.PagedAttention.convert_logical_block_mask))
+    @instead(own(paged_convert))
     def convert_logical_block_mask(
         self,
         block_mask: torch_flex.BlockMask,

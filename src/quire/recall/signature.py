@@ -12,7 +12,6 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn import Parameter
 from torch.nn.attention import flex_attention as torch_flex
 
@@ -22,6 +21,7 @@ from quire.config import config
 from quire.eager import working_dtype
 from quire.ir.trace import Mod, Traced, trace
 from quire.problem import Problem
+from quire.torch_private import is_transformed
 
 Signature: TypeAlias = tuple[object, ...]
 
@@ -47,8 +47,7 @@ def layout(query: Tensor, key: Tensor, value: Tensor) -> Signature | None:
         or k_shape[2] > MOST_KEYS
         or q_shape[2] > MOST_KEYS
         or torch.is_autocast_enabled("cpu")
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or forward_ad._current_level >= 0
+        or is_transformed()
         or config().check
     ):
         return None
