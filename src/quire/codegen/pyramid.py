@@ -69,8 +69,10 @@ def write_pyramid(dtype: torch.dtype) -> Module:
                     extremes.halve(wide, shorter, column_leaves << left)
                 with f.range(0, halvings) as k:
                     half = column_leaves >> (k + 1)
-                    parts = (f.offset(row, start, extremes.element) for start in (half * 2, half))
-                    extremes.halve(*parts, half)
+                    below, above = (
+                        f.offset(row, start, extremes.element) for start in (half * 2, half)
+                    )
+                    extremes.halve(below, above, half)
             with f.range(1, row_leaves) as i:
                 place = row_leaves - i
                 above, left, right = (

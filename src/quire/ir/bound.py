@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from quire.ir.graph import Node, const
+from quire.ir.graph import Node, const, walk
 from quire.ir.intervals import (
     UNKNOWN,
     Interval,
@@ -63,11 +63,15 @@ MOST_LOADS = 64
 
 
 class Bounds(NamedTuple):
-    """What a mask can and must be. Loads beyond its captured tensors are from `pyramids`."""
+    """What a mask can and must be. Loads beyond its captured tensors are from `pyramids`.
+
+    `unknown` are the nodes of which no rule knows anything, though it knows their operands.
+    """
 
     can: Node
     must: Node
     pyramids: tuple[Pyramid, ...]
+    unknown: tuple[Node, ...]
 
 
 def bound(
@@ -77,14 +81,15 @@ def bound(
 
     With `levels` ranges of loads are exact up to 2**levels elements, wherever they begin.
     """
-    sizes, pyramids = Sizes(ranges), dict[Pyramid, int]()
+    sizes, pyramids, unknown = Sizes(ranges), dict[Pyramid, int](), dict[Node, None]()
     can, must = FALSE, TRUE
     for part in parts_of(root):
         tile = _Tile(shapes, sizes, levels, part.ends, pyramids)
         here = tile.truth(root)
         can = either(can, both(part.exists, either(here.can, denied(tile.sure))))
         must = both(must, either(denied(part.exists), both(here.must, tile.sure)))
-    return Bounds(can, must, tuple(pyramids))
+        unknown |= dict.fromkeys(tile.unknown(root))
+    return Bounds(can, must, tuple(pyramids), tuple(unknown))
 
 
 @dataclass
@@ -99,6 +104,12 @@ class _Tile:
     sure: Node = TRUE  # captured integers are small enough, and indices of them in range
     _truths: dict[Node, Truth] = field(default_factory=dict)
     _intervals: dict[Node, Interval | None] = field(default_factory=dict)
+
+    def unknown(self, root: Node) -> list[Node]:
+        """The nodes that nothing was found of, but for those that only use such a node."""
+        nothing = {node for node, found in self._truths.items() if found == UNKNOWN}
+        nothing |= {node for node, found in self._intervals.items() if found is None}
+        return [node for node in walk(root) if node in nothing and nothing.isdisjoint(node.args)]
 
     # --- truth values
 
@@ -292,8 +303,8 @@ class _Tile:
             parts = []
             for entry in itertools.product(*places):
                 at = dict(zip(moving, entry, strict=True))
-                indices = tuple(at.get(dim, index.low) for dim, index in enumerate(known))
-                parts.append(Node("load", indices, node.dtype, slot))
+                place = tuple(at.get(dim, index.low) for dim, index in enumerate(known))
+                parts.append(Node("load", place, node.dtype, slot))
             combine = functools.partial(term, "max" if largest else "min")
             ends.append(functools.reduce(combine, parts))
         return Interval(*ends)

@@ -48,7 +48,7 @@ class Pyramid(NamedTuple):
 
 
 def axes_of(sizes: Sequence[int], dims: Sequence[int], itemsize: int) -> tuple[Axis, ...]:
-    """The axes of a pyramid along some dimensions of a tensor: single elements, if memory allows."""
+    """The axes of a pyramid along some dimensions: leaves are single elements, if memory allows."""
     axes = {dim: Axis(dim, _power_of_two(sizes[dim])) for dim in dims}
     others = math.prod(size for dim, size in enumerate(sizes) if dim not in axes)
     while True:

@@ -17,7 +17,6 @@ from quire.ir.pyramid import Axis, Pyramid, anything, heap, missing_leaf
 from quire.runtime.cache import cache_key
 from quire.runtime.kernels import compiled_object
 
-
 WORTH = 64
 """Multiplications of attention for which a byte of a table is read."""
 
@@ -37,12 +36,16 @@ def build(captures: Sequence[Tensor], pyramids: Sequence[Pyramid], work: int) ->
     few of them; then what it holds may be anything, and all of its tiles are computed.
     """
     return [
-        _built(tensor, pyramid)
-        if len(pyramid.axes) == 1 or tensor.nbytes * WORTH <= work
-        else anything(tensor, pyramid)
+        (_built if is_worth(captures[pyramid.slot], pyramid, work) else anything)(
+            captures[pyramid.slot], pyramid
+        )
         for pyramid in pyramids
-        for tensor in [captures[pyramid.slot]]
     ]
+
+
+def is_worth(tensor: Tensor, pyramid: Pyramid, work: int) -> bool:
+    """Whether a tensor is read for a call of so many multiplications."""
+    return len(pyramid.axes) == 1 or tensor.nbytes * WORTH <= work
 
 
 def _built(tensor: Tensor, pyramid: Pyramid) -> Tensor:
