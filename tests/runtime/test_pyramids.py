@@ -49,22 +49,33 @@ def test_a_pyramid_is_the_heap(dtype: torch.dtype, count: int, largest: bool) ->
 
 @pytest.mark.parametrize("largest", [False, True])
 @pytest.mark.parametrize("grains", [(0, 0), (1, 0), (0, 2), (2, 3)], ids=str)
-@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (8, 64), (37, 300), (1, 70), (70, 1)], ids=str)
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
 def test_a_pyramid_of_rectangles_is_the_heap_of_heaps(
-    dtype: torch.dtype, shape: tuple[int, int], grains: tuple[int, int], largest: bool
+    dtype: torch.dtype, grains: tuple[int, int], largest: bool
 ) -> None:
-    axes = tuple(
-        Axis(dim, 1 << max(0, -(-shape[dim] >> grain) - 1).bit_length(), grain)
-        for dim, grain in enumerate(grains)
-    )
-    pyramid = Pyramid(0, axes, largest)
-    numbers = random_numbers(dtype, *shape)
-    for tensor in (numbers, numbers.contiguous(), numbers.T.contiguous().T):
+    for shape in ((1, 1), (3, 5), (8, 64), (37, 300), (1, 70), (70, 1)):
+        axes = tuple(
+            Axis(dim, 1 << max(0, -(-shape[dim] >> grain) - 1).bit_length(), grain)
+            for dim, grain in enumerate(grains)
+        )
+        pyramid = Pyramid(0, axes, largest)
+        numbers = random_numbers(dtype, *shape)
+        for tensor in (numbers, numbers.contiguous(), numbers.T.contiguous().T):
+            (found,) = build([tensor], [pyramid], PLENTY)
+            assert torch.equal(entries(found, pyramid), entries(heap(tensor, pyramid), pyramid))
+        whole = numbers.amax() if largest else numbers.amin()
+        assert torch.equal(found[1, 1].nan_to_num(99), whole.nan_to_num(99))
+
+
+@pytest.mark.parametrize("dims", [(0,), (1,), (3,), (0, 1), (1, 3), (0, 3)], ids=str)
+def test_pyramids_in_every_place_of_a_tensor(dims: tuple[int, ...]) -> None:
+    tensor = torch.randint(-99, 99, (3, 5, 2, 9)).permute(0, 1, 3, 2)
+    for grain in (0, 1):
+        axes = tuple(Axis(dim, 8 >> grain, grain) for dim in dims if tensor.shape[dim] <= 8)
+        pyramid = Pyramid(0, axes, True)
         (found,) = build([tensor], [pyramid], PLENTY)
+        assert list(found.shape) == pyramid.shape(tensor.shape)
         assert torch.equal(entries(found, pyramid), entries(heap(tensor, pyramid), pyramid))
-    whole = numbers.amax() if largest else numbers.amin()
-    assert torch.equal(found[1, 1].nan_to_num(99), whole.nan_to_num(99))
 
 
 def test_other_dimensions_stay_in_place() -> None:
@@ -82,9 +93,10 @@ def test_other_dimensions_stay_in_place() -> None:
 
 def test_leaves_have_more_elements_where_memory_would_not_hold_them() -> None:
     assert axes_of((128, 100), (0, 1), 1) == (Axis(0, 128), Axis(1, 128))
-    assert axes_of((8192, 8192), (0, 1), 1) == (Axis(0, 2048, 2), Axis(1, 2048, 2))
-    assert axes_of((2, 8192, 8192), (1, 2), 8) == (Axis(1, 512, 4), Axis(2, 512, 4))
-    assert axes_of((1 << 20,), (0,), 8) == (Axis(0, 1 << 20),)
+    assert axes_of((8192, 8192), (0, 1), 1) == (Axis(0, 1024, 3), Axis(1, 1024, 3))
+    assert axes_of((2, 8192, 8192), (1, 2), 8) == (Axis(1, 256, 5), Axis(2, 256, 5))
+    assert axes_of((1 << 18,), (0,), 8) == (Axis(0, 1 << 18),)
+    assert axes_of((1 << 20,), (0,), 8) == (Axis(0, 1 << 18, 2),)
     assert axes_of((1 << 30, 2), (1,), 8) == (Axis(1, 1, 1),)
 
 

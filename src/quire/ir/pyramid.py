@@ -14,7 +14,7 @@ from quire.ir.intervals import Interval
 from quire.ir.simplify import simplest
 from quire.ir.terms import FALSE, I64, both, either, term, whole
 
-MOST_BYTES = 2**24
+MOST_BYTES = 2**22
 """What a pyramid may take. Of a larger one, each leaf is the extreme of several elements."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,49 +50,68 @@ def is_worth(tensor: Tensor, pyramid: Pyramid, work: int) -> bool:
 
 
 def _built(tensor: Tensor, pyramid: Pyramid) -> Tensor:
-    if len(pyramid.axes) > 2 or tensor.dtype not in DTYPES or tensor.numel() == 0:
+    dtype = tensor.dtype
+    if len(pyramid.axes) > 2 or dtype not in DTYPES or tensor.numel() == 0:
         return heap(tensor, pyramid)
-    dims = [axis.dim for axis in pyramid.axes]
-    row, column = ([Axis(-1, 1), *pyramid.axes])[-2:]
-    # [other dimensions, rows, columns]; a single row of leaves is entry 1 of two.
-    source = tensor.movedim(dims, list(range(-len(dims), 0)))
-    if len(dims) == 1:
-        source = source.unsqueeze(-2)
-    others = source.shape[:-2]
-    entries = tensor.new_empty((*others, 2 * row.leaves, 2 * column.leaves))
-    spare = tensor.new_empty(column.leaves << column.grain if column.grain else 0)
-    build = _builder(tensor.dtype, pyramid.largest)
-    shape = (
-        *(source.shape[-2:] + source.stride()[-2:]),
-        *(row.leaves, column.leaves, row.grain, column.grain),
+    layout = _layout(tensor.shape, tensor.stride(), pyramid.axes)
+    entries = torch.empty(layout.room, dtype=dtype, device="cpu")
+    build, missing = _builder(dtype, pyramid.largest)
+    source, into, size = tensor.data_ptr(), entries.data_ptr(), dtype.itemsize
+    leaf, spare = missing.data_ptr(), into + layout.spare * size
+    for start, place in layout.matrices:
+        build(source + start * size, *layout.numbers, leaf, into + place * size, spare)
+    if tensor.dim() == 1 and layout.spare == layout.room:
+        return entries
+    return entries.as_strided(layout.shape, layout.strides)
+
+
+class _Layout(NamedTuple):
+    """How the matrices of a tensor, along the axes of a pyramid, become those of its entries.
+
+    Everything is counted in elements.
+    """
+
+    numbers: tuple[int, ...]  # sizes, strides, leaves and grains of rows and of columns
+    matrices: list[tuple[int, int]]  # where each begins, in the tensor and among the entries
+    room: int
+    spare: int  # where a row begins that is put together from several
+    shape: list[int]
+    strides: list[int]
+
+
+@functools.lru_cache(maxsize=1024)
+def _layout(sizes: tuple[int, ...], strides: tuple[int, ...], axes: tuple[Axis, ...]) -> _Layout:
+    single = len(axes) == 1
+    row, column = (Axis(-1, 1), axes[0]) if single else axes
+    one_row = 2 * column.leaves
+    # Of one row there is entry 1 alone: nobody writes entry 0, which would begin before it.
+    first, each = (-one_row, one_row) if single else (0, 2 * row.leaves * one_row)
+    steps, starts, count = {row.dim: one_row, column.dim: 1}, [0], 1
+    others = [dim for dim in range(len(sizes)) if dim not in steps]
+    for dim in others:
+        starts = [start + strides[dim] * i for start in starts for i in range(sizes[dim])]
+    for dim in reversed(others):
+        steps[dim], count = count * each, count * sizes[dim]
+    rows = (1, 0) if single else (sizes[row.dim], strides[row.dim])
+    columns = sizes[column.dim], strides[column.dim]
+    shapes = row.leaves, column.leaves, row.grain, column.grain
+    return _Layout(
+        numbers=(rows[0], columns[0], rows[1], columns[1], *shapes),
+        matrices=[(start, first + each * place) for place, start in enumerate(starts)],
+        room=each * count + (column.leaves << column.grain if column.grain else 0),
+        spare=each * count,
+        shape=Pyramid(0, axes, False).shape(sizes),
+        strides=[steps[dim] for dim in range(len(sizes))],
     )
-    missing = _missing(tensor.dtype, pyramid.largest).data_ptr()
-    for start, into in zip(_addresses(source), _addresses(entries), strict=True):
-        build(start, *shape, missing, into, spare.data_ptr())
-    found = entries[..., 1, :] if len(dims) == 1 else entries
-    return found.movedim(list(range(-len(dims), 0)), dims)
-
-
-def _addresses(tensor: Tensor) -> list[int]:
-    """Where each of its matrices begins."""
-    addresses = [tensor.data_ptr()]
-    for size, stride in zip(tensor.shape[:-2], tensor.stride()[:-2], strict=True):
-        step = stride * tensor.itemsize
-        addresses = [start + step * place for start in addresses for place in range(size)]
-    return addresses
 
 
 @functools.cache
-def _missing(dtype: torch.dtype, largest: bool) -> Tensor:
-    return torch.full((1,), missing_leaf(dtype, largest), dtype=dtype)
-
-
-@functools.cache
-def _builder(dtype: torch.dtype, largest: bool) -> Callable[..., None]:
+def _builder(dtype: torch.dtype, largest: bool) -> tuple[Callable[..., None], Tensor]:
+    """The function that builds a pyramid, and what it takes for missing leaves."""
     address = _code(dtype).address(NAMES[largest])
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     signature = ctypes.CFUNCTYPE(None, pointer, *[number] * 8, pointer, pointer, pointer)
-    return signature(address)
+    return signature(address), torch.full((1,), missing_leaf(dtype, largest), dtype=dtype)
 
 
 @functools.cache
