@@ -113,6 +113,40 @@ def attention(table: Table, seconds: float, threads: int) -> None:
     packed(table, seconds)
 
 
+def tables(table: Table, seconds: float, threads: int) -> None:
+    """A mask that looks up what is allowed, against its block mask and against arithmetic."""
+    n = 8192
+    q, k, v = (torch.randn(1, 8, n, 64) for _ in range(3))
+    positions = torch.arange(n)
+    blocks, own = torch.eye(n // 64, dtype=torch.bool), positions // 100
+    same = torch.eye(n // 100 + 1, dtype=torch.bool)
+    elements = positions[:, None] // 64 == positions // 64
+    block = lambda b, h, i, j: i // 64 == j // 64  # noqa: E731
+    cases = {
+        "blocks of 64": (lambda b, h, i, j: blocks[i // 64, j // 64], block, 64),
+        "documents of 100": (
+            lambda b, h, i, j: same[own[i], own[j]],
+            lambda b, h, i, j: own[i] == own[j],
+            128,
+        ),
+        "elements": (lambda b, h, i, j: elements[i, j], block, 64),
+    }
+    for name, (looked_up, reckoned, size) in cases.items():
+        block_mask = quire.create_block_mask(looked_up, None, None, n, n, BLOCK_SIZE=size)
+        attention = functools.partial(quire.flex_attention, q, k, v)
+        times = race(
+            {
+                "table": functools.partial(attention, mask_mod=looked_up),
+                "blocks": functools.partial(attention, block_mask=block_mask),
+                "numbers": functools.partial(attention, mask_mod=reckoned),
+            },
+            seconds,
+        )
+        case = f"table of {name}, N {n}"
+        table.add(case, times["table"] / times["blocks"], "x BlockMask", "<1.5")
+        table.add(case, times["table"] / times["numbers"], "x arithmetic")
+
+
 def packed(table: Table, seconds: float) -> None:
     """100,000 tokens in 1,000 documents, causal within each."""
     lengths = documents(100_000, 1_000)
@@ -149,7 +183,7 @@ def linear(table: Table, seconds: float, threads: int) -> None:
     table.add("window 256, time of a token, 1M over 64k", growth, "x", "<1.15")
 
 
-PARTS = (attention, linear, million, create)
+PARTS = (attention, tables, linear, million, create)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,9 @@ from quire.block_mask.runs import Runs
 N = 257
 LENGTHS = [60, 7, 100, 1, 89]
 PER_HEAD = torch.tensor([[30, 200], [257, 0]])
+TABLE = torch.eye(17, dtype=torch.bool)
+TABLES = torch.arange(2 * 2 * 5 * 7).view(2, 2, 5, 7) % 3 == 0
+ELEMENTS = torch.ones(N, N).tril().triu(-50).bool()
 MASKS: dict[str, Callable[..., Any]] = {
     "causal": mods.causal,
     "sliding_window": mods.sliding_window(40),
@@ -37,6 +40,9 @@ MASKS: dict[str, Callable[..., Any]] = {
     "noop": mods.noop_mask,
     "nothing": lambda b, h, q_idx, kv_idx: q_idx < 0,
     "per head": lambda b, h, q_idx, kv_idx: kv_idx < PER_HEAD[b, h],
+    "table": lambda b, h, q_idx, kv_idx: TABLE[q_idx // 16, kv_idx // 16],
+    "table of heads": lambda b, h, q_idx, kv_idx: TABLES[b, h, q_idx // 60, -1 - kv_idx // 40],
+    "table of elements": lambda b, h, q_idx, kv_idx: ELEMENTS[q_idx, kv_idx],
     "float": lambda b, h, q_idx, kv_idx: torch.sin((q_idx - kv_idx) / 9.0) > 0.3,
 }
 FIELDS = ("kv_num_blocks", "full_kv_num_blocks")

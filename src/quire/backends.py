@@ -104,7 +104,7 @@ def choose(name: BackendName, call: Call) -> Backend:
 
 
 def explain_call(call: Call, name: BackendName = "auto") -> str:
-    """Which backend would run `call`, and for each other one why it would not."""
+    """Which backend would run `call`, what it cannot skip, and why the others would not."""
     request = _request(name)
     obstacles = {each: backend.obstacle(call) for each, backend in BACKENDS.items()}
     able = [each for each in request.candidates if obstacles[each] is None]
@@ -112,6 +112,9 @@ def explain_call(call: Call, name: BackendName = "auto") -> str:
     lines = [f"{request.words} uses {used or 'nothing: it raises a BackendError'}."]
     if used == "jit":
         lines.append(f"jit generates code for {Target.host()}.")
+        unread = compiled.computed_unread(call)
+        if unread is not None:
+            lines.append(f"jit computes {unread}.")
     for each, reason in obstacles.items():
         if reason is None:
             first = "comes first" if each in able else "was asked for"

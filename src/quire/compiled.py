@@ -15,6 +15,7 @@ from quire.codegen.lower import check_lowerable
 from quire.config import config
 from quire.eager import Above, Gradients, Operands, Result, Wanted, output_layout
 from quire.errors import TensorKindError, UnsupportedOpError
+from quire.ir.terms import TRUE
 from quire.ir.trace import Traced, mod_name
 from quire.memory import Dense
 from quire.one_by_one import each, fill_holes, gradients_one_by_one, in_rows, one_by_one
@@ -24,6 +25,8 @@ from quire.runtime import processor
 from quire.runtime.addressing import Addressing, dense
 from quire.runtime.backward import backward, key_mass
 from quire.runtime.forward import forward
+from quire.runtime.pyramids import is_worth
+from quire.runtime.roots import bounds_of
 from quire.sequences import Packed
 from quire.torch_private import is_transformed, is_zero_tensor
 
@@ -75,6 +78,29 @@ def _mod_obstacle(kind: str, mod: ReadyMod) -> str | None:
     except UnsupportedOpError as error:
         return str(error).partition(". ")[0]
     return None
+
+
+def computed_unread(call: Call) -> str | None:
+    """Which tiles are computed though perhaps no query reads them; None where there are none."""
+    problem, operands = call.problem, Operands(call.query, call.key, call.value)
+    mask = problem.mask_mod
+    if problem.block_mask is not None or not isinstance(mask, Traced):
+        return None
+    memory = _memory(problem, operands, call.packed)
+    bounds = bounds_of(mask, memory.longest)
+    work = min((memory.work(part) for _, part in memory.by_form()), default=0)
+    reasons = [f"nothing bounds {node.op!r}{mask.where(node)}" for node in bounds.unknown]
+    for pyramid in bounds.pyramids:
+        table = mask.captures[pyramid.slot]
+        if pyramid.largest and not is_worth(table, pyramid, work):
+            reasons.append(f"a table of shape {list(table.shape)} is too large for so few scores")
+    if not reasons:
+        return None
+    tiles = "every tile" if bounds.can is TRUE else "tiles that nothing else rules out"
+    return (
+        f"{tiles}: in the mask_mod {mask.name!r} {' and '.join(reasons)}. A block_mask, made once "
+        f"with create_block_mask, says which tiles no query reads"
+    )
 
 
 def attention(call: Call) -> Result:

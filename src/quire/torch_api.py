@@ -183,6 +183,8 @@ def explain(
 ) -> str:
     """Which backend `flex_attention` would take for the same arguments, and why not the others.
 
+    Where a mask_mod could not be bounded it says so: tiles that no query reads are computed then.
+
     >>> print(explain(query, key, value, dropout_p=0.1))
     backend='auto' uses eager.
     inductor not used because PyTorch's flex_attention has no dropout, and dropout_p is not 0.

@@ -1,6 +1,20 @@
-"""Pyramids of minima and maxima (`ir/pyramid.py`), built as fast as a tensor can be read."""
+"""Pyramids of minima and maxima (`ir/pyramid.py`), built as fast as a tensor can be read.
+
+    min(source, sizes.., strides.., leaves.., grains.., missing, into, spare)
+
+    source[row, column]   a tensor of two dimensions, or of one as a single row
+    into[i, j]            its pyramid: 2 * leaves of rows by 2 * leaves of columns
+    missing               what changes no minimum
+    spare                 a row of the source, as long as its leaves, if they have several elements
+
+A row of leaves is the extremes of 2**grain rows, in which neighbours are then combined until it is
+as short as it has to be, and on, for the entries above it. Rows of entries are combined last.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -18,33 +32,121 @@ DTYPES = (
 
 PARAMETERS: dict[str, Type] = {
     "source": PTR,
-    "count": I64,
-    "stride": I64,
-    "leaves": I64,
-    "missing": PTR,
-    "into": PTR,
+    **dict.fromkeys(("rows", "columns", "row_stride", "column_stride"), I64),
+    **dict.fromkeys(("row_leaves", "column_leaves", "row_grain", "column_grain"), I64),
+    **dict.fromkeys(("missing", "into", "spare"), PTR),
 }
+
+_VECTOR_BYTES = 32
 
 
 def write_pyramid(dtype: torch.dtype) -> Module:
-    """Functions min and max(source, count, stride, leaves, missing, into), see `Pyramid`."""
-    module, element = Module(), MEMORY[dtype]
+    """Functions min and max, see above."""
+    module = Module()
     for name in NAMES:
         with module.function(name, PARAMETERS) as f:
-            source, count, stride, leaves, missing, into = f.parameters
-            with f.range(0, count) as i:
-                f.store(f.load(element, source, i * stride), into, leaves + i)
-            with f.range(count, leaves) as i:
-                f.store(f.load(element, missing, 0), into, leaves + i)
-            with f.range(1, leaves) as i:
-                place = leaves - i
-                pair = [f.load(element, into, place * 2 + k) for k in (0, 1)]
-                f.store(_combined(f, name, dtype, pair), into, place)
+            source, rows, columns, row_stride, column_stride, *shape, missing, into, spare = (
+                f.parameters
+            )
+            row_leaves, column_leaves, row_grain, column_grain = shape
+            extremes = _Extremes(f, name, dtype)
+            entries = column_leaves * 2  # of a row
+            halvings = f.value(63, I64) - f.leading_zeros(column_leaves)
+            with f.range(0, row_leaves) as i:
+                row = f.offset(into, (row_leaves + i) * entries, extremes.element)
+                leaves = f.offset(row, column_leaves, extremes.element)
+                coarse = column_grain.differs(0)
+                wide = f.select(coarse, spare, leaves)
+                extremes.fill(wide, column_leaves << column_grain, missing)
+                first = i << row_grain
+                stop = f.minimum((i + 1) << row_grain, rows)
+                with f.range(first, stop) as r:
+                    line = f.offset(source, r * row_stride, extremes.element)
+                    extremes.add(wide, line, columns, column_stride)
+                with f.range(0, column_grain) as k:
+                    left = column_grain - k - 1
+                    shorter = f.select(left.equals(0), leaves, spare)
+                    extremes.halve(wide, shorter, column_leaves << left)
+                with f.range(0, halvings) as k:
+                    half = column_leaves >> (k + 1)
+                    below, above = (
+                        f.offset(row, start, extremes.element) for start in (half * 2, half)
+                    )
+                    extremes.halve(below, above, half)
+            with f.range(1, row_leaves) as i:
+                place = row_leaves - i
+                above, left, right = (
+                    f.offset(into, at * entries, extremes.element)
+                    for at in (place, place * 2, place * 2 + 1)
+                )
+                extremes.combine(above, left, right, entries)
     return module
 
 
-def _combined(f: Function, name: str, dtype: torch.dtype, pair: list[Value]) -> Value:
-    if not dtype.is_floating_point:
-        return f.minimum(*pair) if name == "min" else f.maximum(*pair)
-    unused = Node("const", (), dtype, 0.0)
-    return RULES[name](f, Node(name, (unused, unused), dtype), *pair)
+@dataclass
+class _Extremes:
+    """Rows of minima, or of maxima, a vector at a time."""
+
+    f: Function
+    name: str
+    dtype: torch.dtype
+
+    @property
+    def element(self) -> Type:
+        """What a number is in memory."""
+        return MEMORY[self.dtype]
+
+    @property
+    def _vector(self) -> Type:
+        return self.element.vector(_VECTOR_BYTES // self.element.size)
+
+    def _across(self, count: Value, body: Callable[[Value, Type], None]) -> None:
+        """`body(i, type)` for all of `count` places: vectors first, then what is left."""
+        f, lanes = self.f, self._vector.lanes
+        whole = count & -lanes
+        with f.range(0, whole, lanes) as i:
+            body(i, self._vector)
+        with f.range(whole, count) as i:
+            body(i, self.element)
+
+    def fill(self, row: Value, count: Value, number: Value) -> None:
+        """A row of one number."""
+        f = self.f
+        same = f.load(self.element, number, 0)
+        self._across(count, lambda i, type: f.store(f.splat(same, type), row, i))
+
+    def combine(self, into: Value, a: Value, b: Value, count: Value) -> None:
+        """The extremes of two rows."""
+        f = self.f
+
+        def body(i: Value, type: Type) -> None:
+            f.store(self._extreme(f.load(type, a, i), f.load(type, b, i)), into, i)
+
+        self._across(count, body)
+
+    def add(self, row: Value, other: Value, count: Value, stride: Value) -> None:
+        """The extremes of a row and another, whose elements may lie apart."""
+        f, apart = self.f, stride.differs(1)
+        with f.when(~apart):
+            self.combine(row, row, other, count)
+        with f.range(0, f.select(apart, count, 0)) as i:
+            pair = f.load(self.element, row, i), f.load(self.element, other, i * stride)
+            f.store(self._extreme(*pair), row, i)
+
+    def halve(self, row: Value, into: Value, count: Value) -> None:
+        """The extremes of neighbours, also in place: `count` of them."""
+        f = self.f
+
+        def body(i: Value, type: Type) -> None:
+            if not type.lanes:
+                pair = [f.load(type, row, i * 2 + k) for k in (0, 1)]
+            else:
+                a, b = (f.load(type, row, i * 2 + start) for start in (0, type.lanes))
+                pair = [f.shuffle(a, b, range(k, 2 * type.lanes, 2)) for k in (0, 1)]
+            f.store(self._extreme(*pair), into, i)
+
+        self._across(count, body)
+
+    def _extreme(self, a: Value, b: Value) -> Value:
+        unused = Node("const", (), self.dtype, 0.0)
+        return RULES[self.name](self.f, Node(self.name, (unused, unused), self.dtype), a, b)

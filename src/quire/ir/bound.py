@@ -8,7 +8,8 @@
 A number becomes an interval, a pair of graphs; a truth value becomes `can` and `must`. Sums of
 integers are kept as sums, so that what occurs twice cancels: q_idx - (q_idx - kv_idx) is kv_idx. A
 load along a moving index becomes the minimum and maximum of a range, which two loads from a pyramid
-of minima or maxima give. What no rule knows is unknown: it can be true and need not be.
+of minima or maxima give; along two indices that of a rectangle, which four give. What no rule knows
+is unknown: it can be true and need not be.
 
 Bounds are never wrong. Float operations round monotonously, and those that are only nearly monotone
 are widened; NaN fails every comparison, so `can` is written as the denial of what rules it out.
@@ -18,11 +19,12 @@ Integers that might wrap around are unknown; so is everything where a captured i
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from quire.ir.graph import Node, const
+from quire.ir.graph import Node, const, walk
 from quire.ir.intervals import (
     UNKNOWN,
     Interval,
@@ -39,7 +41,7 @@ from quire.ir.intervals import (
 )
 from quire.ir.narrow import Range
 from quire.ir.parts import parts_of
-from quire.ir.pyramid import Pyramid, entries_of
+from quire.ir.pyramid import Pyramid, axes_of, entries_of
 from quire.ir.simplify import simplest
 from quire.ir.sizes import FAR, LARGEST, Sizes
 from quire.ir.sums import Sum, added, plus, sum_of
@@ -56,13 +58,20 @@ from quire.ir.terms import (
     whole,
 )
 
+MOST_LOADS = 64
+"""How many entries of a pyramid a bound may look at."""
+
 
 class Bounds(NamedTuple):
-    """What a mask can and must be. Loads beyond its captured tensors are from `pyramids`."""
+    """What a mask can and must be. Loads beyond its captured tensors are from `pyramids`.
+
+    `unknown` are the nodes of which no rule knows anything, though it knows their operands.
+    """
 
     can: Node
     must: Node
     pyramids: tuple[Pyramid, ...]
+    unknown: tuple[Node, ...]
 
 
 def bound(
@@ -72,14 +81,15 @@ def bound(
 
     With `levels` ranges of loads are exact up to 2**levels elements, wherever they begin.
     """
-    sizes, pyramids = Sizes(ranges), dict[Pyramid, int]()
+    sizes, pyramids, unknown = Sizes(ranges), dict[Pyramid, int](), dict[Node, None]()
     can, must = FALSE, TRUE
     for part in parts_of(root):
         tile = _Tile(shapes, sizes, levels, part.ends, pyramids)
         here = tile.truth(root)
         can = either(can, both(part.exists, either(here.can, denied(tile.sure))))
         must = both(must, either(denied(part.exists), both(here.must, tile.sure)))
-    return Bounds(can, must, tuple(pyramids))
+        unknown |= dict.fromkeys(tile.unknown(root))
+    return Bounds(can, must, tuple(pyramids), tuple(unknown))
 
 
 @dataclass
@@ -94,6 +104,12 @@ class _Tile:
     sure: Node = TRUE  # captured integers are small enough, and indices of them in range
     _truths: dict[Node, Truth] = field(default_factory=dict)
     _intervals: dict[Node, Interval | None] = field(default_factory=dict)
+
+    def unknown(self, root: Node) -> list[Node]:
+        """The nodes that nothing was found of, but for those that only use such a node."""
+        nothing = {node for node, found in self._truths.items() if found == UNKNOWN}
+        nothing |= {node for node, found in self._intervals.items() if found is None}
+        return [node for node in walk(root) if node in nothing and nothing.isdisjoint(node.args)]
 
     # --- truth values
 
@@ -277,25 +293,24 @@ class _Tile:
         if not moving:
             same = Node("load", tuple(index.low for index in known), node.dtype, node.payload)
             return Interval(same, same)
-        if len(moving) > 1:
-            return None
-        (dim,) = moving
-        length = self.shapes[node.payload][dim]
-        leaves = 1 << max(0, length - 1).bit_length()
-        places = entries_of(known[dim], length, leaves, self.levels)
+        shape = self.shapes[node.payload]
+        axes = axes_of(shape, moving, node.dtype.itemsize)
+        levels = min(self.levels, _levels_of(len(axes)))
+        places = [entries_of(known[axis.dim], axis, shape[axis.dim], levels) for axis in axes]
         ends = []
         for largest in (False, True):
-            pyramid = Pyramid(node.payload, dim, largest, leaves)
+            pyramid = Pyramid(node.payload, axes, largest)
             slot = len(self.shapes) + self.pyramids.setdefault(pyramid, len(self.pyramids))
-            parts = [
-                Node(
-                    "load",
-                    tuple(place if d == dim else i.low for d, i in enumerate(known)),
-                    node.dtype,
-                    slot,
-                )
-                for place in places
-            ]
+            parts = []
+            for entry in itertools.product(*places):
+                at = dict(zip(moving, entry, strict=True))
+                place = tuple(at.get(dim, index.low) for dim, index in enumerate(known))
+                parts.append(Node("load", place, node.dtype, slot))
             combine = functools.partial(term, "max" if largest else "min")
             ends.append(functools.reduce(combine, parts))
         return Interval(*ends)
+
+
+def _levels_of(axes: int) -> int:
+    """How many levels are worth their loads, of which each axis multiplies the number."""
+    return (int(MOST_LOADS ** (1 / axes)) - 2) // 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,33 +14,80 @@ from quire.ir.intervals import Interval
 from quire.ir.simplify import simplest
 from quire.ir.terms import FALSE, I64, both, either, term, whole
 
+MOST_BYTES = 2**22
+"""What a pyramid may take. Of a larger one, each leaf is the extreme of several elements."""
+
+
+class Axis(NamedTuple):
+    """Ranges along one dimension of a tensor, as a heap.
+
+    Entry 1 is the whole, entry i has the entries 2 i and 2 i + 1; with `leaves`, a power of two,
+    entry leaves + i has the 2**grain elements from i * 2**grain on.
+    """
+
+    dim: int
+    leaves: int
+    grain: int = 0
+
 
 class Pyramid(NamedTuple):
-    """Minima, or maxima, of ranges of a captured tensor along one dimension, as a heap.
+    """Minima, or maxima, of a captured tensor over ranges along each of some dimensions.
 
-    Entry 1 is that of the whole, entry i that of entries 2 i and 2 i + 1; with `leaves`, a power
-    of two, entry leaves + i is that of element i.
+    With two axes, entry (i, j) is that of a rectangle: the elements of entry i of the first and
+    of entry j of the second.
     """
 
     slot: int
-    dim: int
+    axes: tuple[Axis, ...]
     largest: bool
-    leaves: int
+
+    def shape(self, sizes: Sequence[int]) -> list[int]:
+        """How many entries there are for a tensor of `sizes`, in the place of each dimension."""
+        entries = {axis.dim: 2 * axis.leaves for axis in self.axes}
+        return [entries.get(dim, size) for dim, size in enumerate(sizes)]
+
+
+def axes_of(sizes: Sequence[int], dims: Sequence[int], itemsize: int) -> tuple[Axis, ...]:
+    """The axes of a pyramid along some dimensions: leaves are single elements, if memory allows."""
+    axes = {dim: Axis(dim, _power_of_two(sizes[dim])) for dim in dims}
+    others = math.prod(size for dim, size in enumerate(sizes) if dim not in axes)
+    while True:
+        widest = max(axes.values(), key=lambda axis: (axis.leaves, axis.dim))
+        entries = others * math.prod(2 * axis.leaves for axis in axes.values())
+        if entries * itemsize <= MOST_BYTES or widest.leaves == 1:
+            return tuple(axes.values())
+        axes[widest.dim] = Axis(widest.dim, widest.leaves // 2, widest.grain + 1)
+
+
+def _power_of_two(length: int) -> int:
+    """The first one that is not below a length."""
+    return 1 << max(0, length - 1).bit_length()
 
 
 def heap(tensor: Tensor, pyramid: Pyramid) -> Tensor:
-    """The entries of a pyramid, in the place of its dimension. Missing leaves change nothing."""
-    rows = tensor.movedim(pyramid.dim, -1)
-    missing = missing_leaf(tensor.dtype, pyramid.largest)
-    entries = rows.new_full((*rows.shape[:-1], 2 * pyramid.leaves), missing)
-    entries[..., pyramid.leaves : pyramid.leaves + rows.shape[-1]] = rows
-    combine = torch.maximum if pyramid.largest else torch.minimum
-    size = pyramid.leaves
+    """The entries of a pyramid, in the place of its dimensions. Missing leaves change nothing."""
+    for axis in pyramid.axes:
+        tensor = _along(tensor, axis, pyramid.largest)
+    return tensor
+
+
+def _along(tensor: Tensor, axis: Axis, largest: bool) -> Tensor:
+    rows = tensor.movedim(axis.dim, -1)
+    missing = missing_leaf(tensor.dtype, largest)
+    if axis.grain:
+        grains = rows.new_full((*rows.shape[:-1], axis.leaves << axis.grain), missing)
+        grains[..., : rows.shape[-1]] = rows
+        grains = grains.unflatten(-1, (axis.leaves, -1))
+        rows = grains.amax(-1) if largest else grains.amin(-1)
+    entries = rows.new_full((*rows.shape[:-1], 2 * axis.leaves), missing)
+    entries[..., axis.leaves : axis.leaves + rows.shape[-1]] = rows
+    combine = torch.maximum if largest else torch.minimum
+    size = axis.leaves
     while size > 1:
         below = entries[..., size : 2 * size].unflatten(-1, (size // 2, 2))
         entries[..., size // 2 : size] = combine(below[..., 0], below[..., 1])
         size //= 2
-    return entries.movedim(-1, pyramid.dim)
+    return entries.movedim(-1, axis.dim)
 
 
 def missing_leaf(dtype: torch.dtype, largest: bool) -> Number:
@@ -52,13 +100,24 @@ def missing_leaf(dtype: torch.dtype, largest: bool) -> Number:
     return int(info.min if largest else info.max)
 
 
-def entries_of(index: Interval, length: int, leaves: int, levels: int) -> list[Node]:
-    """Entries of a pyramid that cover a range of indices, exactly if it has up to 2**levels.
+def anything(tensor: Tensor, pyramid: Pyramid) -> Tensor:
+    """The entries of a pyramid that nobody built: between them lies whatever a tensor may hold."""
+    dtype = tensor.dtype
+    end = math.nan if dtype.is_floating_point else missing_leaf(dtype, not pyramid.largest)
+    return torch.full((), end, dtype=dtype, device=tensor.device).expand(
+        pyramid.shape(tensor.shape)
+    )
 
-    A range that is a whole entry, or two, needs no levels to be covered exactly.
+
+def entries_of(index: Interval, axis: Axis, length: int, levels: int) -> list[Node]:
+    """Entries along an axis that cover a range of indices: the two smallest that do.
+
+    With `levels`, more of them, which cover up to 2**levels leaves exactly, wherever they begin.
     """
     zero, one = whole(0), whole(1)
-    first, last = (term("add", end, whole(leaves)) for end in index)
+    first, last = (
+        term("add", _shifted(end, whole(axis.grain)), whole(axis.leaves)) for end in index
+    )
     inside, places = first, []
     for _ in range(levels):  # from below: an entry that is no left, or no right, half stands alone
         left = both(term("le", first, last), term("eq", term("and", first, one), one))
@@ -69,11 +128,19 @@ def entries_of(index: Interval, length: int, leaves: int, levels: int) -> list[N
     if levels:
         rest = term("le", first, last)
         first, last = term("where", rest, first, inside), term("where", rest, last, inside)
-    level = simplest(Node("bits", (term("sub", last, first),), I64))
-    places += [Node("shr", (end, level), I64) for end in (first, last)]
+    # Where entries are half as wide as the range, two or three of them cover it.
+    level = simplest(Node("bits", (term("shr", term("sub", last, first), one),), I64))
+    apart = term("sub", _shifted(last, level), _shifted(first, level))
+    level = term("where", term("lt", one, apart), term("add", level, one), level)
+    places += [_shifted(end, level) for end in (first, last)]
     # Counted from the end: the whole. Out of range nothing is sure.
     end = whole(length - 1)
     strange = FALSE
     for place in index:  # both, as a part that does not exist may end before it begins
         strange = either(strange, either(term("lt", place, zero), term("lt", end, place)))
     return [term("where", strange, one, place) for place in places]
+
+
+def _shifted(number: Node, bits: Node) -> Node:
+    """A number halved so many times, rounded down."""
+    return number if bits.payload == 0 else term("shr", number, bits)

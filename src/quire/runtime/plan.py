@@ -132,7 +132,7 @@ class Plan(NamedTuple):
         table, items, slots, members = records
         threads = min(num_threads(), items - first) if work > SMALL_WORK else 1
         if self.pyramids:
-            captures = [*captures, *pyramids.build(captures, self.pyramids)]
+            captures = [*captures, *pyramids.build(captures, self.pyramids, work)]
         arguments, more = self.code.arguments, len(gradients)
         block = ctypes.create_string_buffer(_SEQUENCES + more + len(table) + arguments.size)
         address = ctypes.addressof(block) + more

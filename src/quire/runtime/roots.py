@@ -28,7 +28,7 @@ class CaptureList:
 
     def __init__(self, longest: int) -> None:
         self.tensors: list[Tensor] = []
-        self.bits = next(bits for bits in _POSITION_BITS if longest < 2**bits)
+        self.bits = _bits(longest)
 
     def root(self, mod: Traced | None) -> Node | None:
         """The graph of a mod, ready to be compiled."""
@@ -37,6 +37,10 @@ class CaptureList:
         first = len(self.tensors)
         self.tensors.extend(tensor.resolve_neg() for tensor in mod.captures)
         return _ready(mod.output, first, self.bits)
+
+
+def _bits(longest: int) -> int:
+    return next(bits for bits in _POSITION_BITS if longest < 2**bits)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -83,19 +87,23 @@ def mod_roots(
         first = 0 if problem.score_mod is None else len(problem.score_mod.captures)
         shapes = tuple(tuple(tensor.shape) for tensor in tensors)
         bounds = _bounds(output, first, captures.bits, shapes)
+        known = bounds.can is not TRUE or bounds.must is not FALSE
+        bounds = bounds if known else None
     return ModRoots(score, always, partial, drop, bounds), tensors
 
 
 @functools.lru_cache(maxsize=1024)
-def _bounds(
-    root: Node, first: int, bits: int, shapes: tuple[tuple[int, ...], ...]
-) -> Bounds | None:
-    """What a mask can and must be in a tile; None where nothing is ever known."""
+def _bounds(root: Node, first: int, bits: int, shapes: tuple[tuple[int, ...], ...]) -> Bounds:
+    """What a mask can and must be in a tile."""
     if first:
         root = rewrite(root, functools.partial(_shifted, first))
-    bounds = bound(root, shapes, _ranges(bits))
-    known = bounds.can is not TRUE or bounds.must is not FALSE
-    return bounds if known else None
+    return bound(root, shapes, _ranges(bits))
+
+
+def bounds_of(mask: Traced, longest: int) -> Bounds:
+    """The bounds of a mask alone, whose captured tensors come first."""
+    shapes = tuple(tuple(tensor.shape) for tensor in mask.captures)
+    return _bounds(mask.output, 0, _bits(longest), shapes)
 
 
 @overload
