@@ -117,6 +117,9 @@ class InTurn(ScoreModule):
         """The score that the last mod gives."""
         return _in_turn(score, b, h, q_idx, kv_idx, self._parts())
 
+    def __getitem__(self, place: int) -> Any:
+        return self._parts()[place]
+
     def extra_repr(self) -> str:
         """Those parts that are no modules, in their places."""
         shown = ((place, part) for place, part in enumerate(self._functions) if part is not None)

@@ -72,8 +72,10 @@ def _document(
     starts: Tensor | None = None,
     mask_mod: MaskMod | None = None,
 ) -> Tensor:
+    batched = ids.ndim == 2
+
     def at(tensor: Tensor, idx: Tensor) -> Tensor:
-        return tensor[idx] if tensor.ndim == 1 else tensor[b, idx]
+        return tensor[b, idx] if batched else tensor[idx]
 
     together = at(ids, q_idx) == at(ids, kv_idx)
     if starts is None or mask_mod is None:

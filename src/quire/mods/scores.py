@@ -129,7 +129,8 @@ def relative_position_bias(
     buckets = _buckets(num_buckets, bidirectional, max_distance, bias.device)
     side = "" if bidirectional else "_causal"
     name = f"relative_position_bias_{num_buckets}_{max_distance}{side}"
-    return ScoreChange(_relative_position_bias, name, table=bias, buckets=buckets)
+    fields = {"table": bias, "buckets": buckets, "max_distance": max_distance}
+    return ScoreChange(_relative_position_bias, name, **fields)
 
 
 def _relative_position_bias(
@@ -140,10 +141,10 @@ def _relative_position_bias(
     kv_idx: Tensor,
     table: Tensor,
     buckets: Tensor,
+    max_distance: int,
 ) -> Tensor:
-    reach = len(buckets) // 2
-    distance = torch.clamp(kv_idx - q_idx, min=-reach, max=reach)
-    return score + table[buckets[distance + reach], h]
+    distance = torch.clamp(kv_idx - q_idx, min=-max_distance, max=max_distance)
+    return score + table[buckets[distance + max_distance], h]
 
 
 class LearnedRelativePositionBias(ScoreModule):
@@ -174,8 +175,8 @@ class LearnedRelativePositionBias(ScoreModule):
 
     def forward(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         """The score that takes the place of `score`."""
-        buckets = self._buckets.to(self.table.device)
-        return _relative_position_bias(score, b, h, q_idx, kv_idx, self.table, buckets)
+        tables = self.table, self._buckets.to(self.table.device)
+        return _relative_position_bias(score, b, h, q_idx, kv_idx, *tables, self.max_distance)
 
     def extra_repr(self) -> str:
         """The sizes."""
@@ -264,13 +265,19 @@ def distance_bias(table: Tensor) -> ScoreChange:
             "table must have an odd number of entries, as many for later keys as for earlier ones, "
             f"got {bias.shape[-1]}. {advice}"
         )
-    return ScoreChange(_distance_bias, f"distance_bias_{bias.shape[-1] // 2}", table=bias)
+    reach = bias.shape[-1] // 2
+    return ScoreChange(_distance_bias, f"distance_bias_{reach}", table=bias, reach=reach)
 
 
 def _distance_bias(
-    score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, table: Tensor
+    score: Tensor,
+    b: Tensor,
+    h: Tensor,
+    q_idx: Tensor,
+    kv_idx: Tensor,
+    table: Tensor,
+    reach: int,  # asking the table for its shape would take longer than all the rest of a trace
 ) -> Tensor:
-    reach = table.shape[-1] // 2
     entry = torch.clamp(q_idx - kv_idx, min=-reach, max=reach) + reach
     return score + (table[entry] if table.ndim == 1 else table[h, entry])
 
@@ -288,8 +295,9 @@ class LearnedDistanceBias(ScoreModule):
     ) -> None:
         super().__init__()
         num_heads, advice = _num_heads(num_heads), "Give the distance from which on all are alike."
-        reach = whole_number("reach", reach, minimum=0, advice=advice)
-        self.table = nn.Parameter(torch.zeros(num_heads, 2 * reach + 1, device=device, dtype=dtype))
+        self.reach = whole_number("reach", reach, minimum=0, advice=advice)
+        width = 2 * self.reach + 1
+        self.table = nn.Parameter(torch.zeros(num_heads, width, device=device, dtype=dtype))
 
     def reset_parameters(self) -> None:
         """Give the table the values that it begins with."""
@@ -297,12 +305,11 @@ class LearnedDistanceBias(ScoreModule):
 
     def forward(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         """The score that takes the place of `score`."""
-        return _distance_bias(score, b, h, q_idx, kv_idx, self.table)
+        return _distance_bias(score, b, h, q_idx, kv_idx, self.table, self.reach)
 
     def extra_repr(self) -> str:
         """The sizes."""
-        num_heads, width = self.table.shape
-        return f"num_heads={num_heads}, reach={width // 2}"
+        return f"num_heads={len(self.table)}, reach={self.reach}"
 
 
 def _num_heads(num_heads: int) -> int:
