@@ -25,7 +25,11 @@ from quire.mods import attention_gym
 from quire.mods.packed import _preorder
 
 Mod = Callable[..., Any]
-PUBLIC = [getattr(mods, name) for name in mods.__all__ if inspect.isfunction(getattr(mods, name))]
+PUBLIC = [
+    value
+    for value in (getattr(mods, name) for name in mods.__all__)
+    if inspect.isfunction(value) or isinstance(value, mods.Mask)
+]
 
 
 # Three ways to run a mod, which must agree
@@ -208,6 +212,15 @@ MASKS = [
         lambda b, h, q, kv: kv <= q if q < 3 else kv < 3 or kv - 3 in ancestors(PARENTS, q - 3),
         "tree_10_prefix_3",
         (1, 1, 13, 13),
+    ),
+    Case(
+        mods.tree(PARENTS, prefix_length=torch.tensor([3, 0, 5])),
+        lambda b, h, q, kv: (
+            kv <= q
+            and (kv < (p := (3, 0, 5)[b]) or min(kv - p, 9) in ancestors(PARENTS, min(q - p, 9)))
+        ),
+        "tree_10_prefix_tensor",
+        (3, 1, 15, 15),
     ),
     Case(
         mods.tree([-1, 0], prefix_length=5),  # more prefix than tree
@@ -793,6 +806,24 @@ ERRORS: list[tuple[Callable[[], Any], type[QuireError], str]] = [
     ),
     (asked(mods.tree, [[-1]]), ShapeError, r"parent_indices .* got shape \[1, 1\]. Order"),
     (asked(mods.tree, [-1], prefix_length=-1), ArgumentError, "prefix_length .* got -1. Give"),
+    (
+        asked(mods.tree, [-1], prefix_length=[4, -1]),
+        ArgumentError,
+        "prefix_length must not be negative, got -1. Give the number of positions before the nodes",
+    ),
+    (asked(mods.LearnedAlibi, 0), ArgumentError, "num_heads .* got 0. Give those of the query."),
+    (asked(mods.LearnedDistanceBias, 2, -1), ArgumentError, "reach .* at least 0, got -1. Give"),
+    (
+        asked(mods.LearnedRelativePositionBias, 2, 3),
+        ShapeError,
+        "table must have at least 4 buckets, .* got 3. Give how many distances are told apart.",
+    ),
+    (
+        asked(mods.LearnedTableBias, 5),
+        ShapeError,
+        r"table must be 2-D or 3-D or 4-D, got sizes \[5\]. Give the sizes L, S",
+    ),
+    (asked(mods.LearnedTableBias, 5, 0), ArgumentError, "a size .* at least 1, got 0. Give"),
     (asked(mods.neighbourhood, 4, 0), ArgumentError, "kernel .* at least 1, got 0. Give"),
     (
         asked(mods.neighbourhood, (4, 4), (3, 5)),
@@ -951,6 +982,7 @@ def test_the_score_mods_of_attention_gym() -> None:
 def test_every_public_name_is_exported() -> None:
     for module in (mods.masks, mods.packed, mods.scores):  # type: ignore[attr-defined]
         for name, value in vars(module).items():
-            if inspect.isfunction(value) and value.__module__ == module.__name__ and name[0] != "_":
+            own = getattr(value, "__module__", None) == module.__name__
+            if callable(value) and own and name[0] != "_":
                 assert getattr(mods, name) is value
                 assert name in mods.__all__

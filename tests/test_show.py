@@ -42,6 +42,11 @@ def of_any(*args):
     return args[-1] <= args[-2]
 
 
+@quire.mods.Mask
+def decorated(b, h, q_idx, kv_idx):
+    return kv_idx <= q_idx
+
+
 def branching(b, h, q_idx, kv_idx):
     return True if q_idx > kv_idx else False
 
@@ -126,7 +131,8 @@ def test_or_the_user_does(file: Path, kind: str) -> None:
     [
         ("Masks.near", "@staticmethod\ndef near(b, h, q_idx, kv_idx):"),
         ("eight", "def banded(width, b, h, q_idx, kv_idx):"),
-        ("window", "@named("),
+        ("decorated", "@quire.mods.Mask\ndef decorated("),
+        ("window", "def _sliding_window(\n"),
     ],
 )
 def test_source(file: Path, name: str, first: str) -> None:
@@ -163,7 +169,7 @@ def test_no_such_name(file: Path, name: str) -> None:
         show.load(f"{file}:{name}")
     assert str(caught.value) == (
         f"expected a function {name!r} in {file}, but found none. "
-        f"Choose one of its own: prefer_near, banded, of_any, branching."
+        f"Choose one of its own: prefer_near, banded, of_any, decorated, branching."
     )
 
 

@@ -12,6 +12,7 @@ try:
     from quire.aux_outputs import AuxOutput, AuxRequest
     from quire.block_mask import BlockMask, create_block_mask, create_mask
     from quire.draw import draw
+    from quire.dropout import random
     from quire.dynamo import OneGraphWarning
     from quire.errors import QuireError
     from quire.gradients import AttentionGradients, attention_gradients
@@ -66,8 +67,14 @@ __all__ = [
     "or_masks",
     "patch_torch",
     "plan",
+    "random",
     "unpatch_torch",
     "varlen_attention",
     "varlen_attn",
     "why",
 ]
+
+
+def __dir__() -> list[str]:
+    """What completion offers: the public names, not everything that is imported above."""
+    return [*__all__, "errors"]

@@ -25,7 +25,7 @@ def whole_number(name: str, value: object, *, minimum: int | None = None, advice
     return number
 
 
-def prefix_number(prefix_length: int) -> int:
+def prefix_number(prefix_length: object) -> int:
     """`prefix_length` as an int that is not negative."""
     advice = "Give the number of positions that everyone sees, or 0."
     return whole_number("prefix_length", prefix_length, minimum=0, advice=advice)
@@ -57,11 +57,13 @@ def tensor_of(
     return tensor
 
 
-def lengths_tensor(lengths: Tensor | Sequence[int], advice: str) -> Tensor:
+def lengths_tensor(
+    lengths: Tensor | Sequence[int], advice: str, *, name: str = "lengths"
+) -> Tensor:
     """`lengths` as a tensor of integers of which none is negative."""
-    tensor = tensor_of("integers", "lengths", lengths, advice=advice)
+    tensor = tensor_of("integers", name, lengths, advice=advice)
     if bool((tensor < 0).any()):
-        raise ArgumentError(f"lengths must not be negative, got {int(tensor.min())}. {advice}")
+        raise ArgumentError(f"{name} must not be negative, got {int(tensor.min())}. {advice}")
     return tensor
 
 

@@ -2,7 +2,8 @@
 
 An element is kept or dropped by its position alone, so the mask does not depend on tiles, threads,
 layout or batch, and the backward pass finds it again from the seed. It is written as a mask_mod, in
-32-bit arithmetic that wraps, so whatever evaluates mods evaluates dropout.
+32-bit arithmetic that wraps, so whatever evaluates mods evaluates dropout. `random` is the same
+hash as a number, for mods.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from quire.arguments import whole_number
 from quire.errors import ArgumentError
 from quire.ir.trace import Traced, trace
 
@@ -56,11 +59,40 @@ def keep_mask(p: float, low: int, high: int) -> Traced:
     last_dropped = round(p * 2**31) - 1
 
     def keep(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        row = _mix(_mix(_mix(b.int() ^ low) + h.int()) + q_idx.int())
-        column = _mix(kv_idx.int() ^ high)
-        return (_mix(row ^ column) & 0x7FFFFFFF) > last_dropped
+        return (_hash(low, high, b, h, q_idx, kv_idx) & 0x7FFFFFFF) > last_dropped
 
     return trace(keep, "mask")
+
+
+def random(seed: int | Tensor, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    """A random number in a mod: a float32 from 0 up to 1, another one for each element.
+
+        def jitter(score, b, h, q_idx, kv_idx):
+            return score + 0.1 * random(seed, b, h, q_idx, kv_idx)
+
+    It follows from the seed and the positions alone, so the backward pass and a repeated call find
+    the same. Give the seed as a tensor of one int64, and draw a new one in place for each step: a
+    Python number is compiled into the kernel.
+    """
+    if isinstance(seed, Tensor):
+        loaded = seed + b * 0  # so that a plan, which does not trace again, reads it again
+        low, high = loaded.int(), (loaded >> 32).int()
+    else:
+        number = whole_number("seed", seed, advice="Give a whole number, or a tensor of one int64.")
+        low, high = (_signed(part & 0xFFFFFFFF) for part in (number, number >> 32))
+    bits = _hash(low, high, b, h, q_idx, kv_idx) >> 8 & 0xFFFFFF  # as many as float32 is exact for
+    return bits.float() * 2.0**-24
+
+
+def _hash(low: Any, high: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    """32 bits for each element and seed."""
+    row = _mix(_mix(_mix(b.int() ^ low) + h.int()) + q_idx.int())
+    return _mix(row ^ _mix(kv_idx.int() ^ high))
+
+
+def _signed(bits: int) -> int:
+    """32 bits as the int32 that they are."""
+    return bits - (bits >> 31 << 32)
 
 
 def _mix(x: Any) -> Any:

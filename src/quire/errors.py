@@ -34,6 +34,8 @@
         ├── ModSignatureError    takes the wrong number of arguments               AssertionError, TypeError
         ├── ModResultError       returned something that is no scalar              TypeError, ValueError
         ├── TracedBranchError    a Python `if` on a traced value                   TypeError, RuntimeError
+        ├── RandomModError       random numbers, which are drawn once for a trace  RuntimeError
+        ├── ModValueError        a value that no mod can compute with              TypeError, ValueError
         ├── UnsupportedOpError   an operation without a row in the op table        NotImplementedError
         ├── CapturedIndexError   an index outside a captured tensor                IndexError
         └── DivisionByZeroError  an integer divided by zero                        RuntimeError, ZeroDivisionError
@@ -181,6 +183,14 @@ class ModResultError(ModError, TypeError, ValueError):
 
 class TracedBranchError(ModError, TypeError, RuntimeError):
     """A Python branch on a value that differs from element to element."""
+
+
+class RandomModError(ModError, RuntimeError):
+    """A mod draws random numbers: what is drawn while it is traced would serve for every element."""
+
+
+class ModValueError(ModError, TypeError, ValueError):
+    """A mod computes with a value that is neither a number of 64 bits nor a tensor."""
 
 
 class UnsupportedOpError(ModError, NotImplementedError):

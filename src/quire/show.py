@@ -29,6 +29,7 @@ from quire.colour import coloured
 from quire.errors import ArgumentError
 from quire.ir.source import describe
 from quire.ir.trace import INPUTS, Mod, mod_kind
+from quire.mods.objects import Bound
 from quire.stages import NAMES, Kernel, kernel
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
@@ -76,8 +77,8 @@ def _all(mod: Mod, made: Kernel) -> Iterator[tuple[str, str]]:
 
 def source_of(mod: Mod) -> str | None:
     """The lines in which a mod was written; None where they are not known."""
-    while isinstance(mod, functools.partial):
-        mod = mod.func
+    while isinstance(mod, functools.partial | Bound):
+        mod = mod.func if isinstance(mod, functools.partial) else mod.function
     try:
         return textwrap.dedent(inspect.getsource(mod))
     except (OSError, TypeError, SyntaxError, tokenize.TokenError):
@@ -109,6 +110,7 @@ def load(place: str) -> Mod:
 
 
 def _is_from(path: Path, value: object) -> bool:
+    value = value.function if isinstance(value, Bound) else value
     return isinstance(value, FunctionType) and value.__code__.co_filename == str(path)
 
 

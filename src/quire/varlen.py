@@ -22,9 +22,9 @@ from quire.checks import check_packed
 from quire.config import Backend as BackendName
 from quire.dynamo import never_traced
 from quire.errors import ArgumentError, HeadsError, OptionError, ShapeError
-from quire.ir.trace import Mod, mod_name
+from quire.ir.trace import Mod
 from quire.memory import Integers, Ragged
-from quire.mods import and_masks
+from quire.mods import and_masks, in_turn
 from quire.mods import softcap as capped
 from quire.mods.compose import MaskMod, ScoreMod, named
 from quire.sequences import Numbers, checked_lengths, checked_offsets
@@ -96,7 +96,7 @@ def varlen_attention(
     found: Tensor | tuple[Tensor, AuxOutput] = layout.attend(
         *(q, k, v),
         mask=masks[0] if len(masks) == 1 else and_masks(*masks) if masks else None,
-        score_mod=scores[0] if len(scores) == 1 else _in_turn(scores) if scores else None,
+        score_mod=scores[0] if len(scores) == 1 else in_turn(*scores) if scores else None,
         scale=softmax_scale,
         dropout_p=dropout_p,
         generator=generator,
@@ -285,17 +285,5 @@ def _lowered(slopes: Tensor, num_sequences: int, num_heads: int, place: Mod) -> 
     def mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         distance = torch.abs(place(b, q_idx) - kv_idx)
         return score - (slope[h] if slope.ndim == 1 else slope[b, h]) * distance
-
-    return mod
-
-
-def _in_turn(mods: list[ScoreMod]) -> ScoreMod:
-    """One mod after the other."""
-
-    @named("_then_".join(map(mod_name, mods)))
-    def mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        for each in mods:
-            score = each(score, b, h, q_idx, kv_idx)
-        return score
 
     return mod

@@ -146,6 +146,11 @@ def _checked(result: Tensor, mod: Mod, kind: Kind) -> Tensor:
             f"{kind}_mod {mod_name(mod)!r} must return one scalar for each element, but returned "
             f"a tensor of shape {list(result.shape[4:])}. Reduce or index it."
         )
+    if result.is_complex():
+        raise ModResultError(
+            f"{kind}_mod {mod_name(mod)!r} must return a real number, but returned {result.dtype}. "
+            f"Return its real part or its absolute value."
+        )
     if kind == "mask" and result.dtype != torch.bool:
         raise ModResultError(
             f"mask_mod {mod_name(mod)!r} must return a truth value, but returned {result.dtype}. "

@@ -22,7 +22,9 @@ from quire.errors import (
     CapturedIndexError,
     ModResultError,
     ModSignatureError,
+    ModValueError,
     NotCallableError,
+    RandomModError,
     TracedBranchError,
     UnsupportedOpError,
 )
@@ -601,20 +603,105 @@ def test_grad_mode_may_not_change_within_a_mod() -> None:
         trace(mod, "score")
 
 
+def test_operands_that_are_no_numbers() -> None:
+    mod = eval("lambda score, b, h, q_idx, kv_idx: score + {}")
+    assert message_of(UnsupportedOpError, trace, mod, "score") == (
+        "a dict cannot take part in a mod at <string>:1. Use numbers and tensors."
+    )
+
+
+MOD = "lambda score, b, h, q_idx, kv_idx: "
+
+
+def traced(result: str) -> Traced:
+    return trace(eval(MOD + result, {"np": np}), "score")
+
+
+ARRAY = "Make it a tensor before, table = torch.from_numpy(array), and use that."
+
+
 @pytest.mark.parametrize(
-    ("operand", "what"),
+    ("operand", "what", "advice"),
     [
-        ("score + 1j", "a complex"),
-        ("score + {}", "a dict"),
-        ("score + 2**70", "an integer of more than 64 bits"),
-        ("score + np.ones(3)", "a ndarray"),
-        ("np.ones(3) * score", "a ndarray"),
+        ("score + 1j", "a complex number", "Compute with its real and imaginary part."),
+        ("score + 2**70", "an integer of more than 64 bits", "Write it as a float."),
+        ("(kv_idx < 2**70) * score", "an integer of more than 64 bits", "Write it as a float."),
+        ("score + np.ones(3)", "an array of shape [3] of numpy", ARRAY),
+        ("np.ones(3) * score", "an array of shape [3] of numpy", ARRAY),
+        ("score + np.ones(3)[h]", "an array of numpy", ARRAY),
     ],
 )
-def test_operands_that_are_no_numbers(operand: str, what: str) -> None:
+def test_operands_that_torch_cannot_take_either(operand: str, what: str, advice: str) -> None:
     mod = eval(f"lambda score, b, h, q_idx, kv_idx: {operand}", {"np": np})
-    assert message_of(UnsupportedOpError, trace, mod, "score") == (
-        f"{what} cannot take part in a mod at <string>:1. Use numbers and tensors."
+    assert message_of(ModValueError, trace, mod, "score") == (
+        f"a mod computes with numbers of 64 bits and tensors, but got {what} at <string>:1. "
+        f"{advice}"
+    )
+
+
+def test_an_array_of_one_number_is_a_number() -> None:
+    assert str(traced("score * np.array(2.5)")) == str(traced("score * 2.5"))
+
+
+def test_a_function_of_numpy() -> None:
+    assert message_of(ModValueError, trace, eval(MOD + "np.sin(score)", {"np": np}), "score") == (
+        "a mod is written in torch's functions, but score_mod '<lambda>' uses one of numpy at "
+        "<string>:1. Write torch. in place of np."
+    )
+
+
+@pytest.mark.parametrize(
+    ("drawn", "name"),
+    [
+        ("torch.rand(())", "torch.rand"),
+        ("torch.rand((), generator=torch.Generator())", "torch.rand"),
+        ("torch.randn_like(score)", "torch.randn_like"),
+        ("torch.bernoulli(torch.tensor(0.5))", "torch.bernoulli"),
+        ("torch.bernoulli(score)", "torch.bernoulli"),
+        ("torch.normal(score, 1.0)", "torch.normal"),
+        ("torch.empty(()).uniform_()", "Tensor.uniform_"),
+        ("score.bernoulli()", "Tensor.bernoulli"),
+        ("score.normal_()", "Tensor.normal_"),
+        ("torch.nn.functional.dropout(score)", "dropout"),
+        ("torch.nn.Dropout(0.5)(score)", "dropout"),
+    ],
+)
+def test_random_numbers(drawn: str, name: str) -> None:
+    mod = eval(MOD + f"score + {drawn}", {"torch": torch})
+    assert message_of(RandomModError, trace, mod, "score") == (
+        f"a mod must give the same whenever it is asked, but {name} draws random numbers at "
+        "<string>:1. It would run once, and all elements would share what it drew. Write "
+        "quire.random(seed, b, h, q_idx, kv_idx), which gives each its own; to drop weights give "
+        "dropout_p."
+    )
+
+
+def test_dropout_in_evaluation_does_nothing() -> None:
+    dropout = torch.nn.Dropout(0.5).eval()
+    mod = eval(MOD + "dropout(score) * 2", {"dropout": dropout})
+    assert trace(mod, "score").output is traced("score * 2").output
+
+
+def test_an_embedding_is_a_load() -> None:
+    weight = torch.nn.Embedding(5, 3)
+    names = {"weight": weight, "table": weight.weight, "torch": torch}
+    expected = trace(eval(MOD + "score + table[kv_idx % 5, h]", names), "score")
+    for row in (
+        "weight(kv_idx % 5)",
+        "torch.nn.functional.embedding(kv_idx % 5, table)",
+        "torch.embedding(table, kv_idx % 5)",
+    ):
+        found = trace(eval(MOD + f"score + {row}[h]", names), "score")
+        assert found.output is expected.output
+        assert found.captures == (weight.weight,)
+
+
+@pytest.mark.parametrize("option", ["padding_idx=-1", "max_norm=1.0", "scale_grad_by_freq=True"])
+def test_an_embedding_that_is_more_than_a_load(option: str) -> None:
+    names = {"weight": torch.nn.Embedding(5, 3), "torch": torch}
+    row = f"torch.nn.functional.embedding(h, weight.weight, {option})"
+    assert "an embedding with padding_idx" in message_of(
+        UnsupportedOpError, trace, eval(MOD + f"score + {row}[0]", names), "score"
     )
 
 

@@ -9,8 +9,18 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from quire.errors import ModError, SlicedMaskError, UnsupportedOpError
+from quire.errors import (
+    ModError,
+    ModValueError,
+    RandomModError,
+    SlicedMaskError,
+    TracedBranchError,
+    UnsupportedOpError,
+)
 from quire.ir.trace import Kind, Mod, Traced, trace
+
+REFUSED = (TracedBranchError, RandomModError, ModValueError)
+"""Errors of a trace after which no other way to run the mod is tried."""
 
 MaskMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Device: TypeAlias = torch.device | str | int

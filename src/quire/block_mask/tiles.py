@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from quire.block_mask.lists import ceil_div
-from quire.block_mask.mask_mods import try_trace
-from quire.errors import ModError, TracedBranchError
+from quire.block_mask.mask_mods import REFUSED, try_trace
+from quire.errors import ModError
 from quire.ir.graph import inputs
 from quire.ir.trace import Kind, Mod, Traced
 from quire.vectorise import evaluate
@@ -73,8 +73,8 @@ def count_blocks(
 def fastest_form(mod: Mod, kind: Kind, device: torch.device) -> Mod:
     """The trace of `mod`, which is evaluated at the shape it depends on, or `mod` itself."""
     traced = try_trace(mod, kind, device)
-    if isinstance(traced, TracedBranchError):
-        raise traced  # torch cannot vectorise a branch either, and says less about it
+    if isinstance(traced, REFUSED):
+        raise traced  # torch could not run it either, and says less about it
     return mod if isinstance(traced, ModError) else traced
 
 

@@ -11,13 +11,13 @@ from torch.nn.attention import flex_attention as torch_flex
 
 from quire.block_mask import NOOP_BLOCK_SIZE, BlockMask
 from quire.block_mask.lists import as_block_size, as_count
-from quire.block_mask.mask_mods import try_trace
+from quire.block_mask.mask_mods import REFUSED, try_trace
 from quire.draw.png import write_png
 from quire.draw.sheet import Picture, Sheet
 from quire.draw.subject import Blocks, Elements, Pair, Subject, TracedMask
 from quire.draw.svg import write_svg
 from quire.draw.text import LEAST_WIDTH, write_text
-from quire.errors import ArgumentError, ModSignatureError, TracedBranchError
+from quire.errors import ArgumentError, ModSignatureError
 from quire.ir.trace import Mod, Traced, mod_kind, mod_name
 
 DEFAULT_WIDTH = 80
@@ -130,8 +130,8 @@ def _of_mod(mod: Mod, lengths: tuple[int | None, int | None], at: Pair, block: P
     kv_len = q_len if kv_len is None else kv_len
     size = as_count("q_len", q_len, 1), as_count("kv_len", kv_len, 1)
     traced = try_trace(mod, "mask", _CPU)
-    if isinstance(traced, TracedBranchError):
-        raise traced  # torch cannot vectorise a branch either
+    if isinstance(traced, REFUSED):
+        raise traced  # torch could not run it either
     cell = (1, 1) if max(size) <= ELEMENTS_UP_TO else block
     if isinstance(traced, Traced):
         return TracedMask(mod_name(mod), size, cell, block, traced, at)

@@ -130,4 +130,22 @@ def _getitem(tensor: Any, index: object) -> Symbol | PartialLoad:
     return PartialLoad(tensor, (None,) * tensor.dim(), recorder)[index]
 
 
+def _embedding(
+    index: Any,
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Symbol | PartialLoad:
+    """A row of `weight`, as F.embedding and nn.Embedding give; torch.embedding has the row last."""
+    if isinstance(weight, Symbol):
+        index, weight = weight, index
+    if padding_idx is not None or max_norm is not None or scale_grad_by_freq or sparse:
+        raise unsupported("an embedding with padding_idx, max_norm, scale_grad_by_freq or sparse")
+    return _getitem(weight, index)
+
+
 FORMS["getitem"] = _getitem
+FORMS["embedding"] = _embedding

@@ -104,6 +104,7 @@ _CONVERSIONS: dict[str, Form] = {
     "clone": spelling.same,
     "contiguous": spelling.same,
     "squeeze": spelling.same,
+    "dropout": spelling.dropout,
     "cpu": lambda x: spelling.to(x, "cpu"),
     "new_zeros": spelling.new(0),
     "new_ones": spelling.new(1),

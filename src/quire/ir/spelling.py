@@ -18,7 +18,7 @@ from torch import Tensor
 from quire.ir.graph import Number
 from quire.ir.ops import INTEGERS, OPS
 from quire.ir.promote import WORKING, apply, converted, promote
-from quire.ir.symbol import Symbol, find_recorder, unsupported
+from quire.ir.symbol import Symbol, find_recorder, random_numbers, unsupported
 
 Form: TypeAlias = Callable[..., Any]
 
@@ -334,6 +334,13 @@ def new_full(x: Symbol, size: Any, fill_value: Any, *, dtype: Any = None, **unus
     if size not in ((), [], torch.Size([])):
         raise unsupported("a new tensor that is no scalar")
     return filled(x, fill_value, dtype)
+
+
+def dropout(x: Symbol, p: float = 0.5, training: bool = True, inplace: bool = False) -> Symbol:
+    """x itself, as in evaluation; what would be dropped in training is random."""
+    if training and p > 0:
+        raise random_numbers("dropout")
+    return x
 
 
 def same(x: Symbol, *unused: Any, **also_unused: Any) -> Symbol:

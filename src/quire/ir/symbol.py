@@ -16,7 +16,13 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from quire.errors import ModError, TracedBranchError, UnsupportedOpError
+from quire.errors import (
+    ModError,
+    ModValueError,
+    RandomModError,
+    TracedBranchError,
+    UnsupportedOpError,
+)
 from quire.ir.graph import Node, Number, Payload, cast, const, rewrite
 from quire.ir.ops import DTYPES
 from quire.ir.simplify import simplest
@@ -70,6 +76,8 @@ class Recorder:
                 return value
             case np.generic():
                 return self.lift(value.item())
+            case np.ndarray() if value.ndim == 0:
+                return self.lift(value.item())
             case Tensor() if value.dim() == 0:
                 return self.symbol("load", (), value.dtype, self.slot(value))
             case Symbol():
@@ -77,7 +85,11 @@ class Recorder:
             case Tensor() | Recorded():
                 raise part_as_a_whole(value)
             case int():
-                what = "an integer of more than 64 bits"
+                raise no_operand("an integer of more than 64 bits", "Write it as a float.")
+            case complex():
+                raise no_operand("a complex number", "Compute with its real and imaginary part.")
+            case np.ndarray():
+                raise array_as_a_tensor(value)
             case _:
                 what = f"a {type(value).__name__}"
         raise UnsupportedOpError(
@@ -130,6 +142,10 @@ class Recorded:
     recorder: Recorder
 
     __array_ufunc__ = None  # numpy's numbers leave operators to us
+
+    def __array__(self, *unused: object, **also_unused: object) -> NoReturn:
+        raise array_as_a_tensor(None)
+
     __hash__ = object.__hash__
 
     @classmethod
@@ -186,6 +202,8 @@ class Symbol(Recorded):
         if name.startswith("__") or not hasattr(Tensor, name):
             raise AttributeError(f"a traced number has no attribute {name!r}")
         if name not in FORMS:
+            if name.removesuffix("_") in RANDOM:
+                raise random_numbers(f"Tensor.{name}")
             raise unsupported(f"Tensor.{name}")
         return functools.partial(_perform, f"Tensor.{name}", FORMS[name], self)
 
@@ -229,6 +247,31 @@ def part_as_a_whole(value: Any) -> UnsupportedOpError:
     )
 
 
+def no_operand(what: str, advice: str) -> ModValueError:
+    """The error for a value that torch could not compute with either."""
+    return ModValueError(
+        f"a mod computes with numbers of 64 bits and tensors, but got {what}{here()}. {advice}"
+    )
+
+
+def array_as_a_tensor(array: np.ndarray[Any, Any] | None) -> ModValueError:
+    """The error for a numpy array where a tensor belongs; None for one that is not at hand."""
+    kind = "an array" if array is None else f"an array of shape {list(array.shape)}"
+    return no_operand(
+        f"{kind} of numpy",
+        "Make it a tensor before, table = torch.from_numpy(array), and use that.",
+    )
+
+
+def random_numbers(name: str) -> RandomModError:
+    """The error for a function that draws."""
+    return RandomModError(
+        f"a mod must give the same whenever it is asked, but {name} draws random numbers{here()}. "
+        f"It would run once, and all elements would share what it drew. Write quire.random(seed, "
+        f"b, h, q_idx, kv_idx), which gives each its own; to drop weights give dropout_p."
+    )
+
+
 # --- from what was written to a form -------------------------------------------------------------
 
 
@@ -261,20 +304,40 @@ def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     """A torch function. If it meets a symbol, its name is looked up in `FORMS`; else it runs."""
     recorder = find_recorder(args) or (find_recorder(kwargs.values()) if kwargs else None)
     if recorder is None:
+        _refuse_random(func)
         return func(*args, **kwargs)
     if func is _GETITEM:
         return FORMS["getitem"](*args)
     name = getattr(func, "__name__", str(func))
     bare = _bare(name)
     if bare not in FORMS:
+        _refuse_random(func)
         raise unsupported(f"torch.{name}")
-    if bare != "getitem":
+    if bare not in _OF_WHOLE_TENSORS:
         args = tuple([recorder.lift(v) if isinstance(v, _LIFTED) else v for v in args])
     if func is Tensor.where:
         args = (args[1], args[0], *args[2:])
     return _perform(f"torch.{name}", FORMS[bare], *args, **kwargs)
 
 
+def _refuse_random(func: Callable[..., Any]) -> None:
+    name = getattr(func, "__name__", "")
+    if name.removesuffix("_") in RANDOM:
+        raise random_numbers(f"torch.{name}" if hasattr(torch, name) else f"Tensor.{name}")
+
+
+RANDOM = frozenset(
+    (
+        *("rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "randperm"),
+        *("bernoulli", "binomial", "cauchy", "exponential", "geometric", "log_normal"),
+        *("multinomial", "normal", "poisson", "random", "uniform", "gumbel_softmax", "rrelu"),
+        *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "native_dropout"),
+        *("feature_dropout", "feature_alpha_dropout"),
+    )
+)
+"""Torch's functions that draw; those in place have an underscore more."""
+
+_OF_WHOLE_TENSORS = ("getitem", "embedding")
 _LIFTED = (Tensor, Recorded)
 _GETITEM = Tensor.__getitem__
 

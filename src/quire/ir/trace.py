@@ -24,6 +24,7 @@ from torch import Tensor
 from quire.errors import (
     ModResultError,
     ModSignatureError,
+    ModValueError,
     NotCallableError,
     QuireError,
     UnsupportedOpError,
@@ -151,6 +152,11 @@ def _run(mod: Mod, kind: Kind, symbols: list[Symbol]) -> Any:
         raise
     except Exception as error:
         reason = str(error).partition("\n")[0]
+        if "__array_ufunc__" in reason:
+            raise ModValueError(
+                f"a mod is written in torch's functions, but {kind}_mod {mod_name(mod)!r} uses one "
+                f"of numpy{describe(raising_location(error))}. Write torch. in place of np."
+            ) from error
         raise UnsupportedOpError(
             f"{kind}_mod {mod_name(mod)!r} cannot be traced: {type(error).__name__}: {reason}"
             f"{describe(raising_location(error))}. If PyTorch can run it, the call still runs, on "
@@ -205,9 +211,13 @@ def mod_kind(mod: Mod) -> Kind:
 def check_signature(mod: Mod, kind: Kind) -> None:
     """Raise unless `mod` can be called with the arguments of its kind."""
     if type(mod) is types.FunctionType and not mod.__dict__:  # nearly every mod: far faster
-        code = mod.__code__
-        if code.co_argcount == len(INPUTS[kind]) and not code.co_kwonlyargcount:
-            return
+        code: types.CodeType | None = mod.__code__
+        expected = len(INPUTS[kind])
+    else:
+        code = _code_of_class(type(mod))  # type: ignore[arg-type]  # every class has a hash
+        expected = len(INPUTS[kind]) + 1
+    if code is not None and code.co_argcount == expected and not code.co_kwonlyargcount:
+        return
     arguments = f"({', '.join(INPUTS[kind])})"
     arity = _arity(mod, f"{kind}_mod", arguments)
     count = len(INPUTS[kind])
@@ -221,6 +231,16 @@ def check_signature(mod: Mod, kind: Kind) -> None:
             f"{kind}_mod must take {count} arguments {arguments}, but {mod_name(mod)!r} needs "
             f"{', '.join(arity.keywords)} as well. Give it a default, or use functools.partial."
         )
+
+
+@functools.lru_cache(maxsize=256)
+def _code_of_class(kind: type) -> types.CodeType | None:
+    """What runs when an object of a class is called, if the class alone says so."""
+    name = "forward" if issubclass(kind, torch.nn.Module) else "__call__"
+    function = getattr(kind, name, None)
+    if type(function) is not types.FunctionType or function.__dict__:
+        return None
+    return None if hasattr(kind, "__signature__") else function.__code__
 
 
 class _Arity(NamedTuple):

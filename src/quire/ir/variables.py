@@ -42,6 +42,8 @@ def _held(name: str, value: object) -> Iterator[tuple[str, object]]:
             yield from (("", value.func), *value.keywords.items())
             parameters = getattr(getattr(value.func, "__code__", None), "co_varnames", ())
             yield from itertools.zip_longest(parameters[: len(value.args)], value.args)
+        case _ if isinstance(fields := getattr(value, "fields", None), dict):
+            yield from (("", getattr(value, "function", None)), *fields.items())
         case MethodType():
             yield from (("", value.__func__), ("self", value.__self__))
         case tuple() | list():

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from quire.mods.compose import MaskMod, ScoreMod, and_masks
+from quire.mods.compose import Mask, MaskMod, ScoreChange, and_masks
 from quire.mods.masks import (
     block_diffusion,
     causal,
@@ -32,21 +32,21 @@ generate_shared_prefix_mask_mod = shared_prefix
 generate_sliding_window = sliding_window
 
 
-def generate_doc_mask_mod(mask_mod: MaskMod, offsets: Tensor | Sequence[int]) -> MaskMod:
+def generate_doc_mask_mod(mask_mod: MaskMod, offsets: Tensor | Sequence[int]) -> Mask:
     """`document` with `mask_mod` inside of every document."""
     return document(offsets=offsets, mask_mod=mask_mod)
 
 
-def generate_packed_causal_doc_mask_mod(offsets: Tensor | Sequence[int]) -> MaskMod:
+def generate_packed_causal_doc_mask_mod(offsets: Tensor | Sequence[int]) -> Mask:
     """`document` and `causal`."""
     return and_masks(document(offsets=offsets), causal)
 
 
-def generate_natten(canvas_w: int, canvas_h: int, kernel_w: int, kernel_h: int) -> MaskMod:
+def generate_natten(canvas_w: int, canvas_h: int, kernel_w: int, kernel_h: int) -> Mask:
     """`neighbourhood` in two dimensions, also where the canvas is no square or the kernel even."""
     return neighbourhood((canvas_h, canvas_w), (kernel_h, kernel_w))
 
 
-def generate_tanh_softcap(soft_cap: float, approx: bool = False) -> ScoreMod:
+def generate_tanh_softcap(soft_cap: float, approx: bool = False) -> ScoreChange:
     """`softcap`; `approx` chooses an instruction of GPUs and changes nothing here."""
     return softcap(soft_cap)

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from quire.arguments import lengths_tensor, prefix_number, tensor_of, whole_number
 from quire.errors import ShapeError
-from quire.mods.compose import MaskMod, named
+from quire.mods.compose import Mask
 
 
+@Mask
 def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
     """Show a query itself and everything before it.
 
@@ -32,7 +33,7 @@ def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
     return kv_idx <= q_idx
 
 
-def sliding_window(window_size: int) -> MaskMod:
+def sliding_window(window_size: int) -> Mask:
     """Show a query itself and the `window_size` positions before it.
 
     sliding_window(2):
@@ -48,15 +49,16 @@ def sliding_window(window_size: int) -> MaskMod:
     that a query sees n keys, itself among them, give n - 1.
     """
     window_size = _window(window_size)
-
-    @named(f"sliding_window_{window_size}")
-    def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return (kv_idx <= q_idx) & (q_idx - kv_idx <= window_size)
-
-    return mask
+    return Mask(_sliding_window, f"sliding_window_{window_size}", window_size=window_size)
 
 
-def dilated_sliding_window(window_size: int, dilation: int) -> MaskMod:
+def _sliding_window(
+    b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, window_size: int
+) -> Tensor:
+    return (kv_idx <= q_idx) & (q_idx - kv_idx <= window_size)
+
+
+def dilated_sliding_window(window_size: int, dilation: int) -> Mask:
     """Show every `dilation`-th position up to `window_size` away, on both sides.
 
     dilated_sliding_window(4, 2):
@@ -75,15 +77,18 @@ def dilated_sliding_window(window_size: int, dilation: int) -> MaskMod:
         "dilation", dilation, minimum=1, advice="Give 1 to see every position of the window."
     )
 
-    @named(f"dilated_sliding_window_{window_size}_dilation_{dilation}")
-    def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        distance = torch.abs(q_idx - kv_idx)
-        return (distance <= window_size) & (distance % dilation == 0)
-
-    return mask
+    name = f"dilated_sliding_window_{window_size}_dilation_{dilation}"
+    return Mask(_dilated_sliding_window, name, window_size=window_size, dilation=dilation)
 
 
-def global_sliding_window(window_size: int, is_global: Tensor | Sequence[bool]) -> MaskMod:
+def _dilated_sliding_window(
+    b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, window_size: int, dilation: int
+) -> Tensor:
+    distance = torch.abs(q_idx - kv_idx)
+    return (distance <= window_size) & (distance % dilation == 0)
+
+
+def global_sliding_window(window_size: int, is_global: Tensor | Sequence[bool]) -> Mask:
     """Show `window_size` positions on both sides; global tokens see all and are seen by all.
 
     global_sliding_window(1, [True, False, False, False, True, False]):
@@ -102,15 +107,18 @@ def global_sliding_window(window_size: int, is_global: Tensor | Sequence[bool]) 
         "truth values", "is_global", is_global, advice="Give True where a token sees all others."
     )
 
-    @named(f"global_sliding_window_{window_size}")
-    def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        near = torch.abs(q_idx - kv_idx) <= window_size
-        return near | marks[q_idx] | marks[kv_idx]
-
-    return mask
+    name = f"global_sliding_window_{window_size}"
+    return Mask(_global_sliding_window, name, window_size=window_size, is_global=marks)
 
 
-def prefix_lm(prefix_length: int) -> MaskMod:
+def _global_sliding_window(
+    b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, window_size: int, is_global: Tensor
+) -> Tensor:
+    near = torch.abs(q_idx - kv_idx) <= window_size
+    return near | is_global[q_idx] | is_global[kv_idx]
+
+
+def prefix_lm(prefix_length: int) -> Mask:
     """Show the first `prefix_length` positions to everyone, the rest causally.
 
     prefix_lm(3):
@@ -125,15 +133,14 @@ def prefix_lm(prefix_length: int) -> MaskMod:
     Where each sequence has a prefix of its own: `or_masks(padding(prefix_lengths), causal)`.
     """
     prefix_length = prefix_number(prefix_length)
-
-    @named(f"prefix_lm_{prefix_length}")
-    def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return (kv_idx < prefix_length) | (kv_idx <= q_idx)
-
-    return mask
+    return Mask(_prefix_lm, f"prefix_lm_{prefix_length}", prefix_length=prefix_length)
 
 
-def padding(lengths: Tensor | Sequence[int]) -> MaskMod:
+def _prefix_lm(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, prefix_length: int) -> Tensor:
+    return (kv_idx < prefix_length) | (kv_idx <= q_idx)
+
+
+def padding(lengths: Tensor | Sequence[int]) -> Mask:
     """Hide the keys past the end of each sequence: sequence `b` has `lengths[b]`.
 
     padding([3]):
@@ -147,15 +154,14 @@ def padding(lengths: Tensor | Sequence[int]) -> MaskMod:
     Queries past the end see what the others see, so that no row is empty.
     """
     sizes = lengths_tensor(lengths, "Give the number of tokens of every sequence of the batch.")
-
-    @named("padding")
-    def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return kv_idx < sizes[b]
-
-    return mask
+    return Mask(_padding, "padding", lengths=sizes)
 
 
-def neighbourhood(canvas: int | Sequence[int], kernel: int | Sequence[int]) -> MaskMod:
+def _padding(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, lengths: Tensor) -> Tensor:
+    return kv_idx < lengths[b]
+
+
+def neighbourhood(canvas: int | Sequence[int], kernel: int | Sequence[int]) -> Mask:
     """Show the window of `kernel` positions around a query, moved inside where it would stick out.
 
     neighbourhood(6, 3):
@@ -186,20 +192,27 @@ def neighbourhood(canvas: int | Sequence[int], kernel: int | Sequence[int]) -> M
     sizes = _axes("canvas", canvas)
     windows = _axes("kernel", kernel)
     _check_windows(sizes, windows)
-
-    @named(f"neighbourhood_{_times(sizes)}_k{_times(windows)}")
-    def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        near = []
-        places = zip(_coordinates(q_idx, sizes), _coordinates(kv_idx, sizes), strict=True)
-        for (q, kv), size, window in zip(places, sizes, windows, strict=True):
-            start = torch.clamp(q - window // 2, min=0, max=size - window)
-            near.append((start <= kv) & (kv < start + window))
-        return functools.reduce(operator.and_, near)
-
-    return mask
+    name = f"neighbourhood_{_times(sizes)}_k{_times(windows)}"
+    return Mask(_neighbourhood, name, canvas=sizes, kernel=windows)
 
 
-def block_diffusion(seq_len: int, block_size: int) -> MaskMod:
+def _neighbourhood(
+    b: Tensor,
+    h: Tensor,
+    q_idx: Tensor,
+    kv_idx: Tensor,
+    canvas: tuple[int, ...],
+    kernel: tuple[int, ...],
+) -> Tensor:
+    near = []
+    places = zip(_coordinates(q_idx, canvas), _coordinates(kv_idx, canvas), strict=True)
+    for (q, kv), size, window in zip(places, canvas, kernel, strict=True):
+        start = torch.clamp(q - window // 2, min=0, max=size - window)
+        near.append((start <= kv) & (kv < start + window))
+    return functools.reduce(operator.and_, near)
+
+
+def block_diffusion(seq_len: int, block_size: int) -> Mask:
     """Train block diffusion: noised tokens first, the same tokens clean behind them (BD3-LM).
 
     block_diffusion(4, 2):
@@ -222,16 +235,18 @@ def block_diffusion(seq_len: int, block_size: int) -> MaskMod:
     block_size = whole_number(
         "block_size", block_size, minimum=1, advice="Give the tokens that are denoised together."
     )
+    name = f"block_diffusion_{seq_len}_{block_size}"
+    return Mask(_block_diffusion, name, seq_len=seq_len, block_size=block_size)
 
-    @named(f"block_diffusion_{seq_len}_{block_size}")
-    def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        q_noised, kv_noised = q_idx < seq_len, kv_idx < seq_len
-        q_block, kv_block = q_idx % seq_len // block_size, kv_idx % seq_len // block_size
-        own_block = (q_block == kv_block) & (q_noised == kv_noised)
-        clean_before = ~kv_noised & (kv_block < q_block)
-        return own_block | clean_before
 
-    return mask
+def _block_diffusion(
+    b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, seq_len: int, block_size: int
+) -> Tensor:
+    q_noised, kv_noised = q_idx < seq_len, kv_idx < seq_len
+    q_block, kv_block = q_idx % seq_len // block_size, kv_idx % seq_len // block_size
+    own_block = (q_block == kv_block) & (q_noised == kv_noised)
+    clean_before = ~kv_noised & (kv_block < q_block)
+    return own_block | clean_before
 
 
 def _window(window_size: int) -> int:

@@ -15,8 +15,10 @@ from quire.arguments import lengths_tensor, offsets_tensor, prefix_number, tenso
 from quire.block_mask.packed import LENGTHS_ADVICE, OFFSETS_ADVICE, ids_of_lengths
 from quire.errors import ArgumentError, ShapeError
 from quire.ir.trace import mod_name
-from quire.mods.compose import MaskMod, check_callables, named
+from quire.mods.compose import Mask, MaskMod
+from quire.mods.objects import check_callables
 
+_PREFIX_ADVICE = "Give the number of positions before the nodes, for each sequence of the batch."
 _LARGEST_TILE = 256  # positions that are bounded closely if they are a power of two, and aligned
 
 
@@ -26,7 +28,7 @@ def document(
     lengths: Tensor | Sequence[int] | None = None,
     offsets: Tensor | Sequence[int] | None = None,
     mask_mod: MaskMod | None = None,
-) -> MaskMod:
+) -> Mask:
     """Keep documents that are packed into one sequence apart.
 
     document(lengths=[2, 3, 1]):
@@ -54,30 +56,36 @@ def document(
     positions, such as `causal`, mean the same in `and_masks`.
     """
     numbers = _document_ids(ids, lengths, offsets)
-
-    def at(tensor: Tensor, b: Tensor, idx: Tensor) -> Tensor:
-        return tensor[idx] if tensor.ndim == 1 else tensor[b, idx]
-
-    @named("document")
-    def together(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return at(numbers, b, q_idx) == at(numbers, b, kv_idx)
-
     if mask_mod is None:
-        return together
+        return Mask(_document, "document", ids=numbers)
     check_callables("document", mask_mod)
-    starts = _first_positions(numbers)
+    starts, name = _first_positions(numbers), f"document({mod_name(mask_mod)})"
+    return Mask(_document, name, ids=numbers, starts=starts, mask_mod=mask_mod)
 
-    @named(f"document({mod_name(mask_mod)})")
-    def within(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        q_place, kv_place = q_idx - at(starts, b, q_idx), kv_idx - at(starts, b, kv_idx)
-        return together(b, h, q_idx, kv_idx) & mask_mod(b, h, q_place, kv_place)
 
-    return within
+def _document(
+    b: Tensor,
+    h: Tensor,
+    q_idx: Tensor,
+    kv_idx: Tensor,
+    ids: Tensor,
+    starts: Tensor | None = None,
+    mask_mod: MaskMod | None = None,
+) -> Tensor:
+    batched = ids.ndim == 2
+
+    def at(tensor: Tensor, idx: Tensor) -> Tensor:
+        return tensor[b, idx] if batched else tensor[idx]
+
+    together = at(ids, q_idx) == at(ids, kv_idx)
+    if starts is None or mask_mod is None:
+        return together
+    return together & mask_mod(b, h, q_idx - at(starts, q_idx), kv_idx - at(starts, kv_idx))
 
 
 def shared_prefix(
     offsets: Tensor | Sequence[int], prefix_document_id: Tensor | Sequence[int]
-) -> MaskMod:
+) -> Mask:
     """Pack answers behind the one prompt they share; each sees the prompt and itself, causally.
 
     shared_prefix([0, 2, 4, 6], [0, 0, 0]):
@@ -97,17 +105,27 @@ def shared_prefix(
     prefixes = tensor_of("integers", "prefix_document_id", prefix_document_id, advice=advice).long()
     _check_prefixes(prefixes, num_documents=len(bounds) - 1, advice=advice)
 
-    first, last, gap_start, gap_end = _seen_ranges(bounds, prefixes)
-
-    @named("shared_prefix")
-    def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        within = (first[q_idx] <= kv_idx) & (kv_idx <= last[q_idx])
-        return within & ((kv_idx < gap_start[q_idx]) | (gap_end[q_idx] <= kv_idx))
-
-    return mask
+    first, last, *gap = _seen_ranges(bounds, prefixes)
+    return Mask(_shared_prefix, "shared_prefix", first=first, last=last, gap=tuple(gap))
 
 
-def tree(parent_indices: Tensor | Sequence[int], prefix_length: int = 0) -> MaskMod:
+def _shared_prefix(
+    b: Tensor,
+    h: Tensor,
+    q_idx: Tensor,
+    kv_idx: Tensor,
+    first: Tensor,
+    last: Tensor,
+    gap: tuple[Tensor, Tensor],
+) -> Tensor:
+    gap_start, gap_end = gap
+    within = (first[q_idx] <= kv_idx) & (kv_idx <= last[q_idx])
+    return within & ((kv_idx < gap_start[q_idx]) | (gap_end[q_idx] <= kv_idx))
+
+
+def tree(
+    parent_indices: Tensor | Sequence[int], prefix_length: int | Tensor | Sequence[int] = 0
+) -> Mask:
     """Show each node of a tree its ancestors and itself: many drafts, checked at once.
 
     tree([-1, 0, 0, 1, 1, 2]):
@@ -130,27 +148,50 @@ def tree(parent_indices: Tensor | Sequence[int], prefix_length: int = 0) -> Mask
     `parent_indices[i]` is the parent of node i, which comes before it, or -1 for a root; several
     roots make a forest. The nodes stand behind `prefix_length` positions that are causal and that
     every node sees. Both positions count from the start of the prefix; where queries are the
-    nodes alone, write `offset(tree(parents, n), n)`.
+    nodes alone, write `offset(tree(parents, n), n)`. In a batch whose sequences have prefixes of
+    their own `prefix_length` is a tensor [B] or a list; what stands behind the nodes of a shorter
+    one is seen by none of them.
     """
-    prefix_length = prefix_number(prefix_length)
     advice = "Order the nodes so that each follows its parent, and give roots the parent -1."
     parents = tensor_of("integers", "parent_indices", parent_indices, advice=advice)
     _check_forest(parents, advice)
     enter, leave, turn = _unwound(*_preorder(parents))
-    # Positions in the prefix have no node. Node 0 stands in, and its answer is not used. It also
-    # fills the last tile of the prefix, so that tiles of nodes are tiles of the vectors.
-    filled = prefix_length % _LARGEST_TILE
-    skipped = prefix_length - filled
-    enter, leave = (torch.cat([ends[:1].expand(filled), ends]) for ends in (enter, leave))
+    name, filled = f"tree_{len(parents)}", 0
+    if isinstance(prefix_length, Sequence) or (
+        isinstance(prefix_length, Tensor) and prefix_length.ndim
+    ):
+        prefix_length = lengths_tensor(prefix_length, _PREFIX_ADVICE, name="prefix_length")
+        name += "_prefix_tensor"
+    elif prefix_length := prefix_number(prefix_length):
+        name += f"_prefix_{prefix_length}"
+        # Node 0 fills the last tile of the prefix, so that tiles of nodes are tiles of the vectors.
+        filled = prefix_length % _LARGEST_TILE
+        enter, leave = (torch.cat([ends[:1].expand(filled), ends]) for ends in (enter, leave))
+    fields = {"enter": enter, "leave": leave, "turn": turn, "filled": filled}
+    return Mask(_tree, name, prefix_length=prefix_length, **fields)
 
-    @named(f"tree_{len(parents)}" + (f"_prefix_{prefix_length}" if prefix_length else ""))
-    def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        q_enter = enter[torch.clamp(q_idx - skipped, min=0)]
-        kv_node = torch.clamp(kv_idx - skipped, min=0)
-        below = (q_enter - leave[kv_node]) >> turn < (q_enter - enter[kv_node]) >> turn
-        return (kv_idx <= q_idx) & ((kv_idx < prefix_length) | below)
 
-    return mask
+def _tree(
+    b: Tensor,
+    h: Tensor,
+    q_idx: Tensor,
+    kv_idx: Tensor,
+    enter: Tensor,
+    leave: Tensor,
+    turn: int,
+    prefix_length: int | Tensor,
+    filled: int,
+) -> Tensor:
+    # Positions in the prefix have no node. Node 0 stands in, and its answer is not used. Behind the
+    # nodes of a sequence that is shorter than others the last one does: nodes see nothing later.
+    last = None
+    if isinstance(prefix_length, Tensor):
+        prefix_length, last = prefix_length[b], len(enter) - 1
+    first = prefix_length - filled
+    q_enter = enter[torch.clamp(q_idx - first, min=0, max=last)]
+    kv_node = torch.clamp(kv_idx - first, min=0, max=last)
+    below = (q_enter - leave[kv_node]) >> turn < (q_enter - enter[kv_node]) >> turn
+    return (kv_idx <= q_idx) & ((kv_idx < prefix_length) | below)
 
 
 def _document_ids(

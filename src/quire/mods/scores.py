@@ -1,7 +1,8 @@
 """Changes of scores: biases by position, learned or not, and a soft limit.
 
 `score` comes scaled. Tables are captured as they are given: one that requires grad is trained.
-Their drawings show what is added to the scores of head 0.
+Their drawings show what is added to the scores of head 0. A class whose name begins with Learned is
+the mod as a module, which owns what it learns.
 """
 
 from __future__ import annotations
@@ -9,14 +10,14 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quire.arguments import finite_positive, tensor_of, whole_number
 from quire.errors import ShapeError
-from quire.mods.compose import ScoreMod, named
+from quire.mods.compose import ScoreChange, ScoreModule
 
 
-def alibi(H: int, slopes: Tensor | None = None) -> ScoreMod:
+def alibi(H: int, slopes: Tensor | None = None) -> ScoreChange:
     """Lower a score in proportion to the distance, each of the `H` heads by a slope of its own.
 
     alibi(8):
@@ -32,22 +33,52 @@ def alibi(H: int, slopes: Tensor | None = None) -> ScoreMod:
     """
     H = whole_number("H", H, minimum=1, advice="Give the number of query heads.")
     if slopes is None:
-        slopes = torch.tensor([2.0 ** (-8 * (head + 1) / H) for head in range(H)])
+        slopes = _slopes(H)
     advice = "Give a float tensor with one slope for each head."
     slope = tensor_of("floats", "slopes", slopes, ranks=(1,), advice=advice)
     if len(slope) != H:
         raise ShapeError(
             f"slopes must have one entry for each of {H} heads, got {len(slope)}. {advice}"
         )
-
-    @named(f"alibi_{H}")
-    def mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return score + slope[h] * (kv_idx - q_idx)
-
-    return mod
+    return ScoreChange(_alibi, f"alibi_{H}", slopes=slope)
 
 
-def softcap(soft_cap: float) -> ScoreMod:
+def _alibi(
+    score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, slopes: Tensor
+) -> Tensor:
+    return score + slopes[h] * (kv_idx - q_idx)
+
+
+class LearnedAlibi(ScoreModule):
+    """`alibi` whose `slopes` [H] are a parameter, at first those of `alibi(num_heads)`."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        num_heads = _num_heads(num_heads)
+        self.slopes = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Give the slopes the values that they begin with."""
+        with torch.no_grad():
+            self.slopes.copy_(_slopes(len(self.slopes)))
+
+    def forward(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        """The score that takes the place of `score`."""
+        return _alibi(score, b, h, q_idx, kv_idx, self.slopes)
+
+    def extra_repr(self) -> str:
+        """The sizes."""
+        return f"num_heads={len(self.slopes)}"
+
+
+def softcap(soft_cap: float) -> ScoreChange:
     """Keep every score between -`soft_cap` and `soft_cap`, and small ones as they are (Gemma 2).
 
     softcap(2) of scores -8 -2 -1 -0.1 0 0.1 1 2 8:
@@ -56,17 +87,18 @@ def softcap(soft_cap: float) -> ScoreMod:
     """
     advice = "Give the score that none may pass, or leave the mod out."
     soft_cap = finite_positive("soft_cap", soft_cap, advice=advice)
+    return ScoreChange(_softcap, f"softcap_{soft_cap:g}", soft_cap=soft_cap)
 
-    @named(f"softcap_{soft_cap:g}")
-    def mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return soft_cap * torch.tanh(score / soft_cap)
 
-    return mod
+def _softcap(
+    score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, soft_cap: float
+) -> Tensor:
+    return soft_cap * torch.tanh(score / soft_cap)
 
 
 def relative_position_bias(
     table: Tensor, bidirectional: bool = True, max_distance: int = 128
-) -> ScoreMod:
+) -> ScoreChange:
     """Add a learned bias for the distance, in buckets that widen as it grows (T5).
 
     relative_position_bias(torch.arange(8.0)[:, None], max_distance=9):
@@ -93,30 +125,69 @@ def relative_position_bias(
     advice = "Give a float tensor [num_buckets, H]."
     bias = tensor_of("floats", "table", table, ranks=(2,), advice=advice)
     num_buckets = len(bias)
-    _check_buckets(num_buckets, bidirectional, advice)
-    max_exact = _max_exact(num_buckets, bidirectional)
-    max_distance = whole_number(
-        "max_distance",
-        max_distance,
-        minimum=max_exact + 1,
-        advice=f"With {num_buckets} buckets, distances below {max_exact} have one each.",
-    )
-    # From max_distance on there is one bucket, so the formula is needed at a few distances only.
-    # Looking them up gives the same integers whatever rounding a logarithm has where the mod runs.
-    reach = torch.arange(-max_distance, max_distance + 1, device=bias.device)
-    bucket = _bucket(reach, num_buckets, bidirectional, max_distance).int()
-
+    max_distance = _check_buckets(num_buckets, bidirectional, max_distance, advice)
+    buckets = _buckets(num_buckets, bidirectional, max_distance, bias.device)
     side = "" if bidirectional else "_causal"
-
-    @named(f"relative_position_bias_{num_buckets}_{max_distance}{side}")
-    def mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        distance = torch.clamp(kv_idx - q_idx, min=-max_distance, max=max_distance)
-        return score + bias[bucket[distance + max_distance], h]
-
-    return mod
+    name = f"relative_position_bias_{num_buckets}_{max_distance}{side}"
+    fields = {"table": bias, "buckets": buckets, "max_distance": max_distance}
+    return ScoreChange(_relative_position_bias, name, **fields)
 
 
-def table_bias(table: Tensor) -> ScoreMod:
+def _relative_position_bias(
+    score: Tensor,
+    b: Tensor,
+    h: Tensor,
+    q_idx: Tensor,
+    kv_idx: Tensor,
+    table: Tensor,
+    buckets: Tensor,
+    max_distance: int,
+) -> Tensor:
+    distance = torch.clamp(kv_idx - q_idx, min=-max_distance, max=max_distance)
+    return score + table[buckets[distance + max_distance], h]
+
+
+class LearnedRelativePositionBias(ScoreModule):
+    """`relative_position_bias` whose `table` [num_buckets, H] is a parameter, at first 0."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_buckets: int = 32,
+        bidirectional: bool = True,
+        max_distance: int = 128,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        num_heads, advice = _num_heads(num_heads), "Give how many distances are told apart."
+        num_buckets = whole_number("num_buckets", num_buckets, minimum=1, advice=advice)
+        max_distance = _check_buckets(num_buckets, bidirectional, max_distance, advice)
+        self.bidirectional, self.max_distance = bidirectional, max_distance
+        self.table = nn.Parameter(torch.zeros(num_buckets, num_heads, device=device, dtype=dtype))
+        # No buffer: to_empty would leave nothing in it, and no file brings it back.
+        self._buckets = _buckets(num_buckets, bidirectional, max_distance, torch.device("cpu"))
+
+    def reset_parameters(self) -> None:
+        """Give the table the values that it begins with."""
+        nn.init.zeros_(self.table)
+
+    def forward(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        """The score that takes the place of `score`."""
+        tables = self.table, self._buckets.to(self.table.device)
+        return _relative_position_bias(score, b, h, q_idx, kv_idx, *tables, self.max_distance)
+
+    def extra_repr(self) -> str:
+        """The sizes."""
+        num_buckets, num_heads = self.table.shape
+        return (
+            f"num_heads={num_heads}, num_buckets={num_buckets}, "
+            f"bidirectional={self.bidirectional}, max_distance={self.max_distance}"
+        )
+
+
+def table_bias(table: Tensor) -> ScoreChange:
     """Add a bias for each pair of positions: [L, S], [H, L, S] or [B, H, L, S].
 
     table_bias(torch.tensor([[0.0, 1.5, 2.0], [-1.0, 0.0, 0.5]])):
@@ -133,17 +204,47 @@ def table_bias(table: Tensor) -> ScoreMod:
         ranks=(2, 3, 4),
         advice="Give a float tensor [L, S], [H, L, S] or [B, H, L, S].",
     )
-
-    @named(f"table_bias_{'x'.join(map(str, bias.shape))}")
-    def mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        place = (b, h, q_idx, kv_idx)[-bias.ndim :]
-        entry = tuple(0 if n == 1 else idx for idx, n in zip(place, bias.shape, strict=True))
-        return score + bias[entry]
-
-    return mod
+    return ScoreChange(_table_bias, f"table_bias_{'x'.join(map(str, bias.shape))}", table=bias)
 
 
-def distance_bias(table: Tensor) -> ScoreMod:
+def _table_bias(
+    score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, table: Tensor
+) -> Tensor:
+    place = (b, h, q_idx, kv_idx)[-table.ndim :]
+    entry = tuple(0 if n == 1 else idx for idx, n in zip(place, table.shape, strict=True))
+    return score + table[entry]
+
+
+class LearnedTableBias(ScoreModule):
+    """`table_bias` whose `table`, of the sizes given, is a parameter, at first 0."""
+
+    def __init__(
+        self,
+        *shape: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        advice = "Give the sizes L, S or H, L, S or B, H, L, S."
+        sizes = [whole_number("a size", size, minimum=1, advice=advice) for size in shape]
+        if not 2 <= len(sizes) <= 4:
+            raise ShapeError(f"table must be 2-D or 3-D or 4-D, got sizes {sizes}. {advice}")
+        self.table = nn.Parameter(torch.zeros(sizes, device=device, dtype=dtype))
+
+    def reset_parameters(self) -> None:
+        """Give the table the values that it begins with."""
+        nn.init.zeros_(self.table)
+
+    def forward(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        """The score that takes the place of `score`."""
+        return _table_bias(score, b, h, q_idx, kv_idx, self.table)
+
+    def extra_repr(self) -> str:
+        """The sizes."""
+        return ", ".join(map(str, self.table.shape))
+
+
+def distance_bias(table: Tensor) -> ScoreChange:
     """Add a learned bias for the distance, one for each up to n on both sides.
 
     distance_bias(torch.tensor([9.0, 1.0, 0.0, 3.0, 4.0])):
@@ -165,27 +266,93 @@ def distance_bias(table: Tensor) -> ScoreMod:
             f"got {bias.shape[-1]}. {advice}"
         )
     reach = bias.shape[-1] // 2
-
-    @named(f"distance_bias_{reach}")
-    def mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        entry = torch.clamp(q_idx - kv_idx, min=-reach, max=reach) + reach
-        return score + (bias[entry] if bias.ndim == 1 else bias[h, entry])
-
-    return mod
+    return ScoreChange(_distance_bias, f"distance_bias_{reach}", table=bias, reach=reach)
 
 
-def _check_buckets(num_buckets: int, bidirectional: bool, advice: str) -> None:
+def _distance_bias(
+    score: Tensor,
+    b: Tensor,
+    h: Tensor,
+    q_idx: Tensor,
+    kv_idx: Tensor,
+    table: Tensor,
+    reach: int,  # asking the table for its shape would take longer than all the rest of a trace
+) -> Tensor:
+    entry = torch.clamp(q_idx - kv_idx, min=-reach, max=reach) + reach
+    return score + (table[entry] if table.ndim == 1 else table[h, entry])
+
+
+class LearnedDistanceBias(ScoreModule):
+    """`distance_bias` whose `table` [H, 2 * reach + 1] is a parameter, at first 0."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        reach: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        num_heads, advice = _num_heads(num_heads), "Give the distance from which on all are alike."
+        self.reach = whole_number("reach", reach, minimum=0, advice=advice)
+        width = 2 * self.reach + 1
+        self.table = nn.Parameter(torch.zeros(num_heads, width, device=device, dtype=dtype))
+
+    def reset_parameters(self) -> None:
+        """Give the table the values that it begins with."""
+        nn.init.zeros_(self.table)
+
+    def forward(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        """The score that takes the place of `score`."""
+        return _distance_bias(score, b, h, q_idx, kv_idx, self.table, self.reach)
+
+    def extra_repr(self) -> str:
+        """The sizes."""
+        return f"num_heads={len(self.table)}, reach={self.reach}"
+
+
+def _num_heads(num_heads: int) -> int:
+    return whole_number("num_heads", num_heads, minimum=1, advice="Give those of the query.")
+
+
+def _slopes(num_heads: int) -> Tensor:
+    """The slopes of the paper, from 2^(-8 / num_heads) down to 2^-8."""
+    return torch.tensor([2.0 ** (-8 * (head + 1) / num_heads) for head in range(num_heads)])
+
+
+def _check_buckets(num_buckets: int, bidirectional: bool, max_distance: int, advice: str) -> int:
+    """`max_distance`, if it and the number of buckets make sense."""
     minimum = 4 if bidirectional else 2
     if num_buckets < minimum:
         raise ShapeError(
             f"table must have at least {minimum} buckets, so that some are exact and some wide, "
             f"got {num_buckets}. {advice}"
         )
+    max_exact = _max_exact(num_buckets, bidirectional)
+    return whole_number(
+        "max_distance",
+        max_distance,
+        minimum=max_exact + 1,
+        advice=f"With {num_buckets} buckets, distances below {max_exact} have one each.",
+    )
 
 
 def _max_exact(num_buckets: int, bidirectional: bool) -> int:
     """The first distance that shares a bucket with the next."""
     return num_buckets // (4 if bidirectional else 2)
+
+
+def _buckets(
+    num_buckets: int, bidirectional: bool, max_distance: int, device: torch.device
+) -> Tensor:
+    """The bucket of every distance from -max_distance to max_distance.
+
+    From there on there is one bucket, so the formula is needed at a few distances only. Looking
+    them up gives the same integers whatever rounding a logarithm has where the mod runs.
+    """
+    reach = torch.arange(-max_distance, max_distance + 1, device=device)
+    return _bucket(reach, num_buckets, bidirectional, max_distance).int()
 
 
 def _bucket(distance: Tensor, num_buckets: int, bidirectional: bool, max_distance: int) -> Tensor:
