@@ -54,16 +54,16 @@ ULP_F64 = ULP_F32 | {"tanh": 3.0, "erf": 3.0}
 
 
 @functools.cache
-def compiled(name: str, element: Type, arity: int = 1) -> Callable[..., None]:
+def compiled(target: Target, name: str, element: Type, arity: int = 1) -> Callable[..., None]:
     """out[i] = function(x[i], ...) for n numbers, a multiple of the lanes."""
-    module, vector = Module(), Target.host().vector(element)
+    module, vector = Module(), target.vector(element)
     pointers = {f"x{k}": PTR for k in range(arity)} | {"out": PTR}
     with module.function(name, {"n": I64, **pointers}) as f:
         n, *inputs, out = f.parameters
         with f.range(0, n, vector.lanes) as i:
             values = [f.load(vector, x, i) for x in inputs]
             f.store(getattr(vecmath, name)(f, *values), out, i)
-    code = jit.load(jit.compile_object(module.text, Target.host()), [name])
+    code = jit.load(jit.compile_object(module.text, target), [name])
     types = [ctypes.c_int64] + [ctypes.c_void_p] * (arity + 1)
     function = ctypes.CFUNCTYPE(None, *types)(code.address(name))
 
@@ -77,11 +77,11 @@ def compiled(name: str, element: Type, arity: int = 1) -> Callable[..., None]:
 
 def apply(name: str, *inputs: Array) -> Array:
     element = F32 if inputs[0].dtype == np.float32 else F64
-    lanes = Target.host().lanes(element)
-    size = len(inputs[0])
+    target, size = Target.host(), len(inputs[0])
+    lanes = target.lanes(element)
     padded = [np.ascontiguousarray(np.pad(x, (0, -size % lanes))) for x in inputs]
     out = np.empty_like(padded[0])
-    compiled(name, element, len(inputs))(*padded, out)
+    compiled(target, name, element, len(inputs))(*padded, out)
     return out[:size]
 
 
