@@ -138,7 +138,7 @@ def test_every_file_begins_by_saying_what_it_is(module: str) -> None:
 
 # PyTorch's private names
 
-PYTHONS_OWN = {"_replace", "_asdict", "_fields", "_getframe"}
+PYTHONS_OWN = {"_replace", "_asdict", "_fields", "_getframe", "_exit"}
 
 
 def is_private(name: str) -> bool:

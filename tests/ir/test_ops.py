@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from quire.errors import RandomModError
 from quire.ir.forms import FORMS
 from quire.ir.graph import walk
 from quire.ir.interpret import LEAVES, MEANING
@@ -67,11 +68,18 @@ def call(form: Callable[..., Any]) -> Any:
             (score, ()),
             (score, (), 1.0),
             (torch.arange(100), q_idx),
+            (score, 0.5, False),
         )
         for operands in tries:
             try:
                 return form(*operands)
-            except (TypeError, NotImplementedError, AssertionError, AttributeError):
+            except (
+                TypeError,
+                NotImplementedError,
+                AssertionError,
+                AttributeError,
+                RandomModError,
+            ):
                 continue
         raise AssertionError("no way to call it")
 

@@ -111,7 +111,7 @@ class InTurn(ScoreModule):
     def _parts(self) -> list[Any]:
         """The mods in their order; a module is whichever stands under its name by now."""
         functions = enumerate(self._functions)
-        return [self._modules[str(at)] if part is None else part for at, part in functions]
+        return [self.get_submodule(str(at)) if part is None else part for at, part in functions]
 
     def forward(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         """The score that the last mod gives."""
