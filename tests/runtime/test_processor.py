@@ -68,6 +68,14 @@ def test_an_instruction_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> No
         quire.flex_attention(q, q, q, backend="jit")
 
 
+def test_code_that_cannot_be_linked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processor, "_TRIAL", "another name")
+    reason = processor.obstacle()
+    assert reason is not None and reason.startswith("expected an object with ['another name']")
+    q = torch.randn(1, 2, 9, 8)
+    assert quire.explain(q, q, q).startswith("backend='auto' uses eager.")
+
+
 def test_trials_of_all_targets_compile() -> None:
     for name in ("x86-64-v3", "x86-64-v4", "aarch64", "x86-64-v3:512", "aarch64:256"):
         target = Target.named(name)

@@ -18,7 +18,7 @@ from quire.codegen import jit
 from quire.codegen.builder import Module
 from quire.codegen.target import Target
 from quire.codegen.types import F16, F32, F64, I8, I32, PTR
-from quire.errors import BackendError
+from quire.errors import BackendError, CodegenError
 from quire.runtime.cache import cache_key, object_cache
 
 _TRIAL = "trial"
@@ -38,8 +38,11 @@ def _failure(target: Target, keep: bool) -> str | None:
     key, cache = cache_key(_TRIAL, repr(target)), object_cache()
     if cache.get(key) is not None:
         return None
-    image = jit.compile_object(write_trial(target).text, target)
-    ending = _run_in_child(image)
+    try:
+        image = jit.compile_object(write_trial(target).text, target)
+        ending = _run_in_child(image)
+    except CodegenError as error:  # on a system that nobody has tried
+        return f"{error}, as code for {target} was linked; use backend='eager'"
     if ending:
         return (
             f"expected a processor that runs what it says it can, but code for {target} ended a "
@@ -54,7 +57,7 @@ def write_trial(target: Target) -> Module:
     """void(ptr): multiply-adds, conversions, selections and shuffles of whole vectors."""
     module = Module()
     lanes = target.lanes(F32)
-    with module.function(_TRIAL, {"memory": PTR}) as f:
+    with module.function("trial", {"memory": PTR}) as f:
         (memory,) = f.parameters
         singles = f.convert(f.load(F16.vector(lanes), memory), F32.vector(lanes))
         doubles = f.convert(f.load(F32.vector(lanes // 2), memory), F64.vector(lanes // 2))
