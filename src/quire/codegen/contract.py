@@ -147,7 +147,7 @@ class Terms:
         tile, slopes = self.spec.tile, fields["wants_slopes"]
         _expect(slopes in (0, 1), "wants_slopes of 0 or 1", slopes)
         for name in ("delta", "wants_slopes"):
-            given = fields["grad_out"] or not fields[name]
+            given = fields["grad_out"] or not fields[name] or not self.value_dim
             _expect(bool(given), f"an address of grad_out for {name}", 0)
         for name in ("grad_query", "grad_key"):
             _expect(slopes == 1 or not fields[name], f"wants_slopes for {name}", slopes)
