@@ -137,12 +137,11 @@ class Pass:
         table = ctypes.create_string_buffer(CAPTURED.size * len(self.plan.loads) + 1)
         fields = self._fields(query, key, value, delta)
         fields |= {"captured": ctypes.addressof(table), "odd": odd.data_ptr()}
-        record = self._packed(fields)
         for part in self._rounds():
             sums = {place: each.begin(part) for place, each in self.learned.items()}
             records = [CAPTURED.pack_in_order(*sums[place]) for place in self._places]
             table.raw = b"".join((*records, b"\0"))
-            self._launch(record, part)
+            self._launch(fields, part)
             for each in self.learned.values():
                 each.end()
         if odd.item():
@@ -164,9 +163,8 @@ class Pass:
         memory = self.memory
         sums = self._zeros(memory.query.shape[1], memory.key.shape[2])
         fields = dict.fromkeys(GRADIENTS, 0) | _strided("masses", sums, ("slice", "batch", "head"))
-        record = self._packed(fields)
         for part in self._rounds():
-            self._launch(record, part)
+            self._launch(fields, part)
         return self._folded(sums)
 
     def _fields(
@@ -187,12 +185,6 @@ class Pass:
             "wants_slopes": int(self.wanted.scores),
             "slope_scale": self.plan.scale,
         }
-
-    def _packed(self, fields: dict[str, int | float]) -> bytes:
-        """These fields as the kernel reads them."""
-        if 0 not in self.memory.query.shape[:3]:  # else there is nothing to launch
-            self.plan.plan.terms.check_gradients(fields)
-        return GRADIENTS_PART.pack(fields)
 
     # --- shares
 
@@ -221,7 +213,7 @@ class Pass:
             for h in range(0, self.key_heads, max(1, heads)):
                 yield Round(b, min(b + batch, self._batch), h, min(h + heads, self.key_heads))
 
-    def _launch(self, record: bytes, part: Round) -> None:
+    def _launch(self, fields: dict[str, int | float], part: Round) -> None:
         """The shares of a round. They are numbered by sequence, then by head, then by slice."""
         memory, above = self.memory, self.above
         slices, sequences = self.plan.slices, memory.sequences
@@ -242,6 +234,7 @@ class Pass:
             first, stop = first + part.h * each, first + part.h_stop * each
         if first == stop or 0 in memory.query.shape[:3]:
             return
+        self.plan.plan.terms.check_gradients(fields)
         pages = memory.page_table
         operands = (memory.query, memory.key, memory.value, above.out, above.lse)
         self.plan.plan.launch_at(
@@ -253,7 +246,7 @@ class Pass:
             self.plan.lists,
             0 if pages is None else pages.data_ptr(),
             (address_of(memory.key_scale), address_of(memory.value_scale)),
-            gradients=record,
+            gradients=GRADIENTS_PART.pack(fields),
             first=first,
         )
 
