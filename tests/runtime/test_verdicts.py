@@ -57,6 +57,7 @@ def compiled_verdicts(mask: Callable[..., Any], ends: Tensor) -> Tensor:
     code = mod_code("panel", Tile(Target.host(), F32), roots, shapes)
     everything = [*captures, *pyramids.build(captures, roots.pyramids, PLENTY)]
     record = code.arguments.pack(everything, 0)
+    assert code.addresses["verdict"], "nothing is known of the mask"
     verdict = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_char_p, *[ctypes.c_int64] * 6)(
         code.addresses["verdict"]
     )
