@@ -57,7 +57,23 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.hypothesis_seed is None:
         config.option.hypothesis_seed = CI_SEED if in_ci else secrets.randbelow(2**32)
     torch.set_num_threads(NUM_THREADS)
+    if not _multiplies_float16():
+        torch.backends.mkldnn.enabled = False
     os.environ.setdefault("QUIRE_CACHE_DIR", tempfile.mkdtemp(prefix="quire-tests-"))
+
+
+def _multiplies_float16() -> bool:
+    """Whether torch multiplies matrices of float16, as the reference does.
+
+    On aarch64 it leaves that to oneDNN, and some builds of oneDNN refuse. With oneDNN switched off
+    torch has a product of its own.
+    """
+    matrix = torch.linspace(-1, 1, 64 * 64, dtype=torch.float16).view(64, 64)
+    try:
+        product = matrix @ matrix
+    except RuntimeError:
+        return False
+    return torch.allclose(product.double(), matrix.double() @ matrix.double(), 1e-2, 1e-2)
 
 
 def pytest_report_header(config: pytest.Config) -> str:
