@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import register_random, settings
+from hypothesis import HealthCheck, register_random, settings
 
 from quire.config import config
 
@@ -27,6 +27,14 @@ settings.register_profile(
     "ci", deadline=None, derandomize=False, max_examples=50, database=None, print_blob=True
 )
 settings.register_profile("thorough", deadline=None, derandomize=False, max_examples=1000)
+# For an emulator, on which also drawing an example is slow.
+settings.register_profile(
+    "few",
+    deadline=None,
+    derandomize=False,
+    max_examples=5,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 
 
 class _TorchRandom:
