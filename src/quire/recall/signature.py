@@ -50,6 +50,7 @@ def layout(query: Tensor, key: Tensor, value: Tensor) -> Signature | None:
         or torch._C._functorch.peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0
         or config().check
+        or not all(tensor.untyped_storage().nbytes() for tensor in (query, key, value))
     ):
         return None
     return (
@@ -138,4 +139,11 @@ def signed(
 
 def is_ordinary(tensor: Tensor) -> bool:
     """Whether a tensor is no more than its memory."""
-    return type(tensor) in (Tensor, Parameter) and tensor.is_cpu and not tensor.is_neg()
+    return (
+        type(tensor) in (Tensor, Parameter)
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and not tensor.is_neg()
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and tensor.untyped_storage().nbytes() > 0
+    )
