@@ -219,6 +219,8 @@ def prepare(
         problem = replace(problem, score_mod=ready(score_mod, "score", query))
     for mask in masks:
         problem = _with_mask(problem, mask, query, key, placed.packed)
+    for tensor in problem.captures:
+        checks.check_held("a captured tensor", tensor)
     mask_mods = [mask for mask in masks if not isinstance(mask, torch_flex.BlockMask)]
     return Call(
         *(problem, query, key, value, sink, score_mod),

@@ -17,7 +17,13 @@ from quire.errors import (
     ShapeError,
     TensorKindError,
 )
-from quire.torch_private import is_batched, is_wrapped, unwrapped
+from quire.torch_private import (
+    has_storage,
+    is_batched,
+    is_legacy_batched,
+    is_wrapped,
+    unwrapped,
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 KV_DTYPES = (*DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -135,7 +141,7 @@ def check_kind(name: str, tensor: object) -> None:
     """A plain strided tensor: one block of memory that can be read."""
     check_strided(name, tensor)
     assert isinstance(tensor, Tensor)
-    if _is_vmapped(tensor):
+    if is_vmapped(tensor):
         raise TensorKindError(
             f"{name} is a tensor inside torch.vmap, which attention cannot look through. Put the "
             f"mapped dimension into the batch dimension."
@@ -145,10 +151,30 @@ def check_kind(name: str, tensor: object) -> None:
             f"{name} is a {type(tensor).__name__}, which has no memory of its own to read. Pass a "
             f"plain tensor, such as its local or materialised part."
         )
+    check_held(name, tensor)
 
 
-def _is_vmapped(tensor: Tensor) -> bool:
+def check_held(name: str, tensor: Tensor) -> None:
+    """Memory for every element: `tensor.untyped_storage().resize_(0)` takes it away."""
+    while is_wrapped(tensor):
+        tensor = unwrapped(tensor)
+    if tensor.numel() == 0 or not has_storage(tensor):
+        return
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (tensor.storage_offset() + last + 1) * tensor.itemsize
+    held = tensor.untyped_storage().nbytes()
+    if held < needed:
+        raise TensorKindError(
+            f"{name} must have its memory, {needed} bytes for shape {list(tensor.shape)}, but its "
+            f"storage was resized to {held}. Gather it, or resize the storage back, before the "
+            f"call."
+        )
+
+
+def is_vmapped(tensor: Tensor) -> bool:
     """Whether torch.vmap stands behind a tensor, at any level of functorch's transforms."""
+    if is_legacy_batched(tensor):  # of is_grads_batched=True
+        return True
     while is_wrapped(tensor):
         if is_batched(tensor):
             return True
@@ -239,12 +265,22 @@ def check_scale(scale: object, head_dim: int) -> float:
                 "scale must be a number, but is a tensor that requires grad, and would not learn. "
                 "Multiply the query by it, or the score in a score_mod."
             )
-        scale = scale.item()
-    if not isinstance(scale, numbers.Real) or not math.isfinite(scale):
+        check_held("scale", scale)
+        scale = math.nan if scale.is_meta else scale.item()
+    number = _as_float(scale)
+    if not math.isfinite(number):
         raise ArgumentError(
             f"scale must be a finite number, but got {scale!r}. Leave it out for 1/sqrt(head_dim)."
         )
-    return float(scale)
+    return number
+
+
+def _as_float(value: object) -> float:
+    """A real number as a float; NaN where there is none that could stand for it."""
+    try:
+        return float(value) if isinstance(value, numbers.Real) else math.nan
+    except OverflowError:
+        return math.nan
 
 
 def check_sink(sink: object, query: Tensor) -> Tensor | None:

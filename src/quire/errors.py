@@ -14,12 +14,14 @@
     ├── KernelMismatchError      a kernel computed something else (QUIRE_CHECK=1)  RuntimeError
     ├── MissingModelError        a model that is not installed, or another one     ImportError
     ├── TorchVersionError        a PyTorch without a name that quire stands on     ImportError
+    ├── MissingPackageError      a package that a part of quire needs              ImportError
+    ├── MissingFileError         a file to be read that is not there               FileNotFoundError
     ├── BlockMaskError           a block mask that is not one                      RuntimeError, AssertionError, ValueError
     │   ├── BlockMaskShapeError  made for other batches, heads or lengths          (as above)
     │   ├── BlockIndexError      no such batch, head or row of blocks              IndexError
     │   ├── SlicedMaskError      the mask_mod of a slice was used                  (as above)
     │   ├── MaskPickleError      its mask_mod cannot be written down               pickle.PicklingError
-    │   └── MaskFileError        a file that holds none, or a damaged one          (as above)
+    │   └── MaskFileError        a file that holds none, or a damaged one          OSError
     ├── KVCacheError             a paged cache was asked for what it refuses       RuntimeError, ValueError
     │   ├── OutOfPages           more pages were asked for than there are          AssertionError
     │   ├── PageError            pages lost, owned twice, or used by nobody        AssertionError
@@ -28,7 +30,7 @@
     │   ├── SequenceError        a sequence that was freed, or of another cache    (as above)
     │   ├── UnwrittenRowsError   rows that were made room for, and not filled      (as above)
     │   ├── ReleasedRowsError    rows that lie behind a sliding window             (as above)
-    │   └── SequenceFileError    a file that holds no sequence, or a damaged one   (as above)
+    │   └── SequenceFileError    a file that holds no sequence, or a damaged one   OSError
     └── ModError                 a score_mod or mask_mod is at fault
         ├── NotCallableError     given as a mod, but no function                   RuntimeError, TypeError
         ├── ModSignatureError    takes the wrong number of arguments               AssertionError, TypeError
@@ -105,6 +107,14 @@ class TorchVersionError(QuireError, ImportError):
     """A version of PyTorch that does not have a private name which quire stands on."""
 
 
+class MissingPackageError(QuireError, ImportError):
+    """A package that a part of quire is for, and that is not installed."""
+
+
+class MissingFileError(QuireError, FileNotFoundError):
+    """A file of a mask or a sequence that is not there."""
+
+
 class BlockMaskError(QuireError, RuntimeError, AssertionError, ValueError):
     """Tensors or arguments that do not make a block mask."""
 
@@ -125,7 +135,7 @@ class MaskPickleError(BlockMaskError, pickle.PicklingError):
     """A block mask whose mask_mod cannot be traced, so that nothing can be written down."""
 
 
-class MaskFileError(BlockMaskError):
+class MaskFileError(BlockMaskError, OSError):
     """A file that was to hold a block mask and does not, or is damaged."""
 
 
@@ -161,7 +171,7 @@ class ReleasedRowsError(KVCacheError):
     """Rows that a sliding window left behind, whose pages are no longer held."""
 
 
-class SequenceFileError(KVCacheError):
+class SequenceFileError(KVCacheError, OSError):
     """A file that was to hold a sequence and does not, is damaged or was made for another cache."""
 
 

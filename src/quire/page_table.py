@@ -49,7 +49,7 @@ def checked_page_table(
     room = np.full(count, most * page)
     ends = checked_counts("lengths", lengths, room, f"{most} pages of {page} rows")
     if tensor.dtype != torch.int32:
-        tensor = tensor.clamp(-1, 2**31 - 1).to(torch.int32)
+        tensor = tensor.long().clamp(-1, 2**31 - 1).to(torch.int32)
     return PageTable(tensor.contiguous(), num_pages), ends
 
 

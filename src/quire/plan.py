@@ -75,7 +75,8 @@ class Plan:
             self._checked(query, memory)
         key, value = memory.key, memory.value
         signature = layout(query, key, value)
-        if signature is not None and memory.start == 0 and type(memory.start) is int:
+        held = all(tensor.untyped_storage().nbytes() for tensor in self._captures)
+        if signature is not None and held and memory.start == 0 and type(memory.start) is int:
             first = memory.first_position(query, self._q_start)
             for tensor in self._captures:
                 signature += (tensor.dtype, tensor.device, tensor.shape, tensor.stride())

@@ -93,11 +93,19 @@ is_wrapped: Callable[[Tensor], bool] = _function(
 is_batched: Callable[[Tensor], bool] = _function("torch", "_C._functorch.is_batchedtensor")
 """Whether torch.vmap is what wraps a tensor."""
 
+is_legacy_batched: Callable[[Tensor], bool] = _function(
+    "torch", "_C._functorch.is_legacy_batchedtensor"
+)
+"""Whether autograd computes many gradients at once, by the vmap it had before torch.func."""
+
 unwrapped: Callable[[Tensor], Tensor] = _function("torch", "_C._functorch.get_unwrapped")
 """The tensor that is wrapped."""
 
 
 # --- tensors -------------------------------------------------------------------------------------
+
+has_storage: Callable[[Tensor], bool] = _function("torch", "_C._has_storage")
+"""Whether a tensor has a storage that can be asked for."""
 
 is_zero_tensor: Callable[[Tensor], bool] = _function("torch", "Tensor._is_zerotensor")
 """Whether a tensor is all zeros without memory, as autograd makes them."""

@@ -19,7 +19,9 @@ from quire.errors import (
     CapturedIndexError,
     DivisionByZeroError,
     ModResultError,
+    QuireError,
     TracedBranchError,
+    UnsupportedOpError,
 )
 from quire.ir.interpret import interpret
 from quire.ir.trace import MASK_INPUTS, Kind, Mod, Traced, mod_name
@@ -116,8 +118,16 @@ def _mapped(function: Callable[..., Any], mod: Mod, kind: Kind, *args: Tensor) -
                 f"the divisor of integers must not be 0, but is in {kind}_mod {mod_name(mod)!r}. "
                 f"Clamp it with .clamp(min=1)."
             ) from error
-        if "data-dependent control flow" not in str(error) and ".item()" not in str(error):
+        if isinstance(error, QuireError):
             raise
+        if "data-dependent control flow" not in str(error) and ".item()" not in str(error):
+            reason = str(error).partition("\n")[0]
+            raise UnsupportedOpError(
+                f"{kind}_mod {mod_name(mod)!r} must be made of operations that quire can trace or "
+                f"torch.vmap can run, but neither can: {type(error).__name__}: {reason} Convert "
+                f"what it loads to a dense tensor of an ordinary dtype, or write it with other "
+                f"operations."
+            ) from error
         raise TracedBranchError(
             f"{kind}_mod {mod_name(mod)!r} asks for the value of a single element, as a Python "
             f"branch does. It runs once for all elements: write torch.where(condition, a, b)."

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from quire.block_mask.lists import EMPTY, FULL, as_block_size, as_count, ceil_div
 from quire.block_mask.mask_mods import MaskMod, sliced_mask_mod, try_trace
-from quire.errors import MaskFileError, MaskPickleError, ModError
+from quire.errors import MaskFileError, MaskPickleError, MissingFileError, ModError
 from quire.ir.portable import DTYPE_NAMES, dtype_name, portable, restore
 from quire.ir.trace import Traced, mod_name
 
@@ -56,17 +56,29 @@ def save(mask: BlockMask, path: str | os.PathLike[str]) -> None:
     text = json.dumps(header, allow_nan=False).encode()
     length = len(text).to_bytes(_LENGTH_BYTES, "little")
     body = b"".join([length, text, *map(_to_bytes, tensors)])
-    _replace(Path(path), NAME + VERSION + hashlib.sha256(body).digest() + body)
+    try:
+        _replace(Path(path), NAME + VERSION + hashlib.sha256(body).digest() + body)
+    except (OSError, TypeError, ValueError) as error:
+        missing = isinstance(error, FileNotFoundError)
+        raise (MissingFileError if missing else MaskFileError)(
+            f"expected a place that a file can be written to, got {str(path)!r}: {error}. Make "
+            f"the directory, or free space."
+        ) from error
 
 
 def load(kind: type[Mask], path: str | os.PathLike[str]) -> Mask:
     """The mask, of the class `kind`, that was written to a file."""
-    content = Path(path).read_bytes()
     try:
-        return _read(kind, content)
-    except (ValueError, RecursionError) as error:  # our own errors about masks are ValueErrors
+        return _read(kind, Path(path).read_bytes())
+    except FileNotFoundError as error:
+        raise MissingFileError(
+            f"expected a file that BlockMask.save has written, got {str(path)!r}, where there "
+            f"is none. Give the path that the mask was saved under."
+        ) from error
+    # Our own errors about masks are ValueErrors; a TypeError is about a path that is none.
+    except (OSError, TypeError, ValueError, RecursionError) as error:
         raise MaskFileError(
-            f"expected a file that BlockMask.save has written, got {os.fspath(path)!r}: {error}. "
+            f"expected a file that BlockMask.save has written, got {str(path)!r}: {error}. "
             f"Save the mask again."
         ) from error
 
@@ -92,7 +104,7 @@ def _replace(path: Path, content: bytes) -> None:
             os.fsync(file.fileno())
         os.replace(draft, path)
     except BaseException:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):
             draft.unlink()
         raise
 

@@ -209,6 +209,11 @@ class Function(Blocks):
         text = f"atomicrmw add ptr {pointer.text}, i64 {amount} {order}"
         return self.emit(text, I64, self.value(pointer, PTR))
 
+    def atomic_load(self, pointer: Value) -> Value:
+        """An i64 that threads share, as it is now."""
+        text = f"load atomic i64, ptr {pointer.text} monotonic, align 8"
+        return self.emit(text, I64, self.value(pointer, PTR))
+
     def field(self, layout: Layout, pointer: Value, name: str) -> Value:
         """Read one field of a record."""
         index = layout.index(name)

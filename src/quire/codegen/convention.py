@@ -102,8 +102,11 @@ CALL = {
     "members": I64,  # the most sequences that an item computes
     "partials": PTR,  # what each piece of a row leaves, by slot: `PARTIAL_STATES`, then out
     "arrivals": PTR,  # i64 for each slot, zero before the launch
-    "counters": PTR,  # 16 x i64, zero before the launch
+    "counters": PTR,  # 16 x i64, zero before the launch; from STOPPED on nothing more is computed
 }
+
+STOPPED = 2**62
+"""What somebody writes to the first counter who no longer wants the results."""
 
 PLAN = {
     # What a plan knows. Strides are in elements; paged keys and values have one for pages.

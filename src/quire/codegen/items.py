@@ -20,6 +20,7 @@ from quire.codegen.convention import (
     PARTIAL,
     PLAIN,
     SEQUENCE,
+    STOPPED,
     VERDICT,
     ForwardSpec,
 )
@@ -117,6 +118,10 @@ class Work:
         self.f, self.spec = f, spec
         self.arg = Arguments(f, layout, args)
 
+    def goes_on(self) -> Value:
+        """Whether the results are still wanted."""
+        return self.f.atomic_load(self.arg["counters"]) < STOPPED
+
     # --- items
 
     @contextmanager
@@ -190,7 +195,8 @@ class Work:
             place = share.slice + n * share.slices
             head = place.udiv(blocks)
             h = share.key_head * group + head
-            yield self._item(share.sequence, share.b, h, place - head * blocks)
+            with f.when(self.goes_on()):
+                yield self._item(share.sequence, share.b, h, place - head * blocks)
 
     def _locate(self, number: Value, count: Callable[[Value], Value]) -> tuple[Value, Value, Value]:
         """The sequence that something is part of, which has `count`: b, place in it, its record."""
@@ -308,7 +314,8 @@ class Work:
         with f.range(first, last, SPAN) as start:
             stop = f.minimum(start + SPAN, last)
             (span,) = f.choose(asked, lambda: about(start, stop), lambda: [arg["tile_kind"]])
-            with f.when(span.differs(EMPTY) | listed), f.range(start, stop) as t:
+            seen = (span.differs(EMPTY) | listed) & self.goes_on()
+            with f.when(seen), f.range(start, stop) as t:
                 end = f.minimum((t | (together - 1)) + 1, stop)
 
                 def listed_block() -> list[Value]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -13,10 +14,12 @@ from torch import Tensor
 
 from quire.aux_outputs import NO_AUX, AuxRequest
 from quire.block_mask.rows import BlockRows
+from quire.checks import check_held, is_vmapped
 from quire.eager.backward import Above, Gradients, Wanted, backward, folded
 from quire.eager.forward import Result, forward
 from quire.eager.tile import Operands
 from quire.eager.tiling import Sizes, block_rows
+from quire.errors import QuireError, TensorKindError
 from quire.problem import Problem
 
 Forward: TypeAlias = Callable[..., Result]
@@ -97,25 +100,64 @@ class TiledAttention(torch.autograd.Function):
             return grads
 
         tensors, learns = (query, key, value, *captures), ctx.needs_input_grad[6:]
-        grads = gradients(run, tensors, (*needs, *learns))
+        grads = gradients(run, tensors, (*needs, *learns), above)
         grad_sink = _sink_gradient(sink, lse, delta).to(sink.dtype) if wants_sink else None
         return None, None, *grads[:3], grad_sink, *grads[3:]
 
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        """There is none: say so in our words."""
+        raise TensorKindError(
+            "attention has gradients in reverse mode alone, but was called with a tangent, as by "
+            "torch.func.jvp, jacfwd or hessian. Use torch.func.vjp, jacrev(function, chunk_size=1) "
+            "or torch.autograd.functional.jvp, which goes backward twice."
+        )
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
+        """Nor is there this: a captured tensor is mapped, since operands were looked at before."""
+        raise TensorKindError(
+            "attention cannot look through torch.vmap, but a captured tensor is mapped by it. Put "
+            "the mapped dimension into the batch dimension, and index the captured tensor by b."
+        )
+
 
 def gradients(
-    run: Callable[[Operands, Wanted], Gradients], tensors: Sequence[Tensor], needs: Sequence[bool]
+    run: Callable[[Operands, Wanted], Gradients],
+    tensors: Sequence[Tensor],
+    needs: Sequence[bool],
+    above: Above,
 ) -> list[Tensor | None]:
     """The gradients of query, key, value and captures, as autograd wants them."""
     query, key, value, *captures = tensors
+    names = ("query", "key", "value", *("a captured tensor" for _ in captures))
+    for name, tensor in zip(names, tensors, strict=True):
+        check_held(name, tensor)  # it may have been given away since the forward pass
     wants_query, wants_key, wants_value, *learns = needs
     wanted = Wanted(wants_query, wants_key, wants_value, tuple(map(_alone, captures, learns)))
-    with _without_autocast(query):
+    with _without_autocast(query), _many_refused(above):
         grads = run(Operands(query, key, value), wanted)
     found = (grads.query, grads.key, grads.value, *grads.captures)
     return [
         None if grad is None else grad.to(tensor.dtype)
         for grad, tensor in zip(found, tensors, strict=True)
     ]
+
+
+@contextlib.contextmanager
+def _many_refused(above: Above) -> Iterator[None]:
+    """Many gradients of the output at once, which torch.vmap can carry through some mods alone."""
+    try:
+        yield
+    except RuntimeError as error:
+        given = [grad for grad in (above.grad_out, above.grad_lse) if grad is not None]
+        if isinstance(error, QuireError) or not any(map(is_vmapped, given)):
+            raise
+        raise TensorKindError(
+            "the backward pass takes one gradient of the output at a time, but was given many, by "
+            "torch.func.jacrev, is_grads_batched=True or vectorize=True. Use "
+            "torch.func.jacrev(function, chunk_size=1), or leave the other two out."
+        ) from error
 
 
 # Torch asks for the signature at every call, and finds it sooner where it is written down.

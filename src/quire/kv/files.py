@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.errors import SequenceFileError
+from quire.errors import MissingFileError, SequenceFileError
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The dtype whose bits are hashed, by size."""
@@ -66,19 +66,21 @@ def save(path: str | os.PathLike[str], header: Header, tensors: Mapping[str, Ten
     plain = {name: tensor.contiguous() for name, tensor in tensors.items()}
     text = json.dumps(asdict(header))
     metadata = {"quire": text, "sha256": _digest(text, plain)}
-    file = Path(path)
-    draft = file.with_name(f".{file.name}.{secrets.token_hex(8)}.tmp")
+    draft = None
     try:
+        file = Path(path)
+        draft = file.with_name(f".{file.name}.{secrets.token_hex(8)}.tmp")
         safetensors.torch.save_file(plain, draft, metadata)
         _sync(draft)
         os.replace(draft, file)
         _sync(file.parent)
     except BaseException as error:
-        with contextlib.suppress(OSError):
-            draft.unlink()
-        if isinstance(error, safetensors.SafetensorError):
+        if draft is not None:
+            with contextlib.suppress(OSError, ValueError):
+                draft.unlink()
+        if isinstance(error, safetensors.SafetensorError | OSError | ValueError | TypeError):
             raise SequenceFileError(
-                f"expected a place that a file can be written to, got {os.fspath(path)!r}: "
+                f"expected a place that a file can be written to, got {str(path)!r}: "
                 f"{error}. Make the directory, or free space."
             ) from error
         raise
@@ -99,12 +101,20 @@ def load(path: str | os.PathLike[str], wanted: Header) -> tuple[Header, dict[str
         _expect_tensors(header, tensors)
         true = _digest(metadata["quire"], tensors)
         _expect(metadata.get("sha256") == true, "its content is not what was written")
-    except (safetensors.SafetensorError, ValueError, TypeError, KeyError, RecursionError) as error:
+    except FileNotFoundError as error:
+        raise MissingFileError(
+            f"expected a file that PagedKVCache.save has written, got {str(path)!r}, where "
+            f"there is none. Give the path that the sequence was saved under, or compute it."
+        ) from error
+    except (safetensors.SafetensorError, OSError, *_MALFORMED) as error:
         raise SequenceFileError(
             f"expected a file that PagedKVCache.save has written, for a cache like this one, got "
-            f"{os.fspath(path)!r}: {error}. Save the sequence again, or compute it."
+            f"{str(path)!r}: {error}. Save the sequence again, or compute it."
         ) from error
     return header, tensors
+
+
+_MALFORMED = (ValueError, TypeError, KeyError, RecursionError)
 
 
 def _library() -> Any:

@@ -152,6 +152,7 @@ class Recorded(torch.autograd.Function):
                 ),
                 tensors,
                 needs,
+                above,
             ),
         )
 

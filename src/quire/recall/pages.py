@@ -138,6 +138,7 @@ def familiar(
         or tables is None
         or call.learns
         or query.shape[2] > MOST_ROWS
+        or table is None
         or table.dtype != torch.int32
         or table.dim() != 2
         or not table.is_contiguous()

@@ -21,7 +21,7 @@ from quire.config import config
 from quire.eager import working_dtype
 from quire.ir.trace import Mod, Traced, trace
 from quire.problem import Problem
-from quire.torch_private import is_transformed
+from quire.torch_private import is_transformed, is_wrapped
 
 Signature: TypeAlias = tuple[object, ...]
 
@@ -49,6 +49,7 @@ def layout(query: Tensor, key: Tensor, value: Tensor) -> Signature | None:
         or torch.is_autocast_enabled("cpu")
         or is_transformed()
         or config().check
+        or not all(tensor.untyped_storage().nbytes() for tensor in (query, key, value))
     ):
         return None
     return (
@@ -137,4 +138,11 @@ def signed(
 
 def is_ordinary(tensor: Tensor) -> bool:
     """Whether a tensor is no more than its memory."""
-    return type(tensor) in (Tensor, Parameter) and tensor.is_cpu and not tensor.is_neg()
+    return (
+        type(tensor) in (Tensor, Parameter)
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and not tensor.is_neg()
+        and not is_wrapped(tensor)
+        and tensor.untyped_storage().nbytes() > 0
+    )

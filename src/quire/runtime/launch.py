@@ -86,8 +86,11 @@ class Pool:
         """Run in `threads` threads, the caller being one."""
         executor = self._at_least(threads - 1)
         others = [executor.submit(run_inline, kernel, argument) for _ in range(threads - 1)]
-        run_inline(kernel, argument)
-        for done in wait(others).done:
+        try:
+            run_inline(kernel, argument)
+        finally:  # also of an interrupt: the argument is theirs until they are done
+            ended = wait(others).done
+        for done in ended:
             done.result()
 
     def _at_least(self, size: int) -> ThreadPoolExecutor:

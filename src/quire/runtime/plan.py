@@ -36,6 +36,7 @@ from quire.codegen.types import F32, F64
 from quire.ir.pyramid import Pyramid
 from quire.runtime import pyramids
 from quire.runtime.addressing import Addressing, Records, longest, strides
+from quire.runtime.interrupt import LONG_WORK, launch_stoppable
 from quire.runtime.kernels import Kernel, ModCode, ModRoots, kernel, mod_code, observer
 from quire.runtime.launch import launch, num_threads
 from quire.runtime.tile_lists import NO_LISTS, TileLists
@@ -163,7 +164,11 @@ class Plan(NamedTuple):
             parts = (CALL_PART.pack_in_order(*call), self.record, gradients, start, _ZEROS)
             content = b"".join((*parts, table, packed))
             ctypes.memmove(address - more, content, len(content))
-            launch(self.kernel.address, address - more, threads)
+            if work > LONG_WORK:
+                counter = ctypes.c_int64.from_buffer(block, _COUNTERS + more)
+                launch_stoppable(self.kernel.address, address - more, threads, counter)
+            else:
+                launch(self.kernel.address, address - more, threads)
         return block[_FLAG + more] != b"\0"
 
 

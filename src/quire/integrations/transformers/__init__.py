@@ -15,7 +15,15 @@ of several parts).
 
 from __future__ import annotations
 
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from quire.errors import MissingPackageError
+
+try:
+    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+except ImportError as missing:
+    raise MissingPackageError(
+        f"expected the package transformers, whose models attend with quire here, got: {missing}. "
+        f"Install it: pip install 'quire[models]'."
+    ) from missing
 
 from quire.integrations.transformers.attend import (
     ATTRIBUTE,
