@@ -1,4 +1,4 @@
-"""How the demo with a language model looks: at most 80 columns, and pictures in a folder."""
+"""How the tour of a language model looks: at most 80 columns, and pictures in a folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.text import Text
 
 from quire.colour import coloured
 from quire.demo.chat import QUESTIONS, SOURCE, Run, mask_mod, talk
-from quire.demo.talker import Talker, talker
+from quire.demo.talker import Asked, Talker, talker
 from quire.draw import draw
 from quire.draw.pages import draw_pages
 from quire.integrations import smollm2
@@ -26,26 +26,31 @@ PICTURED, BLOCK = 256, 4  # tokens of the mask's picture, and of a block in it
 SAMPLES = 4
 
 
-def run(console: Console, folder: Path, new: int, threads: int) -> None:
+def run(console: Console, folder: Path, new: int) -> None:
     """Show everything, with `new` tokens in each answer."""
-    torch.set_num_threads(threads)
     folder.mkdir(parents=True, exist_ok=True)
     with console.status("loading a language model"):
         speaker = talker()
         for ready in (True, False):  # compiles kernels, and touches the weights
             talk(speaker, QUESTIONS[:2], 2, lambda _: None, ours=ready)
-    _say(console, f"{speaker.name}, {threads} thread{'s' * (threads > 1)}, float32.")
-    if speaker.missing:
-        _say(
-            console,
-            f"It says nothing that makes sense: {', '.join(speaker.missing)} not installed. "
-            f"{smollm2.HOW_TO_INSTALL}",
-        )
+    introduce(console, speaker)
     ours = _chat(console, speaker, folder, new)
     _compare(console, speaker, ours, new)
     _fork(console, speaker, folder, new // 2)
     _mod(console, speaker, folder, new, ours.answers[-1])
-    _say(console, f"\nPictures: {folder}")
+    say(console, f"\nPictures: {folder}")
+
+
+def introduce(console: Console, speaker: Talker) -> None:
+    """Who speaks, and on what."""
+    threads = torch.get_num_threads()
+    say(console, f"{speaker.name}, {threads} thread{'s' * (threads > 1)}, float32.")
+    if speaker.missing:
+        say(
+            console,
+            f"It says nothing that makes sense: {', '.join(speaker.missing)} not installed. "
+            f"{smollm2.HOW_TO_INSTALL}",
+        )
 
 
 def _chat(console: Console, speaker: Talker, folder: Path, new: int) -> Run:
@@ -55,18 +60,18 @@ def _chat(console: Console, speaker: Talker, folder: Path, new: int) -> Run:
         f"{question[:44]}{'…' * (len(question) > 44)} ({length} tokens)"
         for question, length in zip(QUESTIONS, lengths, strict=True)
     ]
-    found = _stream(console, heads, speaker, QUESTIONS, new)
+    found = stream(console, heads, speaker, QUESTIONS, new)
     draw_pages(found.maps, path=folder / "pages.svg")
     _title(console, "Its pages, a letter for each sequence")
-    _say(console, str(found.maps[-1]))
+    say(console, str(found.maps[-1]))
     return found
 
 
-def _stream(
+def stream(
     console: Console,
     heads: Sequence[str],
     speaker: Talker,
-    questions: Sequence[str],
+    questions: Sequence[Asked],
     new: int,
     samples: int = 1,
 ) -> Run:
@@ -105,40 +110,41 @@ def _compare(console: Console, speaker: Talker, ours: Run, new: int) -> None:
     }
     for name, (their, our, form) in rows.items():
         table.add_row(name, form.format(their), form.format(our), f"{our / their:.2f} of it")
-    _say(console, table)
+    say(console, table)
     same = sum(a == b for a, b in zip(ours.answers, theirs.answers, strict=True))
-    _say(console, Text(f"\n{same} of {len(QUESTIONS)} answers are the same.", style="dim"))
+    say(console, Text(f"\n{same} of {len(QUESTIONS)} answers are the same.", style="dim"))
 
 
 def _fork(console: Console, speaker: Talker, folder: Path, new: int) -> None:
     _title(console, f"One question, {SAMPLES} answers that share its pages")
     heads = [f"answer {number + 1}" for number in range(SAMPLES)]
-    found = _stream(console, heads, speaker, QUESTIONS[-1:], new, SAMPLES)
+    found = stream(console, heads, speaker, QUESTIONS[-1:], new, SAMPLES)
     draw_pages(found.maps, path=folder / "samples.svg")
-    _say(console, "\n" + str(found.maps[-1]))
+    say(console, "\n" + str(found.maps[-1]))
 
 
 def _mod(console: Console, speaker: Talker, folder: Path, new: int, before: str) -> None:
     from quire.integrations.transformers import enable
 
     _title(console, "A mod of yours in every layer, by one line")
-    _say(console, coloured(SOURCE + "\nenable(model, mask=window_with_a_sink)", "python"))
+    say(console, coloured(SOURCE + "\nenable(model, mask=window_with_a_sink)", "python"))
     mask = mask_mod()
     draw(and_masks(causal, mask), PICTURED, block_size=BLOCK, path=folder / "mask.png")
     enable(speaker.model, mask=mask)
     try:
         heads = ["the long question again: 64 tokens back, and the first 4"]
-        found = _stream(console, heads, speaker, QUESTIONS[-1:], new)
+        found = stream(console, heads, speaker, QUESTIONS[-1:], new)
     finally:
         enable(speaker.model)
     verdict = "The same answer." if found.answers[0] == before else "Another answer than above."
-    _say(console, Text(f"\n{verdict}", style="dim"))
+    say(console, Text(f"\n{verdict}", style="dim"))
 
 
 def _title(console: Console, title: str) -> None:
     console.print(Text(f"\n{title}\n", style="bold"))
 
 
-def _say(console: Console, content: RenderableType) -> None:
+def say(console: Console, content: RenderableType) -> None:
+    """A paragraph."""
     wide = partial(Padding, pad=(0, 0, 0, 2), expand=False)
     console.print(wide(content), width=WIDTH + 2)
