@@ -20,7 +20,7 @@ help:  ## list these commands
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1\t/p' Makefile | expand -t 24
 
 demo: $(READY)  ## a language model on a cache in pages, beside PyTorch's; a few pictures
-	@$(VENV)/bin/quire chat
+	@$(VENV)/bin/quire tour
 
 test: $(READY)  ## all tests; ARGS="-k mask -x" goes to pytest
 	@$(RUN) -m pytest $(ARGS)

@@ -1,9 +1,10 @@
-"""`quire chat`, with a model that knows nothing: what it shows, counts and draws."""
+"""`quire tour` and `quire chat`, with a model that knows nothing: what they show and count."""
 
 from __future__ import annotations
 
 import io
 import re
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -15,8 +16,9 @@ from typer.testing import CliRunner
 pytest.importorskip("transformers")
 
 from quire import cli
-from quire.demo import chat, chat_screen
+from quire.demo import chat, tour_screen
 from quire.demo.talker import LETTERS, Spelling, Talker, talker
+from quire.errors import MissingPackageError
 from quire.integrations import smollm2
 from quire.kv.page_map import SHARED
 
@@ -60,7 +62,7 @@ def test_the_mod_that_is_shown_is_the_one_that_runs() -> None:
 
 def test_in_a_terminal(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=80, highlight=False)
-    chat_screen.run(console, tmp_path, new=8, threads=1)
+    tour_screen.run(console, tmp_path, new=8)
     text = COLOUR.sub("", console.file.getvalue())  # type: ignore[attr-defined]
     assert "no_such_package not installed" in " ".join(text.split())
     assert re.search(r"new tokens a second +[\d.]+ +[\d.]+ +[\d.]+ of it", text)
@@ -73,11 +75,39 @@ def test_in_a_terminal(tmp_path: Path) -> None:
 
 
 def test_the_command(tmp_path: Path) -> None:
-    options = ["chat", "--new", "8", "--threads", "1", "-o", str(tmp_path / "pictures")]
+    options = ["tour", "--new", "8", "--threads", "1", "-o", str(tmp_path / "pictures")]
     result = CliRunner().invoke(cli.app, options)
     assert result.exit_code == 0, result.output
     assert f"Pictures: {tmp_path / 'pictures'}" in "".join(result.output.splitlines())
     assert "\x1b" not in result.output
+
+
+def test_a_conversation() -> None:
+    lines = "How are you?\n\nAnd then?\n"
+    result = CliRunner().invoke(cli.app, ["chat", "--new", "8"], input=lines)
+    assert result.exit_code == 0, result.output
+    text = " ".join(result.output.split())
+    assert "no_such_package not installed" in text
+    read = [int(number) for number in re.findall(r"(\d+) tokens read in [\d.]+ s, then", text)]
+    assert read[0] == len("How are you?")
+    assert len(read) == 2 and read[1] > read[0] + len("And then?"), "it remembers what was said"
+    assert re.findall(r"(\d+) pages", text) == ["2", "3"]
+
+
+def test_threads_are_those_of_torch_unless_given() -> None:
+    torch.set_num_threads(1)
+    result = CliRunner().invoke(cli.app, ["chat"], input="")
+    assert "a small random model, 1 thread, float32." in result.output
+    result = CliRunner().invoke(cli.app, ["chat", "--threads", "2"], input="")
+    assert "a small random model, 2 threads, float32." in result.output
+
+
+def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    for command in ("chat", "tour"):
+        result = CliRunner().invoke(cli.app, [command])
+        assert isinstance(result.exception, MissingPackageError)
+        assert f"which {command} needs, got none. Install it: pip" in str(result.exception)
 
 
 def test_letters_are_tokens() -> None:

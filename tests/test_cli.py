@@ -116,6 +116,40 @@ def test_show_in_a_terminal_and_without_colours(mods: Path) -> None:
     assert COLOUR.sub("", bright) == COLOUR.sub("", plain)
 
 
+def test_show_of_a_mod_in_a_module() -> None:
+    assert "le %0, %1 : bool" in run("show", "quire.mods:causal", "--stage", "graph").stdout
+    for place, message in {
+        "no.such.module:near": "or a file that ends in .py, got 'no.such.module': No module named",
+        "quire.mods:near": "expected a function 'near' in quire.mods, but found none. Choose one",
+        "near": "expected FILE.py:NAME or MODULE:NAME, as in mods.py:near or quire.mods:causal, g",
+    }.items():
+        done = run("show", place)
+        assert done.returncode == 2
+        assert message in done.stderr
+    assert "causal" in run("show", "quire.mods:near").stderr
+
+
+def test_messages_name_options() -> None:
+    done = run("draw", "quire.mods:causal")
+    assert done.returncode == 2
+    assert done.stderr.endswith("got none. Give --q-len, and --kv-len if it differs.\n")
+
+
+@pytest.mark.parametrize("command", [("show", "quire.mods:causal"), ("doctor",), ("--help",)])
+def test_nobody_reads_on(command: tuple[str, ...]) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "quire.cli", *command],
+        env=plain_environ({}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait(timeout=110) in (0, 1)
+
+
 # draw and why
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -131,3 +132,10 @@ def test_the_environment_is_read_once_until_cleared(monkeypatch: pytest.MonkeyPa
 def test_it_cannot_be_changed() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         config().check = True  # type: ignore[misc]
+
+
+def test_the_readme_has_a_row_for_every_variable() -> None:
+    root = Path(__file__).parent.parent
+    read = re.findall(r'parsed\("(QUIRE_\w+)"', (root / "src/quire/config.py").read_text())
+    rows = re.findall(r"^\| `(QUIRE_\w+)` \|", (root / "README.md").read_text(), re.MULTILINE)
+    assert rows == sorted(read)

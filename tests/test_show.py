@@ -153,7 +153,8 @@ def test_without_source_the_graph_is_first() -> None:
 
 @pytest.mark.parametrize("place", ["program.py", ":near", "program.py:", ""])
 def test_not_a_place(place: str) -> None:
-    with pytest.raises(errors.ArgumentError, match=r"expected FILE\.py:NAME, .* got .*Name a file"):
+    message = r"expected FILE\.py:NAME or MODULE:NAME, .* got .*Name a score_mod"
+    with pytest.raises(errors.ArgumentError, match=message):
         show.load(place)
 
 

@@ -1,6 +1,7 @@
 """The command line.
 
-    quire chat      a language model on quire, with pictures of its pages, in a minute or two
+    quire chat      a conversation with a language model on quire
+    quire tour      what quire does for that model, with pictures of its pages, in a minute or two
     quire demo      a mod: drawn, checked and measured beside PyTorch, in under a minute
     quire doctor    what this machine has to offer
     quire show      what a mod of yours becomes
@@ -16,12 +17,15 @@ in what it was asked, told without a traceback.
 from __future__ import annotations
 
 import contextlib
-import os
+import importlib.util
+import re
 import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
+
+import torch
 
 try:
     import typer
@@ -38,11 +42,14 @@ from quire import __version__, demo, show
 from quire.colour import coloured
 from quire.doctor import report
 from quire.draw import draw
-from quire.errors import QuireError
+from quire.errors import MissingPackageError, QuireError
 from quire.runtime.cache import object_cache
 from quire.why import why
 
-Place = Annotated[str, typer.Argument(metavar="FILE.py:NAME", help="A mod in a file.")]
+Place = Annotated[
+    str,
+    typer.Argument(metavar="FILE.py:NAME|MODULE:NAME", help="A mod in a file, or in a module."),
+]
 Batch = Annotated[int, typer.Option("--b", min=0, help="The batch.")]
 Head = Annotated[int, typer.Option("--h", min=0, help="The head.")]
 
@@ -63,8 +70,17 @@ def main() -> None:
     try:
         app()
     except QuireError as error:
-        print(f"quire: {error}", file=sys.stderr)
+        print(f"quire: {_in_options(str(error))}", file=sys.stderr)
         sys.exit(2)
+
+
+def _in_options(message: str) -> str:
+    """A message about arguments of functions in words of the command line."""
+    for name in ("q_len", "kv_len", "block_size"):
+        option = f"--{name.replace('_', '-')}"
+        message = re.sub(rf"\b{name}=", f"{option} ", message)
+        message = re.sub(rf"\b{name}\b", option, message)
+    return message
 
 
 @app.callback(invoke_without_command=True)
@@ -87,22 +103,46 @@ def show_demo(
         raise typer.Exit(1)
 
 
+New = Annotated[int, typer.Option(min=8, help="Tokens of each answer, at most.")]
+Threads = Annotated[
+    int | None, typer.Option(min=1, help="Threads. Unset: torch's own number of them.")
+]
+
+
 @app.command()
-def chat(
-    new: Annotated[int, typer.Option(min=8, help="Tokens of each answer.")] = 48,
-    threads: Annotated[int, typer.Option(min=1, help="Threads.")] = os.cpu_count() or 1,
+def chat(new: New = 256, threads: Threads = None) -> None:
+    """A conversation with a language model on quire: type a line, and it answers."""
+    _prepare("chat", threads)
+    from quire.demo import chat_screen
+
+    chat_screen.run(Console(highlight=False), new)
+
+
+@app.command()
+def tour(
+    new: New = 48,
+    threads: Threads = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FOLDER", help="For pictures.")
     ] = None,
 ) -> None:
     """A language model on a cache in pages: a batch, its pages, samples that share, a mod."""
-    try:
-        from quire.demo import chat_screen
-    except ModuleNotFoundError as missing:
-        print(f"quire: chat needs transformers: {missing}. pip install 'quire[models]'")
-        raise typer.Exit(2) from None
+    _prepare("tour", threads)
+    from quire.demo import tour_screen
+
     folder = Path(tempfile.mkdtemp(prefix="quire-")) if output is None else output
-    chat_screen.run(Console(highlight=False), folder, new, threads)
+    tour_screen.run(Console(highlight=False), folder, new)
+
+
+def _prepare(command: str, threads: int | None) -> None:
+    """The model's package, and as many threads as were asked for."""
+    if importlib.util.find_spec("transformers") is None:
+        raise MissingPackageError(
+            f"expected the package transformers, which {command} needs, got none. Install it: "
+            f"pip install 'quire[models]'."
+        )
+    if threads is not None:
+        torch.set_num_threads(threads)
 
 
 @app.command()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import inspect
 import runpy
 import sys
@@ -19,7 +20,7 @@ import traceback
 from collections.abc import Collection, Iterator
 from operator import attrgetter
 from pathlib import Path
-from types import FunctionType, SimpleNamespace
+from types import FunctionType, ModuleType, SimpleNamespace
 
 from rich.console import Console
 from rich.text import Text
@@ -89,19 +90,23 @@ def source_of(mod: Mod) -> str | None:
 
 
 def load(place: str) -> Mod:
-    """What stands under a name in a file, as in "mods.py:near" or "mods.py:Masks.near"."""
+    """What stands under a name: "mods.py:near", "mods.py:Masks.near" or "quire.mods:causal"."""
     file, _, name = place.rpartition(":")
     if not (file and name):
         raise ArgumentError(
-            f"expected FILE.py:NAME, as in mods.py:near, got {place!r}. Name a file, and a "
-            f"score_mod or mask_mod that it defines."
+            f"expected FILE.py:NAME or MODULE:NAME, as in mods.py:near or quire.mods:causal, got "
+            f"{place!r}. Name a score_mod or mask_mod, and the file or module that has it."
         )
     path = Path(file).absolute()
-    content = _run_file(path)
+    is_module = not path.is_file() and all(part.isidentifier() for part in file.split("."))
+    content = _import_module(file) if is_module and not file.endswith(".py") else _run_file(path)
     try:
         mod: Mod = attrgetter(name)(content)
     except AttributeError:
-        own = ", ".join(key for key, value in vars(content).items() if _is_from(path, value))
+        names = getattr(content, "__all__", ()) or (
+            key for key, value in vars(content).items() if _is_from(path, value)
+        )
+        own = ", ".join(names)
         raise ArgumentError(
             f"expected a function {name!r} in {file}, but found none. "
             f"Choose one of its own: {own or 'there is none'}."
@@ -112,6 +117,17 @@ def load(place: str) -> Mod:
 def _is_from(path: Path, value: object) -> bool:
     value = value.function if isinstance(value, Bound) else value
     return isinstance(value, FunctionType) and value.__code__.co_filename == str(path)
+
+
+def _import_module(name: str) -> ModuleType:
+    sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ArgumentError(
+            f"expected a module that can be imported, or a file that ends in .py, got {name!r}: "
+            f"{error}. Check what stands before the colon."
+        ) from error
 
 
 def _run_file(path: Path) -> SimpleNamespace:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from quire.errors import UnsupportedOpError
 from quire.ir.graph import walk
+from quire.ir.symbol import FORMS
 from quire.ir.trace import trace
 
 Form = Callable[..., Any]
@@ -511,3 +514,16 @@ def test_narrow_floats_are_computed_in_float32(dtype: torch.dtype) -> None:
     assert narrow == {"load", "cast"}
     wide = {node.dtype for node in walk(traced.output) if node.op in ("mul", "add", "erf", "div")}
     assert wide == {torch.float32}
+
+
+def test_the_documented_table_of_what_can_be_written_is_this_one() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "masks.md").read_text()
+    section = page.split("## What a mod can be written with")[1].split("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("| ") and "`" in line]
+    named = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert len(named) == len(set(named))
+    homes = (torch, torch.Tensor, torch.special, F)
+    names = {"logsigmoid" if name == "log_sigmoid" else name for name in FORMS}
+    known = {name for name in names if any(hasattr(home, name) for home in homes)}
+    known.remove("rand")  # the other side's `&`, and no random number
+    assert set(named) == known

@@ -1,4 +1,4 @@
-"""What the demo does with a language model: answers to a batch, samples that share, a mod."""
+"""What the tour asks a language model: a batch, samples that share, a mod; and how it answers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import quire
-from quire.demo.talker import Talker
+from quire.demo.talker import Asked, Talker
 from quire.kv import PageMap
 
 QUESTIONS = (
@@ -78,7 +78,13 @@ class Watcher:
 
 
 def talk(
-    talker: Talker, questions: Sequence[str], new: int, show: Show, *, ours: bool, samples: int = 1
+    talker: Talker,
+    questions: Sequence[Asked],
+    new: int,
+    show: Show,
+    *,
+    ours: bool,
+    samples: int = 1,
 ) -> Run:
     """Answers to questions in one batch: on pages with quire, or padded with PyTorch's."""
     from transformers import DynamicCache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -11,6 +11,10 @@ from torch import Tensor
 from quire.integrations import smollm2
 
 LETTERS = " abcdefghijklmnopqrstuvwxyz.,"
+
+
+Asked: TypeAlias = str | Sequence[dict[str, str]]
+"""A question, or a conversation whose last turn is one."""
 
 
 class Talker(NamedTuple):
@@ -21,9 +25,12 @@ class Talker(NamedTuple):
     name: str
     missing: tuple[str, ...] = ()
 
-    def batch(self, questions: Sequence[str]) -> dict[str, Tensor]:
+    def batch(self, questions: Sequence[Asked]) -> dict[str, Tensor]:
         """Questions to the assistant, padded on the left."""
-        asked = [[{"role": "user", "content": question}] for question in questions]
+        asked = [
+            [{"role": "user", "content": question}] if isinstance(question, str) else question
+            for question in questions
+        ]
         found = self.tokenizer.apply_chat_template(
             asked, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
         )
