@@ -82,7 +82,7 @@ def share(run: Callable[[], object], work: float, per_lane: float = 1.0) -> floa
 def figures(target: Target, dtype: torch.dtype, d: int) -> list[float]:
     """keys, values, forward and both."""
     half = 1.0 if dtype == torch.float32 else 0.5
-    memory = torch.randn(1 << 16, dtype=dtype)
+    memory = torch.randn(1 << 18, dtype=dtype)  # more than all regions of a product take
     result = []
     for phase in ("keys", "values"):
         code, work = product(target, dtype, phase, d)
