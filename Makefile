@@ -25,7 +25,7 @@ demo: $(READY)  ## a language model on a cache in pages, beside PyTorch's; a few
 test: $(READY)  ## all tests; ARGS="-k mask -x" goes to pytest
 	@$(RUN) -m pytest $(ARGS)
 
-test-aarch64:  ## tests of kernels on an emulated aarch64, in half an hour; ARGS as above
+test-aarch64:  ## tests of kernels on an emulated aarch64, which takes long; ARGS as above
 	@.ci/aarch64 $(ARGS)
 
 check: $(READY)  ## formatting, lint and strict types
