@@ -18,7 +18,7 @@ from guards import WatchedScratch
 from hypothesis import HealthCheck, register_random, settings
 
 from quire.config import config
-from quire.runtime import plan
+from quire.runtime import launcher
 
 CI_SEED = 20_260_101
 NUM_THREADS = 2  # enough to meet races, few enough for a laptop to stay quiet
@@ -116,4 +116,4 @@ def _same_start() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _watched_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that writes past its working memory fails the test that ran it."""
-    monkeypatch.setattr(plan, "Scratch", WatchedScratch)
+    monkeypatch.setattr(launcher, "Scratch", WatchedScratch)

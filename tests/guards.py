@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from quire.runtime import plan
+from quire.runtime import launcher
 
 Edge = Literal["start", "end"]
 EDGES: tuple[Edge, ...] = ("end", "start")
@@ -141,8 +141,8 @@ def everything_guarded(edge: Edge) -> Iterator[None]:
         return (ctypes.c_char * region.size).from_buffer(region, region.offset)
 
     with pytest.MonkeyPatch.context() as patch, _GuardedTensors(edge):
-        patch.setattr(plan.ctypes, "create_string_buffer", record)
-        patch.setattr(plan, "Scratch", PagedScratch)
+        patch.setattr(launcher.ctypes, "create_string_buffer", record)
+        patch.setattr(launcher, "Scratch", PagedScratch)
         yield
     assert_nothing_overwritten()
 
@@ -153,7 +153,7 @@ _free: deque[Tensor] = deque(maxlen=8)
 
 
 class WatchedScratch:
-    """`plan.Scratch` with canaries around the part of every thread, and around the others."""
+    """`launcher.Scratch` with canaries around the part of every thread, and around the others."""
 
     _behind = GAP  # bytes after the last part
 

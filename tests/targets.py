@@ -14,7 +14,7 @@ import pytest
 
 from quire.codegen.target import WIDTHS, Target
 from quire.config import config
-from quire.recall import dense, pages
+from quire.plans import cache
 
 NATIVE = "native"
 
@@ -40,5 +40,4 @@ def use(name: str) -> Iterator[None]:
 
 def _forget() -> None:
     config.cache_clear()
-    dense._known.clear()
-    pages._known.clear()
+    cache.known.clear()

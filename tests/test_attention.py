@@ -16,9 +16,8 @@ from torch.nn.attention import flex_attention as torch_flex
 
 import quire
 from quire import AuxOutput, AuxRequest, Dense, EagerModWarning, create_block_mask, reference
-from quire.attention import _warned, prepare
 from quire.ir.trace import Traced
-from quire.memory import Queries
+from quire.request import Request, _warned, checked_call
 from quire.vectorise import Opaque
 
 attention: Callable[..., Any] = functools.partial(quire.attention, backend="eager")
@@ -195,9 +194,7 @@ def test_keys_and_values_may_be_narrower_than_queries(dtype: torch.dtype) -> Non
 def prepared(**options: Any) -> Any:
     """The problem that backends are given."""
     query, key, value = tensors()
-    defaults: dict[str, Any] = dict.fromkeys(("score_mod", "scale", "sink"))
-    defaults |= {"masks": (), "dropout_p": 0.0, "queries": Queries()}
-    return prepare(query, Dense(key, value), **(defaults | options)).problem
+    return checked_call(Request(query, Dense(key, value), **options)).problem
 
 
 def test_a_mod_is_traced() -> None:

@@ -27,8 +27,7 @@ from quire.codegen.types import F32, F64
 from quire.config import Backend, config
 from quire.errors import KernelMismatchError, OptionError
 from quire.reference import Reference
-from quire.runtime import kernels
-from quire.runtime import plan as runtime_plan
+from quire.runtime import kernels, launcher
 
 BOTH = AuxRequest(argmax=True, entropy=True)
 ALL = AuxRequest(lse=True, max_scores=True, argmax=True, entropy=True)
@@ -212,7 +211,7 @@ def test_dropout_changes_neither(q_len: int, backend: Backend) -> None:
 def test_threads_and_block_sizes_do_not_matter(
     q_len: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runtime_plan, "SMALL_WORK", 0)
+    monkeypatch.setattr(launcher, "SMALL_WORK", 0)
     tensors = operands(q_len, 300, group=2, dtype=dtype)
     mask = mods.and_masks(
         lambda b, h, q_idx, kv_idx: q_idx + 60 >= kv_idx, mods.document(lengths=[70, 130, 100])
@@ -311,9 +310,7 @@ def test_it_compiles_for_every_processor(form: Form, processor: str, element: An
 def test_nothing_is_compiled_for_those_who_do_not_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     observer = kernels.observer
-    monkeypatch.setattr(
-        runtime_plan, "observer", lambda *args: asked.append(args) or observer(*args)
-    )
+    monkeypatch.setattr(launcher, "observer", lambda *args: asked.append(args) or observer(*args))
     query, key, value = operands(3, 20)
     memory = Dense(key, value)
     attention(query, memory, backend="jit")

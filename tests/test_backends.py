@@ -12,22 +12,22 @@ import torch
 
 import quire
 from quire import backends, config
-from quire.attention import prepare
-from quire.backends import BACKENDS, choose, explain_call
+from quire.backends import OBSTACLES, choose, explain_call
 from quire.errors import ArgumentError, BackendError
-from quire.memory import Dense, Queries
-from quire.problem import Call, Problem
+from quire.memory import Dense
+from quire.memory.placed import One, Placed
+from quire.request import Call, Problem, Request, checked_call
 
 
 @pytest.fixture(autouse=True)
 def _two_backends() -> Iterator[None]:
     """The compiled one has tests of its own; the words below are about these two."""
-    every = dict(BACKENDS)  # restored whole, since its order is what `auto` goes by
+    every = dict(OBSTACLES)  # restored whole, since its order is what `auto` goes by
     for name in every.keys() - {"eager", "inductor"}:
-        del BACKENDS[name]
+        del OBSTACLES[name]
     yield
-    BACKENDS.clear()
-    BACKENDS.update(every)
+    OBSTACLES.clear()
+    OBSTACLES.update(every)
 
 
 def qkv() -> list[torch.Tensor]:
@@ -36,52 +36,51 @@ def qkv() -> list[torch.Tensor]:
 
 def cpu_call(**options: Any) -> Call:
     query, key, value = qkv()
-    defaults: dict[str, Any] = dict.fromkeys(("score_mod", "scale", "sink"))
-    defaults |= {"masks": (), "dropout_p": 0.0, "queries": Queries()}
-    return prepare(query, Dense(key, value), **(defaults | options))
+    return checked_call(Request(query, Dense(key, value), **options))
 
 
-def call_on(device: str, *, requires_grad: bool = False) -> Call:
+def call_on(device: str, **options: Any) -> Call:
     """A call below all checks, on tensors that do not exist: only attributes are looked at."""
     tensor: Any = SimpleNamespace(
         device=torch.device(device),
         dtype=torch.float16,
         shape=torch.Size((1, 2, 8, 4)),
-        requires_grad=requires_grad,
+        requires_grad=False,
     )
-    return Call(Problem(scale=1.0), tensor, tensor, tensor)
+    request = Request(tensor, Dense(tensor, tensor), **options)
+    return Call(request, Placed(tensor, tensor, tensor, One(8, 0, 0, 8)), Problem(scale=1.0))
 
 
 # The choice
 
 
 def test_the_first_that_can() -> None:
-    assert choose("auto", cpu_call()) is BACKENDS["eager"]
+    assert choose(cpu_call()) == "eager"
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:1", "xpu", "mps"])
 def test_other_devices_go_to_pytorch(device: str) -> None:
-    assert choose("auto", call_on(device)) is BACKENDS["inductor"]
+    assert choose(call_on(device)) == "inductor"
 
 
 def test_by_name() -> None:
-    assert choose("inductor", cpu_call()) is BACKENDS["inductor"]
+    assert choose(cpu_call(backend="inductor")) == "inductor"
 
 
 def test_by_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_BACKEND", "inductor")
     config.config.cache_clear()
-    assert choose("auto", cpu_call()) is BACKENDS["inductor"]
-    assert choose("eager", cpu_call()) is BACKENDS["eager"]
+    assert choose(cpu_call()) == "inductor"
+    assert choose(cpu_call(backend="eager")) == "eager"
 
 
 def test_every_backend_has_a_name_that_can_be_asked_for() -> None:
-    assert BACKENDS.keys() < set(config.BACKENDS)
+    assert OBSTACLES.keys() < set(config.BACKENDS)
 
 
 def test_no_backend_for_a_device_that_holds_no_data() -> None:
     with pytest.raises(BackendError) as caught:
-        choose("auto", call_on("meta"))
+        choose(call_on("meta"))
     assert str(caught.value) == (
         "backend='auto' cannot run this call:\n"
         "  eager: the tensors are on meta, and quire's own paths run on the CPU.\n"
@@ -92,9 +91,9 @@ def test_no_backend_for_a_device_that_holds_no_data() -> None:
 
 def test_the_backend_that_was_asked_for_cannot() -> None:
     with pytest.raises(BackendError, match=r"backend='inductor' cannot run .*\n.*has no dropout"):
-        choose("inductor", cpu_call(dropout_p=0.5))
+        choose(cpu_call(dropout_p=0.5, backend="inductor"))
     with pytest.raises(NotImplementedError):  # as PyTorch raises
-        choose("eager", call_on("cuda"))
+        choose(call_on("cuda", backend="eager"))
 
 
 def test_a_name_that_is_none() -> None:
@@ -187,5 +186,4 @@ def test_asking_draws_no_random_number() -> None:
 
 def test_explain_and_choose_agree() -> None:
     for call in (cpu_call(), cpu_call(dropout_p=0.5), call_on("cuda"), call_on("mps")):
-        name = next(n for n, backend in BACKENDS.items() if backend is choose("auto", call))
-        assert f"uses {name}." in backends.explain_call(call)
+        assert f"uses {choose(call)}." in backends.explain_call(call)

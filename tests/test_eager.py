@@ -21,7 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 import quire
 from quire import AuxRequest, create_block_mask, reference
-from quire.eager import tile, tiling
+from quire.backends.eager import tile, tiling
+from quire.memory.placed import One, Placed
+from quire.request import Problem
 
 inf, nan = math.inf, math.nan
 
@@ -534,7 +536,10 @@ def test_tiles_cover_every_element_once(
     monkeypatch.setattr(tiling, "TILE_ELEMENTS", elements)
     seen = torch.zeros(sizes.batch, sizes.q_heads, sizes.q_len, sizes.kv_len, dtype=torch.int32)
     rows = torch.zeros(seen.shape[:3], dtype=torch.int32)
-    for stripe in tiling.stripes(quire.problem.Problem(scale=1.0), sizes):
+    batch, q_heads, kv_heads, q_len, kv_len = sizes
+    query, key = torch.empty(batch, q_heads, q_len, 1), torch.empty(batch, kv_heads, kv_len, 1)
+    placed = Placed(query, key, key, One(q_len, 0, 0, kv_len))
+    for stripe in tiling.stripes(Problem(scale=1.0), placed):
         rows[stripe.rows] += 1
         heads, group = stripe.heads, sizes.group
         assert (stripe.kv_heads.stop - stripe.kv_heads.start) * group >= heads.stop - heads.start

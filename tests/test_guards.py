@@ -20,7 +20,7 @@ from guards import (
     guarded,
 )
 
-from quire.runtime import plan
+from quire.runtime import launcher
 
 
 def write_byte(address: int) -> None:
@@ -45,7 +45,7 @@ def test_a_byte_beside_scratch_is_found(
 
 
 def test_every_test_has_watched_scratch() -> None:
-    assert plan.Scratch is WatchedScratch
+    assert launcher.Scratch is WatchedScratch
 
 
 @pytest.mark.parametrize(("edge", "offset"), [("end", -1), ("start", 12)])

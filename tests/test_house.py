@@ -30,28 +30,25 @@ LAYERS = """
     __init__
     doctor draw measure stages why
     patch
-    gradients merge plan torch_api varlen
+    gradients merge torch_api varlen
     nested
     paged
     kv
     attention
+    plans
     mods
-    recall
     backends
-    inductor compiled
-    one_by_one recheck
     runtime
-    eager
-    problem
+    autograd
+    request
     block_mask
     aux_outputs memory
-    page_table
-    sequences
+    results
     dropout vectorise
     checks kernel_options
     codegen
     ir
-    arguments config dynamo
+    arguments bounded config dynamo
     torch_private
     errors locks warn
 """
@@ -107,6 +104,15 @@ def test_imports_only_go_down(module: str) -> None:
     assert not upward, f"{module} imports {upward}, which stand beside or above it"
 
 
+def test_a_backend_imports_nothing_of_another() -> None:
+    leaves = ("quire.backends.jit", "quire.backends.eager", "quire.backends.inductor")
+    for module, path in SOURCES.items():
+        mine = next((leaf for leaf in leaves if module.startswith(leaf)), None)
+        others = tuple(leaf for leaf in leaves if leaf != mine)
+        found = [each for each in imported_modules(path) if each.startswith(others)]
+        assert mine is None or not found, f"{module} imports {found}"
+
+
 def test_no_module_imports_itself_through_others() -> None:
     graph = {
         module: imported_modules(path, at_run_time=True) - {module}
@@ -118,9 +124,9 @@ def test_no_module_imports_itself_through_others() -> None:
 def test_the_reference_stands_on_nothing_it_judges() -> None:
     judged = {
         "attention",
-        "one_by_one",
+        "plans",
         "torch_api",
-        "eager",
+        "backends",
         "runtime",
         "codegen",
         "nested",

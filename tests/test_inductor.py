@@ -16,12 +16,14 @@ from compare import assert_as_good_as
 from torch import Tensor
 
 import quire
-from quire import inductor, reference
-from quire.attention import prepare
+from quire import reference
+from quire.backends import inductor
+from quire.backends.inductor import folded, obstacle, with_sink
 from quire.errors import BackendError
-from quire.inductor import folded, obstacle, with_sink
 from quire.memory import Dense, Queries
-from quire.problem import Call, Problem
+from quire.memory.placed import One, Placed
+from quire.plans.call_plan import CallPlan
+from quire.request import Call, Problem, Request, checked_call
 
 
 def qkv(**kind: Any) -> list[Tensor]:
@@ -29,9 +31,7 @@ def qkv(**kind: Any) -> list[Tensor]:
 
 
 def call(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Call:
-    defaults: dict[str, Any] = dict.fromkeys(("score_mod", "scale", "sink"))
-    defaults |= {"masks": (), "dropout_p": 0.0, "queries": Queries()}
-    return prepare(query, Dense(key, value), **(defaults | options))
+    return checked_call(Request(query, Dense(key, value), **options))
 
 
 # What it cannot do
@@ -107,10 +107,14 @@ def test_other_devices(device: str, can_learn: bool) -> None:
         shape=torch.Size((1, 2, 8, 4)),
         requires_grad=True,
     )
+    placed = Placed(tensor, tensor, tensor, One(8, 0, 0, 8))
+
+    def there(**options: Any) -> Call:
+        return Call(Request(tensor, Dense(tensor, tensor), **options), placed, Problem(1.0))
+
     for options in ({}, {"aux": quire.AuxRequest(lse=True)}, {"sink": tensor}):
-        reason = obstacle(Call(Problem(1.0), tensor, tensor, tensor, **options))  # type: ignore[arg-type]
-        assert (reason is None) == can_learn
-    reason = obstacle(Call(Problem(1.0), tensor, tensor, tensor, aux=quire.AuxRequest(argmax=True)))
+        assert (obstacle(there(**options)) is None) == can_learn  # type: ignore[arg-type]
+    reason = obstacle(there(aux=quire.AuxRequest(argmax=True)))
     assert reason == "PyTorch's flex_attention does not return argmax"
 
 
@@ -195,17 +199,16 @@ def test_the_same_numbers() -> None:
     blocks = quire.create_block_mask(lambda b, h, q, k: k > 5, None, None, 40, 50, BLOCK_SIZE=16)
 
     def run(backend: Any, dtype: torch.dtype) -> Tensor:
-        operands = prepare(
+        request = Request(
             query.to(dtype),
             Dense(key.to(dtype), value.to(dtype), start=3),
+            Queries(start=7),
             score_mod=slope,
             masks=(hidden, blocks),
             scale=0.3,
-            dropout_p=0.0,
-            sink=None,
-            queries=Queries(start=7),
         )
-        return quire.backends.choose(backend, operands).run(operands).out
+        checked = checked_call(request)
+        return CallPlan(checked, backend).run(checked).out
 
     with torch.no_grad():
         actual = run("inductor", torch.float32)
@@ -240,9 +243,7 @@ def test_a_mod_that_pytorch_cannot_compile() -> None:
         return score if bool(score > 0) else score * 2
 
     operands = call(*qkv())
-    operands = Call(
-        *(operands.problem, operands.query, operands.key, operands.value, None, branching)
-    )
+    operands = operands._replace(request=operands.request._replace(score_mod=branching))
     with pytest.raises(BackendError) as caught:
         inductor.attention(operands)
     message = str(caught.value)

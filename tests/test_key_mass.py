@@ -13,8 +13,8 @@ from torch import Tensor
 
 import quire
 from quire import AuxRequest, Dense, attention, create_block_mask, mods, reference
+from quire.backends.eager import tiling
 from quire.config import Backend, config
-from quire.eager import tiling
 
 BACKENDS: list[Backend] = ["eager", "jit"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

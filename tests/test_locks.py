@@ -17,10 +17,10 @@ SCRIPT = textwrap.dedent("""
     from quire.codegen.target import Target
     from quire.codegen.types import I64
     from quire.ir.graph import const
-    from quire.runtime.known import Known
+    from quire.bounded import BoundedDict
     import torch
 
-    known = Known(4)
+    known = BoundedDict(4)
 
     def compile_one(number: int, lines: int) -> None:
         module = Module()

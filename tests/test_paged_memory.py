@@ -35,9 +35,9 @@ from quire.errors import (
     ShapeError,
 )
 from quire.memory import Queries
-from quire.runtime.addressing import Addressing
-from quire.runtime.common import common_pieces
-from quire.sequences import Sequences
+from quire.memory.sequences import Sequences
+from quire.runtime.records import records_of
+from quire.runtime.shared_prefix import shared_pieces
 
 EVERYTHING = AuxRequest(*[True] * len(AuxRequest._fields))
 BACKENDS: tuple[Backend, ...] = ("jit", "eager")
@@ -430,10 +430,8 @@ def test_sequences_that_have_nothing_of_their_own(length: int) -> None:
     for b in range(5):
         alone = attention(query[b : b + 1], Paged(keys, values, row[None], [length]), mask=causal)
         assert torch.equal(out[b : b + 1], alone)
-    sequences = Paged(keys, values, row.expand(5, -1), [length] * 5).place(query, Queries()).packed
-    assert sequences is not None and sequences.page_table is not None
-    memory = Addressing(query, keys, values, sequences[0], page_table=sequences[1])
-    records = memory.records(memory.sequences, heads=2, block_q=1, form="row")
+    placed = Paged(keys, values, row.expand(5, -1), [length] * 5).place(query, Queries())
+    records = records_of(placed, placed.rows, "row", heads=2, block_q=1)
     assert records.members == 5 and records.slots == 5 * 2 * (length // 1024)
 
 
@@ -442,7 +440,7 @@ def test_who_begins_with_the_same_pages() -> None:
     ends = torch.tensor([2500, 2048, 3000, 1500, 1023]).numpy()
     zeros = ends * 0
     sequences = Sequences(zeros + range(5), zeros + 1, ends - 1, zeros, ends, zeros, zeros)
-    order, shared, members = common_pieces(sequences, table, 1024, zeros + range(5))
+    order, shared, members = shared_pieces(sequences, table, 1024, zeros + range(5))
     assert order.tolist() == [0, 1, 3, 4, 2]
     assert shared is not None and shared.tolist() == [1, 1, 1, 0, 0]
     assert members is not None and members.tolist() == [3, 0, 0, 1, 1]

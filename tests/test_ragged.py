@@ -17,7 +17,6 @@ from torch import Tensor
 
 import quire
 from quire import AuxRequest, Dense, Ragged, attention, create_block_mask, reference
-from quire.attention import prepare
 from quire.backends import explain_call
 from quire.config import Backend
 from quire.dropout import Dropout
@@ -33,7 +32,7 @@ from quire.errors import (
     ShapeError,
     TensorKindError,
 )
-from quire.memory import Queries
+from quire.request import Request, checked_call
 
 EVERYTHING = AuxRequest(*[True] * len(AuxRequest._fields))
 BACKENDS: tuple[Backend, ...] = ("jit", "eager")
@@ -596,9 +595,7 @@ def test_a_plan_takes_no_ragged_memory() -> None:
 
 
 def test_pytorch_cannot_run_it() -> None:
-    call = prepare(
-        *(ROWS, Ragged(ROWS, ROWS, [0, 5, 12]), None, (), None, 0.0, None, Queries()),
-    )
+    call = checked_call(Request(ROWS, Ragged(ROWS, ROWS, [0, 5, 12])))
     reason = "PyTorch's flex_attention takes no sequences that are packed into one tensor"
     assert f"inductor not used because {reason}." in explain_call(call)
     with pytest.raises(BackendError, match=reason):

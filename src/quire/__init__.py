@@ -8,7 +8,7 @@ _collecting = gc.isenabled()
 gc.disable()
 try:
     from quire import mods
-    from quire.attention import EagerModWarning, attention
+    from quire.attention import attention
     from quire.aux_outputs import AuxOutput, AuxRequest
     from quire.block_mask import BlockMask, create_block_mask, create_mask
     from quire.draw import draw
@@ -23,7 +23,8 @@ try:
     from quire.nested import jagged_scaled_dot_product_attention
     from quire.paged import PagedAttention
     from quire.patch import patch_torch, unpatch_torch
-    from quire.plan import Plan, plan
+    from quire.plans import Plan, plan
+    from quire.request import EagerModWarning
     from quire.stages import kernel
     from quire.torch_api import explain, flex_attention
     from quire.varlen import varlen_attention, varlen_attn

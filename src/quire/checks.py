@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import numbers
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from quire.errors import (
     ArgumentError,
@@ -22,6 +24,7 @@ from quire.torch_private import (
     is_batched,
     is_legacy_batched,
     is_wrapped,
+    is_zero_tensor,
     unwrapped,
 )
 
@@ -169,6 +172,19 @@ def check_held(name: str, tensor: Tensor) -> None:
             f"storage was resized to {held}. Gather it, or resize the storage back, before the "
             f"call."
         )
+
+
+def is_ordinary(tensor: object) -> TypeGuard[Tensor]:
+    """Whether this is a tensor on the CPU that is no more than its memory."""
+    return (
+        (type(tensor) is Tensor or type(tensor) is Parameter)
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and not tensor.is_neg()
+        and not is_wrapped(tensor)
+        and not is_zero_tensor(tensor)
+        and tensor.untyped_storage().nbytes() > 0
+    )
 
 
 def is_vmapped(tensor: Tensor) -> bool:

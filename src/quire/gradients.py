@@ -24,14 +24,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire import compiled
-from quire.attention import Mask, prepare
+from quire.backends import jit
 from quire.dynamo import never_traced
-from quire.eager import Above, Operands, Wanted, working_dtype
-from quire.eager.tiling import Sizes, block_rows
 from quire.errors import DtypeError, ShapeError
 from quire.ir.trace import Mod
 from quire.memory import Integers, Memory, Queries
+from quire.plans.call_plan import CallPlan
+from quire.request import Mask, Request, checked_call
+from quire.results import Above, Wanted
 
 
 class AttentionGradients(NamedTuple):
@@ -67,18 +67,25 @@ def attention_gradients(
     `out` and `lse` are results of `attention`, perhaps merged, and `grad_out` and `grad_lse` their
     gradients. The other parameters are those of `attention`. A sink is part of `lse`.
     """
-    masks = () if mask is None else (mask,)
-    queries = Queries(q_start, q_offsets, q_lengths)
-    call = prepare(query, memory, score_mod, masks, scale, 0.0, None, queries)
-    for name, tensor in (("key", call.key), ("value", call.value)):
+    call = checked_call(
+        Request(
+            query,
+            memory,
+            Queries(q_start, q_offsets, q_lengths),
+            score_mod=score_mod,
+            masks=() if mask is None else (mask,),
+            scale=scale,
+        )
+    )
+    operands, captures = call.placed.operands, call.problem.captures
+    for name, tensor in zip(("key", "value"), operands[1:], strict=True):
         if not tensor.is_floating_point():
             raise DtypeError(
                 f"{name} must hold numbers that have a gradient, but is {tensor.dtype}. Give float "
                 f"pages, or let autograd find the gradient of the query."
             )
-    problem, captures = call.problem, call.problem.captures
-    shape = (*call.query.shape[:3], call.value.shape[3])
-    dtype = working_dtype(call.query.dtype)
+    shape = (*operands[0].shape[:3], operands[2].shape[3])
+    dtype = call.placed.dtype
 
     def placed(name: str, given: Tensor, shape: tuple[int, ...]) -> Tensor:
         rows = memory.as_placed(query, given.detach())
@@ -96,23 +103,14 @@ def attention_gradients(
         placed("grad_out", grad_out, shape),
         None if grad_lse is None else placed("grad_lse", grad_lse, shape[:3]),
     )
-    operands, blocks = Operands(call.query, call.key, call.value), None
-    if problem.block_mask is not None:
-        blocks = block_rows(problem, Sizes.of(call.query, call.key))
-    run = compiled.run_backward if compiled.obstacle(call) is None else compiled.run_eagerly
-    wanted = Wanted(True, True, True, captures)
+    plan = CallPlan(call, "eager" if jit.obstacle(call) else "jit")
     with torch.no_grad():
-        found = run(call.packed, problem, operands, blocks, wanted, above)
-
-    def as_given(tensor: Tensor, grad: Tensor | None) -> Tensor:
-        assert grad is not None, "all three are wanted"
-        return memory.keys_as_given(grad.to(tensor.dtype))
-
-    assert found.query is not None, "all three are wanted"
+        found = plan.backward(call.placed, Wanted(True, True, True, captures), above)
+    assert found.query is not None and found.key is not None and found.value is not None
     pairs = zip(captures, found.captures, strict=True)
     return AttentionGradients(
-        memory.as_given(query, found.query.to(call.query.dtype)),
-        as_given(call.key, found.key),
-        as_given(call.value, found.value),
+        memory.as_given(query, found.query.to(operands[0].dtype)),
+        memory.keys_as_given(found.key.to(operands[1].dtype)),
+        memory.keys_as_given(found.value.to(operands[2].dtype)),
         tuple((x, grad.to(x.dtype)) for x, grad in pairs if grad is not None),
     )

@@ -25,14 +25,14 @@ from quire.codegen.arguments import ModArguments
 from quire.codegen.target import Target
 from quire.codegen.tiles import Tile
 from quire.codegen.types import F32, F64
-from quire.eager import working_dtype
 from quire.errors import ArgumentError
 from quire.ir.graph import text
 from quire.ir.trace import Mod, trace
-from quire.problem import Problem
-from quire.runtime.kernels import ModRoots, write_mods
+from quire.request import Problem
+from quire.results import working_dtype
+from quire.runtime.kernels import ModGraphs, write_mods
+from quire.runtime.mod_graphs import mod_graphs
 from quire.runtime.pyramids import capture_shapes
-from quire.runtime.roots import mod_roots
 
 NAMES = ("graph", "llvm", "asm")
 
@@ -41,7 +41,7 @@ NAMES = ("graph", "llvm", "asm")
 class Kernel:
     """The code of some mods, stage by stage."""
 
-    roots: ModRoots
+    graphs: ModGraphs
     arguments: ModArguments
     tile: Tile
 
@@ -53,9 +53,9 @@ class Kernel:
     @cached_property
     def graph(self) -> str:
         """The ops of each mod, and of what a mask can and must be in a tile."""
-        titles = {"score": self.roots.score, "mask": self.roots.always}
-        if self.roots.bounds is not None:
-            titles |= {"can": self.roots.bounds.can, "must": self.roots.bounds.must}
+        titles = {"score": self.graphs.score, "mask": self.graphs.always}
+        if self.graphs.bounds is not None:
+            titles |= {"can": self.graphs.bounds.can, "must": self.graphs.bounds.must}
         parts = [
             f"{title}:\n{textwrap.indent(text(root), '  ')}"
             for title, root in titles.items()
@@ -66,7 +66,7 @@ class Kernel:
     @cached_property
     def llvm(self) -> str:
         """The functions that the forward kernel calls, as LLVM reads them."""
-        return write_mods("panel", self.tile, self.roots, self.arguments).text
+        return write_mods("panel", self.tile, self.graphs, self.arguments).text
 
     @cached_property
     def asm(self) -> str:
@@ -111,8 +111,8 @@ def kernel(
         score_mod=None if score_mod is None else trace(score_mod, "score", score_dtype=wide),
         mask_mod=None if mask_mod is None else trace(mask_mod, "mask"),
     )
-    roots, captures = mod_roots(problem, wide, longest=0, mixed=None)
-    shapes = capture_shapes(captures, roots.pyramids)
+    graphs, captures = mod_graphs(problem, wide, end=0)
+    shapes = capture_shapes(captures, graphs.pyramids)
     processor = Target.host() if target is None else Target.named(target)
     tile = Tile(processor, F64 if wide == torch.float64 else F32)
-    return Kernel(roots, ModArguments.of(roots.all, shapes), tile)
+    return Kernel(graphs, ModArguments.of(graphs.all, shapes), tile)

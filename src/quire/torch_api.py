@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
-from quire import inductor
-from quire.attention import Mask, aux_output, compute, prepare
-from quire.aux_outputs import AuxOutput, AuxRequest, checked_request
-from quire.backends import explain_call
+from quire.attention import aux_output, compute
+from quire.aux_outputs import NO_AUX, AuxOutput, AuxRequest, checked_request
+from quire.backends import explain_call, inductor
 from quire.config import Backend as BackendName
 from quire.dynamo import instead
 from quire.errors import BlockMaskError, HeadsError, NotCallableError, OptionError
 from quire.ir.trace import Mod
 from quire.kernel_options import FlexKernelOptions, check_kernel_options
 from quire.memory import TOP_LEFT, Dense
+from quire.request import Mask, Request, checked_call
 from quire.warn import warn
 
 
@@ -145,22 +145,27 @@ def flex_attention(
     check_kernel_options(kernel_options)
     _check_gqa(query, key, enable_gqa)
     result = compute(
-        query,
-        Dense(key, value),
-        score_mod,
-        _masks(mask_mod, block_mask),
-        scale,
-        dropout_p,
-        sink,
-        TOP_LEFT,
-        aux,
-        kernel_options,
-        backend,
-        generator,
+        Request(
+            query,
+            Dense(key, value),
+            TOP_LEFT,
+            score_mod=score_mod,
+            masks=_masks(mask_mod, block_mask),
+            scale=scale,
+            dropout_p=dropout_p,
+            sink=sink,
+            aux=aux,
+            kernel_options=kernel_options,
+            backend=backend,
+            generator=generator,
+        )
     )
     if return_aux is not None:
         return result.out, aux_output(result, return_aux)
-    return (result.out, result.lse) if return_lse else result.out
+    if return_lse:
+        assert result.lse is not None, "it was asked for"
+        return result.out, result.lse
+    return result.out
 
 
 def explain(
@@ -192,15 +197,24 @@ def explain(
     aux = _aux_request(return_lse, return_aux)
     check_kernel_options(kernel_options)
     _check_gqa(query, key, enable_gqa)
-    masks = _masks(mask_mod, block_mask)
-    call = prepare(
-        *(query, Dense(key, value), score_mod, masks, scale, dropout_p, sink),
-        *(TOP_LEFT, aux, kernel_options),
+    request = Request(
+        query,
+        Dense(key, value),
+        TOP_LEFT,
+        score_mod=score_mod,
+        masks=_masks(mask_mod, block_mask),
+        scale=scale,
+        dropout_p=dropout_p,
+        sink=sink,
+        aux=aux,
+        kernel_options=kernel_options,
+        backend=backend,
+        generator=generator,
     )
-    return explain_call(call, backend)
+    return explain_call(checked_call(request))
 
 
-def _aux_request(return_lse: bool, return_aux: object) -> AuxRequest | None:
+def _aux_request(return_lse: bool, return_aux: object) -> AuxRequest:
     request = checked_request(return_aux)
     if return_lse and request is not None:
         raise OptionError(
@@ -209,7 +223,7 @@ def _aux_request(return_lse: bool, return_aux: object) -> AuxRequest | None:
     if return_lse:
         warn("return_lse is deprecated. Use return_aux=AuxRequest(lse=True).", FutureWarning)
         return AuxRequest(lse=True)
-    return request
+    return request or NO_AUX
 
 
 def _masks(mask_mod: Mod | None, block_mask: torch_flex.BlockMask | None) -> tuple[Mask, ...]:

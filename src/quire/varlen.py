@@ -24,10 +24,10 @@ from quire.dynamo import never_traced
 from quire.errors import ArgumentError, HeadsError, OptionError, ShapeError
 from quire.ir.trace import Mod
 from quire.memory import Integers, Ragged
+from quire.memory.sequences import Numbers, checked_lengths, checked_offsets
 from quire.mods import and_masks, in_turn
 from quire.mods import softcap as capped
 from quire.mods.compose import MaskMod, ScoreMod, named
-from quire.sequences import Numbers, checked_lengths, checked_offsets
 
 EVERYTHING = (-1, -1)
 """The window that hides nothing."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from quire import AuxRequest, BlockMask, create_block_mask, flex_attention, reference
 from quire.codegen.convention import MOST_ROWS, Form
 from quire.errors import CapturedIndexError, DivisionByZeroError
-from quire.runtime import plan
+from quire.runtime import launcher
 from quire.runtime.kernels import Kernel, kernel
 
 pytestmark = pytest.mark.every_width
@@ -107,7 +107,7 @@ def test_common_widths(
         assert_matches(q, k, v)
         known = flex_attention(q, k, v, enable_gqa=True, return_aux=ALL, backend="jit")
         with monkeypatch.context() as patch:
-            patch.setattr(plan, "kernel", kernel_for_any)
+            patch.setattr(launcher, "kernel", kernel_for_any)
             for_any = flex_attention(q, k, v, enable_gqa=True, return_aux=ALL, backend="jit")
         assert torch.equal(known[0], for_any[0])
         assert torch.equal(known[1].lse, for_any[1].lse)

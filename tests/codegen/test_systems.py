@@ -26,7 +26,7 @@ from quire.codegen.target import Target, code_triple
 from quire.codegen.tiles import Tile
 from quire.codegen.types import F32
 from quire.config import config
-from quire.recall import dense
+from quire.plans import cache
 from quire.runtime import launch as launching
 from quire.runtime.kernels import write_mods
 
@@ -239,7 +239,7 @@ def test_windows_code_gives_the_same_bits(
     launched = []
 
     def numbers() -> list[torch.Tensor | None]:
-        dense._known.clear()  # plans know the code that was compiled before
+        cache.known.clear()  # plans know the code that was compiled before
         parts = [part.clone().requires_grad_() for part in (q, k, v)]
         memory = quire.Dense(*parts[1:])
         out = quire.attention(
@@ -263,7 +263,7 @@ def test_windows_code_gives_the_same_bits(
     monkeypatch.setattr(Target, "host", lambda: windows)
     monkeypatch.setattr(launching, "_entry", entry)
     there = numbers()
-    dense._known.clear()
+    cache.known.clear()
     assert len(launched) == 3  # forward, backward, and for a single query
     for ours, theirs in zip(here, there, strict=True):
         assert torch.equal(ours, theirs)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire import AuxRequest, Dense, attention
 from quire.mods import causal, softcap
-from quire.runtime import plan
+from quire.runtime import launcher
 
 EVERYTHING = AuxRequest(*[True] * len(AuxRequest._fields))
 
@@ -46,7 +46,7 @@ def test_old_numbers_do_not_matter(
         return scratch
 
     monkeypatch.setattr(WatchedScratch, "__enter__", enter_dirty)
-    assert plan.Scratch is WatchedScratch
+    assert launcher.Scratch is WatchedScratch
     for size, wanted in zip(sizes, expected, strict=True):
         found = results(*size, dtype, options)
         assert all(map(torch.equal, found, wanted)), size

@@ -7,16 +7,15 @@ import torch
 from torch import Tensor
 
 from quire.aux_outputs import AuxRequest
-from quire.eager.backward import Above, Gradients, Wanted, folded
-from quire.eager.backward import backward as eager_backward
-from quire.eager.tile import Operands
+from quire.backends.eager.backward import backward as eager_backward
 from quire.ir.trace import trace
 from quire.memory import Dense, Paged, Queries, Ragged, packed
-from quire.problem import Problem
+from quire.memory.placed import Placed
+from quire.request import Call, Problem, Request
+from quire.results import Above, Gradients, Result, Wanted, folded
 from quire.runtime import backward as runtime
-from quire.runtime.addressing import Addressing, dense
-from quire.runtime.backward import backward, num_slices
-from quire.runtime.forward import forward
+from quire.runtime.backward import BackwardPlan, num_slices
+from quire.runtime.forward import ForwardPlan
 
 pytestmark = pytest.mark.every_width
 
@@ -36,23 +35,30 @@ def problem(table: Tensor) -> Problem:
     )
 
 
-def run(memory: Addressing, table: Tensor, grad_out: Tensor) -> Gradients:
-    """Forward and backward, all gradients wanted."""
-    it = problem(table)
-    out = torch.empty(*memory.query.shape[:3], DV)
-    rows, wrong = forward(it, memory, None, out, AuxRequest(lse=True))
-    assert not wrong
-    above = Above(out, rows.lse, grad_out, None)
-    found = backward(it, memory, None, Wanted(True, True, True, (table,)), above)
+def forward(placed: Placed, table: Tensor) -> Result:
+    request = Request(placed.query, Dense(placed.key, placed.value), aux=AuxRequest(lse=True))
+    call = Call(request, placed, problem(table))
+    found = ForwardPlan.of(call, learns=True).run(call)
     assert found is not None
     return found
 
 
-def dense_case(batch: int, q_len: int, kv_len: int) -> tuple[Addressing, Tensor, Tensor]:
+def run(placed: Placed, table: Tensor, grad_out: Tensor) -> Gradients:
+    """Forward and backward, all gradients wanted."""
+    result = forward(placed, table)
+    assert result.lse is not None
+    above = Above(result.out, result.lse, grad_out, None)
+    plan = BackwardPlan.of(problem(table), placed, None, (0,), Result(result.out, result.lse))
+    found = plan.run(placed, (table,), Wanted(True, True, True, (table,)), above)
+    assert found is not None
+    return found
+
+
+def dense_case(batch: int, q_len: int, kv_len: int) -> tuple[Placed, Tensor, Tensor]:
     query = torch.randn(batch, HQ, q_len, D)
     key, value = torch.randn(batch, HKV, kv_len, D), torch.randn(batch, HKV, kv_len, DV)
     table = torch.randn(13, requires_grad=True)
-    memory = dense(query, Dense(key, value), kv_len - q_len)
+    memory = Dense(key, value).place(query, Queries(kv_len - q_len))
     return memory, table, torch.randn(batch, HQ, q_len, DV)
 
 
@@ -67,13 +73,12 @@ def test_slices_agree_with_torch() -> None:
     memory, table, grad_out = dense_case(2, 1100, 1100)
     assert num_slices(1100, HQ, HKV) == 2
     found = run(memory, table, grad_out)
-    out = torch.empty_like(grad_out)
-    rows, _ = forward(problem(table), memory, None, out, AuxRequest(lse=True))
-    operands = Operands(memory.query, memory.key, memory.value)
+    result = forward(memory, table)
+    assert result.lse is not None
     wanted = Wanted(True, True, True, (table,))
-    above = Above(out, rows.lse, grad_out, None)
+    above = Above(result.out, result.lse, grad_out, None)
     with torch.no_grad():
-        expected = eager_backward(problem(table), operands, None, wanted, above)
+        expected = eager_backward(problem(table), memory, None, wanted, above)
     for mine, its in zip(found[:3], expected[:3], strict=True):
         torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(found.captures[0], expected.captures[0], rtol=1e-4, atol=1e-4)
@@ -99,14 +104,12 @@ def test_ragged_is_dense() -> None:
     above = [torch.randn(HQ, q, DV) for q, _ in lengths]
     query, key, value = (torch.cat([p[i].transpose(0, 1) for p in parts]) for i in range(3))
     offsets = [torch.tensor([0, *(pair[i] for pair in lengths)]).cumsum(0) for i in (0, 1)]
-    placed = Ragged(key, value, offsets[1]).place(query, Queries(offsets=offsets[0]))
-    assert placed.packed is not None
-    memory = Addressing(*placed[:3], placed.packed.sequences)
+    memory = Ragged(key, value, offsets[1]).place(query, Queries(offsets=offsets[0]))
     found = run(memory, table, packed(torch.cat([x.transpose(0, 1) for x in above])))
     total = torch.zeros(13)
     for number, (q, k, v) in enumerate(parts):
         rows, columns = (slice(*offsets[i][number : number + 2].tolist()) for i in (0, 1))
-        alone = dense(q[None], Dense(k[None], v[None]), k.shape[1] - q.shape[1])
+        alone = Dense(k[None], v[None]).place(q[None], Queries(k.shape[1] - q.shape[1]))
         expected = run(alone, table, above[number][None])
         for mine, its, part in zip(found[:3], expected[:3], (rows, columns, columns), strict=True):
             assert mine is not None and its is not None
@@ -123,11 +126,8 @@ def test_paged_is_dense() -> None:
     keys, values = torch.randn(40, HKV, page, D), torch.randn(40, HKV, page, DV)
     pages = torch.randint(40, (3, 19))  # some belong to several sequences
     memory = Paged(keys, values, pages, torch.tensor(lengths))
-    placed = memory.place(query, Queries())
-    assert placed.packed is not None
-    sequences, numbers = placed.packed[:2]
+    in_pages = memory.place(query, Queries())
     above = torch.randn(len(lengths), HQ, q_len, DV)
-    in_pages = Addressing(*placed[:3], sequences, page_table=numbers)
     found = run(in_pages, table, memory.as_placed(query, above))
     expected_key, expected_value = torch.zeros_like(keys), torch.zeros_like(values)
     for b, length in enumerate(lengths):
@@ -136,7 +136,7 @@ def test_paged_is_dense() -> None:
         key, value = (
             x.transpose(1, 2).flatten(0, 1)[rows].transpose(0, 1)[None] for x in (keys, values)
         )
-        alone = dense(query[b : b + 1], Dense(key, value), length - q_len)
+        alone = Dense(key, value).place(query[b : b + 1], Queries(length - q_len))
         expected = run(alone, table, above[b : b + 1])
         assert found.query is not None and expected.query is not None
         assert torch.equal(memory.as_given(query, found.query)[b : b + 1], expected.query)

@@ -14,10 +14,10 @@ from quire import AuxRequest, BlockMask, flex_attention
 from quire.block_mask.lists import EMPTY, PARTIAL
 from quire.codegen.target import Target
 from quire.ir.trace import trace
-from quire.memory import Dense
-from quire.problem import Problem
-from quire.runtime.addressing import Addressing, dense
-from quire.runtime.gather import gather, gathers
+from quire.memory import TOP_LEFT, Dense
+from quire.memory.placed import Placed
+from quire.request import Problem
+from quire.runtime.gather import gather
 from quire.runtime.tile_lists import read_lists
 
 HQ, HKV, D = 4, 2, 8
@@ -55,10 +55,14 @@ def operands(mask: BlockMask, batch: int) -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(batch, HQ, q_len, D), key, value
 
 
-def memory_of(mask: BlockMask, batch: int = 2) -> tuple[Problem, Addressing]:
+def memory_of(mask: BlockMask, batch: int = 2) -> tuple[Problem, Placed]:
     query, key, value = operands(mask, batch)
     problem = Problem(1.0, block_mask=mask, partial_mod=trace(mask.mask_mod, "mask"))
-    return problem, dense(query, Dense(key, value), 0)
+    return problem, Dense(key, value).place(query, TOP_LEFT)
+
+
+def gathers(problem: Problem, memory: Placed) -> bool:
+    return gather(problem, memory) != (problem, memory)
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -163,7 +167,7 @@ def test_gradients() -> None:
         torch.testing.assert_close(found, expected)
 
 
-def num_tiles(problem: Problem, memory: Addressing) -> int:
+def num_tiles(problem: Problem, memory: Placed) -> int:
     assert problem.block_mask is not None
     block_kv = Target.host().block_kv
     return len(read_lists(problem.block_mask, memory.lengths, 64, block_kv).entries)
@@ -174,7 +178,7 @@ def test_tiles_are_full_of_keys_that_are_read() -> None:
     found = gather(*memory_of(mask))
     pages = mask.to_dense().sum(-1).flatten().tolist()
     assert num_tiles(*memory_of(mask)) == sum(pages) > 4
-    assert found is not None and num_tiles(*found) == 2
+    assert num_tiles(*found) == 2
     assert found[1].sequences.kv_end.tolist() == [16 * count for count in pages]
 
 
@@ -188,7 +192,7 @@ def test_blocks_side_by_side_keep_the_order_of_their_lists() -> None:
         mask_mod=every_third,
     )
     found = gather(*memory_of(mask, 1))
-    assert found is not None and found[1].page_table.tolist() == [[6, 2, 3, 5, 0]]
+    assert found[1].page_table.tolist() == [[6, 2, 3, 5, 0]]
     kinds = found[0].block_mask._cells().flatten().tolist()
     assert [kind == PARTIAL for kind in kinds] == [False, False, False, True, True]
 

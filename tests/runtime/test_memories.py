@@ -8,10 +8,10 @@ from torch import Tensor
 
 from quire.aux_outputs import AuxRequest
 from quire.ir.trace import trace
-from quire.memory import Dense, Paged, Queries, Ragged, packed
-from quire.problem import Problem
-from quire.runtime.addressing import Addressing, dense
-from quire.runtime.forward import forward
+from quire.memory import Dense, Paged, Queries, Ragged
+from quire.memory.placed import Placed
+from quire.request import Call, Problem, Request
+from quire.runtime.forward import ForwardPlan
 
 pytestmark = pytest.mark.every_width
 
@@ -32,10 +32,12 @@ def causal_alibi(dtype: torch.dtype) -> Problem:
     )
 
 
-def run(memory: Addressing, out: Tensor) -> tuple[Tensor, Tensor]:
-    rows, wrong = forward(causal_alibi(out.dtype), memory, None, out, AuxRequest(lse=True))
-    assert not wrong
-    return rows.out, rows.lse
+def run(placed: Placed) -> tuple[Tensor, Tensor]:
+    request = Request(placed.query, Dense(placed.key, placed.value), aux=AuxRequest(lse=True))
+    call = Call(request, placed, causal_alibi(placed.query.dtype))
+    found = ForwardPlan.of(call, learns=False).run(call)
+    assert found is not None and found.lse is not None
+    return found.out, found.lse
 
 
 def sequence(q_len: int, kv_len: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -45,8 +47,7 @@ def sequence(q_len: int, kv_len: int, dtype: torch.dtype) -> tuple[Tensor, Tenso
 
 def alone(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Each sequence as a dense batch of one."""
-    memory = dense(q[None], Dense(k[None], v[None]), k.shape[1] - q.shape[1])
-    out, lse = run(memory, torch.empty(1, HQ, q.shape[1], DV, dtype=q.dtype))
+    out, lse = run(Dense(k[None], v[None]).place(q[None], Queries(k.shape[1] - q.shape[1])))
     return out[0], lse[0]
 
 
@@ -56,10 +57,7 @@ def test_ragged_is_dense(dtype: torch.dtype) -> None:
     parts = [sequence(*pair, dtype) for pair in lengths]
     q, k, v = (torch.cat([p[i].transpose(0, 1) for p in parts]) for i in range(3))
     offsets = [torch.tensor([0, *(pair[i] for pair in lengths)]).cumsum(0) for i in (0, 1)]
-    out = torch.empty(len(q), HQ, DV, dtype=dtype)
-    placed = Ragged(k, v, offsets[1]).place(q, Queries(offsets=offsets[0]))
-    assert placed.packed is not None
-    got, lse = run(Addressing(*placed[:3], placed.packed.sequences), packed(out))
+    got, lse = run(Ragged(k, v, offsets[1]).place(q, Queries(offsets=offsets[0])))
     for part, start, stop in zip(parts, offsets[0], offsets[0][1:], strict=False):
         expected, expected_lse = alone(*part)
         assert torch.equal(got[0, :, start:stop], expected)
@@ -85,11 +83,7 @@ def test_paged_is_dense(page: int, dtype: torch.dtype) -> None:
             values[number, :, : stop - at] = v[:, at:stop]
     memory = Paged(keys, values, table, torch.tensor(lengths))
     q = torch.stack([part[0] for part in parts])
-    placed = memory.place(q, Queries())
-    assert placed.packed is not None
-    sequences, pages = placed.packed[:2]
-    in_pages = Addressing(*placed[:3], sequences, page_table=pages)
-    out, lse = run(in_pages, torch.empty(1, HQ, len(lengths) * q_len, DV, dtype=dtype))
+    out, lse = run(memory.place(q, Queries()))
     for b, part in enumerate(parts):
         expected, expected_lse = alone(*part)
         assert torch.equal(memory.as_given(q, out)[b], expected)
@@ -106,8 +100,7 @@ def test_threads_and_batches_do_not_matter() -> None:
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
-            out = torch.empty(3, HQ, 300, DV)
-            results.append(run(dense(q, Dense(k, v), 0), out)[0])
+            results.append(run(Dense(k, v).place(q, Queries(0)))[0])
         finally:
             torch.set_num_threads(before)
     assert torch.equal(results[0], results[1])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from quire.runtime.addressing import Addressing
-from quire.runtime.plan import heads_of_item
-from quire.sequences import Sequences
+from quire.memory.placed import One, Placed
+from quire.memory.sequences import Sequences
+from quire.runtime.launcher import heads_of_item
 
 
 def heads(q_len: list[int], kv_len: list[int], copies: int | None = None) -> int:
@@ -16,7 +16,8 @@ def heads(q_len: list[int], kv_len: list[int], copies: int | None = None) -> int
     zeros = np.zeros_like(lengths[0])
     sequences = Sequences(np.arange(len(q_len)), lengths[0], zeros, zeros, lengths[1], zeros, zeros)
     operands = [torch.empty(copies or 1, 8, 1, 16)] * 3
-    return heads_of_item("panel", Addressing(*operands, sequences, copies), sequences, 512)
+    rows = sequences if copies is None else One(q_len[0], 0, 0, kv_len[0])
+    return heads_of_item("panel", Placed(*operands, rows), rows, 512)
 
 
 def test_short_sequences_are_taken_whole() -> None:

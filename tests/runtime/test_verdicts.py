@@ -19,10 +19,10 @@ from quire.codegen.types import F32
 from quire.ir.interpret import interpret
 from quire.ir.pyramid import heap
 from quire.ir.trace import trace
-from quire.problem import Problem
+from quire.request import Problem
 from quire.runtime import pyramids
 from quire.runtime.kernels import mod_code
-from quire.runtime.roots import mod_roots
+from quire.runtime.mod_graphs import mod_graphs
 
 pytestmark = pytest.mark.every_width
 
@@ -52,10 +52,10 @@ MASKS: dict[str, Callable[..., Any]] = {
 def compiled_verdicts(mask: Callable[..., Any], ends: Tensor) -> Tensor:
     """What the compiled function says of tiles [n, 6]: b, h, q_low, q_high, kv_low, kv_high."""
     problem = Problem(scale=1.0, mask_mod=trace(mask, "mask"))
-    roots, captures = mod_roots(problem, torch.float32, N, None)
-    shapes = pyramids.capture_shapes(captures, roots.pyramids)
-    code = mod_code("panel", Tile(Target.host(), F32), roots, shapes)
-    everything = [*captures, *pyramids.build(captures, roots.pyramids, PLENTY)]
+    graphs, captures = mod_graphs(problem, torch.float32, N)
+    shapes = pyramids.capture_shapes(captures, graphs.pyramids)
+    code = mod_code("panel", Tile(Target.host(), F32), graphs, shapes)
+    everything = [*captures, *pyramids.build(captures, graphs.pyramids, PLENTY)]
     record = code.arguments.pack(everything, 0)
     assert code.addresses["verdict"], "nothing is known of the mask"
     verdict = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_char_p, *[ctypes.c_int64] * 6)(
@@ -66,8 +66,8 @@ def compiled_verdicts(mask: Callable[..., Any], ends: Tensor) -> Tensor:
 
 def interpreted_verdicts(mask: Callable[..., Any], ends: Tensor) -> Tensor:
     problem = Problem(scale=1.0, mask_mod=trace(mask, "mask"))
-    roots, captures = mod_roots(problem, torch.float32, N, None)
-    bounds = roots.bounds
+    graphs, captures = mod_graphs(problem, torch.float32, N)
+    bounds = graphs.bounds
     assert bounds is not None
     everything = [*captures, *(heap(captures[p.slot], p) for p in bounds.pyramids)]
     names = ("b", "h", "q_low", "q_high", "kv_low", "kv_high")

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quire import torch_private
-from quire.attention import attention, autocast
+from quire.attention import attention
 from quire.dynamo import instead, own
 from quire.errors import BackendError, DeviceError, ShapeError
 from quire.memory import Ragged
@@ -18,6 +18,7 @@ from quire.nested.checks import check
 from quire.nested.choice import allowed_backend, no_backend, told_by
 from quire.nested.mask import as_mod
 from quire.nested.rows import aligned, is_watched, rows_of
+from quire.request import autocast
 
 
 @instead(own(torch_private.jagged_attention))

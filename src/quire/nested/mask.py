@@ -14,8 +14,8 @@ from torch import Tensor
 
 from quire.errors import ShapeError
 from quire.ir.trace import Mod
+from quire.memory.sequences import Numbers
 from quire.mods.compose import named
-from quire.sequences import Numbers
 
 Look: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """look(b, h, q_idx, kv_idx): the element of the mask."""

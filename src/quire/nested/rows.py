@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from quire.errors import ShapeError
+from quire.memory.sequences import Numbers, Spans, checked_lengths, checked_offsets
 from quire.nested.checks import listed
-from quire.sequences import Numbers, Spans, checked_lengths, checked_offsets
 from quire.torch_private import is_transformed, nested_values
 
 

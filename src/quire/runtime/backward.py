@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -21,12 +20,13 @@ from quire.codegen.convention import (
     gradient_columns,
 )
 from quire.codegen.target import Target
-from quire.eager.backward import Above, Gradients, Wanted, folded
 from quire.ir.graph import Node
-from quire.problem import Problem
-from quire.runtime.addressing import Addressing, Records, only_record, records
-from quire.runtime.plan import Plan, Rows, address_of, make_plan
-from quire.runtime.roots import mod_roots
+from quire.memory.placed import One, Placed
+from quire.request import Problem
+from quire.results import Above, Gradients, Result, Wanted, folded
+from quire.runtime.launcher import Launcher, make_launcher
+from quire.runtime.mod_graphs import ORIGIN, mod_graphs
+from quire.runtime.records import Records, num_products, record, table_of
 from quire.runtime.tile_lists import NO_LISTS, TileLists, tile_lists
 
 ENOUGH_SHARES = 8  # of one sequence; more would need more memory for their sums
@@ -45,55 +45,70 @@ def num_slices(q_len: int, heads: int, key_heads: int) -> int:
 class BackwardPlan(NamedTuple):
     """What a backward pass needs, apart from its tensors: made once, used many times."""
 
-    plan: Plan
+    launcher: Launcher
     lists: TileLists
     loads: tuple[Node, ...]  # that have a gradient
     learned: tuple[int, ...]  # the captured tensors whose gradients are wanted, by their place
     slices: tuple[int, ...]  # of each sequence
     scale: float
-    first_b: int
+    more: tuple[Tensor, ...]  # that the mods load from, besides what they capture
+
+    @staticmethod
+    def of(
+        problem: Problem,
+        placed: Placed,
+        blocks: BlockRows | None,
+        learned: tuple[int, ...],
+        results: Result,
+    ) -> BackwardPlan:
+        """The plan for operands and results that lie like these."""
+        lists = NO_LISTS
+        if blocks is not None:
+            lists = tile_lists(blocks, BLOCK_Q, Target.host().block_kv)
+        origin = placed.rows if isinstance(placed.rows, One) else ORIGIN
+        graphs, loaded = mod_graphs(problem, placed.dtype, placed.end, lists.mixed, origin)
+        graphs = graphs._replace(learned=learned)
+        launcher = make_launcher(
+            "backward",
+            placed,
+            results,
+            graphs,
+            loaded,
+            scale=problem.scale,
+            block_q=BLOCK_Q,
+            lists=lists,
+        )
+        heads, key_heads = placed.query.shape[1], placed.key.shape[1]
+        lengths = placed.sequences.q_len.tolist()
+        return BackwardPlan(
+            launcher=launcher,
+            lists=lists,
+            loads=tuple(graphs.slopes.loads),
+            learned=learned,
+            slices=tuple(num_slices(q_len, heads, key_heads) for q_len in lengths),
+            scale=problem.scale,
+            more=loaded[len(problem.captures) :],
+        )
+
+    def run(
+        self, placed: Placed, captures: tuple[Tensor, ...], wanted: Wanted, above: Above
+    ) -> Gradients | None:
+        """The gradients; None where something is not finite."""
+        return Pass(self, placed, (*captures, *self.more), wanted, above).gradients()
 
 
-def plan_backward(
-    problem: Problem,
-    memory: Addressing,
-    blocks: BlockRows | None,
-    learned: tuple[int, ...],
-    results: Rows,
-) -> tuple[BackwardPlan, tuple[Tensor, ...]]:
-    """The plan for operands and results that are laid out like these, and what mods load from."""
-    lists = NO_LISTS
-    if blocks is not None:
-        lists = tile_lists(blocks, BLOCK_Q, Target.host().block_kv)
-    roots, captures = mod_roots(problem, results.lse.dtype, memory.longest, lists.mixed)
-    roots = roots._replace(learned=learned)
-    plan = make_plan("backward", memory, roots, captures, lists, BLOCK_Q, problem.scale, results)
-    heads, key_heads = memory.query.shape[1], memory.key.shape[1]
-    slices = tuple(num_slices(q_len, heads, key_heads) for q_len in memory.sequences.q_len.tolist())
-    loads = tuple(roots.slopes.loads)
-    scale, first_b = problem.scale, problem.b_start
-    return BackwardPlan(plan, lists, loads, learned, slices, scale, first_b), captures
-
-
-def backward(
-    problem: Problem, memory: Addressing, blocks: BlockRows | None, wanted: Wanted, above: Above
-) -> Gradients | None:
-    """The gradients; None where something is not finite."""
-    results = Rows(above.out, above.lse)
-    plan, captures = plan_backward(problem, memory, blocks, wanted.learned, results)
-    return Pass(plan, memory, captures, wanted, above).gradients()
-
-
-def key_mass(problem: Problem, memory: Addressing, results: Rows) -> Tensor:
+def key_mass(problem: Problem, placed: Placed, results: Result) -> Tensor:
     """The probabilities, before dropout, summed over the queries of each head: [B, Hq, S].
 
     The tiles of the backward pass, up to their weights.
     """
-    problem, mask = replace(problem, dropout=None), problem.block_mask
-    blocks = None if mask is None else mask.rows(*memory.lengths)
-    plan, captures = plan_backward(problem, memory, blocks, (), results)
+    problem, mask = problem._replace(dropout=None), problem.block_mask
+    blocks = None if mask is None else mask.rows(*placed.lengths)
+    assert results.lse is not None, "it is computed for this"
+    plan = BackwardPlan.of(problem, placed, blocks, (), Result(results.out, results.lse))
     above = Above(results.out, results.lse, None, None)
-    return Pass(plan, memory, captures, Wanted(False, False, False, ()), above).masses()
+    captures, nothing = (*problem.captures, *plan.more), Wanted(False, False, False, ())
+    return Pass(plan, placed, captures, nothing, above).masses()
 
 
 class Round(NamedTuple):
@@ -111,27 +126,27 @@ class Pass:
     def __init__(
         self,
         plan: BackwardPlan,
-        memory: Addressing,
+        placed: Placed,
         captures: tuple[Tensor, ...],
         wanted: Wanted,
         above: Above,
     ) -> None:
-        self.plan, self.memory, self.captures = plan, memory, captures
+        self.plan, self.placed, self.captures = plan, placed, captures
         self.wanted, self.above = wanted, above
         out, lse, grad_out, grad_lse = above
         self.grad_out = out.new_zeros(()).expand(out.shape) if grad_out is None else grad_out
         self.grad_lse = None if grad_lse is None else torch.empty_like(lse).copy_(grad_lse)
-        self.dtype, self.key_heads = lse.dtype, memory.key.shape[1]
+        self.dtype, self.key_heads = lse.dtype, placed.key.shape[1]
         self.learned = {place: self._sums_of_capture(place) for place in plan.learned}
 
     def gradients(self) -> Gradients | None:
         """Launch, and add up."""
-        memory, wanted = self.memory, self.wanted
-        holes = memory.copies is None  # rows of no sequence, perhaps
+        placed, wanted = self.placed, self.wanted
+        holes = not placed.is_dense  # rows of no sequence, perhaps
         empty = torch.zeros_like if holes else torch.empty_like
-        query = empty(memory.query) if wanted.query else None
-        key = self._sums_of_rows(memory.key) if wanted.key else None
-        value = self._sums_of_rows(memory.value) if wanted.value else None
+        query = empty(placed.query) if wanted.query else None
+        key = self._sums_of_rows(placed.key) if wanted.key else None
+        value = self._sums_of_rows(placed.value) if wanted.value else None
         delta = torch.zeros_like(self.above.lse)
         odd = torch.zeros(1, dtype=torch.int64, device="cpu")
         table = ctypes.create_string_buffer(CAPTURED.size * len(self.plan.loads) + 1)
@@ -152,16 +167,16 @@ class Pass:
         ]
         return Gradients(
             query,
-            None if key is None else self._together(key, memory.key),
-            None if value is None else self._together(value, memory.value),
+            None if key is None else self._together(key, placed.key),
+            None if value is None else self._together(value, placed.value),
             tuple(captures),
             delta,
         )
 
     def masses(self) -> Tensor:
         """The weights that each key has."""
-        memory = self.memory
-        sums = self._zeros(memory.query.shape[1], memory.key.shape[2])
+        placed = self.placed
+        sums = self._zeros(placed.query.shape[1], placed.key.shape[2])
         fields = dict.fromkeys(GRADIENTS, 0) | _strided("masses", sums, ("slice", "batch", "head"))
         for part in self._rounds():
             self._launch(fields, part)
@@ -195,8 +210,8 @@ class Pass:
 
     @property
     def _batch(self) -> int:
-        copies = self.memory.copies
-        return self.memory.sequences.num if copies is None else copies
+        placed = self.placed
+        return placed.batches if placed.is_dense else placed.sequences.num
 
     def _rounds(self) -> Iterator[Round]:
         """All shares, in parts whose sums for captured tensors are not too large."""
@@ -215,62 +230,65 @@ class Pass:
 
     def _launch(self, fields: dict[str, int | float], part: Round) -> None:
         """The shares of a round. They are numbered by sequence, then by head, then by slice."""
-        memory, above = self.memory, self.above
-        slices, sequences = self.plan.slices, memory.sequences
-        if memory.copies is not None:
+        placed, above = self.placed, self.above
+        table, first, stop = self._shares(part)
+        if first == stop or 0 in placed.query.shape[:3]:
+            return
+        launcher = self.plan.launcher
+        launcher.terms.check_gradients(fields)
+        rows = placed.rows
+        count = 1 if isinstance(rows, One) else rows.num
+        launcher.launch(
+            placed,
+            Records(table, count, num_products(placed, rows), stop),
+            Result(above.out, above.lse),
+            self.captures,
+            lists=self.plan.lists,
+            gradients=GRADIENTS_PART.pack(fields),
+            first=first,
+        )
+
+    def _shares(self, part: Round) -> tuple[bytes, int, int]:
+        """The table of sequences, and the first and the last of the shares of a round."""
+        rows, slices = self.placed.rows, self.plan.slices
+        if isinstance(rows, One):
             shares = self.key_heads * slices[0]
             first, stop = shares * part.b, shares * part.b_stop
-            table = only_record(sequences, slices[0])
+            table = record(rows, slices=slices[0])
         else:
             counts = np.array(slices, np.int64)
-            if part == Round(0, sequences.num, 0, self.key_heads):
-                order = sequences.largest_first()
-                counts, sequences = counts[order], sequences.where(order)
+            if part == Round(0, rows.num, 0, self.key_heads):
+                order = rows.largest_first()
+                counts, rows = counts[order], rows.where(order)
             ends = np.cumsum(self.key_heads * counts)
-            table = records(sequences, ends - self.key_heads * counts, {"slices": counts})
+            table = table_of(rows, ends - self.key_heads * counts, {"slices": counts})
             first, stop = ([0, *ends.tolist()][b] for b in (part.b, part.b_stop))
         if part.h_stop - part.h < self.key_heads:
             each = (stop - first) // self.key_heads
             first, stop = first + part.h * each, first + part.h_stop * each
-        if first == stop or 0 in memory.query.shape[:3]:
-            return
-        self.plan.plan.terms.check_gradients(fields)
-        pages = memory.page_table
-        operands = (memory.query, memory.key, memory.value, above.out, above.lse)
-        self.plan.plan.launch_at(
-            (*(tensor.data_ptr() for tensor in operands), 0, 0, 0, 0),
-            Records(table, stop),
-            sequences.num,
-            memory.work(memory.sequences),
-            self.captures,
-            self.plan.lists,
-            0 if pages is None else pages.data_ptr(),
-            (address_of(memory.key_scale), address_of(memory.value_scale)),
-            gradients=GRADIENTS_PART.pack(fields),
-            first=first,
-        )
+        return table, first, stop
 
     # --- sums
 
     def _sums_of_rows(self, rows: Tensor) -> Tensor:
         """Room for the gradients of keys or values: [slices, B, H, rows, whole panels]."""
-        tile = self.plan.plan.kernel.tile
+        tile = self.plan.launcher.kernel.tile
         width = gradient_columns(tile, rows.shape[3])
         return self._zeros(rows.shape[1], rows.shape[2], width)
 
     def _zeros(self, heads: int, num_rows: int, *width: int) -> Tensor:
         """Sums for rows of keys: as they are packed, or by position for each batch of its own."""
-        memory = self.memory
-        batch = 1 if memory.copies is None else memory.copies
-        if memory.page_table is not None:
-            batch, num_rows = memory.sequences.num, memory.longest
+        placed = self.placed
+        batch = placed.batches
+        if placed.page_table is not None:
+            batch, num_rows = placed.sequences.num, placed.end
         shape = (max(self.plan.slices, default=1), batch, heads, num_rows, *width)
         return torch.zeros(shape, dtype=self.dtype, device="cpu")
 
     def _together(self, sums: Tensor, like: Tensor) -> Tensor:
         """All that was summed for keys or values, as one gradient."""
         total = self._folded(sums)
-        if self.memory.page_table is not None:
+        if self.placed.page_table is not None:
             total = self._to_pages(total, like)
         elif like.shape[0] != total.shape[0]:  # all batches share their keys
             total = folded(total).unsqueeze(0)
@@ -278,11 +296,11 @@ class Pass:
 
     def _to_pages(self, total: Tensor, like: Tensor) -> Tensor:
         """Sums by position, added to the rows of pages. Sequences may share some."""
-        table = self.memory.page_table
+        table = self.placed.page_table
         assert table is not None, "there are pages"
         num_pages, heads, size, _ = like.shape
         rows = total.new_zeros(num_pages * size, heads, total.shape[-1])
-        sequences = self.memory.sequences
+        sequences = self.placed.sequences
         for b, (begin, end) in enumerate(zip(sequences.kv_begin, sequences.kv_end, strict=True)):
             places = torch.arange(int(begin), int(end))
             at = table[b, places // size].long() * size + places % size
@@ -291,10 +309,10 @@ class Pass:
 
     def _folded(self, sums: Tensor) -> Tensor:
         """All slices as one: of each sequence as many as it has, so that others do not matter."""
-        counts, sequences = np.array(self.plan.slices), self.memory.sequences
+        counts, sequences = np.array(self.plan.slices), self.placed.sequences
         if len(set(self.plan.slices)) <= 1:
             return folded(sums)
-        if self.memory.page_table is not None:
+        if self.placed.page_table is not None:
             each = [folded(sums[:count, b].clone()) for b, count in enumerate(self.plan.slices)]
             return torch.stack(each)
         ends = np.cumsum(sequences.kv_len)
@@ -315,7 +333,7 @@ class Pass:
         ]
         slices = 1 if shared[2] else max(self.plan.slices, default=1)
         tensor = self.captures[place]
-        return SumsOfCapture(tensor, self.dtype, shared[0], shared[1], slices, self.plan.first_b)
+        return SumsOfCapture(tensor, self.dtype, (shared[0], shared[1]), slices)
 
 
 class SumsOfCapture:
@@ -325,14 +343,11 @@ class SumsOfCapture:
         self,
         tensor: Tensor,
         dtype: torch.dtype,
-        shared_b: bool,
-        shared_h: bool,
+        shared: tuple[bool, bool],
         slices: int,
-        first_b: int,
     ) -> None:
         self._shape, self._dtype = tensor.shape, dtype
-        self._shared = (shared_b, shared_h)
-        self._slices, self._first_b = slices, first_b
+        self._shared, self._slices = shared, slices
         self._sums = self.total = torch.zeros(tensor.shape, dtype=dtype, device="cpu")
 
     def _counts(self, batch: int, heads: int) -> tuple[int, int, int]:
@@ -356,7 +371,7 @@ class SumsOfCapture:
             0 if self._shared[1] else one * counts[2],
             0 if counts[2] == 1 else one,
         )
-        before = (self._first_b + part.b) * batch + part.h * head
+        before = part.b * batch + part.h * head
         address = self._sums.data_ptr() - before * self._dtype.itemsize
         return address, batch, head, slice
 

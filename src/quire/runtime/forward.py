@@ -1,74 +1,191 @@
-"""The forward pass of a problem: plan it, launch it."""
+"""The forward pass of a call: planned once for operands that lie like its own, then launched."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from quire.aux_outputs import AuxRequest
+from quire.bounded import BoundedDict
 from quire.codegen.convention import Form
 from quire.codegen.target import Target
-from quire.problem import Problem
-from quire.runtime.addressing import Addressing
+from quire.config import config
+from quire.errors import TensorKindError
+from quire.memory.placed import One, Placed
+from quire.memory.sequences import Sequences
+from quire.request import Call, Problem
+from quire.results import NOWHERE, Result, output_layout
+from quire.runtime.backward import key_mass
 from quire.runtime.gather import gather
-from quire.runtime.plan import (
-    Plan,
-    Rows,
-    heads_of_item,
-    make_plan,
-    queries_of_item,
-    wide_dtype,
-)
-from quire.runtime.roots import mod_roots
+from quire.runtime.launcher import Launcher, heads_of_item, make_launcher, queries_of_item
+from quire.runtime.mod_graphs import ORIGIN, mod_graphs
+from quire.runtime.records import Records, by_form
 from quire.runtime.tile_lists import NO_LISTS, TileLists, read_lists
-from quire.sequences import Sequences
+from quire.torch_private import is_zero_tensor
+
+STEPS = 4
+"""How many page tables a plan knows: one is read by all layers, or by those of a group."""
 
 
-def forward(
-    problem: Problem,
-    memory: Addressing,
-    sink: Tensor | None,
-    out: Tensor,
-    wanted: AuxRequest,
-) -> tuple[Rows, bool]:
-    """Attention into `out`, and whether some index into a captured tensor was out of range.
+class Room(NamedTuple):
+    """How the results of a call lie, so that they can be made for each call."""
 
-    Of the other results those exist that are `wanted`.
-    """
-    # The argmax of a row is a place in the cache, so that nothing is moved where it is wanted.
-    gathered = None if wanted.argmax else gather(problem, memory)
-    problem, memory = gathered or (problem, memory)
-    results = Rows(out)
-    if any(wanted):
-        shape, wide = memory.query.shape[:3], wide_dtype(memory.query)
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    numbers: dict[str, torch.dtype]  # of what there is one of for each query
+
+    @staticmethod
+    def of(call: Call, learns: bool) -> Room:
+        """A backward pass needs all digits of `out`, and lse."""
+        placed, wanted = call.placed, call.request.aux
+        if config().check:
+            wanted = wanted._replace(lse=True, max_scores=True)
+        wanted = wanted._replace(lse=wanted.lse or learns or wanted.key_mass, key_mass=False)
+        shape, strides = output_layout(placed.query, placed.value.shape[3])
         numbers = {
-            name: out.new_empty(shape, dtype=torch.int64 if name == "argmax" else wide)
+            name: torch.int64 if name == "argmax" else placed.dtype
             for name, asked in wanted._asdict().items()
             if asked
         }
-        results = Rows(out, **numbers)
-    wrong = False
-    for form, sequences in memory.by_form():
-        plan, captures, lists = plan_for(problem, memory, form, sequences, results)
-        wrong |= plan.launch(memory, sequences, captures, sink, lists, results)
-    return results, wrong
+        return Room(shape, strides, placed.dtype if learns else placed.query.dtype, numbers)
+
+    def make(self) -> Result:
+        """New tensors, not filled."""
+        out = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="cpu")
+        if type(out) is not Tensor and not has_memory(out):
+            raise TensorKindError(
+                f"expected to compute into a plain tensor, but a mode that is active makes a "
+                f"{type(out).__name__} of every new one. Call attention outside of it."
+            )
+        if not self.numbers:
+            return Result(out)
+        shape = self.shape[:3]
+        return Result(
+            out, **{name: out.new_empty(shape, dtype=dtype) for name, dtype in self.numbers.items()}
+        )
 
 
-def plan_for(
+def has_memory(tensor: Tensor) -> bool:
+    """Whether a tensor, perhaps within a transform of torch.func, is in memory of the CPU."""
+    plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+    return plain and tensor.is_cpu and not is_zero_tensor(tensor)
+
+
+class Part(NamedTuple):
+    """What computes the sequences of one form."""
+
+    launcher: Launcher
+    lists: TileLists
+    more: tuple[Tensor, ...]  # that the mods load from, besides what they capture
+
+
+class ForwardPlan(NamedTuple):
+    """All that a forward pass needs but its tensors."""
+
+    parts: tuple[Part, ...]
+    room: Room
+    steps: BoundedDict[object, list[Records]]
+
+    @staticmethod
+    def of(call: Call, learns: bool) -> ForwardPlan:
+        """The plan for calls that are like this one."""
+        room = Room.of(call, learns)
+        problem, placed = _side_by_side(call, *resolved(call))
+        results, start = room.make(), call.placed.rows
+        origin = start if isinstance(start, One) else ORIGIN
+        parts = (
+            _part(problem, placed, form, rows, results, origin)
+            for form, rows in by_form(placed.rows)
+        )
+        return ForwardPlan(tuple(parts), room, BoundedDict(STEPS))
+
+    def run(self, call: Call) -> Result | None:
+        """The results; None where an index into a captured tensor is out of range."""
+        problem, placed = whole = resolved(call)
+        if problem.block_mask is not None:
+            problem, placed = _side_by_side(call, *whole)
+        results, captures, wrong = self.room.make(), problem.captures, False
+        sink = call.request.sink
+        if sink is not None:
+            sink = sink.to(placed.dtype).contiguous()
+        for part, records in zip(self.parts, self._records(placed), strict=True):
+            loaded = (*captures, *part.more) if part.more else captures
+            wrong |= part.launcher.launch(
+                placed, records, results, loaded, sink=sink, lists=part.lists
+            )
+        if wrong:
+            return None
+        if not placed.is_dense:
+            fill_holes(results, placed.sequences)
+        if call.request.aux.key_mass:
+            return results._replace(key_mass=key_mass(*whole, results))
+        return results
+
+    def _records(self, placed: Placed) -> list[Records]:
+        """What each launch is told about its sequences."""
+        known = None if placed.content is None else self.steps.get(placed.content)
+        if known is not None:
+            return known
+        found = [
+            part.launcher.records(placed, rows)
+            for part, (_, rows) in zip(self.parts, by_form(placed.rows), strict=True)
+        ]
+        return found if placed.content is None else self.steps.keep(placed.content, found)
+
+
+def resolved(call: Call) -> tuple[Problem, Placed]:
+    """A call without tensors whose numbers are yet to be negated."""
+    _, placed, problem = call
+    operands, captures = placed.operands, problem.captures
+    if any(tensor.is_neg() for tensor in operands):
+        query, key, value = (tensor.resolve_neg() for tensor in operands)
+        placed = placed.on(query, key, value)
+    if any(tensor.is_neg() for tensor in captures):
+        problem = problem.with_captures(tuple(tensor.resolve_neg() for tensor in captures))
+    return problem, placed
+
+
+def _side_by_side(call: Call, problem: Problem, placed: Placed) -> tuple[Problem, Placed]:
+    """The blocks of a block mask without gaps. An argmax is a place in the cache as it lies."""
+    if problem.block_mask is None or call.request.aux.argmax:
+        return problem, placed
+    return gather(problem, placed)
+
+
+def _part(
     problem: Problem,
-    memory: Addressing,
+    placed: Placed,
     form: Form,
-    sequences: Sequences,
-    results: Rows,
-) -> tuple[Plan, tuple[Tensor, ...], TileLists]:
-    """The plan of some sequences, the tensors its mods load from, and the tiles to visit."""
+    rows: One | Sequences,
+    results: Result,
+    origin: One,
+) -> Part:
     mask, lists = problem.block_mask, NO_LISTS
-    block_q = queries_of_item(form, memory, sequences, mask)
+    block_q = queries_of_item(form, placed, rows, mask)
     if mask is not None:
-        lists = read_lists(mask, memory.lengths, block_q, Target.host().block_kv)
-    roots, captures = mod_roots(problem, wide_dtype(memory.query), memory.longest, lists.mixed)
-    heads = heads_of_item(form, memory, sequences, block_q)
-    plan = make_plan(
-        *(form, memory, roots, captures, lists, block_q, problem.scale, results, heads)
+        lists = read_lists(mask, placed.lengths, block_q, Target.host().block_kv)
+    graphs, loaded = mod_graphs(problem, placed.dtype, placed.end, lists.mixed, origin)
+    launcher = make_launcher(
+        form,
+        placed,
+        results,
+        graphs,
+        loaded,
+        scale=problem.scale,
+        block_q=block_q,
+        lists=lists,
+        item_heads=heads_of_item(form, placed, rows, block_q),
     )
-    return plan, captures, lists
+    return Part(launcher, lists, loaded[len(problem.captures) :])
+
+
+def fill_holes(results: Result, sequences: Sequences) -> None:
+    """Say of the rows of no sequence that they attend nowhere."""
+    holes = sequences.unowned(results.out.shape[2])
+    if holes is None:
+        return
+    where = torch.from_numpy(holes)
+    for name, rows in results.by_query.items():
+        rows[:, :, where] = NOWHERE[name]

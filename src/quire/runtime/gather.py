@@ -10,7 +10,6 @@ rows of the cache, as before: what changes is how they reckon them from a positi
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -20,15 +19,15 @@ from torch import Tensor
 
 from quire.block_mask import BlockMask
 from quire.block_mask.runs import Runs
+from quire.bounded import BoundedDict
 from quire.codegen.convention import MOST_ROWS
 from quire.codegen.target import Target
 from quire.ir.graph import Node, cast, const, rebuild, rewrite
 from quire.ir.trace import Traced
-from quire.problem import Problem
-from quire.runtime.addressing import Addressing
-from quire.runtime.known import Known
+from quire.memory.placed import Placed
+from quire.memory.sequences import Sequences
+from quire.request import Problem
 from quire.runtime.tile_lists import blocks_of_tiles
-from quire.sequences import Sequences
 
 WORTH = 0.75
 """Gathered tiles per tile of the cache, up to which gathering pays."""
@@ -42,14 +41,14 @@ class Gathered(NamedTuple):
     mask: BlockMask
 
 
-def gather(problem: Problem, memory: Addressing) -> tuple[Problem, Addressing] | None:
-    """The same problem over the blocks that are read; None where these are not scattered."""
-    found = _find(problem, memory)
+def gather(problem: Problem, placed: Placed) -> tuple[Problem, Placed]:
+    """The same problem over the blocks that are read; as it is, where these are not scattered."""
+    found = _find(problem, placed)
     if found is None:
-        return None
-    page, batch = found.mask.BLOCK_SIZE[1], memory.batches
+        return problem, placed
+    page, batch = found.mask.BLOCK_SIZE[1], placed.batches
     table = found.table.expand(batch, -1).contiguous()
-    first = memory.sequences
+    first = placed.one
     zeros = np.zeros(batch, np.int64)
     sequences = Sequences(
         b=np.arange(batch),
@@ -60,47 +59,38 @@ def gather(problem: Problem, memory: Addressing) -> tuple[Problem, Addressing] |
         q_row=zeros,
         kv_row=zeros,
     )
-    key, value = (x[0].unflatten(1, (-1, page)).transpose(0, 1) for x in (memory.key, memory.value))
+    key, value = (x[0].unflatten(1, (-1, page)).transpose(0, 1) for x in (placed.key, placed.value))
     mods = {
         name: _reading(mod, table, page)
-        for name, mod in (
-            ("score_mod", problem.score_mod),
-            ("mask_mod", problem.mask_mod),
-            ("partial_mod", problem.partial_mod),
-        )
+        for name, mod in problem.mods.items()
         if isinstance(mod, Traced)
     }
     return (
-        replace(problem, block_mask=found.mask, **mods),  # type: ignore[arg-type]
-        Addressing(memory.query, key, value, sequences, page_table=table),
+        problem._replace(block_mask=found.mask, **mods),  # type: ignore[arg-type]
+        Placed(placed.query, key, value, sequences, page_table=table),
     )
 
 
-def gathers(problem: Problem, memory: Addressing) -> bool:
-    """Whether `gather` finds something to do."""
-    return _find(problem, memory) is not None
-
-
-def _find(problem: Problem, memory: Addressing) -> Gathered | None:
-    mask, rows = problem.block_mask, memory.key.shape[2]
+def _find(problem: Problem, placed: Placed) -> Gathered | None:
+    mask, rows = problem.block_mask, placed.key.shape[2]
     if (
         mask is None
-        or memory.copies is None
-        or memory.copies == 0
-        or memory.key.shape[0] != 1
+        or not placed.is_dense
+        or placed.batches == 0
+        or placed.key.shape[0] != 1
         or problem.dropout is not None
-        or problem.kv_start != 0
+        or placed.one.kv_begin != 0
         or mask.BLOCK_SIZE[1] % Target.host().block_kv == 0
         or rows % mask.BLOCK_SIZE[1] != 0
     ):
         return None
-    key = (mask.content(), memory.lengths)
+    key = (mask.content(), placed.lengths)
     if key in _known:
         return _known.get(key)
-    return _known.keep(key, _gathered(mask, memory.lengths, Target.host().block_kv))
+    return _known.keep(key, _gathered(mask, placed.lengths, Target.host().block_kv))
 
 
-_known: Known[tuple[object, ...], Gathered | None] = Known(16)
+_known: BoundedDict[tuple[object, ...], Gathered | None] = BoundedDict(16)
 
 
 def _gathered(mask: BlockMask, lengths: tuple[int, int], block_kv: int) -> Gathered | None:

@@ -42,7 +42,7 @@ from quire.ir.pyramid import Pyramid
 from quire.runtime.cache import cache_key, object_cache
 
 
-class ModRoots(NamedTuple):
+class ModGraphs(NamedTuple):
     """The graphs of one problem, over one list of captured tensors.
 
     `always` is the mask that holds in full tiles too, `partial` holds in the others as well.
@@ -61,9 +61,9 @@ class ModRoots(NamedTuple):
     @property
     def all(self) -> list[Node]:
         """Those that there are."""
-        graphs = [self.score, self.always, self.partial, self.drop]
+        mods = [self.score, self.always, self.partial, self.drop]
         bounds = [] if self.bounds is None else [self.bounds.can, self.bounds.must]
-        return [root for root in (*graphs, *bounds) if root is not None]
+        return [root for root in (*mods, *bounds) if root is not None]
 
     def everything(self, form: Form) -> list[Node]:
         """Those that a form needs."""
@@ -100,8 +100,8 @@ class ModRoots(NamedTuple):
 
 
 @functools.lru_cache(maxsize=512)
-def _depends_on_head(*roots: Node) -> bool:
-    return "h" in inputs(*roots)
+def _depends_on_head(*graphs: Node) -> bool:
+    return "h" in inputs(*graphs)
 
 
 derivatives = functools.lru_cache(maxsize=512)(differentiate)
@@ -143,25 +143,16 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def kernel(
-    form: Form,
-    query: torch.dtype,
-    key: torch.dtype,
-    value: torch.dtype,
-    out: torch.dtype,
-    head_dim: int = 0,
-    value_dim: int = 0,
+    form: Form, dtypes: tuple[torch.dtype, ...], *, head_dim: int = 0, value_dim: int = 0
 ) -> Kernel:
     """The kernel of a form for the dtypes of query, key, value and out.
 
     One for few queries is written for the width of its rows, if many models have that.
     """
     known = form == "row" and {head_dim, value_dim} <= COMMON_WIDTHS
-    spec = ForwardSpec(
-        Target.host(),
-        *(_name(query), _name(key), _name(value), _name(out)),
-        *((head_dim, value_dim) if known else (0, 0)),
-    )
-    return kernel_of(form, spec)
+    query, key, value, out = map(_name, dtypes)
+    widths = (head_dim, value_dim) if known else (0, 0)
+    return kernel_of(form, ForwardSpec(Target.host(), query, key, value, out, *widths))
 
 
 @functools.cache
@@ -195,18 +186,20 @@ def code_of(
 
 
 @functools.lru_cache(maxsize=512)
-def mod_code(form: Form, tile: Tile, roots: ModRoots, shapes: tuple[CaptureShape, ...]) -> ModCode:
+def mod_code(
+    form: Form, tile: Tile, graphs: ModGraphs, shapes: tuple[CaptureShape, ...]
+) -> ModCode:
     """The mods of a problem, looked up by the very nodes.
 
     The same mod gives the same nodes for as long as this cache holds on to them, and graphs that
     differ in their constants alone share their code.
     """
-    graphs = roots.everything(form)
-    arguments = ModArguments.of(graphs, shapes)
-    names = _written(form, roots)
+    nodes = graphs.everything(form)
+    arguments = ModArguments.of(nodes, shapes)
+    names = _written(form, graphs)
     if not names:
         return ModCode(arguments, None, dict.fromkeys(FUNCTIONS, 0))
-    literals = [node.payload for node in constants(*graphs) if is_literal(node)]
+    literals = [node.payload for node in constants(*nodes) if is_literal(node)]
     content = "\n".join(
         [
             form,
@@ -214,17 +207,17 @@ def mod_code(form: Form, tile: Tile, roots: ModRoots, shapes: tuple[CaptureShape
             repr(shapes),
             repr(names),
             repr(literals),
-            repr(roots.learned),
-            text(*graphs, values=False),
+            repr(graphs.learned),
+            text(*nodes, values=False),
         ]
     )
     code = _codes.get(content)
     if code is None:
         key = cache_key("mods", content)
         code = _codes[content] = code_of(
-            key, tile.target, lambda: write_mods(form, tile, roots, arguments), names
+            key, tile.target, lambda: write_mods(form, tile, graphs, arguments), names
         )
-    written = {name: _written_as(form, roots, name) for name in FUNCTIONS}
+    written = {name: _written_as(form, graphs, name) for name in FUNCTIONS}
     addresses = {name: code.address(same) if same else 0 for name, same in written.items()}
     return ModCode(arguments, code, addresses)
 
@@ -232,41 +225,41 @@ def mod_code(form: Form, tile: Tile, roots: ModRoots, shapes: tuple[CaptureShape
 _codes: weakref.WeakValueDictionary[str, jit.Code] = weakref.WeakValueDictionary()
 
 
-def _written_as(form: Form, roots: ModRoots, function: str) -> str | None:
+def _written_as(form: Form, graphs: ModGraphs, function: str) -> str | None:
     """Which function is written for `function`: itself, an equal one, or none."""
     if function == "drop":
-        return "drop" if roots.drop is not None and form != "backward" else None
+        return "drop" if graphs.drop is not None and form != "backward" else None
     if function == "verdict":
-        return "verdict" if roots.bounds is not None else None
+        return "verdict" if graphs.bounds is not None else None
     if function == "extent":
-        return "extent" if form != "row" and roots.masks["partial"] else None
-    masks = roots.masks
-    if roots.score is None and not masks[function] and form != "backward":
+        return "extent" if form != "row" and graphs.masks["partial"] else None
+    masks = graphs.masks
+    if graphs.score is None and not masks[function] and form != "backward":
         return None
     return next(name for name in ("plain", "full", "partial") if masks[name] == masks[function])
 
 
-def _written(form: Form, roots: ModRoots) -> list[str]:
-    return [name for name in FUNCTIONS if _written_as(form, roots, name) == name]
+def _written(form: Form, graphs: ModGraphs) -> list[str]:
+    return [name for name in FUNCTIONS if _written_as(form, graphs, name) == name]
 
 
-def write_mods(form: Form, tile: Tile, roots: ModRoots, arguments: ModArguments) -> Module:
+def write_mods(form: Form, tile: Tile, graphs: ModGraphs, arguments: ModArguments) -> Module:
     """The module of all the functions that a problem needs."""
     module = Module()
     write = write_row_rewrite if form == "row" else write_rewrite
-    for name in _written(form, roots):
+    for name in _written(form, graphs):
         if name == "drop":
-            write(module, name, tile, arguments, roots.drop, [], unit=1.0)
+            write(module, name, tile, arguments, graphs.drop, [], unit=1.0)
         elif name == "extent":
-            write_extent(module, name, tile, arguments, roots.masks["partial"])
+            write_extent(module, name, tile, arguments, graphs.masks["partial"])
         elif name == "verdict":
-            assert roots.bounds is not None
-            write_verdict(module, name, tile, arguments, roots.bounds.can, roots.bounds.must)
+            assert graphs.bounds is not None
+            write_verdict(module, name, tile, arguments, graphs.bounds.can, graphs.bounds.must)
         elif form == "backward":
-            slope, loads = roots.slopes
-            masks = tuple(roots.masks[name])
-            derived = Derived(roots.score, slope, tuple(loads.items()), masks, roots.drop)
+            slope, loads = graphs.slopes
+            masks = tuple(graphs.masks[name])
+            derived = Derived(graphs.score, slope, tuple(loads.items()), masks, graphs.drop)
             write_derive(module, name, tile, arguments, derived)
         else:
-            write(module, name, tile, arguments, roots.score, roots.masks[name])
+            write(module, name, tile, arguments, graphs.score, graphs.masks[name])
     return module

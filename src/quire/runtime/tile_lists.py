@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from quire.block_mask import BlockMask, BlockRows
 from quire.block_mask.lists import FULL as FULL_BLOCK
 from quire.block_mask.runs import Runs
+from quire.bounded import BoundedDict
 from quire.codegen.convention import FULL, PARTIAL, tile_entry
-from quire.runtime.known import Known
 
 
 class TileLists(NamedTuple):
@@ -45,7 +45,7 @@ def read_lists(mask: BlockMask, lengths: tuple[int, int], block_q: int, block_kv
     return lists or _known.keep(key, tile_lists(mask.rows(*lengths), block_q, block_kv))
 
 
-_known: Known[tuple[object, ...], TileLists] = Known(16)
+_known: BoundedDict[tuple[object, ...], TileLists] = BoundedDict(16)
 
 
 def tile_lists(rows: BlockRows, block_q: int, block_kv: int) -> TileLists:

@@ -1,0 +1,203 @@
+"""The gradients, a tile at a time: each tile's scores are made again from the log-sum-exp.
+
+With P the weights after softmax, d the gradient of what follows it, and for each row
+delta = sum(dO * O) - d lse:
+
+    dV = dropped(P)^T dO      dP = dropped(dO V^T)      dS = P * (dP - delta)
+
+dS is the gradient of the modified scores. Autograd takes it through the score_mod, to the raw
+scores and to what the mod captures, and has no other part in this; unless gradients are enabled:
+then every step is recorded, so that the result can be differentiated again.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from quire.backends.eager.tile import Tile, by_group, probabilities, weighted_sum
+from quire.backends.eager.tiling import Keys, Stripe, stripes
+from quire.block_mask.rows import BlockRows
+from quire.memory.placed import Placed
+from quire.request import Problem
+from quire.results import Above, Gradients, Wanted
+from quire.torch_private import in_transform
+
+T = TypeVar("T")
+
+
+class Given(NamedTuple):
+    """What each row is given: the gradient dO [B, Hq, L, Dv], delta and lse [B, Hq, L]."""
+
+    out: Tensor
+    delta: Tensor
+    lse: Tensor
+
+    @staticmethod
+    def of(above: Above) -> Given:
+        """From what comes from above."""
+        out, lse, grad_out, grad_lse = above
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
+        delta = (grad_out * out).sum(-1)
+        return Given(grad_out, delta if grad_lse is None else delta - grad_lse, lse)
+
+    def at(self, stripe: Stripe, dtype: torch.dtype) -> Given:
+        """That of a stripe, with delta and lse as columns."""
+        out, delta, lse = (tensor[stripe.rows].to(dtype) for tensor in self)
+        return Given(out, delta.unsqueeze(-1), lse.unsqueeze(-1))
+
+
+def backward(
+    problem: Problem, placed: Placed, blocks: BlockRows | None, wanted: Wanted, above: Above
+) -> Gradients:
+    """The gradients of query, key, value and captures, in the working dtype.
+
+    Operands are in dense memory. `blocks` are those of the block mask, if any, in the forward pass:
+    the mask may have been edited since.
+    """
+    given = Given.of(above)
+    sums = _zeros(placed, wanted)._replace(delta=given.delta)
+    if not (wanted.scores or wanted.value):
+        return sums
+    compute = _forgetful(_tile_gradients)
+    for stripe in stripes(problem, placed, blocks):
+        rows = placed.query[stripe.rows].to(placed.dtype)
+        mine = given.at(stripe, placed.dtype)
+        for keys in stripe.tiles:
+            part = compute(problem, placed, stripe, keys, rows, mine, wanted)
+            if part is not None:
+                _add(sums, part, stripe, keys)
+    return sums
+
+
+def _zeros(placed: Placed, wanted: Wanted) -> Gradients:
+    def zeros(tensor: Tensor, want: bool, dtype: torch.dtype) -> Tensor | None:
+        return torch.zeros(tensor.shape, dtype=dtype, device=tensor.device) if want else None
+
+    query, key, value = (
+        zeros(tensor, want, placed.dtype)
+        for tensor, want in zip(placed.operands, wanted[:3], strict=True)
+    )
+    captures = (
+        zeros(tensor, tensor.requires_grad, torch.promote_types(tensor.dtype, placed.dtype))
+        for tensor in wanted.captures
+    )
+    return Gradients(query, key, value, tuple(captures))
+
+
+def _add(sums: Gradients, part: Gradients, stripe: Stripe, keys: Keys) -> None:
+    if sums.query is not None and part.query is not None:
+        sums.query[stripe.rows] += part.query
+    for total, more in ((sums.key, part.key), (sums.value, part.value)):
+        if total is not None and more is not None:
+            here = total[stripe.rows_of(keys, total)]
+            here += more.sum_to_size(here.shape)  # one batch of keys may serve them all
+    for total, more in zip(sums.captures, part.captures, strict=True):
+        if total is not None and more is not None:
+            total += more
+
+
+def _forgetful(compute: Callable[..., T]) -> Callable[..., T]:
+    """`compute`, of whose record autograd keeps the inputs alone and makes the rest again."""
+    if in_transform() or not torch.is_grad_enabled():  # the first cannot do that
+        return compute
+    return functools.partial(checkpoint, compute, use_reentrant=False, preserve_rng_state=False)
+
+
+def _tile_gradients(
+    problem: Problem,
+    placed: Placed,
+    stripe: Stripe,
+    key_range: Keys,
+    rows: Tensor,
+    given: Given,
+    wanted: Wanted,
+) -> Gradients | None:
+    """What one tile adds to the gradients; None where its mask holds nowhere."""
+    tile = Tile(problem, placed, stripe, key_range)
+    if tile.is_empty:
+        return None
+    keys, values = tile.keys, tile.values
+    raw, modified = _recorded(tile, tile.raw_scores(rows))
+    scores = tile.masked(modified)
+    read = scores != -math.inf
+    weights = probabilities(scores, given.lse)
+    grad_query = grad_key = grad_value = None
+    grad_captures: tuple[Tensor | None, ...] = (None,) * len(wanted.captures)
+    if wanted.value:
+        grad_value = _sum_over_rows(tile.dropped(weights), given.out, read, values)
+    if wanted.scores:
+        grad_kept = by_group(given.out, values) @ values.transpose(-2, -1)
+        grad_weights = tile.dropped(grad_kept.view(scores.shape))
+        grad_scores = weights * torch.where(read, grad_weights - given.delta, 0.0)
+        grad_raw, grad_captures = _through_mod(
+            tile, raw, modified, wanted.captures, grad_scores, read
+        )
+        grad_products = grad_raw * problem.scale
+        if wanted.query:
+            grad_query = weighted_sum(by_group(grad_products, keys), keys, by_group(read, keys))
+            grad_query = grad_query.view_as(rows)
+        if wanted.key:
+            grad_key = _sum_over_rows(grad_products, rows, read, keys)
+    return Gradients(grad_query, grad_key, grad_value, grad_captures)
+
+
+def _sum_over_rows(weights: Tensor, rows: Tensor, read: Tensor, keys: Tensor) -> Tensor:
+    """weights^T @ rows over the query heads of each key head: [b, kvh, keys, n]."""
+    turned, turned_read = (by_group(x, keys).transpose(-2, -1) for x in (weights, read))
+    return weighted_sum(turned, by_group(rows, keys), turned_read)
+
+
+# --- through the score_mod -----------------------------------------------------------------------
+
+
+def _recorded(tile: Tile, raw: Tensor, only: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The raw and the modified scores, with a record of what lies between the two alone."""
+    if not torch.is_grad_enabled():
+        raw = raw.detach().requires_grad_()
+    with torch.enable_grad():
+        return raw, tile.modified(raw, only=only)
+
+
+def _through_mod(
+    tile: Tile,
+    raw: Tensor,
+    modified: Tensor,
+    captures: tuple[Tensor, ...],
+    grad: Tensor,
+    read: Tensor,
+) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    """From the gradient of the modified scores to those of the raw scores and the captures.
+
+    `grad` is 0 where a score is not read, but 0 times a slope that is not finite is NaN. In the
+    gradient of a capture that cannot be told from others; then only what is read runs again.
+    """
+    if modified is raw:
+        return grad, (None,) * len(captures)
+    grad_raw, *grad_captures = _gradients(modified, (raw, *captures), grad)
+    spoilt = any(x is not None and not bool(x.isfinite().all()) for x in grad_captures)
+    if spoilt:
+        raw, modified = _recorded(tile, raw, only=read)
+        _, *grad_captures = _gradients(modified, (raw, *captures), grad)
+    if grad_raw is None:
+        return torch.zeros_like(grad), tuple(grad_captures)
+    return torch.where(read, grad_raw, 0.0), tuple(grad_captures)
+
+
+def _gradients(
+    output: Tensor, inputs: tuple[Tensor, ...], grad: Tensor
+) -> tuple[Tensor | None, ...]:
+    """`torch.autograd.grad` that knows that what requires no gradient has none."""
+    sources = [tensor for tensor in inputs if tensor.requires_grad]
+    if not sources or not output.requires_grad:
+        return (None,) * len(inputs)
+    again = torch.is_grad_enabled()
+    found = iter(torch.autograd.grad(output, sources, grad, create_graph=again, allow_unused=True))
+    return tuple(next(found) if tensor.requires_grad else None for tensor in inputs)

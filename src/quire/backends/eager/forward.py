@@ -1,0 +1,103 @@
+"""Attention over all stripes, without a record for autograd."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from quire.aux_outputs import NO_AUX, AuxRequest
+from quire.backends.eager.key_mass import key_mass
+from quire.backends.eager.observe import Observed
+from quire.backends.eager.tile import Tile, by_group, weighted_sum
+from quire.backends.eager.tiling import Stripe, stripes
+from quire.memory.placed import Placed
+from quire.request import Problem
+from quire.results import Result, output_layout
+
+
+def forward(
+    problem: Problem, placed: Placed, sink: Tensor | None, wanted: AuxRequest = NO_AUX
+) -> Result:
+    """Compute a stripe at a time, in the working dtype.
+
+    Operands are in dense memory. The output lies in memory as the query does.
+    """
+    query = placed.query
+    shape, strides = output_layout(query, placed.value.shape[-1])
+    out = torch.empty_strided(shape, strides, dtype=placed.dtype, device=query.device)
+    result = Result(
+        out,
+        **{
+            name: out.new_empty(query.shape[:-1], dtype=torch.int64 if name == "argmax" else None)
+            for name, asked in wanted._replace(lse=True, key_mass=False)._asdict().items()
+            if asked
+        },
+    )
+    for stripe in stripes(problem, placed):
+        part = forward_stripe(problem, placed, stripe, sink, wanted).by_query
+        for name, rows in result.by_query.items():
+            rows[stripe.rows] = part[name]
+    if wanted.key_mass:
+        assert result.lse is not None, "it is always made"
+        result = result._replace(key_mass=key_mass(problem, placed, result.lse))
+    return result
+
+
+def forward_stripe(
+    problem: Problem,
+    placed: Placed,
+    stripe: Stripe,
+    sink: Tensor | None,
+    wanted: AuxRequest = NO_AUX,
+) -> Result:
+    """Online softmax: `sums` and `total` are relative to exp(peak), the maximum so far."""
+    rows = placed.query[stripe.rows].to(placed.dtype)
+    peak = rows.new_full((*rows.shape[:-1], 1), -math.inf)
+    total = torch.zeros_like(peak)
+    sums = rows.new_zeros((*rows.shape[:-1], placed.value.shape[-1]))
+    observed = Observed.nothing(peak) if wanted.argmax or wanted.entropy else None
+    for keys in stripe.tiles:
+        tile = Tile(problem, placed, stripe, keys)
+        if tile.is_empty:
+            continue
+        scores = tile.masked(tile.modified(tile.raw_scores(rows)))
+        higher = torch.maximum(peak, scores.amax(-1, keepdim=True))
+        weights = torch.exp(scores - _subtrahend(higher))
+        rescale = torch.exp(peak - _subtrahend(higher))
+        read = by_group(scores != -math.inf, tile.values)
+        if observed is not None:
+            shift = _subtrahend(higher)
+            observed = observed.after(scores, tile.indices[3], weights, peak, total, shift)
+        tile_sums = weighted_sum(by_group(tile.dropped(weights), tile.values), tile.values, read)
+        total = total * rescale + weights.sum(-1, keepdim=True)
+        sums = sums * rescale + tile_sums.view_as(sums)
+        peak = higher
+    sink = None if sink is None else sink[stripe.heads]
+    return _normalised(sums, total, peak, sink, observed)
+
+
+def _normalised(
+    sums: Tensor, total: Tensor, peak: Tensor, sink: Tensor | None, observed: Observed | None
+) -> Result:
+    """Divide by the sum of weights, which the sink joins once."""
+    top, kept = peak, total
+    if sink is not None:
+        logit = sink.to(sums.dtype).view(1, -1, 1, 1)
+        top = torch.maximum(peak, logit)
+        rescale = torch.exp(peak - _subtrahend(top))
+        total = total * rescale + torch.exp(logit - _subtrahend(top))
+        sums = sums * rescale
+    lse = torch.where(top.isinf(), top, top + torch.log(total))
+    out = torch.where(top == -math.inf, 0.0, sums / total)
+    result = Result(out, lse.squeeze(-1), peak.squeeze(-1))
+    if observed is None:
+        return result
+    entropy = observed.entropy(kept, total, peak - _subtrahend(top))
+    return result._replace(argmax=observed.place.squeeze(-1), entropy=entropy.squeeze(-1))
+
+
+def _subtrahend(peak: Tensor) -> Tensor:
+    """A maximum that can be subtracted from scores: 0 where there is none yet."""
+    return torch.where(peak == -math.inf, 0.0, peak)

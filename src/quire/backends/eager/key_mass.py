@@ -1,0 +1,36 @@
+"""How much attention each key received: the probabilities summed over queries.
+
+The sum of a row must be known before its probabilities are, so this is a pass of its own over the
+tiles, as the backward pass is: each tile's scores are made again from the log-sum-exp.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.backends.eager.tile import Tile, probabilities
+from quire.backends.eager.tiling import stripes
+from quire.memory.placed import Placed
+from quire.request import Problem
+
+
+def key_mass(problem: Problem, placed: Placed, lse: Tensor) -> Tensor:
+    """The probabilities, before dropout, summed over the queries of a head: [B, Hq, S].
+
+    `lse` [B, Hq, L] is that of the forward pass.
+    """
+    query, key, _ = placed.operands
+    mass = lse.new_zeros((*query.shape[:2], key.shape[2]))
+    with torch.no_grad():
+        for stripe in stripes(problem, placed):
+            rows = query[stripe.rows].to(placed.dtype)
+            below = lse[stripe.rows].unsqueeze(-1)
+            for keys in stripe.tiles:
+                tile = Tile(problem, placed, stripe, keys)
+                if tile.is_empty:
+                    continue
+                scores = tile.masked(tile.modified(tile.raw_scores(rows)))
+                here = mass[stripe.batch, stripe.heads, keys.positions]
+                here += probabilities(scores, below).sum(-2)
+    return mass

@@ -1,0 +1,164 @@
+"""Ragged and paged attention as dense attention of one sequence after the other.
+
+It is what they mean, and how it is computed in torch ops.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.aux_outputs import AuxRequest
+from quire.backends.eager import backward as dense_backward
+from quire.backends.eager import forward as dense_forward
+from quire.block_mask.rows import BlockRows
+from quire.memory.placed import One, Placed, longest
+from quire.memory.sequences import Sequences
+from quire.request import Problem
+from quire.results import NOWHERE, Above, Gradients, Result, Wanted
+
+
+def in_rows(placed: Placed) -> Placed:
+    """The operands with keys and values in rows: those of pages are copied out of them."""
+    if placed.page_table is None:
+        return placed
+    pages, rows = _key_places(placed)
+
+    def taken(x: Tensor, scale: Tensor | None) -> Tensor:
+        found = x[pages, :, rows]
+        if scale is not None:
+            factors = scale[pages, :, rows].to(placed.dtype)
+            found = found.to(placed.dtype) * factors.unsqueeze(-1)
+        return found.transpose(0, 1).unsqueeze(0)
+
+    sequences = placed.sequences
+    counts = sequences.kv_len
+    first = np.cumsum(counts) - counts - sequences.kv_begin
+    return Placed(
+        query=placed.query,
+        key=taken(placed.key, placed.key_scale),
+        value=taken(placed.value, placed.value_scale),
+        rows=sequences._replace(kv_row=first),
+    )
+
+
+def _key_places(placed: Placed) -> tuple[Tensor, Tensor]:
+    """The page of every key and its row there, sequence after sequence."""
+    assert placed.page_table is not None, "there are pages"
+    sequences, page = placed.sequences, placed.key.shape[2]
+    counts = sequences.kv_len
+    first = np.repeat(sequences.kv_begin - np.cumsum(counts) + counts, counts)
+    position = np.arange(len(first)) + first
+    table = placed.page_table.numpy()
+    pages = table[np.repeat(sequences.b, counts), position // page].astype(np.int64)
+    return torch.from_numpy(pages), torch.from_numpy(position % page)
+
+
+# --- forward -------------------------------------------------------------------------------------
+
+
+def forward(problem: Problem, placed: Placed, sink: Tensor | None, wanted: AuxRequest) -> Result:
+    """The results of each sequence, and what rows hold that belong to none."""
+    if placed.is_dense:
+        return dense_forward.forward(problem, placed, sink, wanted)
+    given, placed = placed, in_rows(placed)
+    query, key, value = placed.operands
+    nobody = Placed(query[:, :, :0], key[:, :, :0], value[:, :, :0], One(0, 0, 0, 0))
+    sample = dense_forward.forward(problem, nobody, sink, wanted)
+    whole = {
+        name: rows.new_full((*rows.shape[:2], query.shape[2], *rows.shape[3:]), NOWHERE[name])
+        for name, rows in sample.by_query.items()
+    }
+    mass = None
+    if wanted.key_mass:
+        mass = query.new_zeros((*query.shape[:2], key.shape[2]), dtype=placed.dtype)
+    for alone, rows, keys in placed.each():
+        found = dense_forward.forward(problem, alone, sink, wanted)
+        for name, part in found.by_query.items():
+            whole[name][:, :, rows] = part
+        if mass is not None and found.key_mass is not None:
+            mass[:, :, keys] = found.key_mass
+    if mass is not None and given.page_table is not None:
+        mass = _by_position(mass, placed.sequences)
+    return Result(**whole, key_mass=mass)
+
+
+def _by_position(mass: Tensor, sequences: Sequences) -> Tensor:
+    """What is known of keys that lie in pages: [sequences, Hq, positions]."""
+    placed = mass.new_zeros((sequences.num, mass.shape[1], longest(sequences.kv_end)))
+    columns = sequences.b, sequences.kv_begin, sequences.kv_end, sequences.kv_row
+    for b, begin, end, row in zip(*(column.tolist() for column in columns), strict=True):
+        placed[b, :, begin:end] = mass[0, :, row + begin : row + end]
+    return placed
+
+
+# --- backward ------------------------------------------------------------------------------------
+
+
+def backward(
+    problem: Problem, placed: Placed, blocks: BlockRows | None, wanted: Wanted, above: Above
+) -> Gradients:
+    """The gradients, the backward pass being that of each sequence alone."""
+    if placed.is_dense:
+        return dense_backward.backward(problem, placed, blocks, wanted, above)
+    given, placed = placed, in_rows(placed)
+    parts: list[_Part] = []
+    captures: list[Tensor | None] = [None] * len(wanted.captures)
+    for alone, rows, keys in placed.each():
+        mine = Above(*(None if x is None else x[:, :, rows] for x in above))  # type: ignore[arg-type]
+        found = dense_backward.backward(problem, alone, None, wanted, mine)
+        parts.append(_Part(rows, keys, found))
+        for place, grad in enumerate(found.captures):
+            if grad is not None:
+                known = captures[place]
+                captures[place] = grad if known is None else known + grad
+    query, key, value = placed.operands
+    by_row = [(part.rows, part.found.query) for part in parts]
+    by_key = [(part.keys, part.found.key) for part in parts]
+    by_value = [(part.keys, part.found.value) for part in parts]
+    deltas = [(part.rows, part.found.delta) for part in parts]
+    grad_key = _joined(by_key, key, placed.dtype) if wanted.key else None
+    grad_value = _joined(by_value, value, placed.dtype) if wanted.value else None
+    return Gradients(
+        query=_joined(by_row, query, placed.dtype) if wanted.query else None,
+        key=_to_pages(grad_key, given.key, given),
+        value=_to_pages(grad_value, given.value, given),
+        captures=tuple(captures),
+        delta=_joined(deltas, above.lse, placed.dtype),
+    )
+
+
+class _Part(NamedTuple):
+    """The gradients of one sequence, and where its rows and keys are among all."""
+
+    rows: slice
+    keys: slice
+    found: Gradients
+
+
+def _to_pages(grad: Tensor | None, like: Tensor, placed: Placed) -> Tensor | None:
+    """The gradient of what `in_rows` copied. Sequences may share pages."""
+    if grad is None or placed.page_table is None:
+        return grad
+    pages, heads, size, width = like.shape
+    rows = grad.new_zeros(pages, size, heads, width)
+    places = _key_places(placed)
+    return rows.index_put(places, grad[0].transpose(0, 1), accumulate=True).transpose(1, 2)
+
+
+def _joined(parts: list[tuple[slice, Tensor | None]], like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Parts of the rows of `like` in ascending order, and zeros between them."""
+    end, joined = 0, []
+    for at, part in parts:
+        assert part is not None, "what is wanted of one sequence is wanted of all"
+        joined += [_zeros(like, at.start - end, dtype), part]
+        end = at.stop
+    joined.append(_zeros(like, like.shape[2] - end, dtype))
+    return torch.cat(joined, 2)
+
+
+def _zeros(like: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
+    return like.new_zeros((*like.shape[:2], num_rows, *like.shape[3:]), dtype=dtype)

@@ -1,0 +1,261 @@
+"""PyTorch's own flex_attention, compiled by PyTorch: for devices other than the CPU.
+
+It can be asked for on the CPU with backend="inductor". There it needs a C++ compiler and some
+seconds for each new mod, and has neither a backward pass nor a log-sum-exp.
+
+Comes in: a `Call`; the user's mods are handed on as they were written. What PyTorch has no word
+for is said in its own: a mask_mod that holds everywhere becomes part of the score_mod (give a
+block mask as well to have blocks skipped), positions are shifted, a sink enters through the
+log-sum-exp. A block mask is read as PyTorch reads it: a block that it lists twice counts twice.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as torch_flex
+
+from quire.aux_outputs import AuxOutput, AuxRequest
+from quire.dynamo import own
+from quire.errors import BackendError
+from quire.ir.trace import Mod
+from quire.request import Call
+from quire.results import Result
+from quire.torch_private import compile_errors, has_avx2, no_compiler_error
+
+DEVICES = ("cpu", "cuda", "xpu", "hpu", "mps")
+FORWARD_ONLY = ("cpu", "mps")
+CPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+RECOMPILE_LIMIT = 256
+"""How many kernels are kept: each mod, each dtype and some changes of shape need their own."""
+
+
+torch_attention: Callable[..., Any] = own(torch_flex.flex_attention)
+
+
+# --- what it cannot do ---------------------------------------------------------------------------
+
+
+def obstacle(call: Call) -> str | None:
+    """Why PyTorch cannot run `call`; None where it can, as far as can be told beforehand."""
+    device = call.placed.query.device.type
+    if device not in DEVICES:
+        return f"PyTorch's flex_attention does not run on {device}"
+    if not call.placed.is_dense:
+        return "PyTorch's flex_attention takes no sequences that are packed into one tensor"
+    if call.problem.dropout is not None:
+        return "PyTorch's flex_attention has no dropout, and dropout_p is not 0"
+    if call.placed.query.shape[2] == 0 or call.placed.key.shape[2] == 0:
+        return "PyTorch's flex_attention takes no sequences of length 0"
+    for output in _unknown(call.request.aux):
+        return f"PyTorch's flex_attention does not return {output}"
+    reason = _backward_obstacle(call) if device in FORWARD_ONLY else None
+    if reason is None and device == "cpu":
+        reason = _cpu_obstacle(call)
+    return reason
+
+
+def _backward_obstacle(call: Call) -> str | None:
+    """On some devices there is no backward pass, nor the log-sum-exp that it would start from."""
+    here = f"PyTorch's flex_attention on {call.placed.query.device.type}"
+    named = zip(("query", "key", "value"), call.placed.operands, strict=True)
+    learned = [name for name, tensor in named if tensor.requires_grad]
+    if any(tensor.requires_grad for tensor in call.problem.captures):
+        learned.append("a captured tensor")
+    if torch.is_grad_enabled() and learned:
+        return f"{here} has no backward pass, and these require grad: {', '.join(learned)}"
+    for output, wanted in call.request.aux._asdict().items():
+        if wanted:
+            return f"{here} does not return {output}"
+    if call.request.sink is not None:
+        return f"{here} does not return lse, which a sink needs"
+    return None
+
+
+def _cpu_obstacle(call: Call) -> str | None:
+    dtypes = [str(x.dtype).removeprefix("torch.") for x in call.placed.operands]
+    if call.placed.query.dtype not in CPU_DTYPES:
+        return f"PyTorch's flex_attention on cpu does not take {dtypes[0]}"
+    if len(set(dtypes)) > 1:
+        return f"PyTorch's flex_attention on cpu takes one dtype, and these are {', '.join(dtypes)}"
+    if not has_avx2():
+        return "PyTorch's flex_attention on cpu needs AVX2, which this CPU does not have"
+    return None
+
+
+# --- what it does --------------------------------------------------------------------------------
+
+
+def attention(call: Call) -> Result:
+    """Hand `call` over to PyTorch."""
+    query, batch = call.placed.query, call.placed.query.shape[0]
+    key, value = (x.expand(batch, -1, -1, -1) for x in call.placed.operands[1:])
+    if not torch.is_grad_enabled():  # PyTorch looks at requires_grad alone
+        query, key, value = query.detach(), key.detach(), value.detach()
+    request, mask = call.request, call.problem.block_mask
+    aux = request.aux
+    if mask is not None:
+        _ = mask.kv_indices  # Dynamo cannot follow how the tensors of a long mask are made
+    with _torch_errors():
+        out, found = _compiled()(
+            query,
+            key,
+            value,
+            folded(_at_positions(call, request.score_mod), _at_positions(call, request.mask_mod)),
+            mask,
+            call.problem.scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+            kernel_options=call.request.kernel_options,
+            return_aux=torch_flex.AuxRequest(
+                aux.lse or call.request.sink is not None, aux.max_scores
+            ),
+        )
+    lse, max_scores = found
+    if request.sink is not None and lse is not None:
+        out, lse = with_sink(out, lse, request.sink)
+    return Result(out, lse, max_scores)
+
+
+def _unknown(aux: AuxRequest) -> list[str]:
+    """What is asked for and PyTorch has no name for."""
+    known = torch_flex.AuxRequest._fields
+    return [name for name, wanted in aux._asdict().items() if wanted and name not in known]
+
+
+def _operator(*args: Any, **kwargs: Any) -> tuple[Tensor, torch_flex.AuxOutput]:
+    """A frame of ours, so that what we compile does not count against the user's own limit."""
+    result: tuple[Tensor, torch_flex.AuxOutput] = torch_attention(*args, **kwargs)
+    return result
+
+
+@functools.cache
+def _compiled() -> Callable[..., tuple[Tensor, torch_flex.AuxOutput]]:
+    options: dict[str, Any] = {"recompile_limit": RECOMPILE_LIMIT}  # not in torch's annotations
+    return torch.compile(_operator, fullgraph=True, **options)
+
+
+def _at_positions(call: Call, mod: Mod | None) -> Mod | None:
+    """`mod` for indices that count from 0, as PyTorch's do."""
+    _, q_start, kv_start, *_ = call.placed.one
+    if mod is None or (q_start, kv_start) == (0, 0):
+        return mod
+
+    def moved(*args: Tensor) -> Tensor:
+        *others, q_idx, kv_idx = args
+        result: Tensor = mod(*others, q_idx + q_start, kv_idx + kv_start)
+        return result
+
+    return moved
+
+
+def folded(score_mod: Mod | None, mask_mod: Mod | None) -> Mod | None:
+    """A score_mod that gives -inf where `mask_mod` does not hold."""
+    if mask_mod is None:
+        return score_mod
+
+    def masked(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        changed = score if score_mod is None else score_mod(score, b, h, q_idx, kv_idx)
+        holds = mask_mod(b, h, q_idx, kv_idx) & (b >= 0)  # a tensor also where it is Python's True
+        return torch.where(holds, changed, -math.inf)
+
+    return masked
+
+
+def with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+    """Let `sink` [Hq] join the softmax whose result is out [B, Hq, L, Dv] and lse [B, Hq, L]."""
+    total = torch.logaddexp(lse, sink.to(lse.dtype).view(1, -1, 1))
+    kept = torch.exp(lse - total.masked_fill(total == -math.inf, 0.0))
+    return out * kept.unsqueeze(-1).to(out.dtype), total
+
+
+# --- what goes wrong only then -------------------------------------------------------------------
+
+
+@contextmanager
+def _torch_errors() -> Iterator[None]:
+    """What PyTorch raises while it compiles, as an error of ours."""
+    try:
+        yield
+    except compile_errors() as error:
+        for cause in _causes(error):
+            if isinstance(cause, no_compiler_error()):
+                raise BackendError(
+                    f"backend='inductor' needs a C++ compiler on the CPU, but PyTorch says: "
+                    f"{_first_line(cause)}. Install one, name it in the variable CXX, or use "
+                    f"backend='eager'."
+                ) from error
+        raise BackendError(
+            f"backend='inductor' needs mods that PyTorch can compile, but it raised "
+            f"{type(error).__name__}: {_first_line(error)}. Change the mod, or use "
+            f"backend='eager' on the CPU."
+        ) from error
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0].rstrip(".")
+
+
+# --- in a graph of the user's --------------------------------------------------------------------
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Mod | None = None,
+    block_mask: torch_flex.BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Any = None,
+    *,
+    return_aux: AuxRequest | torch_flex.AuxRequest | None = None,
+    mask_mod: Mod | None = None,
+    dropout_p: float = 0.0,
+    generator: torch.Generator | None = None,
+    sink: Tensor | None = None,
+    backend: str = "auto",
+) -> Any:
+    """Our flex_attention as PyTorch's operator, where a graph may not break."""
+    if dropout_p != 0.0 or sink is not None:
+        raise BackendError(
+            f"PyTorch's operator, which computes under fullgraph=True and torch.export, has no "
+            f"{'sink' if dropout_p == 0.0 else 'dropout'}, but one was given. Compile without "
+            f"fullgraph=True."
+        )
+    asked = return_aux
+    if isinstance(return_aux, AuxRequest):
+        for output in _unknown(return_aux):
+            raise BackendError(
+                f"PyTorch's operator, which computes under fullgraph=True and torch.export, does "
+                f"not return {output}, but it was asked for. Compile without fullgraph=True."
+            )
+        asked = torch_flex.AuxRequest(return_aux.lse, return_aux.max_scores)
+    result = torch_attention(
+        query,
+        key,
+        value,
+        folded(score_mod, mask_mod),
+        block_mask,
+        scale,
+        enable_gqa,
+        return_lse,
+        kernel_options,
+        return_aux=asked,
+    )
+    if isinstance(return_aux, AuxRequest):
+        out, aux = result
+        return out, AuxOutput(aux.lse, aux.max_scores)
+    return result

@@ -1,0 +1,162 @@
+"""Plans: requests like an earlier one are neither checked nor planned again.
+
+    cache       request -> plan, known or new, and the call to be computed
+    keys        which requests are alike
+    call_plan   who computes calls of one kind, forward and backward
+
+`quire.plan` gives a plan to those who count microseconds:
+
+    step = quire.plan(query, Dense(keys[:, :, :1], values[:, :, :1]), mask=causal)
+    for position in range(1, 4096):
+        out = step(query, Dense(keys[:, :, :position], values[:, :, :position]))
+
+What a plan was given stays as it was: it does not see that a mod, a closure or a number has changed
+since. What captured tensors hold is read at every call.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as torch_flex
+
+from quire.backends import jit
+from quire.block_mask import BlockMask
+from quire.bounded import BoundedDict
+from quire.errors import ArgumentError, BackendError, DtypeError
+from quire.ir.trace import Kind, Mod, Traced, trace
+from quire.memory import Dense, Paged, Queries, Ragged
+from quire.plans import cache
+from quire.plans.call_plan import CallPlan
+from quire.plans.keys import Key, layout_of
+from quire.request import Call, Mask, Problem, Request, call_of, check
+from quire.results import working_dtype
+
+
+def plan(
+    query: Tensor,
+    memory: Dense,
+    *,
+    score_mod: Mod | None = None,
+    mask: Mask | None = None,
+    scale: float | None = None,
+    q_start: int | None = None,
+) -> Plan:
+    """Attention as `attention(query, memory, ...)` would compute it, ready to be repeated.
+
+    query [B, Hq, L, D], keys [B, Hkv, S, D]. The plan takes other queries and memories: of any
+    length, unless a block mask fixes them. It computes no gradients.
+    """
+    masks = () if mask is None else (mask,)
+    queries = Queries(q_start)
+    return Plan(Request(query, memory, queries, score_mod=score_mod, masks=masks, scale=scale))
+
+
+class Plan:
+    """What `plan` returns: a function of a query and a memory."""
+
+    def __init__(self, request: Request) -> None:
+        query = request.query
+        _check_dense(request.memory)
+        check(request)
+        score_mod, masks = request.score_mod, request.masks
+        self._request = request._replace(
+            score_mod=None if score_mod is None else _traced(score_mod, "score", query),
+            masks=tuple(_kept(mask, query) for mask in masks),
+        )
+        call = call_of(self._request)
+        self._captures = call.problem.captures
+        self._kinds = tuple(map(_kind, self._captures))
+        self._fixed = call.problem.block_mask is not None  # for some lengths and positions alone
+        self._known: BoundedDict[Key, tuple[CallPlan, Problem]] = BoundedDict(64)
+        self._planned(call)
+
+    def __call__(self, query: Tensor, memory: Dense) -> Tensor:
+        """The attention of `query` [B, Hq, L, D] over `memory`: [B, Hq, L, Dv]."""
+        request = self._request._replace(query=query, memory=memory)
+        key = self._key(request)
+        known = None if key is None else self._known.get(key)
+        if known is None:
+            call = self._checked(request)
+            known = self._planned(call), call.problem
+            if key is not None:
+                self._known.keep(key, known)
+        else:
+            call = Call(request, memory.place(query, request.queries), known[1])
+        return known[0].run(call).out
+
+    def _key(self, request: Request) -> Key | None:
+        """What the plan of a request depends on, besides the mods; None if it cannot be told."""
+        if type(request.memory) is not Dense:
+            return None
+        layout = layout_of(request)
+        if layout is None:
+            return None
+        for tensor in self._captures:
+            if not tensor.untyped_storage().nbytes():
+                return None
+            layout += (tensor.dtype, tensor.device, tensor.shape, tensor.stride())
+        if self._fixed:
+            memory = request.memory
+            first = memory.first_position(request.query, request.queries.start)
+            layout += (first, memory.key.shape[2])
+        return layout
+
+    def _checked(self, request: Request) -> Call:
+        _check_dense(request.memory)
+        self._check_captures()
+        query, made_for = request.query, self._request.query.dtype
+        if isinstance(query, Tensor) and query.dtype != made_for:
+            raise DtypeError(
+                f"this plan was made for queries of {made_for}, but got {query.dtype}. Make a "
+                f"plan for each dtype."
+            )
+        check(request)
+        return call_of(request)
+
+    def _planned(self, call: Call) -> CallPlan:
+        reason = jit.obstacle(call)
+        if reason is not None:
+            raise BackendError(
+                f"a plan runs compiled code, but {reason}. Call quire.attention, which finds "
+                f"another way."
+            )
+        with torch.no_grad():
+            made, _ = cache.make(call)
+        return made
+
+    def _check_captures(self) -> None:
+        for tensor, made_for in zip(self._captures, self._kinds, strict=True):
+            if _kind(tensor) != made_for:
+                raise ArgumentError(
+                    f"this plan was made for a captured tensor of dtype, dimensions and device "
+                    f"{made_for}, which now has {_kind(tensor)}. Make a new plan."
+                )
+
+
+def _kind(tensor: Tensor) -> tuple[object, ...]:
+    """What must not change of a captured tensor. Its sizes and strides may."""
+    return tensor.dtype, tensor.dim(), tensor.device
+
+
+def _check_dense(memory: object) -> None:
+    if isinstance(memory, Ragged | Paged):
+        raise ArgumentError(
+            f"a plan takes Dense memory, but got a {type(memory).__name__}. Call quire.attention, "
+            f"which takes all."
+        )
+
+
+def _traced(mod: Mod, kind: Kind, query: Tensor) -> Traced:
+    return trace(mod, kind, score_dtype=working_dtype(query.dtype), device=query.device)
+
+
+def _kept(mask: Mask, query: Tensor) -> Mask:
+    """A mask that its owner's changes do not reach."""
+    if not isinstance(mask, torch_flex.BlockMask):
+        return _traced(mask, "mask", query)
+    kept = copy.deepcopy(BlockMask.from_torch(mask))
+    kept.mask_mod = _traced(mask.mask_mod, "mask", query)
+    return kept

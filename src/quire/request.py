@@ -1,0 +1,302 @@
+"""What is to be computed: a request in the user's words, and as the call that backends take.
+
+    Request    what the user gave, unchanged
+    Problem    scale, mods, block mask and dropout, ready to be evaluated or compiled
+    Call       both, and where the rows of query, keys and values live
+
+`call_of` makes a call of a request: it places the operands, and traces each mod once. `check`
+raises for what cannot be computed. A request that is like one that was checked need not be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from operator import is_
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as torch_flex
+
+from quire import checks
+from quire.aux_outputs import NO_AUX, AuxRequest
+from quire.block_mask import BlockMask, check_fits, element_mod
+from quire.config import Backend as BackendName
+from quire.dropout import Dropout, check_dropout
+from quire.errors import ArgumentError, BlockMaskError, QuireError, UnsupportedOpError
+from quire.ir.trace import Kind, Mod, Traced, mod_name, trace
+from quire.memory import Memory, Queries
+from quire.memory.placed import One, Placed, longest
+from quire.results import working_dtype
+from quire.vectorise import Opaque
+from quire.warn import warn
+
+Mask: TypeAlias = Mod | torch_flex.BlockMask
+ReadyMod: TypeAlias = Traced | Opaque
+"""A mod whose captured tensors are known."""
+
+
+class EagerModWarning(UserWarning):
+    """A mod cannot be traced and runs on the eager path."""
+
+
+class Request(NamedTuple):
+    """The arguments of `attention`, as they were given.
+
+    `masks` are at most one function and one block mask.
+    """
+
+    query: Tensor
+    memory: Memory
+    queries: Queries = Queries()
+    score_mod: Mod | None = None
+    masks: tuple[Mask, ...] = ()
+    scale: float | None = None
+    dropout_p: float = 0.0
+    sink: Tensor | None = None
+    aux: AuxRequest = NO_AUX
+    kernel_options: Mapping[str, object] | None = None
+    backend: BackendName = "auto"
+    generator: torch.Generator | None = None
+
+    @property
+    def mask_mod(self) -> Mod | None:
+        """The mask that is a function."""
+        functions = (mask for mask in self.masks if not isinstance(mask, torch_flex.BlockMask))
+        return next(functions, None)
+
+
+class Problem(NamedTuple):
+    """Attention without its query, keys and values.
+
+    `mask_mod` holds everywhere. `block_mask` says which blocks exist, and `partial_mod`, its
+    mask_mod, holds in those that it does not call full. Mods are asked about absolute positions.
+    """
+
+    scale: float
+    score_mod: ReadyMod | None = None
+    mask_mod: ReadyMod | None = None
+    block_mask: BlockMask | None = None
+    partial_mod: ReadyMod | None = None
+    dropout: Dropout | None = None
+
+    def masks(self, full: bool) -> tuple[ReadyMod, ...]:
+        """The masks that hold in a block."""
+        candidates = (self.mask_mod, None if full else self.partial_mod)
+        return tuple(mod for mod in candidates if mod is not None)
+
+    @property
+    def mods(self) -> dict[str, ReadyMod]:
+        """The mods that there are, by field name."""
+        named = ("score_mod", self.score_mod), ("mask_mod", self.mask_mod)
+        found = (*named, ("partial_mod", self.partial_mod))
+        return {name: mod for name, mod in found if mod is not None}
+
+    @property
+    def captures(self) -> tuple[Tensor, ...]:
+        """Every tensor that the mods capture, mod by mod."""
+        score, mask, partial = self.score_mod, self.mask_mod, self.partial_mod
+        found = () if score is None else score.captures
+        if mask is not None:
+            found += mask.captures
+        return found if partial is None else found + partial.captures
+
+    def with_captures(self, captures: tuple[Tensor, ...]) -> Problem:
+        """The same problem on other tensors, given in the order of `captures`."""
+        changed, rest = self, captures
+        for name, mod in self.mods.items() if captures else ():
+            mine, rest = rest[: len(mod.captures)], rest[len(mod.captures) :]
+            changed = changed._replace(**{name: replace(mod, captures=mine)})  # type: ignore[arg-type]
+        return changed
+
+    def without_captures(self) -> Problem:
+        """The same problem, without holding on to the tensors that its mods capture."""
+        return self.with_captures((_NOTHING,) * len(self.captures))
+
+
+_NOTHING = torch.empty(0, device="cpu")
+
+
+class Call(NamedTuple):
+    """A request that is ready to be computed: its operands are placed, its mods are traced."""
+
+    request: Request
+    placed: Placed
+    problem: Problem
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Every tensor that takes part: operands, sink and captures."""
+        sink = self.request.sink
+        return (
+            *self.placed.operands,
+            *(() if sink is None else (sink,)),
+            *self.problem.captures,
+        )
+
+    def on(
+        self,
+        operands: tuple[Tensor, Tensor, Tensor],
+        sink: Tensor | None,
+        captures: tuple[Tensor, ...],
+    ) -> Call:
+        """The same call on other tensors, as a transform of torch.func gives them."""
+        own = (*self.placed.operands, self.request.sink, *self.problem.captures)
+        if all(map(is_, (*operands, sink, *captures), own)):
+            return self
+        return Call(
+            self.request._replace(sink=sink),
+            self.placed.on(*operands),
+            self.problem.with_captures(captures),
+        )
+
+    def seeded(self) -> Call:
+        """The same call with a seed for its dropout, if there is any."""
+        dropout = self.problem.dropout
+        if dropout is None:
+            return self
+        seeded = dropout.seeded(self.request.generator)
+        return self._replace(problem=self.problem._replace(dropout=seeded))
+
+
+# --- checks --------------------------------------------------------------------------------------
+
+
+def check(request: Request) -> None:
+    """Raise for a request that has no answer, whatever its mods are."""
+    query, memory = request.query, request.memory
+    check_dropout(request.dropout_p)
+    if not isinstance(memory, Memory):
+        raise ArgumentError(
+            f"memory must be a Dense, a Ragged or a Paged, but got {type(memory).__name__}. Wrap "
+            f"keys and values: Dense(key, value)."
+        )
+    memory.check(query, request.queries)
+    checks.check_scale(request.scale, query.shape[-1])
+    checks.check_sink(request.sink, query)
+    checks.check_generator(request.generator)
+
+
+def check_mods(call: Call) -> None:
+    """Raise where the mods of a call do not go with its operands."""
+    for tensor in call.problem.captures:
+        checks.check_held("a captured tensor", tensor)
+    mask, placed = call.problem.block_mask, call.placed
+    if mask is not None:
+        batch, heads, q_len, _ = placed.query.shape
+        check_fits(mask, batch, heads, q_len, placed.key.shape[2], placed.query.device)
+
+
+# --- from a request to a call --------------------------------------------------------------------
+
+
+def call_of(request: Request) -> Call:
+    """Place the operands, and trace each mod once."""
+    placed = _autocast(request.memory.place(request.query, request.queries))
+    query, scale, block_mask, partial_mod = placed.query, request.scale, None, None
+    score_mod = request.score_mod
+    score = None if score_mod is None else ready(score_mod, "score", query)
+    mask_mod = None
+    for mask in request.masks:
+        if not isinstance(mask, torch_flex.BlockMask):
+            mask_mod = ready(mask, "mask", query)
+        elif placed.page_table is not None:
+            mask_mod = ready(_by_element(mask, placed), "mask", query)
+        else:
+            block_mask = _for_dense(mask, placed)
+            partial_mod = ready(_counted_from(placed.one, block_mask.mask_mod), "mask", query)
+    problem = Problem(
+        scale=scale if type(scale) is float else checks.check_scale(scale, query.shape[-1]),
+        score_mod=score,
+        mask_mod=mask_mod,
+        block_mask=block_mask,
+        partial_mod=partial_mod,
+        dropout=check_dropout(request.dropout_p),
+    )
+    return Call(request, placed, problem)
+
+
+def checked_call(request: Request) -> Call:
+    """The call of a request, with everything checked."""
+    check(request)
+    call = call_of(request)
+    check_mods(call)
+    return call
+
+
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The operands in the dtype that an enclosing autocast asks for; float64 is left alone."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    kept = (torch.float64, torch.int8)  # int8 has factors of its own
+    return tuple(t if t.dtype in kept else t.to(dtype) for t in tensors)
+
+
+def _autocast(placed: Placed) -> Placed:
+    if not torch.is_autocast_enabled(placed.query.device.type):
+        return placed
+    query, key, value = autocast(*placed.operands)
+    return placed.on(query, key, value)
+
+
+def _for_dense(mask: torch_flex.BlockMask, placed: Placed) -> BlockMask:
+    if not placed.is_dense:
+        raise BlockMaskError(
+            "mask must be a function of (b, h, q_idx, kv_idx) for Ragged memory, but got a "
+            "BlockMask, whose blocks are those of one length. Give its mask_mod: what no query "
+            "reads is skipped all the same."
+        )
+    return BlockMask.from_torch(mask)
+
+
+def _by_element(mask: torch_flex.BlockMask, placed: Placed) -> Mod:
+    """A block mask over pages as a mask_mod. It counts queries from each sequence's first."""
+    block_mask, sequences = BlockMask.from_torch(mask), placed.sequences
+    needed = longest(sequences.q_len), longest(sequences.kv_end)
+    q_len, kv_len = map(max, needed, block_mask.seq_lengths)
+    heads, device = placed.query.shape[1], placed.query.device
+    check_fits(block_mask, sequences.num, heads, q_len, kv_len, device)
+    first = torch.from_numpy(sequences.q_start)
+    return _shifted(element_mod(block_mask), lambda b: first[b], 0)
+
+
+def _counted_from(rows: One, mask_mod: Mod) -> Mod:
+    """`mask_mod`, which counts from the first query and key, for absolute positions."""
+    if rows.q_start == rows.kv_begin == 0:
+        return mask_mod
+    return _shifted(mask_mod, lambda b: rows.q_start, rows.kv_begin)
+
+
+def _shifted(mask_mod: Mod, q_start: Mod, kv_start: int) -> Mod:
+    def moved(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return mask_mod(b, h, q_idx - q_start(b), kv_idx - kv_start)  # type: ignore[no-any-return]
+
+    moved.__name__ = mod_name(mask_mod)
+    return moved
+
+
+_warned: set[str] = set()
+
+
+def ready(mod: Mod, kind: Kind, query: Tensor) -> ReadyMod:
+    """`mod` as a graph; as an opaque function, with one warning, where it cannot become one."""
+    dtype, device = working_dtype(query.dtype), query.device
+    try:
+        return trace(mod, kind, score_dtype=dtype, device=device)
+    except UnsupportedOpError as error:
+        reason = str(error)
+    except QuireError:
+        raise
+    except Exception as error:  # the user's own code on symbols: torch may still be able to run it
+        reason = (
+            f"{kind}_mod {mod_name(mod)!r} cannot be traced, so it runs on the slower eager path: "
+            f"{type(error).__name__}: {error}"
+        )
+    opaque = Opaque.of(mod, kind, dtype, device)
+    if reason not in _warned:
+        _warned.add(reason)
+        warn(reason, EagerModWarning)
+    return opaque
