@@ -23,12 +23,12 @@ import torch
 from _limits import FLOPS, multiply
 
 import quire
+from quire import plans
 from quire.codegen import jit
 from quire.codegen.builder import Function, Module
 from quire.codegen.target import Target
 from quire.codegen.tiles import Tile, write_multiply_keys, write_multiply_values
 from quire.codegen.types import F32, F64, I64, PTR
-from quire.plans import cache
 
 HEADS, LENGTH = 8, 2048
 KEYS = 120  # of a product alone: all rows that are tried divide it
@@ -107,7 +107,7 @@ def figures(target: Target, dtype: torch.dtype, d: int) -> list[float]:
 def use(target: Target) -> None:
     """Have quire generate code for a target from now on."""
     Target.host = staticmethod(lambda: target)  # type: ignore[method-assign]
-    cache.known.clear()
+    plans.known.clear()
 
 
 def main() -> None:

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from quire import plans
 from quire.codegen.target import WIDTHS, Target
 from quire.config import config
-from quire.plans import cache
 
 NATIVE = "native"
 
@@ -40,4 +40,4 @@ def use(name: str) -> Iterator[None]:
 
 def _forget() -> None:
     config.cache_clear()
-    cache.known.clear()
+    plans.known.clear()

@@ -27,7 +27,8 @@ from quire.codegen.types import F32, F64
 from quire.config import Backend, config
 from quire.errors import KernelMismatchError, OptionError
 from quire.reference import Reference
-from quire.runtime import kernels, launcher
+from quire.runtime import launcher, prepare
+from quire.runtime.forward import ForwardPlan
 
 BOTH = AuxRequest(argmax=True, entropy=True)
 ALL = AuxRequest(lse=True, max_scores=True, argmax=True, entropy=True)
@@ -309,8 +310,8 @@ def test_it_compiles_for_every_processor(form: Form, processor: str, element: An
 
 def test_nothing_is_compiled_for_those_who_do_not_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    observer = kernels.observer
-    monkeypatch.setattr(launcher, "observer", lambda *args: asked.append(args) or observer(*args))
+    observer = prepare.observer
+    monkeypatch.setattr(prepare, "observer", lambda *args: asked.append(args) or observer(*args))
     query, key, value = operands(3, 20)
     memory = Dense(key, value)
     attention(query, memory, backend="jit")
@@ -329,13 +330,13 @@ def test_a_wrong_entropy_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     query, key, value = operands(20, 30)
     memory = Dense(key, value)
     attention(query, memory, return_aux=BOTH, backend="jit")
-    right = quire.compiled.forward
+    right = ForwardPlan.run
 
     def wrong(*args: Any) -> Any:
-        rows, mistake = right(*args)
-        rows.entropy.add_(0.01)
-        return rows, mistake
+        result = right(*args)
+        result.entropy.add_(0.01)
+        return result
 
-    monkeypatch.setattr(quire.compiled, "forward", wrong)
+    monkeypatch.setattr(ForwardPlan, "run", wrong)
     with pytest.raises(KernelMismatchError, match="entropy of batches"):
         attention(query, memory, return_aux=BOTH, backend="jit")

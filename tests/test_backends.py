@@ -14,8 +14,7 @@ import quire
 from quire import backends, config
 from quire.backends import OBSTACLES, choose, explain_call
 from quire.errors import ArgumentError, BackendError
-from quire.memory import Dense
-from quire.memory.placed import One, Placed
+from quire.memory import Dense, One, Placed
 from quire.request import Call, Problem, Request, checked_call
 
 

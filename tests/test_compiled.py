@@ -18,7 +18,6 @@ import quire
 from quire import (
     AuxRequest,
     BlockMask,
-    compiled,
     create_block_mask,
     flex_attention,
     mods,
@@ -27,8 +26,11 @@ from quire import (
 from quire.codegen import jit
 from quire.config import config
 from quire.errors import CapturedIndexError, DivisionByZeroError, KernelMismatchError
-from quire.runtime import kernels
+from quire.runtime import cache as object_cache_module
+from quire.runtime import mods as compiled_mods
+from quire.runtime import prepare
 from quire.runtime.cache import ObjectCache
+from quire.runtime.forward import ForwardPlan
 
 
 @pytest.fixture
@@ -42,10 +44,12 @@ def compilations(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> list[str]:
         return compile_object(text, target)
 
     monkeypatch.setattr(jit, "compile_object", counted)
-    monkeypatch.setattr(kernels, "object_cache", lambda: ObjectCache(tmp_path / "cache"))
-    kernels.kernel_of.cache_clear()
-    kernels.mod_code.cache_clear()
-    kernels._codes.clear()
+    monkeypatch.setattr(
+        object_cache_module, "object_cache", lambda: ObjectCache(tmp_path / "cache")
+    )
+    prepare.kernel_of.cache_clear()
+    compiled_mods.compiled.cache_clear()
+    compiled_mods._codes.clear()
     return made
 
 
@@ -273,9 +277,9 @@ def test_a_new_process_reads_what_an_old_one_wrote(compilations: list[str]) -> N
     q = random(1, 1, 30, 8)
     first = flex_attention(q, q, q, mask_mod=causal, backend="jit")
     made = len(compilations)
-    kernels.kernel_of.cache_clear()
-    kernels.mod_code.cache_clear()
-    kernels._codes.clear()
+    prepare.kernel_of.cache_clear()
+    compiled_mods.compiled.cache_clear()
+    compiled_mods._codes.clear()
     assert torch.equal(flex_attention(q, q, q, mask_mod=causal, backend="jit"), first)
     assert len(compilations) == made
 
@@ -407,14 +411,14 @@ def test_a_checked_run_is_the_same_run(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_kernel_that_is_wrong_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_CHECK", "1")
     config.cache_clear()
-    right = compiled.forward
+    right = ForwardPlan.run
 
-    def wrong(*args: Any, **options: Any) -> Any:
-        rows, mistake = right(*args, **options)
-        rows.out[..., 0] += 0.01
-        return rows, mistake
+    def wrong(*args: Any) -> Any:
+        result = right(*args)
+        result.out[..., 0] += 0.01
+        return result
 
-    monkeypatch.setattr(compiled, "forward", wrong)
+    monkeypatch.setattr(ForwardPlan, "run", wrong)
     q = random(1, 2, 20, 8)
     with pytest.raises(KernelMismatchError, match="out of batches 0 to 0, heads 0 to 1, queries"):
         flex_attention(q, q, q, backend="jit")
@@ -424,21 +428,21 @@ def found_out(monkeypatch: pytest.MonkeyPatch, check: str, shape: tuple[int, ...
     """In how many of 20 runs one wrong row, the last one, is found."""
     monkeypatch.setenv("QUIRE_CHECK", check)
     config.cache_clear()
-    right = compiled.forward
+    right = ForwardPlan.run
 
-    def wrong(*args: Any, **options: Any) -> Any:
-        rows, mistake = right(*args, **options)
-        rows.out[-1, -1, -1, 0] += 0.01
-        return rows, mistake
+    def wrong(*args: Any) -> Any:
+        result = right(*args)
+        result.out[-1, -1, -1, 0] += 0.01
+        return result
 
-    monkeypatch.setattr(compiled, "forward", wrong)
+    monkeypatch.setattr(ForwardPlan, "run", wrong)
     q, found = random(*shape), 0
     for _ in range(20):
         try:
             flex_attention(q, q, q, backend="jit")
         except KernelMismatchError:
             found += 1
-    monkeypatch.setattr(compiled, "forward", right)
+    monkeypatch.setattr(ForwardPlan, "run", right)
     return found
 
 

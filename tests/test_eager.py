@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import quire
 from quire import AuxRequest, create_block_mask, reference
 from quire.backends.eager import tile, tiling
-from quire.memory.placed import One, Placed
+from quire.memory import One, Placed
 from quire.request import Problem
 
 inf, nan = math.inf, math.nan

@@ -30,7 +30,7 @@ LAYERS = """
     __init__
     doctor draw measure stages why
     patch
-    gradients merge torch_api varlen
+    api gradients merge torch_api varlen
     nested
     paged
     kv

@@ -20,9 +20,8 @@ from quire import reference
 from quire.backends import inductor
 from quire.backends.inductor import folded, obstacle, with_sink
 from quire.errors import BackendError
-from quire.memory import Dense, Queries
-from quire.memory.placed import One, Placed
-from quire.plans.call_plan import CallPlan
+from quire.memory import Dense, One, Placed, Queries
+from quire.plans import CallPlan
 from quire.request import Call, Problem, Request, checked_call
 
 

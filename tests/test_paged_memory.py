@@ -35,8 +35,8 @@ from quire.errors import (
     ShapeError,
 )
 from quire.memory import Queries
-from quire.memory.sequences import Sequences
-from quire.runtime.records import records_of
+from quire.memory.tables import Sequences
+from quire.runtime.launcher import records_of
 from quire.runtime.shared_prefix import shared_pieces
 
 EVERYTHING = AuxRequest(*[True] * len(AuxRequest._fields))

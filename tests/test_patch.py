@@ -23,7 +23,8 @@ from torch.nn.attention.flex_attention import create_mask as early_create_mask
 from torch.nn.attention.flex_attention import flex_attention as early
 
 import quire
-from quire import inductor, patch
+from quire import patch
+from quire.backends import inductor
 from quire.errors import TorchVersionError
 from quire.patch import ROWS, patch_torch, unpatch_torch
 

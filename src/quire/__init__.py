@@ -8,6 +8,7 @@ _collecting = gc.isenabled()
 gc.disable()
 try:
     from quire import mods
+    from quire.api.plan import Plan, plan
     from quire.attention import attention
     from quire.aux_outputs import AuxOutput, AuxRequest
     from quire.block_mask import BlockMask, create_block_mask, create_mask
@@ -23,7 +24,6 @@ try:
     from quire.nested import jagged_scaled_dot_product_attention
     from quire.paged import PagedAttention
     from quire.patch import patch_torch, unpatch_torch
-    from quire.plans import Plan, plan
     from quire.request import EagerModWarning
     from quire.stages import kernel
     from quire.torch_api import explain, flex_attention

@@ -13,7 +13,7 @@ from quire.config import Backend as BackendName
 from quire.dynamo import never_traced
 from quire.ir.trace import Mod
 from quire.memory import Integers, Memory, Queries
-from quire.plans import cache
+from quire.plans import compute
 from quire.request import Mask, Request
 from quire.results import Result
 
@@ -125,24 +125,12 @@ def attention(
             scale=scale,
             dropout_p=dropout_p,
             sink=sink,
-            aux=checked_request(return_aux) or NO_AUX,
+            aux=NO_AUX if return_aux is None else checked_request(return_aux),
             backend=backend,
             generator=generator,
         )
     )
     return result.out if return_aux is None else (result.out, aux_output(result, return_aux))
-
-
-def compute(request: Request) -> Result:
-    """Find the plan of a request, or make it; run it. Results lie as the user's query does."""
-    plan, call = cache.find(request)
-    result = plan.run(call)
-    memory, query = request.memory, request.query
-    if call.placed.is_dense:
-        return result
-    given = {name: memory.as_given(query, rows) for name, rows in result.by_query.items()}
-    mass = result.key_mass
-    return Result(**given, key_mass=None if mass is None else memory.keys_as_given(mass))
 
 
 def aux_output(

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from quire.checks import check_held, is_vmapped
 from quire.errors import QuireError, TensorKindError
-from quire.memory.placed import Placed
+from quire.memory import Placed
 from quire.request import Call
 from quire.results import Above, Gradients, Result, Wanted, folded
-from quire.torch_private import is_transformed
+from quire.torch_private import lost_memory
 
 _NOTHING = torch.empty(0, device="cpu")
 
@@ -36,13 +36,6 @@ class Passes(Protocol):
 
         The mods load from `wanted.captures`.
         """
-
-
-def learns(call: Call) -> bool:
-    """Whether somebody may ask for the gradients of a call, or torch.func transforms it."""
-    if is_transformed():
-        return True
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.tensors)
 
 
 def recorded(passes: Passes, call: Call) -> Result:
@@ -119,9 +112,9 @@ class Attention(torch.autograd.Function):
 
 def _check_held(tensors: Sequence[Tensor]) -> None:
     """Refuse a tensor whose memory was given away since the forward pass."""
-    names = ("query", "key", "value", *("a captured tensor" for _ in tensors[3:]))
-    for name, tensor in zip(names, tensors, strict=True):
-        check_held(name, tensor)
+    for place, tensor in enumerate(tensors):
+        if lost_memory(tensor):
+            check_held(("query", "key", "value", "a captured tensor")[min(place, 3)], tensor)
 
 
 def _as_dtype_of(tensor: Tensor, grad: Tensor | None) -> Tensor | None:

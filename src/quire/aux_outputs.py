@@ -52,9 +52,9 @@ class AuxOutput(NamedTuple):
     key_mass: Tensor | None = None
 
 
-def checked_request(request: object) -> AuxRequest | None:
+def checked_request(request: object) -> AuxRequest:
     """A `return_aux` as a request of ours; refuse what is none."""
-    if request is None or isinstance(request, AuxRequest):
+    if isinstance(request, AuxRequest):
         return request
     if isinstance(request, torch_flex.AuxRequest):
         return AuxRequest(request.lse, request.max_scores)

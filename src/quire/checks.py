@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 import numbers
-from typing import TypeGuard
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from quire.errors import (
     ArgumentError,
@@ -20,11 +18,10 @@ from quire.errors import (
     TensorKindError,
 )
 from quire.torch_private import (
-    has_storage,
     is_batched,
     is_legacy_batched,
     is_wrapped,
-    is_zero_tensor,
+    lost_memory,
     unwrapped,
 )
 
@@ -159,32 +156,13 @@ def check_kind(name: str, tensor: object) -> None:
 
 def check_held(name: str, tensor: Tensor) -> None:
     """Memory for every element: `tensor.untyped_storage().resize_(0)` takes it away."""
-    while is_wrapped(tensor):
-        tensor = unwrapped(tensor)
-    if tensor.numel() == 0 or not has_storage(tensor):
-        return
-    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    needed = (tensor.storage_offset() + last + 1) * tensor.itemsize
-    held = tensor.untyped_storage().nbytes()
-    if held < needed:
+    lost = lost_memory(tensor)
+    if lost is not None:
         raise TensorKindError(
-            f"{name} must have its memory, {needed} bytes for shape {list(tensor.shape)}, but its "
-            f"storage was resized to {held}. Gather it, or resize the storage back, before the "
-            f"call."
+            f"{name} must have its memory, {lost.needed} bytes for shape {list(tensor.shape)}, but "
+            f"its storage was resized to {lost.held}. Gather it, or resize the storage back, "
+            f"before the call."
         )
-
-
-def is_ordinary(tensor: object) -> TypeGuard[Tensor]:
-    """Whether this is a tensor on the CPU that is no more than its memory."""
-    return (
-        (type(tensor) is Tensor or type(tensor) is Parameter)
-        and tensor.is_cpu
-        and tensor.layout is torch.strided
-        and not tensor.is_neg()
-        and not is_wrapped(tensor)
-        and not is_zero_tensor(tensor)
-        and tensor.untyped_storage().nbytes() > 0
-    )
 
 
 def is_vmapped(tensor: Tensor) -> bool:

@@ -29,7 +29,7 @@ from quire.dynamo import never_traced
 from quire.errors import DtypeError, ShapeError
 from quire.ir.trace import Mod
 from quire.memory import Integers, Memory, Queries
-from quire.plans.call_plan import CallPlan
+from quire.plans import CallPlan
 from quire.request import Mask, Request, checked_call
 from quire.results import Above, Wanted
 

@@ -10,6 +10,7 @@ raises for what cannot be computed. A request that is like one that was checked 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from operator import is_
@@ -26,9 +27,9 @@ from quire.config import Backend as BackendName
 from quire.dropout import Dropout, check_dropout
 from quire.errors import ArgumentError, BlockMaskError, QuireError, UnsupportedOpError
 from quire.ir.trace import Kind, Mod, Traced, mod_name, trace
-from quire.memory import Memory, Queries
-from quire.memory.placed import One, Placed, longest
+from quire.memory import Memory, One, Placed, Queries, longest
 from quire.results import working_dtype
+from quire.torch_private import is_transformed
 from quire.vectorise import Opaque
 from quire.warn import warn
 
@@ -135,6 +136,13 @@ class Call(NamedTuple):
             *self.problem.captures,
         )
 
+    @property
+    def learns(self) -> bool:
+        """Whether somebody may ask for its gradients, or torch.func transforms it."""
+        if is_transformed():
+            return True
+        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.tensors)
+
     def on(
         self,
         operands: tuple[Tensor, Tensor, Tensor],
@@ -166,7 +174,8 @@ class Call(NamedTuple):
 def check(request: Request) -> None:
     """Raise for a request that has no answer, whatever its mods are."""
     query, memory = request.query, request.memory
-    check_dropout(request.dropout_p)
+    if type(request.dropout_p) is not float or request.dropout_p != 0.0:
+        check_dropout(request.dropout_p)
     if not isinstance(memory, Memory):
         raise ArgumentError(
             f"memory must be a Dense, a Ragged or a Paged, but got {type(memory).__name__}. Wrap "
@@ -194,7 +203,8 @@ def check_mods(call: Call) -> None:
 def call_of(request: Request) -> Call:
     """Place the operands, and trace each mod once."""
     placed = _autocast(request.memory.place(request.query, request.queries))
-    query, scale, block_mask, partial_mod = placed.query, request.scale, None, None
+    query, p = placed.query, request.dropout_p
+    block_mask = partial_mod = None
     score_mod = request.score_mod
     score = None if score_mod is None else ready(score_mod, "score", query)
     mask_mod = None
@@ -207,14 +217,20 @@ def call_of(request: Request) -> Call:
             block_mask = _for_dense(mask, placed)
             partial_mod = ready(_counted_from(placed.one, block_mask.mask_mod), "mask", query)
     problem = Problem(
-        scale=scale if type(scale) is float else checks.check_scale(scale, query.shape[-1]),
+        scale=_scale(request.scale, query.shape[-1]),
         score_mod=score,
         mask_mod=mask_mod,
         block_mask=block_mask,
         partial_mod=partial_mod,
-        dropout=check_dropout(request.dropout_p),
+        dropout=None if type(p) is float and p == 0.0 else check_dropout(p),
     )
     return Call(request, placed, problem)
+
+
+def _scale(scale: float | None, head_dim: int) -> float:
+    if scale is None and head_dim > 0:
+        return 1.0 / math.sqrt(head_dim)
+    return scale if type(scale) is float else checks.check_scale(scale, head_dim)
 
 
 def checked_call(request: Request) -> Call:
@@ -283,7 +299,8 @@ _warned: set[str] = set()
 
 def ready(mod: Mod, kind: Kind, query: Tensor) -> ReadyMod:
     """`mod` as a graph; as an opaque function, with one warning, where it cannot become one."""
-    dtype, device = working_dtype(query.dtype), query.device
+    device = query.device
+    dtype = torch.float32 if query.dtype == torch.float32 else working_dtype(query.dtype)
     try:
         return trace(mod, kind, score_dtype=dtype, device=device)
     except UnsupportedOpError as error:

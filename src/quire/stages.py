@@ -30,9 +30,7 @@ from quire.ir.graph import text
 from quire.ir.trace import Mod, trace
 from quire.request import Problem
 from quire.results import working_dtype
-from quire.runtime.kernels import ModGraphs, write_mods
-from quire.runtime.mod_graphs import mod_graphs
-from quire.runtime.pyramids import capture_shapes
+from quire.runtime.mods import ModGraphs, capture_shapes, graphs_of, write_mods
 
 NAMES = ("graph", "llvm", "asm")
 
@@ -111,7 +109,7 @@ def kernel(
         score_mod=None if score_mod is None else trace(score_mod, "score", score_dtype=wide),
         mask_mod=None if mask_mod is None else trace(mask_mod, "mask"),
     )
-    graphs, captures = mod_graphs(problem, wide, end=0)
+    graphs, captures = graphs_of(problem, wide, end=0)
     shapes = capture_shapes(captures, graphs.pyramids)
     processor = Target.host() if target is None else Target.named(target)
     tile = Tile(processor, F64 if wide == torch.float64 else F32)

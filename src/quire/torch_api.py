@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
-from quire.attention import aux_output, compute
+from quire.attention import aux_output
 from quire.aux_outputs import NO_AUX, AuxOutput, AuxRequest, checked_request
 from quire.backends import explain_call, inductor
 from quire.config import Backend as BackendName
@@ -22,6 +22,7 @@ from quire.errors import BlockMaskError, HeadsError, NotCallableError, OptionErr
 from quire.ir.trace import Mod
 from quire.kernel_options import FlexKernelOptions, check_kernel_options
 from quire.memory import TOP_LEFT, Dense
+from quire.plans import compute
 from quire.request import Mask, Request, checked_call
 from quire.warn import warn
 
@@ -142,7 +143,8 @@ def flex_attention(
     torch.compile breaks the graph here; where it may not, PyTorch's operator is used instead.
     """
     aux = _aux_request(return_lse, return_aux)
-    check_kernel_options(kernel_options)
+    if kernel_options is not None:
+        check_kernel_options(kernel_options)
     _check_gqa(query, key, enable_gqa)
     result = compute(
         Request(
@@ -195,7 +197,8 @@ def explain(
     inductor not used because PyTorch's flex_attention has no dropout, and dropout_p is not 0.
     """
     aux = _aux_request(return_lse, return_aux)
-    check_kernel_options(kernel_options)
+    if kernel_options is not None:
+        check_kernel_options(kernel_options)
     _check_gqa(query, key, enable_gqa)
     request = Request(
         query,
@@ -215,15 +218,16 @@ def explain(
 
 
 def _aux_request(return_lse: bool, return_aux: object) -> AuxRequest:
-    request = checked_request(return_aux)
-    if return_lse and request is not None:
+    if not return_lse and return_aux is None:
+        return NO_AUX
+    if return_lse and return_aux is not None:
         raise OptionError(
             "return_lse and return_aux were both given. Use return_aux=AuxRequest(lse=True) alone."
         )
     if return_lse:
         warn("return_lse is deprecated. Use return_aux=AuxRequest(lse=True).", FutureWarning)
         return AuxRequest(lse=True)
-    return request or NO_AUX
+    return checked_request(return_aux)
 
 
 def _masks(mask_mod: Mod | None, block_mask: torch_flex.BlockMask | None) -> tuple[Mask, ...]:

@@ -15,11 +15,12 @@ import operator
 import types
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn import Parameter
 
 from quire.errors import TorchVersionError
 
@@ -109,6 +110,45 @@ has_storage: Callable[[Tensor], bool] = _function("torch", "_C._has_storage")
 
 is_zero_tensor: Callable[[Tensor], bool] = _function("torch", "Tensor._is_zerotensor")
 """Whether a tensor is all zeros without memory, as autograd makes them."""
+
+
+class Lost(NamedTuple):
+    """How many bytes a tensor needs, and how many its storage has."""
+
+    needed: int
+    held: int
+
+
+def lost_memory(tensor: Tensor) -> Lost | None:
+    """Whether the storage of a tensor is too small for its elements; None where it is not."""
+    while is_wrapped(tensor):
+        tensor = unwrapped(tensor)
+    if tensor.numel() == 0 or not has_storage(tensor):
+        return None
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (tensor.storage_offset() + last + 1) * tensor.itemsize
+    held = tensor.untyped_storage().nbytes()
+    return Lost(int(needed), held) if held < needed else None
+
+
+def is_ordinary(tensor: object) -> TypeGuard[Tensor]:
+    """Whether this is a tensor on the CPU that is no more than its memory."""
+    return (
+        (type(tensor) is Tensor or type(tensor) is Parameter)
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and not tensor.is_neg()
+        and not is_wrapped(tensor)
+        and not is_zero_tensor(tensor)
+        and tensor.untyped_storage().nbytes() > 0
+    )
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether a tensor, perhaps within a transform of torch.func, is in memory of the CPU."""
+    plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+    return plain and tensor.is_cpu and not is_zero_tensor(tensor)
+
 
 tree_leaves: Callable[[Any], list[Any]] = _function("torch.utils._pytree", "tree_leaves")
 """Everything within lists, tuples and dicts."""

@@ -24,7 +24,7 @@ from quire.dynamo import never_traced
 from quire.errors import ArgumentError, HeadsError, OptionError, ShapeError
 from quire.ir.trace import Mod
 from quire.memory import Integers, Ragged
-from quire.memory.sequences import Numbers, checked_lengths, checked_offsets
+from quire.memory.tables import Numbers, checked_lengths, checked_offsets
 from quire.mods import and_masks, in_turn
 from quire.mods import softcap as capped
 from quire.mods.compose import MaskMod, ScoreMod, named

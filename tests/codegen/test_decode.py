@@ -17,7 +17,8 @@ from quire import AuxRequest, BlockMask, create_block_mask, flex_attention, refe
 from quire.codegen.convention import MOST_ROWS, Form
 from quire.errors import CapturedIndexError, DivisionByZeroError
 from quire.runtime import launcher
-from quire.runtime.kernels import Kernel, kernel
+from quire.runtime.launcher import Kernel
+from quire.runtime.prepare import kernel
 
 pytestmark = pytest.mark.every_width
 
@@ -99,7 +100,7 @@ def test_common_widths(
     made = []
 
     def kernel_for_any(form: Form, *what: Any) -> Kernel:
-        made.append(kernel(form, *what[:4]))
+        made.append(kernel(form, tuple(what[:4])))
         return made[-1]
 
     for group, kv_len in ((1, 1), (2, 66), (3, 130), (4, 513), (6, 1101)):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import quire
-from quire import mods
+from quire import mods, plans
 from quire.codegen import jit, parallel
 from quire.codegen.append import write_append
 from quire.codegen.arguments import ModArguments
@@ -26,9 +26,8 @@ from quire.codegen.target import Target, code_triple
 from quire.codegen.tiles import Tile
 from quire.codegen.types import F32
 from quire.config import config
-from quire.plans import cache
 from quire.runtime import launch as launching
-from quire.runtime.kernels import write_mods
+from quire.runtime.mods import write_mods
 
 WINDOWS = code_triple("x86_64-pc-windows-msvc")
 MACOS = "apple-macosx13.0"
@@ -239,7 +238,7 @@ def test_windows_code_gives_the_same_bits(
     launched = []
 
     def numbers() -> list[torch.Tensor | None]:
-        cache.known.clear()  # plans know the code that was compiled before
+        plans.known.clear()  # plans know the code that was compiled before
         parts = [part.clone().requires_grad_() for part in (q, k, v)]
         memory = quire.Dense(*parts[1:])
         out = quire.attention(
@@ -263,7 +262,7 @@ def test_windows_code_gives_the_same_bits(
     monkeypatch.setattr(Target, "host", lambda: windows)
     monkeypatch.setattr(launching, "_entry", entry)
     there = numbers()
-    cache.known.clear()
+    plans.known.clear()
     assert len(launched) == 3  # forward, backward, and for a single query
     for ours, theirs in zip(here, there, strict=True):
         assert torch.equal(ours, theirs)

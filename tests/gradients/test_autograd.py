@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import quire
-from quire import AuxRequest, create_block_mask, mods, reference
+from quire import AuxRequest, create_block_mask, mods, plans, reference
 from quire.errors import QuireError
 
 N = 37
@@ -285,7 +285,7 @@ def test_the_gradients_are_those_of_a_kernel(monkeypatch: pytest.MonkeyPatch) ->
     def unexpected(*_: Any) -> Any:
         raise AssertionError("the backward pass ran in tiles of torch ops")
 
-    monkeypatch.setattr(quire.compiled.eager, "backward", unexpected)
+    monkeypatch.setattr(plans.eager, "backward", unexpected)
     tensors = operands()
     torch.testing.assert_close(
         gradients(attend, tensors), gradients(expect, tensors), rtol=1e-4, atol=1e-5

@@ -6,19 +6,19 @@ from typing import Any
 
 import pytest
 
-from quire.plans import cache
+from quire import plans
 
 
 @pytest.fixture(autouse=True)
 def long_ways(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     """One entry for each call that is checked and planned; nothing is known at the start."""
     taken: list[None] = []
-    make = cache.make
+    make = plans.make
 
     def counted(*args: Any) -> Any:
         taken.append(None)
         return make(*args)
 
-    monkeypatch.setattr(cache, "make", counted)
-    cache.known.clear()
+    monkeypatch.setattr(plans, "make", counted)
+    plans.known.clear()
     return taken

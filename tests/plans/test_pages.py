@@ -11,12 +11,11 @@ import torch
 from threads import at_once
 from torch import Tensor
 
-from quire import AuxRequest, Paged, attention, create_block_mask
-from quire import memory as memories
+from quire import AuxRequest, Paged, attention, create_block_mask, plans
 from quire.errors import ArgumentError, CapturedIndexError, QuireError, ShapeError
 from quire.kv import Group, PagedKVCache
+from quire.memory import tables
 from quire.mods import causal
-from quire.plans import cache as plans
 from quire.runtime.forward import STEPS
 
 COLUMNS, ROWS, NUM_PAGES = 3, 4, 12
@@ -26,14 +25,14 @@ COLUMNS, ROWS, NUM_PAGES = 3, 4, 12
 def placings(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     """One entry for each time that tables are checked."""
     taken: list[None] = []
-    read = Paged._tables
-    memories._known_tables.clear()
+    read = Paged._read
+    tables.KNOWN.clear()
 
     def counted(*args: Any) -> Any:
         taken.append(None)
         return read(*args)
 
-    monkeypatch.setattr(Paged, "_tables", counted)
+    monkeypatch.setattr(Paged, "_read", counted)
     return taken
 
 
@@ -133,8 +132,8 @@ def test_few_tables_are_kept() -> None:
     for length in range(1, 12):
         assert_as_the_long_way(query, replace(memory, lengths=torch.tensor([length, 3])))
     ((_, plan),) = plans.known.items()
-    assert len(plan._kernels._forward.steps) == STEPS
-    assert len(memories._known_tables) <= 16
+    assert len(plan._forward.steps) == STEPS
+    assert len(tables.KNOWN) <= 16
 
 
 # --- what changes between calls ------------------------------------------------------------------
@@ -194,8 +193,8 @@ def test_a_table_that_changes_while_it_is_checked_leaves_nothing_behind(
 ) -> None:
     query, memory = queries(), pages()
     attention(query, memory)  # the plan is known, the tables are not
-    memories._known_tables.clear()
-    read = Paged._tables
+    tables.KNOWN.clear()
+    read = Paged._read
 
     def meddled(self: Paged, *args: Any) -> Any:
         assert isinstance(self.lengths, Tensor)
@@ -203,7 +202,7 @@ def test_a_table_that_changes_while_it_is_checked_leaves_nothing_behind(
         return read(self, *args)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Paged, "_tables", meddled)
+        patched.setattr(Paged, "_read", meddled)
         attention(query, memory)
     for length in (10, 2):
         memory.lengths[0] = length  # type: ignore[index]

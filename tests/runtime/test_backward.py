@@ -9,8 +9,7 @@ from torch import Tensor
 from quire.aux_outputs import AuxRequest
 from quire.backends.eager.backward import backward as eager_backward
 from quire.ir.trace import trace
-from quire.memory import Dense, Paged, Queries, Ragged, packed
-from quire.memory.placed import Placed
+from quire.memory import Dense, Paged, Placed, Queries, Ragged, packed
 from quire.request import Call, Problem, Request
 from quire.results import Above, Gradients, Result, Wanted, folded
 from quire.runtime import backward as runtime

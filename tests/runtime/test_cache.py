@@ -18,7 +18,6 @@ from quire.codegen.target import Target
 from quire.codegen.types import I64
 from quire.errors import ArgumentError
 from quire.runtime import cache as cache_module
-from quire.runtime import kernels
 from quire.runtime.cache import MAGIC, ObjectCache, Usage, cache_key
 
 IMAGE = b"\x7fELF" + bytes(range(256)) * 8
@@ -145,7 +144,7 @@ def answering(number: int) -> Module:
 def test_what_does_not_load_is_compiled_anew(
     cache: ObjectCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "object_cache", lambda: cache)
+    monkeypatch.setattr(cache_module, "object_cache", lambda: cache)
     written: list[int] = []
 
     def answer() -> int:
@@ -153,7 +152,7 @@ def test_what_does_not_load_is_compiled_anew(
             written.append(1)
             return answering(42)
 
-        code = kernels.code_of(A, Target.host(), write, ["answer"])
+        code = cache_module.code_of(A, Target.host(), write, ["answer"])
         return int(ctypes.CFUNCTYPE(ctypes.c_int64)(code.address("answer"))())
 
     other = Module()

@@ -14,8 +14,7 @@ from quire import AuxRequest, BlockMask, flex_attention
 from quire.block_mask.lists import EMPTY, PARTIAL
 from quire.codegen.target import Target
 from quire.ir.trace import trace
-from quire.memory import TOP_LEFT, Dense
-from quire.memory.placed import Placed
+from quire.memory import TOP_LEFT, Dense, Placed
 from quire.request import Problem
 from quire.runtime.gather import gather
 from quire.runtime.tile_lists import read_lists

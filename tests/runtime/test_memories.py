@@ -8,8 +8,7 @@ from torch import Tensor
 
 from quire.aux_outputs import AuxRequest
 from quire.ir.trace import trace
-from quire.memory import Dense, Paged, Queries, Ragged
-from quire.memory.placed import Placed
+from quire.memory import Dense, Paged, Placed, Queries, Ragged
 from quire.request import Call, Problem, Request
 from quire.runtime.forward import ForwardPlan
 

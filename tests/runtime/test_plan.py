@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from quire.memory.placed import One, Placed
-from quire.memory.sequences import Sequences
-from quire.runtime.launcher import heads_of_item
+from quire.memory import One, Placed
+from quire.memory.tables import Sequences
+from quire.runtime.prepare import heads_of_item
 
 
 def heads(q_len: list[int], kv_len: list[int], copies: int | None = None) -> int:

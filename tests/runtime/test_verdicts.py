@@ -21,8 +21,7 @@ from quire.ir.pyramid import heap
 from quire.ir.trace import trace
 from quire.request import Problem
 from quire.runtime import pyramids
-from quire.runtime.kernels import mod_code
-from quire.runtime.mod_graphs import mod_graphs
+from quire.runtime.mods import capture_shapes, compiled, graphs_of
 
 pytestmark = pytest.mark.every_width
 
@@ -52,9 +51,9 @@ MASKS: dict[str, Callable[..., Any]] = {
 def compiled_verdicts(mask: Callable[..., Any], ends: Tensor) -> Tensor:
     """What the compiled function says of tiles [n, 6]: b, h, q_low, q_high, kv_low, kv_high."""
     problem = Problem(scale=1.0, mask_mod=trace(mask, "mask"))
-    graphs, captures = mod_graphs(problem, torch.float32, N)
-    shapes = pyramids.capture_shapes(captures, graphs.pyramids)
-    code = mod_code("panel", Tile(Target.host(), F32), graphs, shapes)
+    graphs, captures = graphs_of(problem, torch.float32, N)
+    shapes = capture_shapes(captures, graphs.pyramids)
+    code = compiled("panel", Tile(Target.host(), F32), graphs, shapes)
     everything = [*captures, *pyramids.build(captures, graphs.pyramids, PLENTY)]
     record = code.arguments.pack(everything, 0)
     assert code.addresses["verdict"], "nothing is known of the mask"
@@ -66,7 +65,7 @@ def compiled_verdicts(mask: Callable[..., Any], ends: Tensor) -> Tensor:
 
 def interpreted_verdicts(mask: Callable[..., Any], ends: Tensor) -> Tensor:
     problem = Problem(scale=1.0, mask_mod=trace(mask, "mask"))
-    graphs, captures = mod_graphs(problem, torch.float32, N)
+    graphs, captures = graphs_of(problem, torch.float32, N)
     bounds = graphs.bounds
     assert bounds is not None
     everything = [*captures, *(heap(captures[p.slot], p) for p in bounds.pyramids)]

@@ -1,25 +1,23 @@
-"""Kernels that are generated for exactly this problem."""
+"""Kernels that are generated for exactly this problem: what they cannot do, and cannot skip.
+
+`runtime/` plans and launches them.
+"""
 
 from __future__ import annotations
 
 import torch
 
-from quire.block_mask import BlockRows
-from quire.bounded import BoundedDict
 from quire.checks import DTYPES
 from quire.codegen.lower import check_lowerable
 from quire.errors import UnsupportedOpError
 from quire.ir.terms import TRUE
 from quire.ir.trace import Traced, mod_name
-from quire.memory.placed import Placed
-from quire.request import Call, Problem, ReadyMod
-from quire.results import Above, Gradients, Result, Wanted
+from quire.request import Call, ReadyMod
 from quire.runtime import processor
-from quire.runtime.backward import BackwardPlan
-from quire.runtime.forward import ForwardPlan, has_memory
-from quire.runtime.mod_graphs import bounds_of
+from quire.runtime.launcher import by_form, num_products
+from quire.runtime.mods import bounds_of
 from quire.runtime.pyramids import is_worth
-from quire.runtime.records import by_form, num_products
+from quire.torch_private import has_memory
 
 LARGEST_HEAD_DIM = 1024
 
@@ -78,48 +76,3 @@ def computed_unread(call: Call) -> str | None:
         f"{tiles}: in the mask_mod {mask.name!r} {' and '.join(reasons)}. A block_mask, made once "
         f"with create_block_mask, says which tiles no query reads"
     )
-
-
-class Kernels:
-    """The kernels of calls that are alike. Each pass is planned when it is first asked for."""
-
-    __slots__ = ("_backward", "_forward", "_learns")
-
-    def __init__(self, learns: bool) -> None:
-        self._learns = learns
-        self._forward: ForwardPlan | None = None
-        self._backward: BoundedDict[object, BackwardPlan] = BoundedDict(16)
-
-    def forward(self, call: Call) -> Result | None:
-        """The results; None where an index into a captured tensor is out of range."""
-        plan = self._forward
-        if plan is None:
-            plan = self._forward = ForwardPlan.of(call, self._learns)
-        return plan.run(call)
-
-    def backward(
-        self,
-        problem: Problem,
-        placed: Placed,
-        blocks: BlockRows | None,
-        wanted: Wanted,
-        above: Above,
-    ) -> Gradients | None:
-        """The gradients; None where they are to be recorded, or a number is not finite."""
-        out, lse, *given = above
-        grads = [None if x is None else x.resolve_neg() for x in given]
-        query, key, value = (x.resolve_neg() for x in placed.operands)
-        captures = tuple(x.resolve_neg() for x in wanted.captures)
-        tensors = (query, key, value, *captures, *(x for x in grads if x is not None))
-        if torch.is_grad_enabled() or not all(map(has_memory, tensors)):
-            return None
-        placed = placed.on(query, key, value)
-        # Whoever keeps tensors for autograd may give them back in other strides.
-        kept = (query, key, value, out, lse, *captures)
-        layout = (wanted.learned, *(tensor.stride() for tensor in kept))
-        plan = self._backward.get(layout)
-        if plan is None:
-            problem = problem.with_captures(captures)
-            made = BackwardPlan.of(problem, placed, blocks, wanted.learned, Result(out, lse))
-            plan = self._backward.keep(layout, made)
-        return plan.run(placed, captures, wanted, Above(out, lse, *grads))

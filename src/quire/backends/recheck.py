@@ -14,7 +14,7 @@ from quire.backends.eager.per_sequence import in_rows
 from quire.backends.eager.tiling import Stripe, stripes
 from quire.config import config
 from quire.errors import KernelMismatchError
-from quire.memory.placed import Placed
+from quire.memory import Placed
 from quire.request import Call, Problem
 from quire.results import Result
 

@@ -1,13 +1,13 @@
 """Where keys and values live. A memory answers one question: where are the rows of sequence b?
 
-A memory checks the tensors of a call (`check`), and says where their rows are in the one form that
-backends read (`place`, see `placed.py`). `place` may be called without `check` for tensors that lie
+A memory checks the tensors of a call (`check`), and says where their rows are, in the one form that
+backends read (`place`, which gives a `Placed`). `place` does not need `check` for tensors that lie
 as others did that were checked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -16,11 +16,20 @@ import torch
 from torch import Tensor
 
 from quire import checks
-from quire.bounded import BoundedDict
 from quire.errors import ArgumentError, ShapeError
-from quire.memory.page_table import checked_page_table, first_keys
-from quire.memory.placed import One, Placed
-from quire.memory.sequences import Sequences, Spans, checked_counts, first_positions, spans
+from quire.memory.tables import (
+    KNOWN,
+    Numbers,
+    PageTables,
+    ReadTables,
+    Sequences,
+    Spans,
+    checked_counts,
+    content_of,
+    first_positions,
+    spans,
+)
+from quire.results import working_dtype
 
 Integers: TypeAlias = Tensor | Sequence[int]
 
@@ -35,6 +44,124 @@ class Queries(NamedTuple):
 
 TOP_LEFT = Queries(start=0)
 """The first query and the first key are at the same position."""
+
+
+class One(NamedTuple):
+    """A single sequence in plain numbers. Its rows are all rows of a batch entry.
+
+    Queries are at positions q_start, q_start + 1, ... and keys at [kv_begin, kv_end). Mods see the
+    batch entries as b, b + 1, ...
+    """
+
+    q_len: int
+    q_start: int
+    kv_begin: int
+    kv_end: int
+    b: int = 0
+
+
+class Placed(NamedTuple):
+    """The operands of a call, and which of their rows belong to which sequence.
+
+                 query               key and value          rows
+        dense    [B, Hq, L, D]       [B or 1, Hkv, S, D]    one sequence, the same in every entry
+        ragged   [1, Hq, total, D]   [1, Hkv, total, D]     a table of sequences
+        paged    [1, Hq, total, D]   [P, Hkv, page, D]      a table of sequences
+
+    Row `p % page` of page `page_table[b, p // page]` is position p of sequence b. Pages of int8
+    have a factor for each row of each head, [P, Hkv, page]. `content` stands for all that the
+    tables hold: where it is equal, they are. It is None if nobody can tell.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    rows: One | Sequences
+    page_table: Tensor | None = None
+    key_scale: Tensor | None = None
+    value_scale: Tensor | None = None
+    content: object = None
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether one sequence stands for every batch entry."""
+        return isinstance(self.rows, One)
+
+    @property
+    def sequences(self) -> Sequences:
+        """The table of sequences; that of dense memory has one entry."""
+        rows = self.rows
+        return rows if isinstance(rows, Sequences) else Sequences.one(*rows)
+
+    @property
+    def one(self) -> One:
+        """The sequence of dense memory."""
+        assert isinstance(self.rows, One), "dense memory"
+        return self.rows
+
+    @property
+    def batches(self) -> int:
+        """How many batch entries each sequence stands for; there may be none."""
+        return self.query.shape[0] if self.is_dense else 1
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """The longest query and the largest number of keys."""
+        rows = self.rows
+        if isinstance(rows, One):
+            return rows.q_len, rows.kv_end - rows.kv_begin
+        return longest(rows.q_len), longest(rows.kv_len)
+
+    @property
+    def end(self) -> int:
+        """A bound of all positions."""
+        rows = self.rows
+        if isinstance(rows, One):
+            return max(rows.kv_end, rows.q_start + rows.q_len)
+        return max(longest(rows.kv_end), longest(rows.q_start + rows.q_len))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The working dtype."""
+        dtype = self.query.dtype
+        return dtype if dtype == torch.float32 else working_dtype(dtype)
+
+    @property
+    def operands(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value."""
+        return self.query, self.key, self.value
+
+    def on(self, query: Tensor, key: Tensor, value: Tensor) -> Placed:
+        """The same places in other tensors."""
+        return self._replace(query=query, key=key, value=value)
+
+    def each(self) -> Iterator[tuple[Placed, slice, slice]]:
+        """Every sequence as dense memory of its own, with the slices of its query and key rows.
+
+        Sequences without queries are left out. Keys and values must not be in pages.
+        """
+        rows = self.rows
+        if isinstance(rows, One):
+            yield self, slice(0, self.query.shape[2]), slice(0, self.key.shape[2])
+            return
+        assert self.page_table is None, "keys are in rows"
+        query, key, value = self.operands
+        columns = (column.tolist() for column in rows)
+        for b, q_len, q_start, kv_begin, kv_end, q_row, kv_row in zip(*columns, strict=True):
+            if q_len == 0:
+                continue
+            mine, keys = slice(q_row, q_row + q_len), slice(kv_row + kv_begin, kv_row + kv_end)
+            alone = One(q_len, q_start, kv_begin, kv_end, b)
+            yield (
+                Placed(query[:, :, mine], key[:, :, keys], value[:, :, keys], alone),
+                mine,
+                keys,
+            )
+
+
+def longest(lengths: Numbers) -> int:
+    """The largest of some lengths; 0 where there are none."""
+    return int(lengths.max(initial=0))
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +186,9 @@ class Dense:
 
     def place(self, query: Tensor, queries: Queries) -> Placed:
         """All batch entries are alike."""
-        begin = checks.check_position("Dense.start", self.start)
+        begin = self.start
+        if type(begin) is not int or begin < 0:
+            begin = checks.check_position("Dense.start", begin)
         rows = One(
             query.shape[2],
             self.first_position(query, queries.start),
@@ -72,6 +201,8 @@ class Dense:
         """Where the first query sits: where it is said to, or so that the last is at the end."""
         if start is None:
             return max(0, self.start + self.key.shape[2] - query.shape[2])
+        if type(start) is int and start >= 0:
+            return start
         return checks.check_position("q_start", start)
 
     def as_given(self, query: Tensor, rows: Tensor) -> Tensor:
@@ -188,33 +319,31 @@ class Paged:
 
     def place(self, query: Tensor, queries: Queries) -> Placed:
         """Tables that were met lately are not checked again: all layers of a step share them."""
-        content = self._content(query) if queries == Queries() else None
-        known = None if content is None else _known_tables.get(content)
+        given = PageTables(self.page_table, self.lengths, self.first_page)
+        sizes = len(self.key), self.key.shape[2]
+        plain = query.dim() == 4 and queries == (None, None, None)
+        content = content_of(given, (*sizes, *query.shape[::2])) if plain else None
+        known = None if content is None else KNOWN.get(content)
         if known is None:
-            known = self._tables(query, queries)
-            if content is not None:
-                unchanged = self._content(query) == content  # by another thread meanwhile
-                content = content if unchanged else None
-            if content is not None:
-                _known_tables.keep(content, known._replace(numbers=None))
-        numbers = self.page_table if known.numbers is None else known.numbers
+            known = self._read(given, query, queries)
+            if content is not None and content == content_of(given, content[0]):
+                KNOWN.keep(content, known)
+            else:  # another thread has changed a table meanwhile, or its content is not known
+                content = None
         return Placed(
             query=self.as_placed(query, query),
             key=self.key,
             value=self.value,
             rows=known.sequences,
-            page_table=numbers,
+            page_table=self.page_table if content is not None else known.numbers,
             key_scale=self.key_scale,
             value_scale=self.value_scale,
             content=content,
         )
 
-    def _tables(self, query: Tensor, queries: Queries) -> _Tables:
+    def _read(self, given: PageTables, query: Tensor, queries: Queries) -> ReadTables:
         """Check the tables, and read them."""
-        page = self.key.shape[2]
-        table, ends = checked_page_table(self.page_table, self.lengths, len(self.key), page)
-        begins = first_keys(self.first_page, ends, page)
-        table.check_used(begins // page, -(-ends // page))
+        table, begins, ends = given.checked(len(self.key), self.key.shape[2])
         rows = self._query_rows(query, queries, len(ends))
         sequences = Sequences(
             b=np.arange(len(ends)),
@@ -225,23 +354,7 @@ class Paged:
             q_row=rows.first,
             kv_row=np.zeros_like(ends),
         )
-        return _Tables(sequences, table.numbers)
-
-    def _content(self, query: Tensor) -> object:
-        """All that `place` depends on; None where it cannot be told, or is large."""
-        table = self.page_table
-        if query.dim() != 4 or not checks.is_ordinary(table) or not _is_plain_table(table):
-            return None
-        batch, _, q_len, _ = query.shape
-        content: list[object] = [batch, q_len, len(self.key), self.key.shape[2]]
-        for numbers in (table, self.lengths, self.first_page):
-            if numbers is None:
-                content.append(None)
-            elif checks.is_ordinary(numbers) and numbers.nbytes <= MOST_BYTES:
-                content += (numbers.shape, numbers.dtype, numbers.numpy().tobytes())
-            else:
-                return None
-        return tuple(content)
+        return ReadTables(sequences, table)
 
     def _query_rows(self, query: Tensor, queries: Queries, count: int) -> Spans:
         offsets, lengths = queries.offsets, queries.lengths
@@ -287,24 +400,6 @@ class Paged:
     def keys_as_given(self, keys: Tensor) -> Tensor:
         """What there is for each key: by page, or by position of each sequence."""
         return keys
-
-
-class _Tables(NamedTuple):
-    """Tables that were checked. Where they are known by content, the page table is the user's."""
-
-    sequences: Sequences
-    numbers: Tensor | None
-
-
-MOST_BYTES = 2**16
-"""The size of a table up to which it is known by its content."""
-
-_known_tables: BoundedDict[object, _Tables] = BoundedDict(16)
-
-
-def _is_plain_table(table: Tensor) -> bool:
-    """Whether a page table is read as it is."""
-    return table.dtype == torch.int32 and table.dim() == 2 and table.is_contiguous()
 
 
 Memory: TypeAlias = Dense | Ragged | Paged

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire.errors import ShapeError
 from quire.ir.trace import Mod
-from quire.memory.sequences import Numbers
+from quire.memory.tables import Numbers
 from quire.mods.compose import named
 
 Look: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]

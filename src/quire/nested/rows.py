@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import ShapeError
-from quire.memory.sequences import Numbers, Spans, checked_lengths, checked_offsets
+from quire.memory.tables import Numbers, Spans, checked_lengths, checked_offsets
 from quire.nested.checks import listed
 from quire.torch_private import is_transformed, nested_values
 

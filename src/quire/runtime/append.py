@@ -20,8 +20,7 @@ from quire.codegen import jit
 from quire.codegen.append import APPEND, LARGEST, LAYER, NAME, write_append
 from quire.codegen.target import Target
 from quire.runtime import processor
-from quire.runtime.cache import cache_key
-from quire.runtime.kernels import code_of
+from quire.runtime.cache import cache_key, code_of
 from quire.runtime.launch import num_threads, ready
 
 WORTH_THREADS = 1 << 18  # bytes: a parallel region costs what it takes to copy a part of that

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.block_mask import BlockRows
+from quire.bounded import BoundedDict
 from quire.codegen.convention import (
     BLOCK_Q,
     CAPTURED,
@@ -21,13 +21,15 @@ from quire.codegen.convention import (
 )
 from quire.codegen.target import Target
 from quire.ir.graph import Node
-from quire.memory.placed import One, Placed
+from quire.memory import One, Placed
 from quire.request import Problem
 from quire.results import Above, Gradients, Result, Wanted, folded
-from quire.runtime.launcher import Launcher, make_launcher
-from quire.runtime.mod_graphs import ORIGIN, mod_graphs
-from quire.runtime.records import Records, num_products, record, table_of
+from quire.runtime.capture_sums import Round, SumsOfCapture, direct_inputs
+from quire.runtime.launcher import Launcher, Records, num_products, record, table_of
+from quire.runtime.mods import ORIGIN, graphs_of
+from quire.runtime.prepare import make_launcher
 from quire.runtime.tile_lists import NO_LISTS, TileLists, tile_lists
+from quire.torch_private import has_memory
 
 ENOUGH_SHARES = 8  # of one sequence; more would need more memory for their sums
 QUERIES_OF_SHARE = 1024  # at least
@@ -66,7 +68,7 @@ class BackwardPlan(NamedTuple):
         if blocks is not None:
             lists = tile_lists(blocks, BLOCK_Q, Target.host().block_kv)
         origin = placed.rows if isinstance(placed.rows, One) else ORIGIN
-        graphs, loaded = mod_graphs(problem, placed.dtype, placed.end, lists.mixed, origin)
+        graphs, loaded = graphs_of(problem, placed.dtype, placed.end, lists.mixed, origin)
         graphs = graphs._replace(learned=learned)
         launcher = make_launcher(
             "backward",
@@ -79,7 +81,8 @@ class BackwardPlan(NamedTuple):
             lists=lists,
         )
         heads, key_heads = placed.query.shape[1], placed.key.shape[1]
-        lengths = placed.sequences.q_len.tolist()
+        rows = placed.rows
+        lengths = [rows.q_len] if isinstance(rows, One) else rows.q_len.tolist()
         return BackwardPlan(
             launcher=launcher,
             lists=lists,
@@ -97,6 +100,40 @@ class BackwardPlan(NamedTuple):
         return Pass(self, placed, (*captures, *self.more), wanted, above).gradients()
 
 
+class BackwardPlans:
+    """The backward passes of calls that are alike, by how their tensors lie."""
+
+    def __init__(self) -> None:
+        self._known: BoundedDict[object, BackwardPlan] = BoundedDict(16)
+
+    def run(
+        self,
+        problem: Problem,
+        placed: Placed,
+        blocks: BlockRows | None,
+        wanted: Wanted,
+        above: Above,
+    ) -> Gradients | None:
+        """The gradients; None where they are to be recorded, or a number is not finite."""
+        out, lse, *given = above
+        grads = [None if x is None else x.resolve_neg() for x in given]
+        query, key, value = (x.resolve_neg() for x in placed.operands)
+        captures = tuple(x.resolve_neg() for x in wanted.captures)
+        tensors = (query, key, value, *captures, *(x for x in grads if x is not None))
+        if torch.is_grad_enabled() or not all(map(has_memory, tensors)):
+            return None
+        placed = placed.on(query, key, value)
+        # Whoever keeps tensors for autograd may give them back in other strides.
+        kept = (query, key, value, out, lse, *captures)
+        layout = (wanted.learned, *(tensor.stride() for tensor in kept))
+        plan = self._known.get(layout)
+        if plan is None:
+            problem = problem.with_captures(captures)
+            made = BackwardPlan.of(problem, placed, blocks, wanted.learned, Result(out, lse))
+            plan = self._known.keep(layout, made)
+        return plan.run(placed, captures, wanted, Above(out, lse, *grads))
+
+
 def key_mass(problem: Problem, placed: Placed, results: Result) -> Tensor:
     """The probabilities, before dropout, summed over the queries of each head: [B, Hq, S].
 
@@ -109,15 +146,6 @@ def key_mass(problem: Problem, placed: Placed, results: Result) -> Tensor:
     above = Above(results.out, results.lse, None, None)
     captures, nothing = (*problem.captures, *plan.more), Wanted(False, False, False, ())
     return Pass(plan, placed, captures, nothing, above).masses()
-
-
-class Round(NamedTuple):
-    """The shares of some sequences and key heads: [b, b_stop) and [h, h_stop)."""
-
-    b: int
-    b_stop: int
-    h: int
-    h_stop: int
 
 
 class Pass:
@@ -309,9 +337,9 @@ class Pass:
 
     def _folded(self, sums: Tensor) -> Tensor:
         """All slices as one: of each sequence as many as it has, so that others do not matter."""
-        counts, sequences = np.array(self.plan.slices), self.placed.sequences
         if len(set(self.plan.slices)) <= 1:
             return folded(sums)
+        counts, sequences = np.array(self.plan.slices), self.placed.sequences
         if self.placed.page_table is not None:
             each = [folded(sums[:count, b].clone()) for b, count in enumerate(self.plan.slices)]
             return torch.stack(each)
@@ -329,67 +357,11 @@ class Pass:
         """What tells shares apart is an index of every load, or has sums of its own."""
         loads = [load for load in self.plan.loads if load.payload == place]
         shared = [
-            all(name in _direct_inputs(load) for load in loads) for name in ("b", "h", "q_idx")
+            all(name in direct_inputs(load) for load in loads) for name in ("b", "h", "q_idx")
         ]
         slices = 1 if shared[2] else max(self.plan.slices, default=1)
         tensor = self.captures[place]
         return SumsOfCapture(tensor, self.dtype, (shared[0], shared[1]), slices)
-
-
-class SumsOfCapture:
-    """The gradient of a captured tensor: sums [b, key head, slice, ...] of a round, and of all."""
-
-    def __init__(
-        self,
-        tensor: Tensor,
-        dtype: torch.dtype,
-        shared: tuple[bool, bool],
-        slices: int,
-    ) -> None:
-        self._shape, self._dtype = tensor.shape, dtype
-        self._shared, self._slices = shared, slices
-        self._sums = self.total = torch.zeros(tensor.shape, dtype=dtype, device="cpu")
-
-    def _counts(self, batch: int, heads: int) -> tuple[int, int, int]:
-        b, h = self._shared
-        return 1 if b else batch, 1 if h else heads, self._slices
-
-    def size(self, batch: int, heads: int) -> int:
-        """The bytes that a round needs."""
-        return math.prod((*self._counts(batch, heads), *self._shape)) * self._dtype.itemsize
-
-    def begin(self, part: Round) -> tuple[int, int, int, int]:
-        """Where the sums of a round are: the address of the first, and from share to share."""
-        counts = self._counts(part.b_stop - part.b, part.h_stop - part.h)
-        if counts == (1, 1, 1):  # no two shares have a place in common, whatever the round
-            self._sums = self.total.view(1, 1, 1, *self._shape)
-        else:
-            self._sums = torch.zeros((*counts, *self._shape), dtype=self._dtype, device="cpu")
-        one = math.prod(self._shape)
-        batch, head, slice = (
-            0 if self._shared[0] else one * counts[1] * counts[2],
-            0 if self._shared[1] else one * counts[2],
-            0 if counts[2] == 1 else one,
-        )
-        before = part.b * batch + part.h * head
-        address = self._sums.data_ptr() - before * self._dtype.itemsize
-        return address, batch, head, slice
-
-    def end(self) -> None:
-        """Add the sums of a round to those of all."""
-        if self._sums.data_ptr() != self.total.data_ptr():
-            self.total += folded(self._sums.flatten(0, 2))
-
-
-def _direct_inputs(load: Node) -> set[str]:
-    """The inputs that are indices of a load themselves."""
-    found = set()
-    for index in load.args:
-        while index.op == "cast":
-            (index,) = index.args
-        if index.op == "input":
-            found.add(str(index.payload))
-    return found
 
 
 def _strided(name: str, tensor: Tensor, axes: tuple[str, ...]) -> dict[str, int | float]:

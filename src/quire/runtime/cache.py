@@ -24,15 +24,18 @@ import re
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import quire.codegen
 import quire.ir
+from quire.codegen import jit
+from quire.codegen.builder import Module
 from quire.codegen.jit import llvm_version
+from quire.codegen.target import Target
 from quire.config import config
-from quire.errors import ArgumentError
+from quire.errors import ArgumentError, CodegenError
 
 MAGIC = b"quire object 2\n"
 LIMIT_BYTES = 256 * 2**20
@@ -219,3 +222,18 @@ def source_digest() -> str:
         for path in sorted(Path(package.__path__[0]).glob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+def code_of(
+    key: str, target: Target, write: Callable[[], Module], exports: Sequence[str]
+) -> jit.Code:
+    """Code from the disk cache, or of the module that `write` gives, which is then kept there."""
+    cache = object_cache()
+    image = cache.get(key)
+    if image is not None:
+        with contextlib.suppress(CodegenError):  # it does not load: another takes its place
+            return jit.load(image, exports)
+    image = jit.compile_object(write().text, target)
+    code = jit.load(image, exports)
+    cache.put(key, image)
+    return code

@@ -12,17 +12,17 @@ from quire.codegen.convention import Form
 from quire.codegen.target import Target
 from quire.config import config
 from quire.errors import TensorKindError
-from quire.memory.placed import One, Placed
-from quire.memory.sequences import Sequences
+from quire.memory import One, Placed
+from quire.memory.tables import Sequences
 from quire.request import Call, Problem
 from quire.results import NOWHERE, Result, output_layout
 from quire.runtime.backward import key_mass
 from quire.runtime.gather import gather
-from quire.runtime.launcher import Launcher, heads_of_item, make_launcher, queries_of_item
-from quire.runtime.mod_graphs import ORIGIN, mod_graphs
-from quire.runtime.records import Records, by_form
+from quire.runtime.launcher import Launcher, Records, by_form
+from quire.runtime.mods import ORIGIN, graphs_of
+from quire.runtime.prepare import heads_of_item, make_launcher, queries_of_item
 from quire.runtime.tile_lists import NO_LISTS, TileLists, read_lists
-from quire.torch_private import is_zero_tensor
+from quire.torch_private import has_memory
 
 STEPS = 4
 """How many page tables a plan knows: one is read by all layers, or by those of a group."""
@@ -67,12 +67,6 @@ class Room(NamedTuple):
         )
 
 
-def has_memory(tensor: Tensor) -> bool:
-    """Whether a tensor, perhaps within a transform of torch.func, is in memory of the CPU."""
-    plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
-    return plain and tensor.is_cpu and not is_zero_tensor(tensor)
-
-
 class Part(NamedTuple):
     """What computes the sequences of one form."""
 
@@ -86,26 +80,30 @@ class ForwardPlan(NamedTuple):
 
     parts: tuple[Part, ...]
     room: Room
+    gathers: bool  # the blocks of a block mask, which are scattered in a cache
     steps: BoundedDict[object, list[Records]]
 
     @staticmethod
     def of(call: Call, learns: bool) -> ForwardPlan:
         """The plan for calls that are like this one."""
         room = Room.of(call, learns)
-        problem, placed = _side_by_side(call, *resolved(call))
-        results, start = room.make(), call.placed.rows
-        origin = start if isinstance(start, One) else ORIGIN
+        whole = problem, placed = resolved(call)
+        # The argmax of a row is a place in the cache, so nothing is moved where it is wanted.
+        if problem.block_mask is not None and not call.request.aux.argmax:
+            problem, placed = gather(*whole)
+        gathers, results, rows = problem is not whole[0], room.make(), call.placed.rows
+        origin = rows if isinstance(rows, One) else ORIGIN
         parts = (
-            _part(problem, placed, form, rows, results, origin)
-            for form, rows in by_form(placed.rows)
+            _part(problem, placed, form, some, results, origin)
+            for form, some in by_form(placed.rows)
         )
-        return ForwardPlan(tuple(parts), room, BoundedDict(STEPS))
+        return ForwardPlan(tuple(parts), room, gathers, BoundedDict(STEPS))
 
     def run(self, call: Call) -> Result | None:
         """The results; None where an index into a captured tensor is out of range."""
-        problem, placed = whole = resolved(call)
-        if problem.block_mask is not None:
-            problem, placed = _side_by_side(call, *whole)
+        whole = problem, placed = resolved(call)
+        if self.gathers:
+            problem, placed = gather(*whole)
         results, captures, wrong = self.room.make(), problem.captures, False
         sink = call.request.sink
         if sink is not None:
@@ -117,7 +115,7 @@ class ForwardPlan(NamedTuple):
             )
         if wrong:
             return None
-        if not placed.is_dense:
+        if not placed.is_dense and placed.content is None:
             fill_holes(results, placed.sequences)
         if call.request.aux.key_mass:
             return results._replace(key_mass=key_mass(*whole, results))
@@ -147,13 +145,6 @@ def resolved(call: Call) -> tuple[Problem, Placed]:
     return problem, placed
 
 
-def _side_by_side(call: Call, problem: Problem, placed: Placed) -> tuple[Problem, Placed]:
-    """The blocks of a block mask without gaps. An argmax is a place in the cache as it lies."""
-    if problem.block_mask is None or call.request.aux.argmax:
-        return problem, placed
-    return gather(problem, placed)
-
-
 def _part(
     problem: Problem,
     placed: Placed,
@@ -166,7 +157,7 @@ def _part(
     block_q = queries_of_item(form, placed, rows, mask)
     if mask is not None:
         lists = read_lists(mask, placed.lengths, block_q, Target.host().block_kv)
-    graphs, loaded = mod_graphs(problem, placed.dtype, placed.end, lists.mixed, origin)
+    graphs, loaded = graphs_of(problem, placed.dtype, placed.end, lists.mixed, origin)
     launcher = make_launcher(
         form,
         placed,

@@ -24,8 +24,8 @@ from quire.codegen.convention import MOST_ROWS
 from quire.codegen.target import Target
 from quire.ir.graph import Node, cast, const, rebuild, rewrite
 from quire.ir.trace import Traced
-from quire.memory.placed import Placed
-from quire.memory.sequences import Sequences
+from quire.memory import Placed
+from quire.memory.tables import Sequences
 from quire.request import Problem
 from quire.runtime.tile_lists import blocks_of_tiles
 

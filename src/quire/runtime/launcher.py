@@ -1,52 +1,60 @@
-"""What a launch needs, apart from where its tensors are and how long: made once, used many times.
+"""Launching a kernel: its record, its scratch memory, and the table of sequences that it reads.
 
-The number of keys is no part of it, so a cache that grows by a token at every step is read by the
-same launcher at every step.
+Comes in: where rows live (`Placed`), results to fill, and the tensors that mods load from. A
+launcher is made once (`prepare.py`) and used many times. The number of keys is no part of it, so a
+cache that grows by a token at every step is read by the same launcher at every step.
 """
 
 from __future__ import annotations
 
 import ctypes
-import math
 import sys
 from collections import deque
 from collections.abc import Sequence as Several
+from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from quire.block_mask import BlockMask
+from quire.codegen import jit
 from quire.codegen.contract import ALIGNED, Terms
 from quire.codegen.convention import (
     CALL_PART,
-    FULL,
-    OBSERVE,
-    PARTIAL,
+    MOST_ROWS,
     PLAN_PART,
+    SEQUENCE,
     Form,
-    choose_block_q,
-    choose_heads,
-    partial_stride,
+    ForwardSpec,
+    num_items,
+    num_pieces,
 )
-from quire.codegen.softmax import LOG4_E
-from quire.codegen.target import Target
 from quire.codegen.tiles import Tile
-from quire.codegen.types import F32, F64
 from quire.ir.pyramid import Pyramid
-from quire.memory.placed import One, Placed, longest
-from quire.memory.sequences import Sequences
+from quire.memory import One, Placed, longest
+from quire.memory.tables import Numbers, Sequences
 from quire.results import Result
 from quire.runtime import pyramids
 from quire.runtime.interrupt import LONG_WORK, launch_stoppable
-from quire.runtime.kernels import Kernel, ModCode, ModGraphs, kernel, mod_code, observer
 from quire.runtime.launch import launch, num_threads
-from quire.runtime.records import Records, num_rows, records_of, row_layout, strides
+from quire.runtime.mods import ModCode
+from quire.runtime.shared_prefix import shared_pieces
 from quire.runtime.tile_lists import NO_LISTS, TileLists
 
-SMALLEST_BLOCK = 64
 SMALL_WORK = 2**19
 """Multiplications below which starting threads costs more than it saves."""
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """The kernel of a form for some dtypes, and what follows from its shape."""
+
+    form: Form
+    spec: ForwardSpec
+    tile: Tile
+    code: jit.Code
+    address: int
 
 
 class Launcher(NamedTuple):
@@ -148,114 +156,6 @@ def address_of(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def make_launcher(
-    form: Form,
-    placed: Placed,
-    results: Result,
-    graphs: ModGraphs,
-    captures: Several[Tensor],
-    *,
-    scale: float,
-    block_q: int,
-    lists: TileLists = NO_LISTS,
-    item_heads: int = 1,
-) -> Launcher:
-    """What launches a kernel for operands and results that lie like these."""
-    query, key, value = placed.operands
-    heads, value_dim = query.shape[1], value.shape[3]
-    dtypes = (query.dtype, key.dtype, value.dtype, results.out.dtype)
-    made = kernel(form, dtypes, head_dim=query.shape[3], value_dim=value_dim)
-    built = graphs.pyramids
-    code = mod_code(form, made.tile, graphs, pyramids.capture_shapes(captures, built))
-    group = max(1, heads // key.shape[1])  # also of no heads at all
-    row_group = item_heads
-    if form == "row":  # the queries of an item's heads share each block of keys
-        row_group = 1 if lists.per_head or graphs.judges_heads else group
-        group = group // row_group
-    record = {
-        **row_layout(placed),
-        **_result_layout(results),
-        "scale": scale * (LOG4_E if graphs.score is None else 1.0),
-        "heads": heads // row_group,
-        "group": group,
-        "row_group": row_group,
-        "block_q": block_q,
-        "tile_batch_stride": lists.batch_stride,
-        "tile_per_head": lists.per_head,
-        "tile_kind": FULL if graphs.always is None else PARTIAL,
-        **_functions(code, form, made.tile, results),
-    }
-    partial_bytes = partial_stride(made.tile, value_dim) * made.tile.element.size
-    return Launcher(
-        kernel=made,
-        code=code,
-        heads=heads // row_group,
-        block_q=block_q,
-        partial_bytes=partial_bytes * block_q * row_group,
-        record=PLAN_PART.pack(record),
-        pyramids=built,
-        terms=Terms.of(form, made.spec, record),
-    )
-
-
-def _result_layout(results: Result) -> dict[str, int]:
-    """From row to row of the output, and of what has one number for each query."""
-    numbers = next((x for name, x in results.by_query.items() if name != "out"), None)
-    steps = (0, 0, 0) if numbers is None else strides(numbers)
-    return {
-        **dict(
-            zip(
-                ("out_batch", "out_head", "out_row", "out_column"),
-                strides(results.out),
-                strict=True,
-            )
-        ),
-        **dict(zip(("lse_batch", "lse_head", "lse_row"), steps, strict=True)),
-    }
-
-
-def _functions(code: ModCode, form: Form, tile: Tile, results: Result) -> dict[str, int]:
-    """The addresses of what the kernel calls."""
-    observes = results.argmax is not None or results.entropy is not None
-    return {
-        "plain_mod": code.addresses["plain"],
-        "full_mod": code.addresses["full"],
-        "partial_mod": code.addresses["partial"],
-        "weights_mod": code.addresses["drop"],
-        "extent": code.addresses["extent"],
-        "verdict": code.addresses["verdict"],
-        "observe": observer(form, tile).address(OBSERVE.name) if observes else 0,
-    }
-
-
-def queries_of_item(
-    form: Form, placed: Placed, rows: One | Sequences, mask: BlockMask | None
-) -> int:
-    """How many queries are computed together."""
-    if form == "row":
-        return max(1, rows.q_len if isinstance(rows, One) else longest(rows.q_len))
-    query, value = placed.query, placed.value
-    tile = Tile(Target.host(), F64 if query.dtype == torch.float64 else F32)
-    count = num_rows(placed, rows)
-    block_q = choose_block_q(tile, query.shape[3], value.shape[3], count, num_threads())
-    if mask is None:
-        return block_q
-    # Blocks of queries that do not straddle the blocks of a mask, unless they became tiny.
-    divisor = math.gcd(block_q, mask.BLOCK_SIZE[0])
-    return divisor if divisor >= SMALLEST_BLOCK else block_q
-
-
-def heads_of_item(form: Form, placed: Placed, rows: One | Sequences, block_q: int) -> int:
-    """How many heads are computed one after the other."""
-    if form == "row":
-        return 1
-    sequences = rows if isinstance(rows, Sequences) else Sequences.one(*rows)
-    products = sequences.q_len * sequences.kv_len
-    alike = int(products.sum()) // max(1, longest(products)) * placed.batches
-    heads = placed.query.shape[1]
-    return choose_heads(heads, longest(sequences.q_len), alike, block_q, num_threads())
-
-
 _free: deque[Tensor] = deque(maxlen=8)
 
 
@@ -287,3 +187,125 @@ class Scratch:
 
     def __exit__(self, *exception: object) -> None:
         _free.append(self._memory)
+
+
+# --- sequences ------------------------------------------------------------------------------------
+
+
+class Records(NamedTuple):
+    """What a launch is told about sequences: a table, how many there are, and their items.
+
+    An item may be for several sequences, its members. If one is, or if keys are in several pieces,
+    each piece of a sequence has a slot. `products` is about how many multiplications there are.
+    """
+
+    table: bytes
+    num_sequences: int
+    products: int
+    items: int
+    slots: int = 0
+    members: int = 1
+
+
+class Cut(NamedTuple):
+    """Into how many pieces the keys of sequences are cut, and how many of these are shared.
+
+    The first `shared` are computed for all `members` of a group by its first sequence.
+    """
+
+    pieces: Numbers
+    shared: Numbers
+    members: Numbers
+
+    @property
+    def slices(self) -> Numbers:
+        """How many pieces a sequence has items for."""
+        return np.where(self.members == 0, self.pieces - self.shared, self.pieces)
+
+    @property
+    def columns(self) -> dict[str, Numbers]:
+        """As records name them."""
+        return {**self._asdict(), "slices": self.slices}
+
+
+def by_form(rows: One | Sequences) -> list[tuple[Form, One | Sequences]]:
+    """The sequences that are computed in the same form, together.
+
+    The form of a sequence depends on nothing but its own length.
+    """
+    if isinstance(rows, One):
+        return [("row" if rows.q_len <= MOST_ROWS else "panel", rows)]
+    few = rows.q_len <= MOST_ROWS
+    if not few.any():
+        return [("panel", rows)]
+    if few.all():
+        return [("row", rows)]
+    return [("row", rows.where(few)), ("panel", rows.where(~few))]
+
+
+def num_products(placed: Placed, rows: One | Sequences) -> int:
+    """About how many multiplications some sequences take."""
+    _, heads, _, head_dim = placed.query.shape
+    if isinstance(rows, One):
+        count = rows.q_len * (rows.kv_end - rows.kv_begin)
+    else:
+        count = int(np.vdot(rows.q_len, rows.kv_len))
+    return count * placed.batches * heads * head_dim
+
+
+def records_of(
+    placed: Placed, rows: One | Sequences, form: Form, *, heads: int, block_q: int
+) -> Records:
+    """Sequences as the kernel of a form reads them, with the items of so many heads."""
+    if not isinstance(rows, One):
+        return _table(placed, rows, form, heads, block_q)
+    pieces = max(1, num_pieces(rows.kv_begin, rows.kv_end)) if form == "row" else 1
+    count = num_items(rows.q_len, heads, block_q) * pieces * placed.batches
+    products = num_products(placed, rows)
+    return Records(record(rows, pieces), 1, products, count, count if pieces > 1 else 0)
+
+
+def _table(placed: Placed, rows: Sequences, form: Form, heads: int, block_q: int) -> Records:
+    """Threads take items in this order: large ones come first, so that none is left for the end."""
+    pieces = np.ones_like(rows.q_len)
+    if form == "row":
+        pieces = np.maximum(1, num_pieces(rows.kv_begin, rows.kv_end))
+    order = rows.largest_first()
+    shared = group = None
+    if form == "row" and placed.page_table is not None and longest(pieces) > 1:
+        page = placed.key.shape[2]
+        order, shared, group = shared_pieces(rows, placed.page_table, page, order)
+    rows, pieces = rows.where(order), pieces[order]
+    cut = Cut(pieces, np.zeros_like(pieces), np.ones_like(pieces))
+    if shared is not None and group is not None:
+        cut = Cut(pieces, shared, group)
+    each = num_items(rows.q_len, heads, block_q)
+    items, slots = each * cut.slices, each * pieces
+    columns = cut.columns | {"first_slot": np.cumsum(slots) - slots}
+    table = table_of(rows, np.cumsum(items) - items, columns)
+    members = longest(cut.members)
+    total = int(slots.sum()) if max(longest(pieces), members) > 1 else 0
+    return Records(
+        table,
+        rows.num,
+        num_products(placed, rows),
+        items=int(items.sum()),
+        slots=total,
+        members=members,
+    )
+
+
+def table_of(sequences: Sequences, first_item: Numbers, more: dict[str, Numbers]) -> bytes:
+    """As the kernel reads them, each with the number of its first item; what is not said is 0."""
+    columns = sequences._asdict() | {"first_item": first_item} | more
+    nothing = np.zeros_like(first_item)
+    return np.stack([columns.get(name, nothing) for name in SEQUENCE.fields], axis=1).tobytes()
+
+
+def record(rows: One, pieces: int = 1, slices: int = 1) -> bytes:
+    """A single sequence as the kernel reads it: its items are pieces of keys, or slices."""
+    q_len, q_start, kv_begin, kv_end, b = rows
+    items = max(slices, pieces)
+    return SEQUENCE.pack_in_order(
+        *(b, 0, 0, 0, q_len, q_start, -kv_begin, kv_begin, kv_end, items, pieces, 0, 1, 0)
+    )

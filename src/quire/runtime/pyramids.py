@@ -11,23 +11,13 @@ import torch
 from torch import Tensor
 
 from quire.codegen import jit
-from quire.codegen.arguments import CaptureShape
 from quire.codegen.pyramid import DTYPES, NAMES, write_pyramid
 from quire.codegen.target import Target
 from quire.ir.pyramid import Axis, Pyramid, anything, heap, missing_leaf
-from quire.runtime.cache import cache_key
-from quire.runtime.kernels import code_of
+from quire.runtime.cache import cache_key, code_of
 
 WORTH = 64
 """Multiplications of attention for which a byte of a table is read."""
-
-
-def capture_shapes(
-    captures: Sequence[Tensor], pyramids: Sequence[Pyramid]
-) -> tuple[CaptureShape, ...]:
-    """What generated code knows of captured tensors and of pyramids of them."""
-    ranks = [captures[pyramid.slot].dim() for pyramid in pyramids]
-    return (*map(CaptureShape.of, captures), *(CaptureShape(rank, None) for rank in ranks))
 
 
 def build(captures: Sequence[Tensor], pyramids: Sequence[Pyramid], work: int) -> list[Tensor]:

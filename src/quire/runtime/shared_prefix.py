@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from quire.codegen.convention import KEYS_OF_PIECE
-from quire.memory.sequences import Numbers, Sequences
+from quire.memory.tables import Numbers, Sequences
 
 MOST_MEMBERS = 16
 """Sequences whose rows are in the cache of a core at once."""

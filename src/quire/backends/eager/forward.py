@@ -12,7 +12,7 @@ from quire.backends.eager.key_mass import key_mass
 from quire.backends.eager.observe import Observed
 from quire.backends.eager.tile import Tile, by_group, weighted_sum
 from quire.backends.eager.tiling import Stripe, stripes
-from quire.memory.placed import Placed
+from quire.memory import Placed
 from quire.request import Problem
 from quire.results import Result, output_layout
 

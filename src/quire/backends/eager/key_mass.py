@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.backends.eager.tile import Tile, probabilities
 from quire.backends.eager.tiling import stripes
-from quire.memory.placed import Placed
+from quire.memory import Placed
 from quire.request import Problem
 
 

@@ -15,8 +15,8 @@ from quire.aux_outputs import AuxRequest
 from quire.backends.eager import backward as dense_backward
 from quire.backends.eager import forward as dense_forward
 from quire.block_mask.rows import BlockRows
-from quire.memory.placed import One, Placed, longest
-from quire.memory.sequences import Sequences
+from quire.memory import One, Placed, longest
+from quire.memory.tables import Sequences
 from quire.request import Problem
 from quire.results import NOWHERE, Above, Gradients, Result, Wanted
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quire.backends.eager.tiling import Keys, Stripe
-from quire.memory.placed import Placed
+from quire.memory import Placed
 from quire.request import Problem
 from quire.vectorise import Indices, evaluate, evaluate_live
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from quire.block_mask.lists import FULL
 from quire.block_mask.rows import BlockRows
 from quire.block_mask.runs import Runs
-from quire.memory.placed import Placed
+from quire.memory import Placed
 from quire.request import Problem, ReadyMod
 
 TILE_ELEMENTS = 2**18

@@ -1,4 +1,4 @@
-"""Sequences of unequal lengths: where the rows of each are, and which positions they stand for.
+"""Tables of sequences: where the rows of each are, which positions they stand for, which pages.
 
 offsets = [0, 5, 5, 12]    three sequences: rows 0 to 4, none, rows 5 to 11
 lengths = [3, 0, 7]        of which the first has only rows 0 to 2; rows 3 and 4 are a hole
@@ -9,13 +9,15 @@ from __future__ import annotations
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.arguments import tensor_of
+from quire.bounded import BoundedDict
 from quire.checks import check_kind
 from quire.errors import ArgumentError, DeviceError
-from quire.torch_private import in_transform
+from quire.torch_private import in_transform, is_ordinary
 
 Numbers: TypeAlias = NDArray[np.int64]
 
@@ -176,3 +178,89 @@ def _numbers(name: str, values: object, advice: str, ranks: tuple[int, ...] = (1
         return np.array(tensor.tolist(), np.int64)
     numbers: Numbers = tensor.detach().cpu().numpy().astype(np.int64)
     return numbers
+
+
+# --- pages ----------------------------------------------------------------------------------------
+
+
+MOST_BYTES = 2**16
+"""The size of a table up to which it is known by its content."""
+
+_ADVICE = "A row holds the pages of one sequence, in the order of its positions."
+
+
+Content: TypeAlias = tuple[tuple[int, ...], tuple[object, ...]]
+"""The sizes of a call, and all that its tables hold."""
+
+
+class ReadTables(NamedTuple):
+    """Tables that were checked: the sequences, and the page table as int32 [B, most]."""
+
+    sequences: Sequences
+    numbers: Tensor
+
+
+KNOWN: BoundedDict[object, ReadTables] = BoundedDict(16)
+"""What tables came to, by their content."""
+
+
+class PageTables(NamedTuple):
+    """The tables of paged memory as the user gave them, see `Paged`."""
+
+    page_table: Tensor
+    lengths: object
+    first_page: object
+
+    def checked(self, num_pages: int, page: int) -> tuple[Tensor, Numbers, Numbers]:
+        """The page table as int32 [B, most], and where the keys of each sequence begin and end."""
+        tensor = tensor_of("integers", "page_table", self.page_table, ranks=(2,), advice=_ADVICE)
+        check_kind("page_table", tensor)
+        count, most = tensor.shape
+        room = np.full(count, most * page)
+        ends = checked_counts("lengths", self.lengths, room, f"{most} pages of {page} rows")
+        begins = np.zeros_like(ends)
+        if self.first_page is not None:
+            pages = -(-ends // page)
+            first = checked_counts("first_page", self.first_page, pages, "as many as it has pages")
+            begins = np.minimum(first * page, ends)
+        if tensor.dtype != torch.int32:
+            tensor = tensor.long().clamp(-1, 2**31 - 1).to(torch.int32)
+        table = tensor.contiguous()
+        _check_pages(table.numpy(), num_pages, begins // page, -(-ends // page))
+        return table, begins, ends
+
+
+def _check_pages(numbers: NDArray[np.int32], num_pages: int, first: Numbers, last: Numbers) -> None:
+    """Refuse a page that does not exist, among those from `first` up to `last` of a sequence."""
+    if not numbers.size or (numbers.min() >= 0 and numbers.max() < num_pages):
+        return
+    place = np.arange(numbers.shape[1])
+    used = (place >= first[:, None]) & (place < last[:, None])
+    wrong = np.argwhere(used & ((numbers < 0) | (numbers >= num_pages)))
+    if len(wrong):
+        b, at = wrong[0].tolist()
+        raise ArgumentError(
+            f"page_table[{b}, {at}] must be one of the {num_pages} pages, but is "
+            f"{numbers[b, at]}. {_ADVICE}"
+        )
+
+
+def content_of(tables: PageTables, sizes: tuple[int, ...]) -> Content | None:
+    """All that tables hold, for a call of such sizes; None where it cannot be told, or is large."""
+    table = tables.page_table
+    if (
+        not is_ordinary(table)
+        or table.dtype != torch.int32
+        or table.dim() != 2
+        or not table.is_contiguous()
+    ):
+        return None
+    parts: list[object] = []
+    for numbers in tables:
+        if numbers is None:
+            parts.append(None)
+        elif is_ordinary(numbers) and numbers.nbytes <= MOST_BYTES:
+            parts += (numbers.shape, numbers.dtype, numbers.numpy().tobytes())
+        else:
+            return None
+    return sizes, tuple(parts)

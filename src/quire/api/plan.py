@@ -1,10 +1,5 @@
-"""Plans: requests like an earlier one are neither checked nor planned again.
+"""A plan for those who count microseconds.
 
-    cache       request -> plan, known or new, and the call to be computed
-    keys        which requests are alike
-    call_plan   who computes calls of one kind, forward and backward
-
-`quire.plan` gives a plan to those who count microseconds:
 
     step = quire.plan(query, Dense(keys[:, :, :1], values[:, :, :1]), mask=causal)
     for position in range(1, 4096):
@@ -28,9 +23,7 @@ from quire.bounded import BoundedDict
 from quire.errors import ArgumentError, BackendError, DtypeError
 from quire.ir.trace import Kind, Mod, Traced, trace
 from quire.memory import Dense, Paged, Queries, Ragged
-from quire.plans import cache
-from quire.plans.call_plan import CallPlan
-from quire.plans.keys import Key, layout_of
+from quire.plans import CallPlan, Key, layout_of, make
 from quire.request import Call, Mask, Problem, Request, call_of, check
 from quire.results import working_dtype
 
@@ -124,7 +117,7 @@ class Plan:
                 f"another way."
             )
         with torch.no_grad():
-            made, _ = cache.make(call)
+            made, _ = make(call)
         return made
 
     def _check_captures(self) -> None:

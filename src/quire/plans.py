@@ -1,0 +1,275 @@
+"""Plans: a request like an earlier one is neither checked nor planned again.
+
+    compute(request)    find the plan of a request, or make it; run it
+    key_of              which requests are alike: all that checks and plans depend on
+    CallPlan            who computes calls of one kind, forward and backward
+
+A key has two parts. The layout says how the operands lie; it is read off the request, before its
+mods are called. The rest says which graphs the mods became, what shapes they load from, and what a
+block mask holds. The number of keys is left out, so a cache of keys that grows in place has one
+key. A request that is out of the ordinary has no key: it is checked and planned at every call.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from quire import autograd
+from quire.aux_outputs import NO_AUX
+from quire.backends import choose, inductor
+from quire.backends.eager import per_sequence as eager
+from quire.backends.recheck import recheck
+from quire.block_mask import BlockMask, BlockRows
+from quire.bounded import BoundedDict
+from quire.codegen.arguments import CaptureShape
+from quire.codegen.convention import MOST_ROWS
+from quire.config import Backend as BackendName
+from quire.config import config
+from quire.ir.trace import Traced
+from quire.memory import Dense, One, Paged, Placed
+from quire.request import Call, Problem, Request, call_of, check, check_mods
+from quire.results import Above, Gradients, Result, Wanted
+from quire.runtime.backward import BackwardPlans
+from quire.runtime.forward import ForwardPlan
+from quire.torch_private import is_ordinary, is_transformed, is_zero_tensor
+
+Key: TypeAlias = tuple[object, ...]
+
+MOST_KEYS = 2**19  # farther positions have other graphs, and microseconds do not matter there
+MOST_BYTES = 2**16  # of a block mask
+
+
+def compute(request: Request) -> Result:
+    """Find the plan of a request, or make it; run it. Results lie as the user's query does."""
+    plan, call = find(request)
+    result = plan.run(call)
+    if call.placed.is_dense:
+        return result
+    memory, query = request.memory, request.query
+    if request.aux is NO_AUX:
+        return Result(memory.as_given(query, result.out))
+    given = {name: memory.as_given(query, rows) for name, rows in result.by_query.items()}
+    mass = result.key_mass
+    return Result(**given, key_mass=None if mass is None else memory.keys_as_given(mass))
+
+
+known: BoundedDict[Key, CallPlan] = BoundedDict(256)
+
+
+def find(request: Request) -> tuple[CallPlan, Call]:
+    """The plan for a request, one that is known or a new one, and the call that it computes.
+
+    A request whose plan is known is like one that was checked, so it is not checked again.
+    """
+    layout = layout_of(request)
+    if layout is None:
+        check(request)
+        return make(call_of(request))
+    call = call_of(request)
+    key = key_of(layout, call)
+    plan = None if key is None else known.get(key)
+    if plan is not None:
+        return plan, call
+    check(request)
+    plan, call = make(call)
+    if key is not None and key == key_of(layout, call):  # no other thread has edited its mask
+        known.keep(key, plan)
+    return plan, call
+
+
+def make(call: Call) -> tuple[CallPlan, Call]:
+    """A new plan, and the call with a seed for its dropout."""
+    check_mods(call)
+    backend = choose(call)  # which may refuse the call, before a random number is drawn
+    call = call.seeded()
+    return CallPlan(call, backend), call
+
+
+# --- which requests are alike ---------------------------------------------------------------------
+
+
+def layout_of(request: Request) -> Key | None:
+    """How the operands of a request lie; None if it is out of the ordinary."""
+    memory, queries, scale = request.memory, request.queries, request.scale
+    if (
+        request.backend != "auto"
+        or request.dropout_p != 0.0
+        or request.kernel_options is not None
+        or request.generator is not None
+        or not (scale is None or type(scale) is float)
+        or queries.offsets is not None
+        or queries.lengths is not None
+        or isinstance(queries.start, Tensor)
+        or config().backend != "auto"
+    ):
+        return None
+    if type(memory) is Dense:
+        where: Key | None = _dense(request.query, memory)
+    elif type(memory) is Paged and queries.start is None:
+        where = _paged(request.query, memory)
+    else:
+        return None
+    sink = request.sink
+    if where is None or not (sink is None or is_ordinary(sink)):
+        return None
+    kind = None if sink is None else (sink.shape, sink.dtype)
+    return (*where, scale, request.aux, kind)
+
+
+def _dense(query: Tensor, memory: Dense) -> Key | None:
+    if type(memory.start) is not int or memory.start != 0:
+        return None
+    return operand_layout(query, memory.key, memory.value)
+
+
+def _paged(query: Tensor, memory: Paged) -> Key | None:
+    """A few queries for each sequence, that learn nothing."""
+    key, table = memory.key, memory.page_table
+    where = operand_layout(query, key, memory.value)
+    if (
+        where is None
+        or query.shape[2] > MOST_ROWS
+        or not is_ordinary(table)
+        or table.dim() != 2
+        or table.shape[1] * key.shape[2] > MOST_KEYS
+    ):
+        return None
+    parts: list[object] = [*where, "pages", key.shape[2], table.shape]
+    for factors in (memory.key_scale, memory.value_scale):
+        if factors is None:
+            parts.append(None)
+        elif is_ordinary(factors):
+            parts += (factors.shape, factors.stride(), factors.dtype)
+        else:
+            return None
+    return tuple(parts)
+
+
+def operand_layout(query: Tensor, key: Tensor, value: Tensor) -> Key | None:
+    """How ordinary tensors lie; None where one is not ordinary, or something watches."""
+    for tensor in (query, key, value):
+        if (
+            type(tensor) is not Tensor
+            or not tensor.is_cpu
+            or tensor.is_nested
+            or tensor.layout is not torch.strided
+            or tensor.is_neg()
+            or is_zero_tensor(tensor)
+        ):
+            return None
+    q_shape, k_shape, v_shape = query.shape, key.shape, value.shape
+    if (
+        not len(q_shape) == len(k_shape) == len(v_shape) == 4
+        or k_shape[:3] != v_shape[:3]
+        or k_shape[2] > MOST_KEYS
+        or q_shape[2] > MOST_KEYS
+        or torch.is_autocast_enabled("cpu")
+        or is_transformed()
+        or config().check
+        or not all(tensor.untyped_storage().nbytes() for tensor in (query, key, value))
+    ):
+        return None
+    return (
+        q_shape,
+        query.stride(),
+        query.dtype,
+        k_shape[:2],
+        k_shape[3],
+        key.stride(),
+        key.dtype,
+        v_shape[3],
+        value.stride(),
+        value.dtype,
+        torch.get_num_threads(),
+    )
+
+
+def key_of(layout: Key, call: Call) -> Key | None:
+    """The key of a call whose operands lie like that; None if its mods are out of the ordinary."""
+    problem, placed, learns = call.problem, call.placed, call.learns
+    rows = placed.rows
+    if isinstance(rows, One):
+        if rows.q_start > MOST_KEYS:
+            return None
+    elif learns or placed.content is None:  # a backward pass is planned for the lengths of queries
+        return None
+    key: list[object] = [*layout, learns]
+    for mod in (problem.score_mod, problem.mask_mod, problem.partial_mod):
+        if mod is None:
+            key.append(None)
+            continue
+        if not isinstance(mod, Traced):
+            return None
+        key.append(mod.output)
+        for tensor in mod.captures:
+            if not is_ordinary(tensor):
+                return None
+            key += (CaptureShape.of(tensor), tensor.shape)
+    if problem.block_mask is None:
+        return tuple(key)
+    return _with_blocks(key, call, problem.block_mask)
+
+
+def _with_blocks(key: list[object], call: Call, mask: BlockMask) -> Key | None:
+    """A mask that counts from the first query would have another graph at every step of a cache."""
+    placed = call.placed
+    if placed.rows.q_start != 0 or mask.device != placed.query.device or mask.nbytes > MOST_BYTES:
+        return None
+    return (*key, mask.content(), placed.key.shape[2])
+
+
+# --- who computes ---------------------------------------------------------------------------------
+
+
+class CallPlan:
+    """Computes a call, and others like it: forward, and backward where the call learns.
+
+    Kernels decline what they cannot do right: an index into a captured tensor that is out of range,
+    numbers that are not finite in a backward pass. Torch ops then compute it.
+    """
+
+    __slots__ = ("_backward", "_blocks", "_forward", "_learns", "_problem", "backend")
+
+    def __init__(self, call: Call, backend: BackendName) -> None:
+        problem, mask = call.problem, call.problem.block_mask
+        self.backend, self._learns = backend, call.learns
+        self._forward: ForwardPlan | None = None  # made when it is first needed
+        self._backward: BackwardPlans | None = None
+        # A plan outlives the tensors of its call, and a block mask may be edited after the call.
+        self._problem: Problem = problem.without_captures()
+        self._blocks: BlockRows | None = None if mask is None else mask.rows(*call.placed.lengths)
+
+    def run(self, call: Call) -> Result:
+        """Compute a call. `out` has the dtype of the query."""
+        if self.backend == "inductor":
+            return inductor.attention(call)
+        result = autograd.recorded(self, call) if self._learns else self.forward(call)
+        dtype = call.placed.query.dtype
+        if result.out.dtype == dtype:
+            return result
+        return result._replace(out=result.out.to(dtype))
+
+    def forward(self, call: Call) -> Result:
+        """The forward pass, without a record for autograd."""
+        found, request = None, call.request
+        if self.backend == "jit":
+            if self._forward is None:
+                self._forward = ForwardPlan.of(call, self._learns)
+            found = self._forward.run(call)
+        if found is None:
+            with torch.no_grad():
+                return eager.forward(call.problem, call.placed, request.sink, request.aux)
+        if config().check:
+            recheck(call, found)
+        return found
+
+    def backward(self, placed: Placed, wanted: Wanted, above: Above) -> Gradients:
+        """The backward pass, of mods that load from `wanted.captures`."""
+        problem, found = self._problem.with_captures(wanted.captures), None
+        if self.backend == "jit":
+            self._backward = self._backward or BackwardPlans()
+            found = self._backward.run(problem, placed, self._blocks, wanted, above)
+        return found or eager.backward(problem, placed, self._blocks, wanted, above)

@@ -1,0 +1,353 @@
+"""From mods to machine code, in one column.
+
+    trace      a mod becomes a graph                         (when a request comes in)
+    shift      its loads count in one list of captured tensors
+    narrow     indices become 32-bit where they fit
+    bound      what a mask can and must be in a tile, as graphs
+    lower      all graphs become functions in LLVM's language
+    compile    the functions become machine code, looked up here, then on disk
+
+`graphs_of` goes as far as `bound`, `compiled` to the end; `quire.kernel(...).stages` shows them.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Sequence
+from typing import NamedTuple, overload
+
+import torch
+from torch import Tensor
+
+from quire.block_mask import BlockRows
+from quire.block_mask.lists import FULL, PARTIAL
+from quire.codegen import jit
+from quire.codegen.arguments import CaptureShape, ModArguments, is_literal
+from quire.codegen.builder import Module
+from quire.codegen.convention import Form
+from quire.codegen.derive import Derived, write_derive
+from quire.codegen.mods import write_extent, write_rewrite, write_row_rewrite, write_verdict
+from quire.codegen.tiles import Tile
+from quire.ir.bound import Bounds, bound
+from quire.ir.differentiate import Derivatives, differentiate
+from quire.ir.graph import Node, cast, const, constants, inputs, rebuild, rewrite, text
+from quire.ir.narrow import Range, narrow
+from quire.ir.pyramid import Pyramid
+from quire.ir.simplify import simplify
+from quire.ir.terms import FALSE, TRUE
+from quire.ir.trace import Traced
+from quire.memory import One
+from quire.request import Problem, ReadyMod
+from quire.runtime.cache import cache_key, code_of
+
+ORIGIN = One(0, 0, 0, 0)
+"""A sequence whose first query and key are at position 0."""
+
+_POSITION_BITS = (20, 31, 62)
+"""Positions are below one of these powers of two, so that few graphs stand for all lengths."""
+
+
+class ModGraphs(NamedTuple):
+    """The graphs of one problem, over one list of captured tensors.
+
+    `always` is the mask that holds in full tiles too, `partial` holds in the others as well.
+    `drop` is dropout as a graph that rewrites a weight, its input `score`. `bounds` are those of
+    `always`, where no block mask says which tiles there are. `learned` are the captured tensors
+    whose gradients are wanted, by their place in that list.
+    """
+
+    score: Node | None = None
+    always: Node | None = None
+    partial: Node | None = None
+    drop: Node | None = None
+    bounds: Bounds | None = None
+    learned: tuple[int, ...] = ()
+
+    @property
+    def all(self) -> list[Node]:
+        """Those that there are."""
+        mods = [self.score, self.always, self.partial, self.drop]
+        bounds = [] if self.bounds is None else [self.bounds.can, self.bounds.must]
+        return [root for root in (*mods, *bounds) if root is not None]
+
+    def everything(self, form: Form) -> list[Node]:
+        """Those that a form needs."""
+        if form != "backward" or self.score is None:
+            return self.all
+        slope, loads = self.slopes
+        return [*self.all, *([] if slope is None else [slope]), *loads, *loads.values()]
+
+    @property
+    def judges_heads(self) -> bool:
+        """Whether heads may skip other tiles than their neighbours."""
+        return self.bounds is not None and _depends_on_head(self.bounds.can, self.bounds.must)
+
+    @property
+    def pyramids(self) -> tuple[Pyramid, ...]:
+        """What the bounds load from besides the captured tensors."""
+        return () if self.bounds is None else self.bounds.pyramids
+
+    @property
+    def masks(self) -> dict[str, list[Node]]:
+        """The masks that hold where a function is used: in any tile, in full and partial ones."""
+        always = [] if self.always is None else [self.always]
+        both = always if self.partial is None else [*always, self.partial]
+        return {"plain": [], "full": always, "partial": both}
+
+    @property
+    def slopes(self) -> Derivatives:
+        """The derivatives of the score, for those loads alone that are from what is learned."""
+        if self.score is None:
+            return Derivatives(None, {})
+        score, loads = derivatives(self.score)
+        slope = const(0.0, self.score.dtype) if score is None else score
+        return Derivatives(slope, {x: y for x, y in loads.items() if x.payload in self.learned})
+
+
+@functools.lru_cache(maxsize=512)
+def _depends_on_head(*graphs: Node) -> bool:
+    return "h" in inputs(*graphs)
+
+
+derivatives = functools.lru_cache(maxsize=512)(differentiate)
+
+
+class CaptureList:
+    """The captured tensors of all mods, and graphs that refer to them by their place in it."""
+
+    def __init__(self, end: int) -> None:
+        self.tensors: list[Tensor] = []
+        self.bits = _bits(end)
+
+    def root(self, mod: Traced | None) -> Node | None:
+        """The graph of a mod, ready to be compiled."""
+        if mod is None:
+            return None
+        first = len(self.tensors)
+        self.tensors.extend(tensor.resolve_neg() for tensor in mod.captures)
+        return _ready(mod.output, first, self.bits)
+
+
+def _bits(end: int) -> int:
+    return next(bits for bits in _POSITION_BITS if end < 2**bits)
+
+
+@functools.lru_cache(maxsize=4096)
+def _ready(root: Node, first: int, bits: int) -> Node:
+    if first:
+        root = rewrite(root, functools.partial(_shifted, first))
+    return narrow(root, _ranges(bits))
+
+
+def _ranges(bits: int) -> dict[str, Range]:
+    positions, places = (0, 2**bits - 1), (0, 2**31 - 1)
+    return {"b": places, "h": places, "q_idx": positions, "kv_idx": positions}
+
+
+def _shifted(first: int, node: Node, args: tuple[Node, ...]) -> Node:
+    """A node whose loads count from `first`."""
+    if node.op != "load":
+        return rebuild(node, args)
+    assert isinstance(node.payload, int)
+    return Node("load", args, node.dtype, first + node.payload)
+
+
+def graphs_of(
+    problem: Problem,
+    dtype: torch.dtype,
+    end: int,
+    mixed: BlockRows | None = None,
+    rows: One = ORIGIN,
+) -> tuple[ModGraphs, tuple[Tensor, ...]]:
+    """The graphs of a problem, and the tensors that they load from: `captures`, and then others.
+
+    Positions are below `end`. `mixed` is the block mask where its tiles touch blocks of several
+    kinds; it counts from the first query and key of `rows`.
+    """
+    captures = CaptureList(end)
+    score = captures.root(_traced(problem.score_mod))
+    always = captures.root(_traced(problem.mask_mod))
+    partial_mod = _traced(problem.partial_mod)
+    if mixed is not None and partial_mod is not None:
+        partial_mod = _within_blocks(partial_mod, mixed, rows)
+    partial = captures.root(partial_mod)
+    drop = None
+    if problem.dropout is not None:
+        drop = captures.root(_drop(problem.dropout.keep, problem.dropout.factor, dtype))
+    tensors = tuple(captures.tensors)
+    bounds = None
+    if problem.block_mask is None and problem.mask_mod is not None:
+        output = _traced(problem.mask_mod).output
+        first = 0 if problem.score_mod is None else len(problem.score_mod.captures)
+        shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+        bounds = _bounds(output, first, captures.bits, shapes)
+        known = bounds.can is not TRUE or bounds.must is not FALSE
+        bounds = bounds if known else None
+    return ModGraphs(score, always, partial, drop, bounds), tensors
+
+
+@functools.lru_cache(maxsize=1024)
+def _bounds(root: Node, first: int, bits: int, shapes: tuple[tuple[int, ...], ...]) -> Bounds:
+    """What a mask can and must be in a tile."""
+    if first:
+        root = rewrite(root, functools.partial(_shifted, first))
+    return bound(root, shapes, _ranges(bits))
+
+
+def bounds_of(mask: Traced, end: int) -> Bounds:
+    """The bounds of a mask alone, whose captured tensors come first."""
+    shapes = tuple(tuple(tensor.shape) for tensor in mask.captures)
+    return _bounds(mask.output, 0, _bits(end), shapes)
+
+
+@overload
+def _traced(mod: None) -> None: ...
+
+
+@overload
+def _traced(mod: ReadyMod) -> Traced: ...
+
+
+def _traced(mod: ReadyMod | None) -> Traced | None:
+    assert mod is None or isinstance(mod, Traced), "untraced mods do not come here"
+    return mod
+
+
+def _drop(keep: Traced, factor: float, dtype: torch.dtype) -> Traced:
+    """Dropout on a weight. What is dropped keeps its sign: -0.0 marks what was never read."""
+    weight = Node("input", (), dtype, "score")
+    kept, dropped = (Node("mul", (weight, const(number, dtype)), dtype) for number in (factor, 0.0))
+    output = Node("where", (keep.output, kept, dropped), dtype)
+    return Traced(output, keep.captures, "score", keep.name)
+
+
+def _within_blocks(mod: Traced, blocks: BlockRows, rows: One) -> Traced:
+    """A mask_mod that also asks the block mask about every element."""
+    cells = torch.from_numpy(blocks.runs.cells()).to(torch.int8)
+    slot = len(mod.captures)
+
+    def index(name: str, start: int, size: int) -> Node:
+        position = Node("input", (), torch.int64, name)
+        from_start = Node("sub", (position, const(start, torch.int64)), torch.int64)
+        return Node("floordiv", (from_start, const(size, torch.int64)), torch.int64)
+
+    def own(name: str, count: int) -> Node:
+        return Node("input", (), torch.int64, name) if count > 1 else const(0, torch.int64)
+
+    indices = (
+        own("b", cells.shape[0]),
+        own("h", cells.shape[1]),
+        index("q_idx", rows.q_start, blocks.block_size[0]),
+        index("kv_idx", rows.kv_begin, blocks.block_size[1]),
+    )
+    cell = cast(Node("load", indices, torch.int8, slot), torch.int32)
+
+    def kind(number: int) -> Node:
+        return Node("eq", (cell, const(number, torch.int32)), torch.bool)
+
+    held = Node("and", (kind(PARTIAL), mod.output), torch.bool)
+    output = simplify(Node("or", (kind(FULL), held), torch.bool))
+    return Traced(output, (*mod.captures, cells), "mask", mod.name, mod.lines)
+
+
+# --- code -----------------------------------------------------------------------------------------
+
+
+FUNCTIONS = ("plain", "full", "partial", "drop", "extent", "verdict")
+
+
+class ModCode(NamedTuple):
+    """The mods of a problem as machine code. A function without anything to do has address 0."""
+
+    arguments: ModArguments
+    code: jit.Code | None
+    addresses: dict[str, int]
+
+
+def capture_shapes(
+    captures: Sequence[Tensor], pyramids: Sequence[Pyramid]
+) -> tuple[CaptureShape, ...]:
+    """What generated code knows of captured tensors and of pyramids of them."""
+    ranks = [captures[pyramid.slot].dim() for pyramid in pyramids]
+    return (*map(CaptureShape.of, captures), *(CaptureShape(rank, None) for rank in ranks))
+
+
+@functools.lru_cache(maxsize=512)
+def compiled(
+    form: Form, tile: Tile, graphs: ModGraphs, shapes: tuple[CaptureShape, ...]
+) -> ModCode:
+    """The mods of a problem, looked up by the very nodes.
+
+    The same mod gives the same nodes for as long as this cache holds on to them, and graphs that
+    differ in their constants alone share their code.
+    """
+    nodes = graphs.everything(form)
+    arguments = ModArguments.of(nodes, shapes)
+    names = _written(form, graphs)
+    if not names:
+        return ModCode(arguments, None, dict.fromkeys(FUNCTIONS, 0))
+    literals = [node.payload for node in constants(*nodes) if is_literal(node)]
+    content = "\n".join(
+        [
+            form,
+            repr(tile),
+            repr(shapes),
+            repr(names),
+            repr(literals),
+            repr(graphs.learned),
+            text(*nodes, values=False),
+        ]
+    )
+    code = _codes.get(content)
+    if code is None:
+        key = cache_key("mods", content)
+        code = _codes[content] = code_of(
+            key, tile.target, lambda: write_mods(form, tile, graphs, arguments), names
+        )
+    written = {name: _written_as(form, graphs, name) for name in FUNCTIONS}
+    addresses = {name: code.address(same) if same else 0 for name, same in written.items()}
+    return ModCode(arguments, code, addresses)
+
+
+_codes: weakref.WeakValueDictionary[str, jit.Code] = weakref.WeakValueDictionary()
+
+
+def _written_as(form: Form, graphs: ModGraphs, function: str) -> str | None:
+    """Which function is written for `function`: itself, an equal one, or none."""
+    if function == "drop":
+        return "drop" if graphs.drop is not None and form != "backward" else None
+    if function == "verdict":
+        return "verdict" if graphs.bounds is not None else None
+    if function == "extent":
+        return "extent" if form != "row" and graphs.masks["partial"] else None
+    masks = graphs.masks
+    if graphs.score is None and not masks[function] and form != "backward":
+        return None
+    return next(name for name in ("plain", "full", "partial") if masks[name] == masks[function])
+
+
+def _written(form: Form, graphs: ModGraphs) -> list[str]:
+    return [name for name in FUNCTIONS if _written_as(form, graphs, name) == name]
+
+
+def write_mods(form: Form, tile: Tile, graphs: ModGraphs, arguments: ModArguments) -> Module:
+    """The module of all the functions that a problem needs."""
+    module = Module()
+    write = write_row_rewrite if form == "row" else write_rewrite
+    for name in _written(form, graphs):
+        if name == "drop":
+            write(module, name, tile, arguments, graphs.drop, [], unit=1.0)
+        elif name == "extent":
+            write_extent(module, name, tile, arguments, graphs.masks["partial"])
+        elif name == "verdict":
+            assert graphs.bounds is not None
+            write_verdict(module, name, tile, arguments, graphs.bounds.can, graphs.bounds.must)
+        elif form == "backward":
+            slope, loads = graphs.slopes
+            masks = tuple(graphs.masks[name])
+            derived = Derived(graphs.score, slope, tuple(loads.items()), masks, graphs.drop)
+            write_derive(module, name, tile, arguments, derived)
+        else:
+            write(module, name, tile, arguments, graphs.score, graphs.masks[name])
+    return module
