@@ -16,7 +16,7 @@ from quire.codegen.convention import BLOCK_Q, GRADIENTS, SCRATCH_BYTES, Form, Fo
 from quire.codegen.target import Target
 from quire.codegen.types import F32
 from quire.errors import CodegenError
-from quire.runtime import launcher
+from quire.runtime import launcher, prepare
 
 TARGET = Target.named("x86-64-v4")  # 64 queries to a panel
 SPEC = ForwardSpec(TARGET)
@@ -143,7 +143,7 @@ def test_a_launch_without_the_runtime_is_refused() -> None:
 
 
 def test_a_plan_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "choose_block_q", lambda *sizes: 24)
+    monkeypatch.setattr(prepare, "choose_block_q", lambda *sizes: 24)
     operands = [torch.randn(1, 2, 40, 18) for _ in range(3)]
     with pytest.raises(CodegenError, match="expected a block_q that is a multiple"):
         attention(operands[0], Dense(*operands[1:]), backend="jit")

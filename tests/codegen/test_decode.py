@@ -16,7 +16,7 @@ from torch import Tensor
 from quire import AuxRequest, BlockMask, create_block_mask, flex_attention, reference
 from quire.codegen.convention import MOST_ROWS, Form
 from quire.errors import CapturedIndexError, DivisionByZeroError
-from quire.runtime import launcher
+from quire.runtime import prepare
 from quire.runtime.launcher import Kernel
 from quire.runtime.prepare import kernel
 
@@ -99,8 +99,8 @@ def test_common_widths(
 ) -> None:
     made = []
 
-    def kernel_for_any(form: Form, *what: Any) -> Kernel:
-        made.append(kernel(form, tuple(what[:4])))
+    def kernel_for_any(form: Form, dtypes: tuple[torch.dtype, ...], **_: int) -> Kernel:
+        made.append(kernel(form, dtypes))
         return made[-1]
 
     for group, kv_len in ((1, 1), (2, 66), (3, 130), (4, 513), (6, 1101)):
@@ -108,7 +108,7 @@ def test_common_widths(
         assert_matches(q, k, v)
         known = flex_attention(q, k, v, enable_gqa=True, return_aux=ALL, backend="jit")
         with monkeypatch.context() as patch:
-            patch.setattr(launcher, "kernel", kernel_for_any)
+            patch.setattr(prepare, "kernel", kernel_for_any)
             for_any = flex_attention(q, k, v, enable_gqa=True, return_aux=ALL, backend="jit")
         assert torch.equal(known[0], for_any[0])
         assert torch.equal(known[1].lse, for_any[1].lse)
