@@ -140,7 +140,7 @@ def run(
             f"{type(out).__name__} of every new one. Call attention outside of it."
         )
     memory = _memory(problem, operands, packed)
-    if config().check:
+    if config().check_rows:
         wanted = wanted._replace(lse=True, max_scores=True)
     by_row = wanted._replace(lse=wanted.lse or wanted.key_mass, key_mass=False)
     rows, out_of_range = forward(problem, memory, sink, out, by_row)
@@ -156,7 +156,7 @@ def run(
         return found._replace(out=found.out.to(out.dtype))
     result = Result(*rows)
     fill_holes(result, packed)
-    if config().check:
+    if config().check_rows:
         for alone in each(problem, *in_rows(operands, packed)):
             recheck(alone.problem, alone.operands, sink, _part(result, alone.rows))
     if wanted.key_mass:

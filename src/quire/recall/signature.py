@@ -48,7 +48,7 @@ def layout(query: Tensor, key: Tensor, value: Tensor) -> Signature | None:
         or q_shape[2] > MOST_KEYS
         or torch.is_autocast_enabled("cpu")
         or is_transformed()
-        or config().check
+        or config().check_rows
         or not all(tensor.untyped_storage().nbytes() for tensor in (query, key, value))
     ):
         return None
