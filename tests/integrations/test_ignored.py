@@ -89,6 +89,14 @@ def test_a_model_that_looks_its_attention_up_is_not(kind: str, calls: list[nn.Mo
     assert calls
 
 
+def test_a_layer_that_leaves_it_to_torch_is_told_of() -> None:
+    config = hf.WavLMConfig(
+        **_SMALL, conv_dim=(8,), conv_stride=(2,), conv_kernel=(3,), num_conv_pos_embedding_groups=2
+    )
+    with pytest.warns(IgnoredAttentionWarning, match="WavLMAttention"):
+        built(config)
+
+
 def test_parts_of_a_model_are_told_of_once() -> None:
     """The model with a head makes the model without, and both are models."""
     with pytest.warns(IgnoredAttentionWarning) as told:

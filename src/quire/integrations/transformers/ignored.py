@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 from quire.warn import warn
 
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # what a layer looks its attention up in
-_IS_ATTENTION = re.compile("attention|attn", re.IGNORECASE)
-_HAS_WEIGHTS = re.compile("softmax|logsumexp|scaled_dot_product", re.IGNORECASE)
+_IS_ATTENTION = re.compile("attention|attn", re.I)
+_HAS_WEIGHTS = re.compile("softmax|logsumexp|scaled_dot_product|multi_head_attention", re.I)
 _TRANSFORMERS = os.path.dirname(transformers.__file__) + os.sep
 
 
