@@ -35,6 +35,7 @@ BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
+_ROWS_CHECKED = 4096  # where QUIRE_CHECK says yes and no number
 
 T = TypeVar("T")
 
@@ -49,10 +50,9 @@ class Config:
 
     backend: Backend
     cache_dir: Path
-    check: bool
+    check_rows: int  # how many of each result are computed again, at least; 0 for none
     target: str | None
     threads: int | None
-    check_rows: int = 4096
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Config:
@@ -65,10 +65,9 @@ class Config:
         return cls(
             backend=parsed("QUIRE_BACKEND", _backend, "auto"),
             cache_dir=parsed("QUIRE_CACHE_DIR", _directory, _default_cache_dir(environ)),
-            check=parsed("QUIRE_CHECK", _check, 0) > 0,
+            check_rows=parsed("QUIRE_CHECK", _rows, 0),
             target=parsed("QUIRE_TARGET", lambda _, text: text.lower(), None),
             threads=parsed("QUIRE_THREADS", _count, None),
-            check_rows=parsed("QUIRE_CHECK", _check, 0) or cls.check_rows,
         )
 
 
@@ -88,10 +87,10 @@ def _backend(name: str, text: str) -> Backend:
     )
 
 
-def _check(name: str, text: str) -> int:
+def _rows(name: str, text: str) -> int:
     """How many rows, 0 being none; 1 stands for the default number."""
     if text.lower() in _TRUE + _FALSE:
-        return Config.check_rows if text.lower() in _TRUE else 0
+        return _ROWS_CHECKED if text.lower() in _TRUE else 0
     if not (text.isascii() and text.isdigit()):
         raise ArgumentError(
             f"{name}: expected 1 or 0 (or true/false, yes/no, on/off), or a number of rows, got "

@@ -168,7 +168,7 @@ def operand_layout(query: Tensor, key: Tensor, value: Tensor) -> Key | None:
         or q_shape[2] > MOST_KEYS
         or torch.is_autocast_enabled("cpu")
         or is_transformed()
-        or config().check
+        or config().check_rows
         or not all(tensor.untyped_storage().nbytes() for tensor in (query, key, value))
     ):
         return None
@@ -262,7 +262,7 @@ class CallPlan:
         if found is None:
             with torch.no_grad():
                 return eager.forward(call.problem, call.placed, request.sink, request.aux)
-        if config().check:
+        if config().check_rows:
             recheck(call, found)
         return found
 

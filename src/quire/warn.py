@@ -14,9 +14,9 @@ import torch
 _OURS = tuple(os.path.dirname(file) + os.sep for file in (__file__, torch.__file__))
 
 
-def warn(message: str, category: type[Warning]) -> None:
-    """Warn at the innermost line that is neither quire's nor torch's."""
+def warn(message: str, category: type[Warning], through: tuple[str, ...] = ()) -> None:
+    """Warn at the innermost line that is neither quire's nor torch's, nor below `through`."""
     frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS + through):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)

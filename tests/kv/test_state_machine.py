@@ -34,7 +34,18 @@ CACHES: dict[str, Callable[[], PagedKVCache]] = {
 WITHOUT_PREFIX = ("windows", "int8")
 PREFIX_ACTIONS = ("keep", "match", "evict")
 ACTIONS = (
-    *("start", "append", "append", "append", "give_up", "fork", "truncate", "free"),
+    *(
+        "start",
+        "append",
+        "append",
+        "append",
+        "draft",
+        "draft",
+        "give_up",
+        "fork",
+        "truncate",
+        "free",
+    ),
     *("save", "load", *PREFIX_ACTIONS),
 )
 
@@ -62,6 +73,10 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data())
     def append(self, data: st.DataObject) -> None:
         self._act("append", data)
+
+    @rule(data=st.data())
+    def draft(self, data: st.DataObject) -> None:
+        self._act("draft", data)
 
     @rule(data=st.data())
     def give_up(self, data: st.DataObject) -> None:

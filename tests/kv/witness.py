@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,11 +68,40 @@ def _stored(shape: PageShape, layer: int, tokens: tuple[int, ...]) -> dict[str, 
     return stored
 
 
+class Tree(NamedTuple):
+    """Drafts behind a prompt: the parent of each, -1 for that of a root, and its token."""
+
+    prompt: list[int]
+    parents: list[int]
+    tokens: list[int]
+
+    @classmethod
+    def drawn(cls, choose: Choose, prompt: list[int]) -> Tree:
+        count = choose(10)
+        # Half of them follow the node before, so that there are long paths.
+        parents = [node - 1 if choose(2) else choose(node + 1) - 1 for node in range(count)]
+        return cls(list(prompt), parents, [choose(VOCABULARY) for _ in range(count)])
+
+    def path(self, node: int) -> list[int]:
+        """From a root to a node; that to -1 is empty."""
+        return [] if node < 0 else [*self.path(self.parents[node]), node]
+
+    def text(self, node: int) -> list[int]:
+        return [self.tokens[each] for each in self.path(node)]
+
+    @property
+    def chain(self) -> int:
+        """How many of the first nodes follow each other, as tokens of a prompt do."""
+        follows = [parent == node - 1 for node, parent in enumerate([*self.parents, -2])]
+        return follows.index(False)
+
+
 class Witness:
     """Does to a cache and to a dictionary the same, and compares them."""
 
     def __init__(self, cache: PagedKVCache, directory: Path) -> None:
         self.cache, self.directory = cache, directory
+        self.keeps = cache._prefix is not None
         self.tokens: dict[SequenceHandle, list[int]] = {}
         self.salts: dict[SequenceHandle, bytes] = {}
         self.saved: dict[int, list[int]] = {}
@@ -117,6 +147,50 @@ class Witness:
             key, value = (torch.cat([none[i], *(part[i] for part in parts)]) for i in (0, 1))
             self.cache.write(layer, rows, key, value)
         self.prompts = [*self.prompts, *(list(self.tokens[each]) for each in batch)][-20:]
+
+    def draft(self, choose: Choose) -> None:
+        """Draft a tree behind each of some sequences, fork some, and accept a path of each."""
+        trees = {each: Tree.drawn(choose, self.tokens[each]) for each in self.tokens if choose(2)}
+        try:
+            rows = self.cache.extend(list(trees), [len(tree.parents) for tree in trees.values()])
+        except OutOfPages:
+            self.refusals += 1
+            return
+        for layer in range(self.cache.num_layers):
+            none = self._rows(layer, [])
+            nodes = [
+                [part[-1:] for part in self._rows(layer, [*tree.prompt, *tree.text(node)])]
+                for tree in trees.values()
+                for node in range(len(tree.parents))
+            ]
+            key, value = (torch.cat([none[i], *(node[i] for node in nodes)]) for i in (0, 1))
+            self.cache.write(layer, rows, key, value)
+        for each, tree in list(trees.items()):
+            if choose(3) == 0 and len(self.tokens) < MOST_SEQUENCES:
+                child = self.cache.fork(each)
+                self.tokens[child], self.salts[child] = tree.prompt, self._salt(each)
+                trees[child] = tree
+            if self.keeps and choose(3) == 0:
+                first = [*tree.prompt, *tree.text(tree.chain - 1)]
+                self.cache.keep(each, first, salt=self._salt(each))
+        self._accept(trees, choose)
+
+    def _accept(self, trees: dict[SequenceHandle, Tree], choose: Choose) -> None:
+        """A path of each tree; if there is no room for it, none."""
+        leaves = {each: choose(len(tree.parents) + 1) - 1 for each, tree in trees.items()}
+        paths = {each: tree.path(leaves[each]) for each, tree in trees.items()}
+        prefixes = [len(tree.prompt) for tree in trees.values()]
+        try:
+            self.cache.accept(list(trees), prefixes, list(paths.values()))
+        except OutOfPages:
+            self.refusals += 1
+            self.cache.check_integrity()
+            for each, tree in trees.items():
+                assert self.cache.length(each) == len(tree.prompt) + len(tree.parents)
+                self.cache.truncate(each, len(tree.prompt))
+        else:
+            for each, tree in trees.items():
+                self.tokens[each] = [*tree.prompt, *tree.text(leaves[each])]
 
     def give_up(self, choose: Choose) -> None:
         """Make room, write some layers, and go back."""

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,42 +24,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.arguments import whole_number
-from quire.checks import check_kind
-from quire.errors import (
-    ArgumentError,
-    DtypeError,
-    PageError,
-    ReleasedRowsError,
-    SequenceFileError,
-    ShapeError,
-)
-from quire.kv import files
-from quire.kv.groups import Budget, Group, LayerGroup, checked_groups
+from quire.errors import ArgumentError, ShapeError
+from quire.kv import files, saved, survey
+from quire.kv.groups import Budget, Group, LayerGroup, View, checked_groups
 from quire.kv.handles import Roster, Rows, SequenceHandle, token_counts
-from quire.kv.page_map import FREE, KEPT, OWNED, SHARED, PageMap
+from quire.kv.page_map import PageMap
 from quire.kv.pages import PageShape
+from quire.kv.paths import kept_by
 from quire.kv.prefix import PrefixCache
-from quire.kv.table import Numbers, PageTable, spread
+from quire.kv.survey import Statistics
+from quire.kv.table import Numbers, spread
 from quire.memory import Dense, Paged
-from quire.runtime.append import PageTensors, SlotWriter, dequantise, form_of
-
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-DTYPES = (*FLOATS, torch.int8)
+from quire.runtime.append import SlotWriter, dequantise, form_of
 
 Tokens = Sequence[int] | NDArray[np.int64]
-
-
-class Statistics(NamedTuple):
-    """What a cache holds. With a waste of 0.04, 4 % of the rows of held pages hold no token."""
-
-    sequences: int
-    tokens: int
-    pages: int
-    free: int
-    shared: int
-    kept: int
-    waste: float
-    num_bytes: int
 
 
 class PagedKVCache:
@@ -86,14 +63,13 @@ class PagedKVCache:
         groups: Iterable[Group] | None = None,
         prefix: bool = False,
     ) -> None:
-        if dtype not in DTYPES:
-            names = ", ".join(str(each).removeprefix("torch.") for each in DTYPES)
-            raise DtypeError(f"expected a dtype out of {names}, got {dtype}. Choose one of these.")
-        sizes = {"heads": heads, "head_dim": head_dim, "page_size": page_size}
-        sizes["value_dim"] = head_dim if value_dim is None else value_dim
-        for name, size in sizes.items():
-            whole_number(name, size, minimum=1, advice="Give the size that the model has.")
-        self.shape = PageShape(dtype=dtype, **sizes)
+        self.shape = PageShape.checked(
+            dtype,
+            heads=heads,
+            head_dim=head_dim,
+            page_size=page_size,
+            value_dim=head_dim if value_dim is None else value_dim,
+        )
         self._budget = Budget(n_pages, max_bytes, growth)
         self._groups = [LayerGroup.of(each, self.shape) for each in checked_groups(layers, groups)]
         self._place = {
@@ -102,7 +78,7 @@ class PagedKVCache:
         self._roster = Roster()
         self._prefix = self._prefix_cache() if prefix else None
         # What `memory` gave last, which the next layer of a group asks for again.
-        self._views: dict[int, tuple[list[SequenceHandle], _View]] = {}
+        self._views: dict[int, tuple[list[SequenceHandle], View]] = {}
 
     def _prefix_cache(self) -> PrefixCache:
         if len(self._groups) > 1 or self._groups[0].table.window is not None:
@@ -176,16 +152,36 @@ class PagedKVCache:
         if waiting is not None and length > waiting.before[sequence]:
             self._roster.refuse_unwritten([sequence])
         for group in self._groups:
-            if group.table.first[row] > group.table.reach(length):
-                raise ReleasedRowsError(
-                    f"expected a length from which the window of {group.table.window} reaches back "
-                    f"no further than position {group.table.start(row)}, got {length}: the pages "
-                    f"before are released. Free the sequence and compute it again."
-                )
+            group.expect_window(row, length)
         self._roster.give_up(sequence)
         for group in self._groups:
             group.table.truncate(row, length)
         self._roster.lengths[row] = length
+        self._views.clear()
+
+    def accept(
+        self,
+        sequences: Sequence[SequenceHandle],
+        prefix_length: int | Tensor | Sequence[int],
+        paths: Tensor | Sequence[Tensor | Sequence[int]],
+    ) -> None:
+        """Keep the drafts of a path, which are then the next tokens, and forget the other drafts.
+
+        Drafts are the tokens from position `prefix_length` on, in the order of `quire.mods.tree`'s
+        nodes, and a path names nodes from a root on. Their keys and values move to where they would
+        be had they come alone; pages that others hold too are copied before.
+        """
+        rows = self._roster.rows(sequences)
+        self._roster.refuse_unwritten(sequences)
+        kept = kept_by(prefix_length, paths, self._roster.lengths[rows])
+        for group in self._groups:
+            for row, length in zip(rows.tolist(), kept.lengths.tolist(), strict=True):
+                group.expect_window(row, length)
+        plans = [group.table.plan_kept(rows, kept) for group in self._groups]
+        self._budget.make_room(self._groups, [plan for plan, _ in plans], self._prefix)
+        for group, plan in zip(self._groups, plans, strict=True):
+            group.keep(*plan)
+        self._roster.lengths[rows] = kept.lengths
         self._views.clear()
 
     def free(self, *sequences: SequenceHandle) -> None:
@@ -241,8 +237,8 @@ class PagedKVCache:
     def _checked_slots(self, layer: int, rows: Rows, key: Tensor, value: Tensor) -> SlotWriter:
         """What a layer writes with, once all is checked; the layers to come have the same form."""
         self._group(layer)
-        self._expect_rows("key", key, key.shape, rows.num_tokens, self.shape.head_dim)
-        self._expect_rows("value", value, value.shape, rows.num_tokens, self.shape.value_dim)
+        self.shape.expect_rows("key", key, key.shape, rows.num_tokens)
+        self.shape.expect_rows("value", value, value.shape, rows.num_tokens)
         slots = rows.expect_layer(layer, self._roster)
         slots.expect(key, value)
         return slots
@@ -258,16 +254,13 @@ class PagedKVCache:
 
         Rows of the first sequence come first. Without `counts` each gets as many as the others.
         """
-        for name, tensor, width in (
-            ("key", key, self.shape.head_dim),
-            ("value", value, self.shape.value_dim),
-        ):
+        for name, tensor in (("key", key), ("value", value)):
             if tensor.dim() != 4 or len(tensor) != self.num_layers:
                 raise ShapeError(
                     f"expected {name} [layers, tokens, Hkv, width] of {self.num_layers} layers, "
                     f"got {list(tensor.shape)}. Stack the layers, or write one by one."
                 )
-            self._expect_rows(name, tensor, tensor.shape[1:], key.shape[1], width)
+            self.shape.expect_rows(name, tensor, tensor.shape[1:], key.shape[1])
         tokens = key.shape[1]
         held = self._roster.rows(sequences)
         number = token_counts(tokens // max(1, len(held)) if counts is None else counts, len(held))
@@ -295,9 +288,9 @@ class PagedKVCache:
         known = self._views.get(place)
         if known is None or known[0] != list(sequences):
             rows = self._roster.rows(sequences)
-            known = list(sequences), _View.of(group.table, rows, self._roster.lengths[rows])
+            known = list(sequences), View.of(group.table, rows, self._roster.lengths[rows])
             self._views[place] = known
-        return _paged(group.layers[layer].tensors, known[1])
+        return known[1].memory(group.layers[layer].tensors)
 
     def dense(self, layer: int, sequence: SequenceHandle) -> Dense:
         """A copy of the rows that a layer holds of a sequence, one after the other.
@@ -305,16 +298,12 @@ class PagedKVCache:
         Those of int8 are given in float32.
         """
         row, group = self._roster.row(sequence), self._group(layer)
-        held = group.layers[layer].read(self._held_slots(group.table, row))
+        held = group.layers[layer].read(group.held_slots(row, int(self._roster.lengths[row])))
         key, value = held["key"], held["value"]
         if self.shape.dtype == torch.int8:
             key, value = dequantise(key, held["key_scale"]), dequantise(value, held["value_scale"])
         start = group.table.start(row)
         return Dense(key.transpose(0, 1)[None], value.transpose(0, 1)[None], start)
-
-    def _held_slots(self, table: PageTable, row: int) -> Tensor:
-        positions = np.arange(table.start(row), self._roster.lengths[row])
-        return torch.from_numpy(table.slots(np.full(len(positions), row), positions))
 
     # --- prefixes
 
@@ -349,111 +338,35 @@ class PagedKVCache:
     def save(self, sequence: SequenceHandle, path: str | os.PathLike[str]) -> None:
         """Write a sequence to a file, which is the new one as a whole, or still the old one."""
         row = self._written_row(sequence)
-        tensors: dict[str, Tensor] = {}
-        for group in self._groups:
-            slots = self._held_slots(group.table, row)
-            for layer, pages in group.layers.items():
-                rows = pages.read(slots)
-                tensors |= {f"{part}.{layer}": each for part, each in rows.items()}
-        files.save(path, self._header(row), tensors)
+        length = int(self._roster.lengths[row])
+        tensors = saved.rows_of(self._groups, row, length)
+        files.save(path, saved.header(self.shape, self._groups, row, length), tensors)
 
     def load(self, path: str | os.PathLike[str]) -> SequenceHandle:
         """A new sequence from a file that `save` has written, bit for bit."""
-        header, tensors = files.load(path, self._header())
-        for group, start in zip(self._groups, header.starts, strict=True):
-            self._expect_start(path, group.table, start, header.length)
-        plans = [
-            group.table.plan_new(start, header.length)
-            for group, start in zip(self._groups, header.starts, strict=True)
-        ]
+        header, tensors = files.load(path, saved.header(self.shape, self._groups))
+        plans = saved.plans(path, header, self._groups)
         self._budget.make_room(self._groups, plans, self._prefix)
         handle = self._new_sequence()
         self._roster.lengths[handle.row] = header.length
         for group, plan in zip(self._groups, plans, strict=True):
             group.commit(plan._replace(rows=np.array([handle.row])))
-            slots = self._held_slots(group.table, handle.row)
-            for layer, pages in group.layers.items():
-                pages.place(slots, {part: tensors[f"{part}.{layer}"] for part in self.shape.parts})
+        saved.place(self._groups, handle.row, header.length, tensors)
         return handle
-
-    def _header(self, row: int | None = None) -> files.Header:
-        tables = [group.table for group in self._groups]
-        return files.Header(
-            length=0 if row is None else int(self._roster.lengths[row]),
-            starts=[0 if row is None else table.start(row) for table in tables],
-            layers=[list(group.layers) for group in self._groups],
-            windows=[table.window for table in tables],
-            heads=self.shape.heads,
-            head_dim=self.shape.head_dim,
-            value_dim=self.shape.value_dim,
-            dtype=str(self.shape.dtype).removeprefix("torch."),
-        )
-
-    def _expect_start(
-        self, path: str | os.PathLike[str], table: PageTable, start: int, length: int
-    ) -> None:
-        size = self.shape.page_size
-        if start % size or start > table.reach(length) * size:
-            raise SequenceFileError(
-                f"expected a file whose rows begin with a page of {size} and reach back as far as "
-                f"the window of {table.window}, got {os.fspath(path)!r}, which begins at {start}. "
-                f"Load it into a cache with the page size it was saved from."
-            )
 
     # --- looking at itself
 
     def page_map(self, layer: int = 0) -> PageMap:
         """Who holds which page of a layer now: text when it is printed."""
-        table = self._group(layer).table
-        owners = np.full(table.pool.num_pages, FREE, np.int64)
-        if self._prefix is not None:
-            owners[self._prefix.pages] = KEPT
-        for sequence in self._roster.living:
-            owners[table.held(sequence.row)] = OWNED + sequence.serial
-        everything = np.arange(table.pool.num_pages, dtype=np.int32)
-        owners[table.pool.references(everything) > 1] = SHARED
-        return PageMap(owners, self.shape.page_size)
+        return survey.page_map(self._group(layer).table, self._roster, self._prefix)
 
     def statistics(self) -> Statistics:
         """What it holds now."""
-        pools = [group.pool for group in self._groups]
-        filled = np.concatenate([self._filled(group.table) for group in self._groups])
-        return Statistics(
-            sequences=len(self._roster.living),
-            tokens=int(self._roster.lengths.sum()),
-            pages=sum(pool.num_pages for pool in pools),
-            free=sum(pool.num_free for pool in pools),
-            shared=sum(pool.num_shared for pool in pools),
-            kept=0 if self._prefix is None else len(self._prefix),
-            waste=1 - float(filled.mean()) / self.shape.page_size if len(filled) else 0.0,
-            num_bytes=sum(group.num_bytes for group in self._groups),
-        )
-
-    def _filled(self, table: PageTable) -> Numbers:
-        """How many rows of each held page hold a token."""
-        rows, size = np.arange(len(self._roster)), self.shape.page_size
-        first, end = table.first[rows], table.end[rows]
-        which, columns = spread(rows, first, end - first)
-        filled = np.zeros(table.pool.num_pages, np.int64)
-        in_page = np.minimum(size, self._roster.lengths[which] - columns * size)
-        np.maximum.at(filled, table.pages[which, columns], in_page)
-        if self._prefix is not None:
-            filled[self._prefix.pages] = size
-        return filled[filled > 0]
+        return survey.statistics(self._groups, self._roster, self._prefix)
 
     def check_integrity(self) -> None:
         """A PageError unless every page is free, or held exactly as often as is counted."""
-        rows = [handle.row for handle in self._roster.living]
-        for group in self._groups:
-            held = [group.table.held(row) for row in rows]
-            if self._prefix is not None:
-                held.append(self._prefix.pages)
-            group.pool.check_integrity(np.concatenate([np.zeros(0, np.int32), *held]))
-            needed = -(-self._roster.lengths[rows] // self.shape.page_size)
-            if not np.array_equal(group.table.end[rows], needed):
-                raise PageError("expected as many pages as tokens need, got others: a bug.")
-        if self._prefix is not None:
-            self._prefix.check_integrity()
+        survey.check_integrity(self._groups, self._roster, self._prefix)
 
     # --- checks
 
@@ -469,34 +382,3 @@ class PagedKVCache:
                 f"expected a layer from 0 to {self.num_layers - 1}, got {layer!r}. Count from 0."
             )
         return self._groups[place]
-
-    def _expect_rows(
-        self, name: str, tensor: Tensor, rows: torch.Size, tokens: int, width: int
-    ) -> None:
-        wanted = (tokens, self.shape.heads, width)
-        if rows != wanted:
-            raise ShapeError(
-                f"expected {name} [tokens, Hkv, width] of {list(wanted)}, got "
-                f"{list(rows)}. Give a row for each new token, those of the first sequence "
-                f"first."
-            )
-        if tensor.dtype not in FLOATS:
-            raise DtypeError(f"expected {name} of floats, got {tensor.dtype}. Convert it.")
-        check_kind(name, tensor)
-
-
-class _View(NamedTuple):
-    """Where sequences are in the pages of a group, as attention takes it."""
-
-    page_table: Tensor
-    lengths: Tensor
-    first_page: Tensor | None
-
-    @classmethod
-    def of(cls, table: PageTable, rows: Numbers, lengths: Numbers) -> _View:
-        first = None if table.window is None else torch.from_numpy(table.first[rows])
-        return cls(torch.from_numpy(table.view(rows)), torch.from_numpy(lengths), first)
-
-
-def _paged(pages: PageTensors, view: _View) -> Paged:
-    return Paged(pages.key, pages.value, *view, pages.key_scale, pages.value_scale)

@@ -6,12 +6,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from quire.arguments import whole_number
-from quire.errors import ArgumentError, OutOfPages
+from quire.errors import ArgumentError, OutOfPages, ReleasedRowsError
 from quire.kv.pages import LayerPages, PageShape
 from quire.kv.pool import PagePool
 from quire.kv.prefix import PrefixCache
-from quire.kv.table import PageTable, Plan
+from quire.kv.table import Moves, Numbers, PageTable, Plan
+from quire.memory import Paged
 from quire.runtime.append import PageTensors, PageWriter
 
 FIRST_PAGES = 16  # a pool starts with so many, and grows by as many at least
@@ -54,12 +59,36 @@ class LayerGroup:
         """The memory of its pages."""
         return self.pool.num_pages * self.page_bytes
 
+    def held_slots(self, row: int, length: int) -> Tensor:
+        """Where the positions lie that are held of a sequence with so many tokens."""
+        positions = np.arange(self.table.start(row), length)
+        return torch.from_numpy(self.table.slots(np.full(len(positions), row), positions))
+
+    def expect_window(self, row: int, length: int) -> None:
+        """An error unless all is held that a window reaches after `length` tokens."""
+        table = self.table
+        if table.first[row] > table.reach(length):
+            raise ReleasedRowsError(
+                f"expected a length from which the window of {table.window} reaches back no "
+                f"further than position {table.start(row)}, got {length}: the pages before are "
+                f"released. Free the sequence and compute it again."
+            )
+
     def commit(self, plan: Plan) -> None:
         """Extend sequences, and copy the pages that they can no longer share."""
         copies = self.table.commit(plan)
         if len(copies.source):
             for pages in self.layers.values():
                 pages.copy(copies)
+
+    def keep(self, plan: Plan, moves: Moves) -> None:
+        """Drop tokens of sequences, and move those that stay."""
+        source = torch.from_numpy(self.table.slots(moves.rows, moves.source))
+        copies = self.table.commit(plan)
+        if len(source):
+            target = torch.from_numpy(self.table.slots(moves.rows, moves.target))
+            for pages in self.layers.values():
+                pages.move(source, target, copies)
 
     def grow(self, more: int) -> None:
         """Add pages, one layer after the other; where memory ends, some layers have more."""
@@ -70,6 +99,24 @@ class LayerGroup:
         finally:
             self.writer.turn_to(_tensors(self.layers))
         self.pool.grow(num_pages)
+
+
+class View(NamedTuple):
+    """Where sequences are in the pages of a group, as attention takes it."""
+
+    page_table: Tensor
+    lengths: Tensor
+    first_page: Tensor | None
+
+    @classmethod
+    def of(cls, table: PageTable, rows: Numbers, lengths: Numbers) -> View:
+        """That of some rows of a table, now."""
+        first = None if table.window is None else torch.from_numpy(table.first[rows])
+        return cls(torch.from_numpy(table.view(rows)), torch.from_numpy(lengths), first)
+
+    def memory(self, pages: PageTensors) -> Paged:
+        """The same in the pages of one layer."""
+        return Paged(pages.key, pages.value, *self, pages.key_scale, pages.value_scale)
 
 
 def _tensors(layers: dict[int, LayerPages]) -> dict[int, PageTensors]:

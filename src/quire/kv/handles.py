@@ -175,24 +175,36 @@ class Roster:
 
 def token_counts(counts: Sequence[int] | int, num_sequences: int) -> Numbers:
     """A number of tokens for each sequence."""
-    advice = "Say how many tokens a sequence gets."
-    if isinstance(counts, int) or not isinstance(counts, Iterable):
-        number = whole_number("counts", counts, minimum=0, advice=advice)
-        _refuse_overflow(number)
+    return one_each("counts", counts, num_sequences, "Say how many tokens a sequence gets.")
+
+
+def one_each(name: str, given: object, num_sequences: int, advice: str) -> Numbers:
+    """A number for each sequence: the same for all, or one for each of them."""
+    each = listed(given)
+    if each is None:
+        number = whole_number(name, given, minimum=0, advice=advice)
+        _refuse_overflow(name, number)
         return np.full(num_sequences, number, np.int64)
-    each = list(counts)
     if len(each) != num_sequences:
         raise ShapeError(
-            f"expected a count for each of {num_sequences} sequences, got {len(each)}. Give one "
+            f"expected {name} for each of {num_sequences} sequences, got {len(each)}. Give one "
             f"number for all, or one for each."
         )
-    checked = [whole_number("counts", count, minimum=0, advice=advice) for count in each]
-    _refuse_overflow(max(checked, default=0))
+    checked = [whole_number(name, number, minimum=0, advice=advice) for number in each]
+    _refuse_overflow(name, max(checked, default=0))
     return np.array(checked, np.int64)
 
 
-def _refuse_overflow(count: int) -> None:
-    if count > MOST_TOKENS:
+def listed(given: object) -> list[object] | None:
+    """What can be listed, or None; a tensor of one number cannot."""
+    try:
+        return list(given)  # type: ignore[call-overload, no-any-return]  # that is the question
+    except TypeError:
+        return None
+
+
+def _refuse_overflow(name: str, number: int) -> None:
+    if number > MOST_TOKENS:
         raise ArgumentError(
-            f"counts must be at most {MOST_TOKENS:,}, got {count}. No cache holds as many tokens."
+            f"{name} must be at most {MOST_TOKENS:,}, got {number}. No cache holds as many tokens."
         )

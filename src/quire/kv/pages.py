@@ -19,8 +19,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from quire.arguments import whole_number
+from quire.checks import check_kind
+from quire.errors import DtypeError, ShapeError
 from quire.kv.table import Copies
 from quire.runtime.append import PageTensors, place_rows
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+DTYPES = (*FLOATS, torch.int8)
 
 ROOM = 4  # addresses are set aside for so many times the pages that there are
 WORTH_ROOM = 1 << 22  # bytes: what is less is copied in no time
@@ -35,6 +41,28 @@ class PageShape:
     head_dim: int
     value_dim: int
     dtype: torch.dtype
+
+    @classmethod
+    def checked(cls, dtype: torch.dtype, **sizes: int) -> PageShape:
+        """One of these sizes, if pages can have them."""
+        if dtype not in DTYPES:
+            names = ", ".join(str(each).removeprefix("torch.") for each in DTYPES)
+            raise DtypeError(f"expected a dtype out of {names}, got {dtype}. Choose one of these.")
+        for name, size in sizes.items():
+            whole_number(name, size, minimum=1, advice="Give the size that the model has.")
+        return cls(dtype=dtype, **sizes)
+
+    def expect_rows(self, side: str, tensor: Tensor, rows: torch.Size, tokens: int) -> None:
+        """An error unless `tensor` has rows for so many tokens that can be the keys or values."""
+        wanted = (tokens, self.heads, self.head_dim if side == "key" else self.value_dim)
+        if rows != wanted:
+            raise ShapeError(
+                f"expected {side} [tokens, Hkv, width] of {list(wanted)}, got {list(rows)}. Give a "
+                f"row for each new token, those of the first sequence first."
+            )
+        if tensor.dtype not in FLOATS:
+            raise DtypeError(f"expected {side} of floats, got {tensor.dtype}. Convert it.")
+        check_kind(side, tensor)
 
     @property
     def parts(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -86,7 +114,7 @@ class LayerPages:
     """Keys and values of all pages of a layer."""
 
     def __init__(self, shape: PageShape) -> None:
-        self._shape = shape
+        self.shape = shape
         page = shape.heads, shape.page_size
         parts = shape.parts.items()
         self._rooms = {name: Room.of(0, (*page, *row), dtype) for name, (row, dtype) in parts}
@@ -112,6 +140,13 @@ class LayerPages:
         for pages in self._parts().values():
             pages[target] = pages[source]
 
+    def move(self, source: Tensor, target: Tensor, copies: Copies) -> None:
+        """Copy whole pages, and then rows from slots to slots, as all of them were before."""
+        rows = self.read(source)
+        if len(copies.source):
+            self.copy(copies)
+        self.place(target, rows)
+
     def place(self, slots: Tensor, rows: Mapping[str, Tensor]) -> None:
         """Write rows as they were read: for each part, [tokens, Hkv, ...]."""
         for name, pages in self._parts().items():
@@ -119,9 +154,9 @@ class LayerPages:
 
     def read(self, slots: Tensor) -> dict[str, Tensor]:
         """The rows in some slots: for each part, [tokens, Hkv, ...]."""
-        size = self._shape.page_size
+        size = self.shape.page_size
         page, row = slots.div(size, rounding_mode="floor"), slots.remainder(size)
         return {name: pages.transpose(1, 2)[page, row] for name, pages in self._parts().items()}
 
     def _parts(self) -> dict[str, Tensor]:
-        return {name: getattr(self.tensors, name) for name in self._shape.parts}
+        return {name: getattr(self.tensors, name) for name in self.shape.parts}

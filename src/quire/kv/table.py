@@ -6,8 +6,9 @@
                                          └─ first ─┘└─ end
 
 Row r holds the pages of columns first[r] to end[r] - 1, each once in the pool's count. Lengths are
-the cache's, which is why they come as arguments. `plan` says what an extension takes and changes
-nothing; `commit` does it and cannot fail once the pages are there. No torch here.
+the cache's, which is why they come as arguments. `plan` says what an extension takes, `plan_kept`
+what it takes to keep some tokens of a draft, and both change nothing; `commit` does it and cannot
+fail once the pages are there. No torch here.
 """
 
 from __future__ import annotations
@@ -23,15 +24,19 @@ Numbers: TypeAlias = NDArray[np.int64]
 """Rows, lengths or counts, one for each sequence."""
 
 
+Places: TypeAlias = tuple[Numbers, Numbers]
+"""Rows, and beside each a column or a position."""
+
+
 class Plan(NamedTuple):
-    """What it takes to extend some sequences."""
+    """What it takes to extend some sequences, or to drop some of their tokens."""
 
     rows: Numbers
     first: Numbers  # the first column that the window still reaches, for each row
     end: Numbers  # one past the last column, for each row
-    copied: Numbers  # rows whose last page others hold too: it is written to, so it is copied
+    copied: Places  # of pages that are written to and that others hold too
     num_pages: int
-    released: Pages  # behind the window
+    released: Pages  # behind the window, or with dropped tokens alone
     num_freed: int  # of these
 
     @property
@@ -45,6 +50,27 @@ class Copies(NamedTuple):
 
     source: Pages
     target: Pages
+
+
+class Kept(NamedTuple):
+    """Tokens that stay, of all from a position on."""
+
+    start: Numbers  # that position, for each sequence
+    counts: Numbers  # how many tokens stay of it
+    positions: Numbers  # where these are now, in order, those of the first sequence first
+
+    @property
+    def lengths(self) -> Numbers:
+        """How many tokens each sequence has in the end."""
+        return self.start + self.counts
+
+
+class Moves(NamedTuple):
+    """Tokens that go to other positions of their sequences."""
+
+    rows: Numbers
+    source: Numbers
+    target: Numbers
 
 
 class PageTable:
@@ -86,52 +112,78 @@ class PageTable:
         end = (lengths + counts + (self.page_size - 1)) // self.page_size
         new = int((end - self.end[rows]).sum())
         writes = rows[np.minimum(lengths % self.page_size, counts) > 0]  # to a page that has room
-        copied = self._shared(writes)
+        copied = self._shared((writes, self.end[writes] - 1))
         first = self.first[rows]
         released, freed = NO_PAGES, 0
         if self.window is not None:
             first = np.maximum(first, np.maximum(0, lengths - self.window) // self.page_size)
             released = self.pages[_spread(rows, self.first[rows], first)]
             freed = self.pool.num_freed_by(released)
-        return Plan(rows, first, end, copied, new + len(copied), released, freed)
+        return Plan(rows, first, end, copied, new + len(copied[0]), released, freed)
 
-    def _shared(self, rows: Numbers) -> Numbers:
-        """Those that must not write to their last page, since somebody else would see it."""
-        last: Pages = self.pages[rows, self.end[rows] - 1]
-        copied = self.pool.shared(last)
+    def plan_kept(self, rows: Numbers, kept: Kept) -> tuple[Plan, Moves]:
+        """What it takes to keep some tokens of sequences, and which of them have to move.
+
+        They only move to the front, so a token whose page is held goes to one that is held, or to
+        where a window has left all pages behind: there it is no longer needed.
+        """
+        first = self.first[rows]
+        end = np.maximum(first, -(-kept.lengths // self.page_size))
+        released: Pages = self.pages[_spread(rows, end, self.end[rows])]
+        which, target = spread(rows, kept.start, kept.counts)
+        moved = (kept.positions != target) & (target >= self.first[which] * self.page_size)
+        moves = Moves(which[moved], kept.positions[moved], target[moved])
+        copied = self._shared(self._columns(moves.rows, moves.target), released)
+        freed = self.pool.num_freed_by(released)
+        return Plan(rows, first, end, copied, len(copied[0]), released, freed), moves
+
+    def _columns(self, rows: Numbers, positions: Numbers) -> Places:
+        """The columns that positions lie in, each once; they rise within a row."""
+        columns = positions // self.page_size
+        new = np.ones(len(columns), np.bool_)
+        new[1:] = (rows[1:] != rows[:-1]) | (columns[1:] != columns[:-1])
+        return rows[new], columns[new]
+
+    def _shared(self, written: Places, released: Pages = NO_PAGES) -> Places:
+        """Those whose page must not be written to, since somebody else would see it.
+
+        Whoever holds a page of `released` drops it and sees nothing any more.
+        """
+        pages: Pages = self.pages[written]
+        copied = self.pool.shared(pages)
         if not np.count_nonzero(copied):
-            return rows[:0]
-        page, first, times = np.unique(last, return_index=True, return_counts=True)
+            return written[0][:0], written[1][:0]
+        page, first, times = np.unique(pages, return_index=True, return_counts=True)
+        if len(released):
+            times += np.bincount(released, minlength=self.pool.num_pages)[page]
         copied[first[self.pool.references(page) == times]] = False  # the last holder may keep it
-        return rows[copied]
+        return written[0][copied], written[1][copied]
 
     def commit(self, plan: Plan) -> Copies:
-        """Extend; returns what has to be copied before anything is written."""
+        """Do it; returns what has to be copied before anything is written."""
         if len(plan.released):
             self.pool.release(plan.released)
-        self.first[plan.rows] = plan.first
-        self.end[plan.rows] = np.maximum(plan.first, self.end[plan.rows])
+        held = np.maximum(plan.first, self.end[plan.rows])
+        self.first[plan.rows], self.end[plan.rows] = plan.first, plan.end
         if not plan.num_pages:
             return Copies(NO_PAGES, NO_PAGES)
         pages = self.pool.allocate(plan.num_pages)
-        copies, new = np.split(pages, [len(plan.copied)])
+        copies, new = np.split(pages, [len(plan.copied[0])])
         self.reserve(0, int(plan.end.max(initial=0)))
         source = NO_PAGES
         if len(copies):
-            last = plan.copied, self.end[plan.copied] - 1
-            source = self.pages[last]
-            self.pages[last] = copies
+            source = self.pages[plan.copied]
+            self.pages[plan.copied] = copies
             self.pool.release(source)
         if len(new):
-            self.pages[_spread(plan.rows, self.end[plan.rows], plan.end)] = new
-            self.end[plan.rows] = plan.end
+            self.pages[_spread(plan.rows, held, plan.end)] = new
         return Copies(source, copies)
 
     def plan_new(self, start: int, length: int) -> Plan:
         """What it takes to have the positions from `start` to `length` in a row without pages."""
         first, end = start // self.page_size, -(-length // self.page_size)
         none, at = np.zeros(0, np.int64), np.array([-1])
-        return Plan(at, np.array([first]), np.array([end]), none, end - first, NO_PAGES, 0)
+        return Plan(at, np.array([first]), np.array([end]), (none, none), end - first, NO_PAGES, 0)
 
     def adopt(self, row: int, pages: Pages, first: int = 0) -> None:
         """Let an empty row have pages that are held for it already."""
@@ -177,12 +229,12 @@ class PageTable:
         return np.ascontiguousarray(table)
 
 
-def _spread(rows: Numbers, start: Numbers, end: Numbers) -> tuple[Numbers, Numbers]:
+def _spread(rows: Numbers, start: Numbers, end: Numbers) -> Places:
     """Index of the columns from `start` to `end` of each row, one after the other."""
     return spread(rows, start, np.maximum(0, end - start))
 
 
-def spread(rows: Numbers, start: Numbers, counts: Numbers) -> tuple[Numbers, Numbers]:
+def spread(rows: Numbers, start: Numbers, counts: Numbers) -> Places:
     """Each row `counts` times, and beside it start, start + 1, ..."""
     if np.count_nonzero(counts == 1) == len(counts):
         return rows, start

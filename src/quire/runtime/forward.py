@@ -40,7 +40,7 @@ class Room(NamedTuple):
     def of(call: Call, learns: bool) -> Room:
         """A backward pass needs all digits of `out`, and lse."""
         placed, wanted = call.placed, call.request.aux
-        if config().check:
+        if config().check_rows:
             wanted = wanted._replace(lse=True, max_scores=True)
         wanted = wanted._replace(lse=wanted.lse or learns or wanted.key_mass, key_mass=False)
         shape, strides = output_layout(placed.query, placed.value.shape[3])

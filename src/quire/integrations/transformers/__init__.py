@@ -10,7 +10,7 @@
 
 Reading order: attend (what every layer calls), mask (what transformers hands to all layers in place
 of a matrix), cache (pages for `generate`), rows (which sequence a row of the batch is), join (mods
-of several parts).
+of several parts), ignored (models that do not ask for any of this).
 """
 
 from __future__ import annotations
@@ -32,18 +32,28 @@ from quire.integrations.transformers.attend import (
     attend,
 )
 from quire.integrations.transformers.cache import PagedCache
+from quire.integrations.transformers.ignored import IgnoredAttentionWarning, tell, watch
 from quire.integrations.transformers.mask import TokenMask, token_mask
 from quire.mods import MaskMod, ScoreMod
 
 NAME = "quire"
 
-__all__ = ["NAME", "AttentionWeightsWarning", "PagedCache", "TokenMask", "enable", "register"]
+__all__ = [
+    "NAME",
+    "AttentionWeightsWarning",
+    "IgnoredAttentionWarning",
+    "PagedCache",
+    "TokenMask",
+    "enable",
+    "register",
+]
 
 
 def register() -> None:
     """Make `attn_implementation="quire"` known to transformers. Importing this module does it."""
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, token_mask)
+    watch(NAME)
 
 
 def enable(
@@ -57,6 +67,7 @@ def enable(
     """
     register()
     model.set_attn_implementation(NAME)
+    tell(model, NAME)
     for module in model.modules():
         setattr(module, ATTRIBUTE, Mods(mask, score_mod))
     return model

@@ -1,0 +1,88 @@
+"""A cache looks at itself: what it holds, who holds which page, and whether all of it adds up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from quire.errors import PageError
+from quire.kv.groups import LayerGroup
+from quire.kv.handles import Roster
+from quire.kv.page_map import FREE, KEPT, OWNED, SHARED, PageMap
+from quire.kv.prefix import PrefixCache
+from quire.kv.table import Numbers, PageTable, spread
+
+
+class Statistics(NamedTuple):
+    """What a cache holds. With a waste of 0.04, 4 % of the rows of held pages hold no token."""
+
+    sequences: int
+    tokens: int
+    pages: int
+    free: int
+    shared: int
+    kept: int
+    waste: float
+    num_bytes: int
+
+
+def statistics(
+    groups: Sequence[LayerGroup], roster: Roster, prefix: PrefixCache | None
+) -> Statistics:
+    """What is held now."""
+    pools = [group.pool for group in groups]
+    filled = np.concatenate([_filled(group.table, roster, prefix) for group in groups])
+    return Statistics(
+        sequences=len(roster.living),
+        tokens=int(roster.lengths.sum()),
+        pages=sum(pool.num_pages for pool in pools),
+        free=sum(pool.num_free for pool in pools),
+        shared=sum(pool.num_shared for pool in pools),
+        kept=0 if prefix is None else len(prefix),
+        waste=1 - float(filled.mean()) / groups[0].table.page_size if len(filled) else 0.0,
+        num_bytes=sum(group.num_bytes for group in groups),
+    )
+
+
+def _filled(table: PageTable, roster: Roster, prefix: PrefixCache | None) -> Numbers:
+    """How many rows of each held page hold a token."""
+    rows, size = np.arange(len(roster)), table.page_size
+    first, end = table.first[rows], table.end[rows]
+    which, columns = spread(rows, first, end - first)
+    filled = np.zeros(table.pool.num_pages, np.int64)
+    in_page = np.minimum(size, roster.lengths[which] - columns * size)
+    np.maximum.at(filled, table.pages[which, columns], in_page)
+    if prefix is not None:
+        filled[prefix.pages] = size
+    return filled[filled > 0]
+
+
+def page_map(table: PageTable, roster: Roster, prefix: PrefixCache | None) -> PageMap:
+    """Who holds which page of a group now."""
+    owners = np.full(table.pool.num_pages, FREE, np.int64)
+    if prefix is not None:
+        owners[prefix.pages] = KEPT
+    for sequence in roster.living:
+        owners[table.held(sequence.row)] = OWNED + sequence.serial
+    everything = np.arange(table.pool.num_pages, dtype=np.int32)
+    owners[table.pool.references(everything) > 1] = SHARED
+    return PageMap(owners, table.page_size)
+
+
+def check_integrity(
+    groups: Sequence[LayerGroup], roster: Roster, prefix: PrefixCache | None
+) -> None:
+    """A PageError unless every page is free, or held exactly as often as is counted."""
+    rows = [handle.row for handle in roster.living]
+    for group in groups:
+        held = [group.table.held(row) for row in rows]
+        if prefix is not None:
+            held.append(prefix.pages)
+        group.pool.check_integrity(np.concatenate([np.zeros(0, np.int32), *held]))
+        needed = -(-roster.lengths[rows] // group.table.page_size)
+        if not np.array_equal(group.table.end[rows], needed):
+            raise PageError("expected as many pages as tokens need, got others: a bug.")
+    if prefix is not None:
+        prefix.check_integrity()
