@@ -4,6 +4,9 @@ Only tests import this. Every question of meaning is answered here, and every ot
 compared with it. Mods are evaluated as the user wrote them, by torch.vmap, never through our
 tracer. Whole score matrices are made; nothing here is meant to be fast.
 
+- A mod means for each element what torch means on ordinary tensors. A Python number by which a
+  bfloat16 or float16 is multiplied or divided is not rounded first, as it would be by torch.vmap.
+
 - A row that may attend nowhere gives 0, log-sum-exp -inf, gradient 0. Never NaN.
 - A key is read by a row where the mask holds and its score is above -inf. What is not finite in a
   key or value reaches exactly the rows that read it, forward and backward.
@@ -40,7 +43,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from quire.vectorise import IndexByTensors
+from quire.vectorise import AsOnTensors
 
 
 class Reference(NamedTuple):
@@ -181,7 +184,7 @@ def evaluate(
     *,
     fill: float | bool,
 ) -> Tensor:
-    """A mod, as PyTorch evaluates it, at each element where `where` holds; `fill` elsewhere."""
+    """A mod, as on ordinary tensors, at each element where `where` holds; `fill` elsewhere."""
     at = where.nonzero(as_tuple=True)
     result = torch.full_like(where if scores is None else scores, fill)
     if at[0].numel() == 0:  # torch.vmap refuses to map over nothing
@@ -192,7 +195,7 @@ def evaluate(
         return value if isinstance(value, Tensor) else torch.tensor(value)
 
     indices = [index + start for index, start in zip(at, starts, strict=True)]
-    with IndexByTensors():
+    with AsOnTensors():
         values = torch.vmap(one)(*(() if scores is None else (scores[at],)), *indices)
     return result.index_put(at, values.to(result.dtype))
 
