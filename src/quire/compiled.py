@@ -143,25 +143,30 @@ def run(
     if config().check:
         wanted = wanted._replace(lse=True, max_scores=True)
     by_row = wanted._replace(lse=wanted.lse or wanted.key_mass, key_mass=False)
-    rows, out_of_range = forward(problem, memory, sink, out, by_row)
-    if out_of_range:
-        # Where every index is looked at, the error says which it was; if there is none after all,
-        # as a mod was asked in a block that does not exist, that is the result.
-        found = one_by_one(
+
+    def tiled() -> Result:
+        return one_by_one(
             problem,
             operands,
             packed,
             lambda problem, operands: eager.forward(problem, operands, sink, wanted),
         )
+
+    rows, out_of_range = forward(problem, memory, sink, out, by_row)
+    if out_of_range:
+        # Where every index is looked at, the error says which it was; if there is none after all,
+        # as a mod was asked in a block that does not exist, that is the result.
+        found = tiled()
         return found._replace(out=found.out.to(out.dtype))
     result = Result(*rows)
     fill_holes(result, packed)
     if config().check:
         for alone in each(problem, *in_rows(operands, packed)):
             recheck(alone.problem, alone.operands, sink, _part(result, alone.rows))
-    if wanted.key_mass:
-        return result._replace(key_mass=key_mass(problem, memory, rows))
-    return result
+    if not wanted.key_mass:
+        return result
+    mass = key_mass(problem, memory, rows)
+    return result._replace(key_mass=tiled().key_mass if mass is None else mass)
 
 
 def _part(result: Result, rows: slice) -> Result:
@@ -176,12 +181,13 @@ def run_backward(
     wanted: Wanted,
     above: Above,
 ) -> Gradients:
-    """The backward pass; in tiles of torch ops where it is recorded, or a number is not finite."""
+    """The backward pass; in tiles of torch ops where it is recorded, or kernels cannot have it."""
     found = None
     given = [None if x is None else x.resolve_neg() for x in (above.grad_out, above.grad_lse)]
     tensors = (*operands, *problem.captures, *(x for x in given if x is not None))
     if not torch.is_grad_enabled() and all(map(has_memory, tensors)):
-        memory, above = _memory(problem, operands, packed), Above(above.out, above.lse, *given)
+        memory = _memory(problem, operands, packed)
+        above = above._replace(grad_out=given[0], grad_lse=given[1])
         found = backward(problem, memory, blocks, wanted, above)
     if found is not None:
         return found

@@ -95,6 +95,7 @@ def attention_gradients(
         placed("lse", lse, shape[:3]),
         placed("grad_out", grad_out, shape),
         None if grad_lse is None else placed("grad_lse", grad_lse, shape[:3]),
+        whole=False,
     )
     operands, blocks = Operands(call.query, call.key, call.value), None
     if problem.block_mask is not None:

@@ -145,7 +145,7 @@ def gradients_one_by_one(
     keys: list[tuple[slice, Gradients]] = []
     captures: list[Tensor | None] = [None] * len(wanted.captures)
     for alone in each(problem, operands, sequences):
-        mine = Above(*(None if x is None else x[:, :, alone.rows] for x in above))  # type: ignore[arg-type]
+        mine = above.at(alone.rows)
         found = eager.backward(alone.problem, alone.operands, None, wanted, mine)
         rows.append((alone.rows, found))
         keys.append((alone.keys, found))
@@ -156,8 +156,10 @@ def gradients_one_by_one(
     query, key, value = operands
     dtype = operands.dtype
 
-    def joined(parts: list[tuple[slice, Gradients]], name: str, like: Tensor) -> Tensor:
-        return _joined([(at, getattr(each, name)) for at, each in parts], like, dtype)
+    def joined(
+        parts: list[tuple[slice, Gradients]], name: str, like: Tensor, hole: float = 0.0
+    ) -> Tensor:
+        return _joined([(at, getattr(each, name)) for at, each in parts], like, dtype, hole)
 
     grad_key = joined(keys, "key", key) if wanted.key else None
     grad_value = joined(keys, "value", value) if wanted.value else None
@@ -167,22 +169,25 @@ def gradients_one_by_one(
         _to_pages(grad_value, given.value, packed),
         tuple(captures),
         joined(rows, "delta", above.lse),
+        joined(rows, "lse", above.lse, -math.inf),
     )
 
 
-def _joined(parts: list[tuple[slice, Tensor | None]], like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Parts of the rows of `like` in ascending order, and zeros between them."""
+def _joined(
+    parts: list[tuple[slice, Tensor | None]], like: Tensor, dtype: torch.dtype, hole: float
+) -> Tensor:
+    """Parts of the rows of `like` in ascending order, and `hole` between them."""
     end, joined = 0, []
     for at, part in parts:
         assert part is not None, "what is wanted of one sequence is wanted of all"
-        joined += [_zeros(like, at.start - end, dtype), part]
+        joined += [_filled(like, at.start - end, dtype, hole), part]
         end = at.stop
-    joined.append(_zeros(like, like.shape[2] - end, dtype))
+    joined.append(_filled(like, like.shape[2] - end, dtype, hole))
     return torch.cat(joined, 2)
 
 
-def _zeros(like: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
-    return like.new_zeros((*like.shape[:2], num_rows, *like.shape[3:]), dtype=dtype)
+def _filled(like: Tensor, num_rows: int, dtype: torch.dtype, content: float) -> Tensor:
+    return like.new_full((*like.shape[:2], num_rows, *like.shape[3:]), content, dtype=dtype)
 
 
 def _hole(sample: Result, num_rows: int) -> Result:

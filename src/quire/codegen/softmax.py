@@ -25,6 +25,18 @@ FINITE = {F32: torch.finfo(torch.float32).max, F64: torch.finfo(torch.float64).m
 """The largest number of a type."""
 
 
+EPS = {F32: torch.finfo(torch.float32).eps, F64: torch.finfo(torch.float64).eps}
+"""How far the next number is from 1."""
+
+
+def far_from_zero(eps: float) -> float:
+    """The least size of a log-sum-exp whose rounding by `eps` may change weights by 2**-10.
+
+    exp(score - lse) is as wrong as lse is, and more so the farther from 0.
+    """
+    return 2.0**-9 / eps
+
+
 class Closed(NamedTuple):
     """A row whose keys have all been seen; scores are in units of log 4 until here."""
 

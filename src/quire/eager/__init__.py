@@ -3,7 +3,7 @@
 Scores are made one tile at a time and folded into a running maximum, sum and output (online
 softmax); the backward pass makes each tile again from the saved log-sum-exp. Read `tiling`, which
 tiles there are; `tile`, the scores of one; `forward`; `backward`; `function`, both under autograd;
-`key_mass`, the attention that each key receives.
+`key_mass`, the attention that each key receives; `far`, rows of which the log-sum-exp is no help.
 """
 
 from quire.eager.backward import Above, Gradients, Wanted, backward

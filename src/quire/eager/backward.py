@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from quire.block_mask.rows import BlockRows
+from quire.eager.far import Normaliser, normaliser
 from quire.eager.tile import Operands, Tile, by_group, probabilities, weighted_sum
 from quire.eager.tiling import Keys, Sizes, Stripe, stripes
 from quire.problem import Problem
@@ -50,12 +51,23 @@ class Wanted(NamedTuple):
 
 
 class Above(NamedTuple):
-    """The results of the forward pass in the working dtype, and their gradients."""
+    """The results of the forward pass in the working dtype, and their gradients.
+
+    They are `whole` if `lse` is that of the sink, if any, and of all keys that are at hand.
+    """
 
     out: Tensor
     lse: Tensor
     grad_out: Tensor | None
     grad_lse: Tensor | None
+    sink: Tensor | None = None
+    whole: bool = True
+
+    def at(self, rows: slice) -> Above:
+        """That of some queries."""
+        grads = [None if x is None else x[:, :, rows] for x in (self.grad_out, self.grad_lse)]
+        out, lse = (x[:, :, rows] for x in (self.out, self.lse))
+        return self._replace(out=out, lse=lse, grad_out=grads[0], grad_lse=grads[1])
 
 
 class Given(NamedTuple):
@@ -68,11 +80,18 @@ class Given(NamedTuple):
     @staticmethod
     def of(above: Above) -> Given:
         """From what comes from above."""
-        out, lse, grad_out, grad_lse = above
+        out, lse, grad_out, grad_lse = above[:4]
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         delta = (grad_out * out).sum(-1)
         return Given(grad_out, delta if grad_lse is None else delta - grad_lse, lse)
+
+    def divided(self, found: Normaliser | None) -> Given:
+        """For probabilities that lse alone does not give: what they multiply has their share."""
+        if found is None:
+            return self
+        shift, share = found
+        return Given(self.out * share.unsqueeze(-1), self.delta * share, shift)
 
     def at(self, stripe: Stripe, dtype: torch.dtype) -> Given:
         """That of a stripe, with delta and lse as columns."""
@@ -83,7 +102,7 @@ class Given(NamedTuple):
 class Gradients(NamedTuple):
     """The gradients that are wanted, of a call or from one tile; None for the others.
 
-    Those of a call come with `delta`, from which that of a sink follows.
+    Those of a call come with `delta` and `lse` of all rows, from which that of a sink follows.
     """
 
     query: Tensor | None
@@ -91,6 +110,7 @@ class Gradients(NamedTuple):
     value: Tensor | None
     captures: tuple[Tensor | None, ...]
     delta: Tensor | None = None
+    lse: Tensor | None = None
 
 
 def backward(
@@ -101,7 +121,9 @@ def backward(
     `blocks` are those of the block mask, if any, in the forward pass: it may be edited since.
     """
     given = Given.of(above)
-    sums = _zeros(operands, wanted)._replace(delta=given.delta)
+    if above.whole:
+        given = given.divided(normaliser(problem, operands, blocks, above.lse, above.sink))
+    sums = _zeros(operands, wanted)._replace(delta=given.delta, lse=given.lse)
     if not (wanted.scores or wanted.value):
         return sums
     compute = _forgetful(_tile_gradients)

@@ -11,7 +11,7 @@ from torch import Tensor
 from quire.aux_outputs import NO_AUX, AuxRequest
 from quire.eager.key_mass import key_mass
 from quire.eager.observe import Observed
-from quire.eager.tile import Operands, Tile, by_group, weighted_sum
+from quire.eager.tile import Operands, Tile, by_group, subtrahend, weighted_sum
 from quire.eager.tiling import Sizes, Stripe, stripes
 from quire.problem import Problem
 
@@ -56,7 +56,7 @@ def forward(
             if whole.dim() > 1:
                 whole[stripe.rows] = rows
     if wanted.key_mass:
-        result = result._replace(key_mass=key_mass(problem, operands, lse))
+        result = result._replace(key_mass=key_mass(problem, operands, lse, sink))
     return result
 
 
@@ -79,11 +79,11 @@ def forward_stripe(
             continue
         scores = tile.masked(tile.modified(tile.raw_scores(rows)))
         higher = torch.maximum(peak, scores.amax(-1, keepdim=True))
-        weights = torch.exp(scores - _subtrahend(higher))
-        rescale = torch.exp(peak - _subtrahend(higher))
+        weights = torch.exp(scores - subtrahend(higher))
+        rescale = torch.exp(peak - subtrahend(higher))
         read = by_group(scores != -math.inf, tile.values)
         if observed is not None:
-            shift = _subtrahend(higher)
+            shift = subtrahend(higher)
             observed = observed.after(scores, tile.indices[3], weights, peak, total, shift)
         tile_sums = weighted_sum(by_group(tile.dropped(weights), tile.values), tile.values, read)
         total = total * rescale + weights.sum(-1, keepdim=True)
@@ -101,20 +101,15 @@ def _normalised(
     if sink is not None:
         logit = sink.to(sums.dtype).view(1, -1, 1, 1)
         top = torch.maximum(peak, logit)
-        rescale = torch.exp(peak - _subtrahend(top))
-        total = total * rescale + torch.exp(logit - _subtrahend(top))
+        rescale = torch.exp(peak - subtrahend(top))
+        total = total * rescale + torch.exp(logit - subtrahend(top))
         sums = sums * rescale
     lse = torch.where(top.isinf(), top, top + torch.log(total))
     out = torch.where(top == -math.inf, 0.0, sums / total)
     place = entropy = total.new_empty(0, 1)
     if observed is not None:
-        place, entropy = observed.place, observed.entropy(kept, total, peak - _subtrahend(top))
+        place, entropy = observed.place, observed.entropy(kept, total, peak - subtrahend(top))
     return Result(*(out, *(x.squeeze(-1) for x in (lse, peak, place, entropy))))
-
-
-def _subtrahend(peak: Tensor) -> Tensor:
-    """A maximum that can be subtracted from scores: 0 where there is none yet."""
-    return torch.where(peak == -math.inf, 0.0, peak)
 
 
 def output_layout(query: Tensor, head_dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

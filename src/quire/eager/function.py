@@ -16,6 +16,7 @@ from quire.aux_outputs import NO_AUX, AuxRequest
 from quire.block_mask.rows import BlockRows
 from quire.checks import check_held, is_vmapped
 from quire.eager.backward import Above, Gradients, Wanted, backward, folded
+from quire.eager.far import is_far
 from quire.eager.forward import Result, forward
 from quire.eager.tile import Operands
 from quire.eager.tiling import Sizes, block_rows
@@ -90,18 +91,19 @@ class TiledAttention(torch.autograd.Function):
         """The gradients of the inputs that need one."""
         out, lse, query, key, value, sink, *captures = ctx.saved_tensors
         _, _, *needs, wants_sink = ctx.needs_input_grad[:6]
-        above, delta = Above(out, lse, grad_out, grad_lse), None
+        above = Above(out, lse, grad_out, grad_lse, sink)
+        of_rows: tuple[Tensor | None, Tensor | None] = None, None
 
         def run(operands: Operands, wanted: Wanted) -> Gradients:
-            nonlocal delta
+            nonlocal of_rows
             problem = ctx.problem.with_captures(wanted.captures)
             grads: Gradients = ctx.run_backward(problem, operands, ctx.blocks, wanted, above)
-            delta = grads.delta
+            of_rows = grads.delta, grads.lse
             return grads
 
         tensors, learns = (query, key, value, *captures), ctx.needs_input_grad[6:]
         grads = gradients(run, tensors, (*needs, *learns), above)
-        grad_sink = _sink_gradient(sink, lse, delta).to(sink.dtype) if wants_sink else None
+        grad_sink = _sink_gradient(sink, *of_rows).to(sink.dtype) if wants_sink else None
         return None, None, *grads[:3], grad_sink, *grads[3:]
 
     @staticmethod
@@ -164,12 +166,14 @@ def _many_refused(above: Above) -> Iterator[None]:
 TiledAttention.forward.__signature__ = inspect.signature(TiledAttention.forward)  # type: ignore[attr-defined]
 
 
-def _sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor | None) -> Tensor:
+def _sink_gradient(sink: Tensor, delta: Tensor | None, lse: Tensor | None) -> Tensor:
     """The sink is a score without a value: dP = 0, hence dS = -P * delta."""
-    assert delta is not None, "the gradients of a call come with delta"
+    assert delta is not None and lse is not None, "the gradients of a call come with both"
     logit = sink.to(lse.dtype).view(1, -1, 1)
     nowhere = logit.isneginf() | lse.isneginf()  # with a sink, lse is -inf in rows of no sequence
-    weights = torch.exp(torch.where(nowhere, -math.inf, logit - lse))
+    below = torch.where(nowhere, -math.inf, logit - lse)
+    rounded_up = is_far(lse) & (below > 0.0)  # no weight is above 1
+    weights = torch.exp(torch.where(rounded_up, 0.0, below))
     return -folded((weights * delta).transpose(1, 2).flatten(0, 1))
 
 

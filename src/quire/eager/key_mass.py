@@ -9,27 +9,30 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quire.eager.far import normaliser
 from quire.eager.tile import Operands, Tile, probabilities
 from quire.eager.tiling import Sizes, stripes
 from quire.problem import Problem
 
 
-def key_mass(problem: Problem, operands: Operands, lse: Tensor) -> Tensor:
+def key_mass(problem: Problem, operands: Operands, lse: Tensor, sink: Tensor | None) -> Tensor:
     """The probabilities, before dropout, summed over the queries of a head: [B, Hq, S].
 
     `lse` [B, Hq, L] is that of the forward pass.
     """
     query, key, _ = operands
     mass = lse.new_zeros((*query.shape[:2], key.shape[2]))
+    found = normaliser(problem, operands, None, lse, sink)
+    shift, share = found or (lse, torch.ones_like(lse))
     with torch.no_grad():
         for stripe in stripes(problem, Sizes.of(query, key)):
             rows = query[stripe.rows].to(operands.dtype)
-            below = lse[stripe.rows].unsqueeze(-1)
+            below, part = (x[stripe.rows].unsqueeze(-1) for x in (shift, share))
             for keys in stripe.tiles:
                 tile = Tile(problem, operands, stripe, keys)
                 if tile.is_empty:
                     continue
                 scores = tile.masked(tile.modified(tile.raw_scores(rows)))
                 here = mass[stripe.batch, stripe.heads, keys.positions]
-                here += probabilities(scores, below).sum(-2)
+                here += (probabilities(scores, below) * part).sum(-2)
     return mass

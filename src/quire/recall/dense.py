@@ -92,7 +92,7 @@ class Recalled(NamedTuple):
     ) -> Gradients:
         """The backward pass, planned once for what is learned."""
         problem = replace(self.problem.with_captures(wanted.captures), q_start=q_start)
-        tensors = [x for x in (*operands, *above, *wanted.captures) if x is not None]
+        tensors = [x for x in (*operands, *above[:4], *wanted.captures) if x is not None]
         if torch.is_grad_enabled() or not all(map(is_ordinary, tensors)):
             return compiled.run_backward(None, problem, operands, self.blocks, wanted, above)
         memory = dense(operands.query, Dense(operands.key, operands.value), q_start)

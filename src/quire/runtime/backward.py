@@ -78,16 +78,16 @@ def plan_backward(
 def backward(
     problem: Problem, memory: Addressing, blocks: BlockRows | None, wanted: Wanted, above: Above
 ) -> Gradients | None:
-    """The gradients; None where something is not finite."""
+    """The gradients; None where something is not finite, or lse too far from 0 to be precise."""
     results = Rows(above.out, above.lse)
     plan, captures = plan_backward(problem, memory, blocks, wanted.learned, results)
     return Pass(plan, memory, captures, wanted, above).gradients()
 
 
-def key_mass(problem: Problem, memory: Addressing, results: Rows) -> Tensor:
+def key_mass(problem: Problem, memory: Addressing, results: Rows) -> Tensor | None:
     """The probabilities, before dropout, summed over the queries of each head: [B, Hq, S].
 
-    The tiles of the backward pass, up to their weights.
+    The tiles of the backward pass, up to their weights. None where lse does not give them.
     """
     problem, mask = replace(problem, dropout=None), problem.block_mask
     blocks = None if mask is None else mask.rows(*memory.lengths)
@@ -118,7 +118,7 @@ class Pass:
     ) -> None:
         self.plan, self.memory, self.captures = plan, memory, captures
         self.wanted, self.above = wanted, above
-        out, lse, grad_out, grad_lse = above
+        out, lse, grad_out, grad_lse = above[:4]
         self.grad_out = out.new_zeros(()).expand(out.shape) if grad_out is None else grad_out
         self.grad_lse = None if grad_lse is None else torch.empty_like(lse).copy_(grad_lse)
         self.dtype, self.key_heads = lse.dtype, memory.key.shape[1]
@@ -133,7 +133,7 @@ class Pass:
         key = self._sums_of_rows(memory.key) if wanted.key else None
         value = self._sums_of_rows(memory.value) if wanted.value else None
         delta = torch.zeros_like(self.above.lse)
-        odd = torch.zeros(1, dtype=torch.int64, device="cpu")
+        odd = torch.zeros(2, dtype=torch.int64, device="cpu")
         table = ctypes.create_string_buffer(CAPTURED.size * len(self.plan.loads) + 1)
         fields = self._fields(query, key, value, delta)
         fields |= {"captured": ctypes.addressof(table), "odd": odd.data_ptr()}
@@ -144,7 +144,8 @@ class Pass:
             self._launch(fields, part)
             for each in self.learned.values():
                 each.end()
-        if odd.item():
+        not_finite, far = odd.tolist()
+        if not_finite or (far and self.above.whole):
             return None
         captures = [
             self.learned[place].total if place in self.learned else None
@@ -156,16 +157,19 @@ class Pass:
             None if value is None else self._together(value, memory.value),
             tuple(captures),
             delta,
+            self.above.lse,
         )
 
-    def masses(self) -> Tensor:
-        """The weights that each key has."""
+    def masses(self) -> Tensor | None:
+        """The weights that each key has; None where an lse says too little of a row."""
         memory = self.memory
         sums = self._zeros(memory.query.shape[1], memory.key.shape[2])
         fields = dict.fromkeys(GRADIENTS, 0) | _strided("masses", sums, ("slice", "batch", "head"))
+        odd = torch.zeros(2, dtype=torch.int64, device="cpu")
+        fields["odd"] = odd.data_ptr()
         for part in self._rounds():
             self._launch(fields, part)
-        return self._folded(sums)
+        return None if odd[1].item() else self._folded(sums)
 
     def _fields(
         self, query: Tensor | None, key: Tensor | None, value: Tensor | None, delta: Tensor
