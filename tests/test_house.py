@@ -43,14 +43,13 @@ LAYERS = """
     request
     block_mask
     aux_outputs memory
-    results
     dropout vectorise
     checks kernel_options
     codegen
     ir
     arguments bounded config dynamo
     torch_private
-    errors locks warn
+    errors locks results warn
 """
 ROW = {name: row for row, line in enumerate(LAYERS.split("\n")) for name in line.split()}
 

@@ -64,6 +64,17 @@ def test_large_scores_neither_overflow_nor_vanish(size: float) -> None:
     torch.testing.assert_close(result.lse.item(), size + math.log(2))
 
 
+@pytest.mark.parametrize("size", [1e4, -1e9, 1e9, torch.finfo(torch.float32).min])
+def test_the_slope_of_the_log_sum_exp_is_the_softmax(size: float) -> None:
+    """In float32 the sum of equal scores cannot be told from one of them."""
+    key = torch.full((1, 1, 4, 1), size, requires_grad=True)
+    one = torch.ones(1, 1, 1, 1)
+    result = attention(one, key, torch.zeros_like(key), scale=1.0)
+    assert result.lse.item() == pytest.approx(size + math.log(4))
+    (slope,) = torch.autograd.grad(result.lse.sum(), key)
+    assert slope.flatten().tolist() == [0.25] * 4
+
+
 def test_scores_far_apart() -> None:
     result = one_row([1e4, -1e4], [1.0, 3.0])
     assert result.out.item() == 1.0

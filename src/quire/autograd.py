@@ -19,7 +19,7 @@ from quire.checks import check_held, is_vmapped
 from quire.errors import QuireError, TensorKindError
 from quire.memory import Placed
 from quire.request import Call
-from quire.results import Above, Gradients, Result, Wanted, folded
+from quire.results import Above, Gradients, Result, Wanted, folded, is_far
 from quire.torch_private import lost_memory
 
 _NOTHING = torch.empty(0, device="cpu")
@@ -79,10 +79,10 @@ class Attention(torch.autograd.Function):
         _check_held((query, key, value, *captures))
         alone = tuple(map(_alone, captures, learned))
         wanted = Wanted(wants_query, wants_key, wants_value, alone)
-        above = Above(out, lse, grad_out, grad_lse)
+        above = Above(out, lse, grad_out, grad_lse, sink)
         with _without_autocast(query), _many_refused(above):
             found = ctx.passes.backward(ctx.placed.on(query, key, value), wanted, above)
-        grad_sink = _sink_gradient(sink, lse, found.delta).to(sink.dtype) if wants_sink else None
+        grad_sink = _sink_gradient(sink, found).to(sink.dtype) if wants_sink else None
         operands = zip((found.query, found.key, found.value), (query, key, value), strict=True)
         return (
             None,
@@ -137,12 +137,15 @@ def _many_refused(above: Above) -> Iterator[None]:
         ) from error
 
 
-def _sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor | None) -> Tensor:
+def _sink_gradient(sink: Tensor, found: Gradients) -> Tensor:
     """The sink is a score without a value: dP = 0, hence dS = -P * delta."""
-    assert delta is not None, "the gradients of a call come with delta"
+    delta, lse = found.delta, found.lse
+    assert delta is not None and lse is not None, "the gradients of a call come with both"
     logit = sink.to(lse.dtype).view(1, -1, 1)
     nowhere = logit.isneginf() | lse.isneginf()  # with a sink, lse is -inf in rows of no sequence
-    weights = torch.exp(torch.where(nowhere, -math.inf, logit - lse))
+    below = torch.where(nowhere, -math.inf, logit - lse)
+    rounded_up = is_far(lse) & (below > 0.0)  # no weight is above 1
+    weights = torch.exp(torch.where(rounded_up, 0.0, below))
     return -folded((weights * delta).transpose(1, 2).flatten(0, 1))
 
 

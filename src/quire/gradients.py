@@ -102,6 +102,7 @@ def attention_gradients(
         placed("lse", lse, shape[:3]),
         placed("grad_out", grad_out, shape),
         None if grad_lse is None else placed("grad_lse", grad_lse, shape[:3]),
+        whole=False,
     )
     plan = CallPlan(call, "eager" if jit.obstacle(call) else "jit")
     with torch.no_grad():

@@ -4,6 +4,9 @@ Only tests import this. Every question of meaning is answered here, and every ot
 compared with it. Mods are evaluated as the user wrote them, by torch.vmap, never through our
 tracer. Whole score matrices are made; nothing here is meant to be fast.
 
+- A mod means for each element what torch means on ordinary tensors. A Python number by which a
+  bfloat16 or float16 is multiplied or divided is not rounded first, as it would be by torch.vmap.
+
 - A row that may attend nowhere gives 0, log-sum-exp -inf, gradient 0. Never NaN.
 - A key is read by a row where the mask holds and its score is above -inf. What is not finite in a
   key or value reaches exactly the rows that read it, forward and backward.
@@ -17,6 +20,8 @@ tracer. Whole score matrices are made; nothing here is meant to be fast.
 - A sink is one more logit in each row's softmax, with no value. It is part of the log-sum-exp, so
   that probability = exp(score - lse) holds with and without it; it is no part of the maximum.
 - Dropout drops probabilities after the softmax and scales the kept ones by 1 / (1 - p).
+- The slope of the log-sum-exp is the softmax, also where lse is so far from 0 that float32 holds
+  no more of it than the largest score. Then n equal keys have the slope 1 / n each, not 1.
 - A score of NaN makes its row NaN, and so does one of inf, though the log-sum-exp is inf.
 - The argmax of a row is the absolute position of the key with the largest score after the mods, of
   equals the first; NaN counts as largest. It is -1 where nothing is read.
@@ -40,7 +45,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from quire.vectorise import IndexByTensors
+from quire.vectorise import AsOnTensors
 
 
 class Reference(NamedTuple):
@@ -109,7 +114,7 @@ def attention(
         logits = torch.cat([scores, column], dim=-1)
     empty = (logits == -math.inf).all(-1, keepdim=True)
     safe = torch.where(empty, 0.0, logits)
-    lse = torch.where(empty.squeeze(-1), -math.inf, torch.logsumexp(safe, -1))
+    lse = torch.where(empty.squeeze(-1), -math.inf, _log_sum_exp(safe))
     probabilities = torch.where(read, torch.softmax(safe, -1)[..., : shape[3]], 0.0)
     entropy = torch.special.entr(probabilities.detach()).sum(-1)
     key_mass = probabilities.detach().sum(-2)
@@ -181,7 +186,7 @@ def evaluate(
     *,
     fill: float | bool,
 ) -> Tensor:
-    """A mod, as PyTorch evaluates it, at each element where `where` holds; `fill` elsewhere."""
+    """A mod, as on ordinary tensors, at each element where `where` holds; `fill` elsewhere."""
     at = where.nonzero(as_tuple=True)
     result = torch.full_like(where if scores is None else scores, fill)
     if at[0].numel() == 0:  # torch.vmap refuses to map over nothing
@@ -192,7 +197,7 @@ def evaluate(
         return value if isinstance(value, Tensor) else torch.tensor(value)
 
     indices = [index + start for index, start in zip(at, starts, strict=True)]
-    with IndexByTensors():
+    with AsOnTensors():
         values = torch.vmap(one)(*(() if scores is None else (scores[at],)), *indices)
     return result.index_put(at, values.to(result.dtype))
 
@@ -230,6 +235,15 @@ def _dot(query: Tensor, keys: Tensor, mask: Tensor, finite: bool) -> Tensor:
     seen_query = torch.where(wide, query.unsqueeze(-2), 0.0)
     seen_keys = torch.where(wide, keys.unsqueeze(-3), 0.0)
     return (seen_query * seen_keys).sum(-1)
+
+
+def _log_sum_exp(logits: Tensor) -> Tensor:
+    """torch.logsumexp, whose slope is exp(logit - lse): not the softmax where lse is rounded."""
+    if logits.shape[-1] == 0:
+        return torch.logsumexp(logits, -1)
+    largest = logits.detach().amax(-1, keepdim=True)
+    largest = torch.where(largest.isinf(), 0.0, largest)
+    return (logits - largest).exp().sum(-1).log() + largest.squeeze(-1)
 
 
 def _weighted_sum(probabilities: Tensor, values: Tensor, read: Tensor, finite: bool) -> Tensor:

@@ -57,19 +57,29 @@ class Above(NamedTuple):
     """What a backward pass starts from.
 
     `out` [B, Hq, L, Dv] and `lse` [B, Hq, L] are results of the forward pass in the working dtype.
-    The gradients have their shapes. One that is None is zero.
+    The gradients have their shapes. One that is None is zero. They are `whole` if `lse` is that of
+    the sink, if any, and of all keys that are at hand.
     """
 
     out: Tensor
     lse: Tensor
     grad_out: Tensor | None
     grad_lse: Tensor | None
+    sink: Tensor | None = None
+    whole: bool = True
+
+    def at(self, rows: slice) -> Above:
+        """That of some queries."""
+        grads = [None if x is None else x[:, :, rows] for x in (self.grad_out, self.grad_lse)]
+        out, lse = (x[:, :, rows] for x in (self.out, self.lse))
+        return self._replace(out=out, lse=lse, grad_out=grads[0], grad_lse=grads[1])
 
 
 class Gradients(NamedTuple):
     """The gradients that are wanted, of a call or from one tile; None for the others.
 
-    Those of a call come with `delta` [B, Hq, L], from which the gradient of a sink follows.
+    Those of a call come with `delta` and `lse` of all rows [B, Hq, L], from which the gradient of a
+    sink follows.
     """
 
     query: Tensor | None
@@ -77,6 +87,7 @@ class Gradients(NamedTuple):
     value: Tensor | None
     captures: tuple[Tensor | None, ...]
     delta: Tensor | None = None
+    lse: Tensor | None = None
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -119,3 +130,17 @@ def folded(parts: Tensor) -> Tensor:
         parts[:half] += parts[count - half : count]
         count -= half
     return parts[0] if count else parts.sum(0)
+
+
+def far_from_zero(eps: float) -> float:
+    """The least size of a log-sum-exp whose rounding by `eps` may change weights by 2**-10.
+
+    exp(score - lse) is as wrong as lse is, and more so the farther from 0.
+    """
+    return 2.0**-9 / eps
+
+
+def is_far(lse: Tensor) -> Tensor:
+    """Where a log-sum-exp is finite, but too far from 0 to be precise."""
+    size = lse.abs()
+    return (size >= far_from_zero(torch.finfo(lse.dtype).eps)) & (size < math.inf)

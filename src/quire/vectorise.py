@@ -105,7 +105,7 @@ def _mapped_over_grid(mod: Mod, kind: Kind, indices: Indices, score: Tensor | No
 def _mapped(function: Callable[..., Any], mod: Mod, kind: Kind, *args: Tensor) -> Tensor:
     """What the vmapped function returns; an error of torch about the mod becomes one of ours."""
     try:
-        with IndexByTensors():
+        with AsOnTensors():
             result: Tensor = function(*args)
     except IndexError as error:
         raise CapturedIndexError(
@@ -169,17 +169,49 @@ def _checked(result: Tensor, mod: Mod, kind: Kind) -> Tensor:
     return result
 
 
-class IndexByTensors(TorchFunctionMode):
-    """Makes `tensor[i, j]` with 0-d index tensors an indexing op, which vmap can batch."""
+class AsOnTensors(TorchFunctionMode):
+    """Makes torch functions mean under torch.vmap what they mean on ordinary tensors.
+
+    `tensor[i, j]` with 0-d index tensors becomes an indexing op, which vmap can batch. And vmap
+    rounds the number in `x * 0.1` to the dtype of x, if that is a narrow float and x has no
+    dimension of its own. Torch does not, so x is given one.
+    """
 
     def __torch_function__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        kwargs = kwargs or {}
         if func is Tensor.__getitem__:
             items = _without_ellipsis(args[1], args[0].dim())
             if any(isinstance(item, Tensor) for item in items) and all(map(_plain, items)):
                 return torch.ops.aten.index(args[0], [_index_tensor(item) for item in items])
-        return func(*args, **(kwargs or {}))
+        elif getattr(func, "__name__", "") in _WITH_EXACT_NUMBERS:
+            tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+            if len(tensors) == 1 and _is_narrow_scalar(tensors[0]):
+                args, kwargs = tree_map(_with_dimension, (args, kwargs))
+                return func(*args, **kwargs).squeeze(0)
+        return func(*args, **kwargs)
+
+
+_WITH_EXACT_NUMBERS = frozenset(
+    (
+        *("mul", "mul_", "multiply", "multiply_"),
+        *("div", "div_", "divide", "divide_", "true_divide", "true_divide_", "__rdiv__"),
+        *("floor_divide", "floor_divide_", "__floordiv__"),
+    )
+)
+"""Torch's functions that compute with a Python number in float32, whatever the tensor is.
+
+All others round it to the dtype of the tensor first, with vmap and without.
+"""
+
+
+def _is_narrow_scalar(x: Tensor) -> bool:
+    return x.dtype in (torch.float16, torch.bfloat16) and x.dim() == 0
+
+
+def _with_dimension(value: object) -> object:
+    return value.unsqueeze(0) if isinstance(value, Tensor) else value
 
 
 def _without_ellipsis(index: object, rank: int) -> tuple[object, ...]:

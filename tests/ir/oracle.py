@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.ir.trace import Kind, trace
-from quire.vectorise import IndexByTensors, evaluate
+from quire.vectorise import AsOnTensors, evaluate
 
 Sizes: TypeAlias = tuple[int, int, int, int]
 
@@ -36,7 +36,7 @@ def by_vmap(mod: Callable[..., Any], kind: Kind, score: Tensor | None, sizes: Si
     spy = Spy(mod)
     grid = [index.flatten() for index in torch.meshgrid(*map(torch.arange, sizes), indexing="ij")]
     prefix = [] if score is None else [score.flatten()]
-    with IndexByTensors():
+    with AsOnTensors():
         values: Tensor = torch.vmap(spy)(*prefix, *grid)
     values = values if kind == "mask" else values.to(score.dtype if score is not None else None)
     return Outcome(spy.dtype, values.view(sizes))

@@ -46,10 +46,11 @@ from quire.codegen.gradient_tiles import (
 )
 from quire.codegen.items import Arguments, Block, Item, Share
 from quire.codegen.nest import Nest, entry
-from quire.codegen.softmax import LOG4_E
+from quire.codegen.softmax import EPS, LOG4_E
 from quire.codegen.staging import storage, write_gather, write_pack, write_scatter
 from quire.codegen.tiles import write_multiply_keys
-from quire.codegen.types import I64
+from quire.codegen.types import I1, I64
+from quire.results import far_from_zero
 
 
 class _Phases(NamedTuple):
@@ -180,13 +181,37 @@ class _Kernel(Nest):
             at = first + q * arg["lse_row"]
             lse = f.load(element, arg["lse"], at)
             # An infinite lse is that of a row that reads nothing, or of one that is NaN.
-            infinite = f.intrinsic("fabs", lse).equals(math.inf)
+            size = f.intrinsic("fabs", lse)
+            infinite = size.equals(math.inf)
+            with f.when((size >= far_from_zero(EPS[element])) & ~infinite):
+                self._note_far(q, at)
             f.store(f.select(infinite, math.nan, lse * LOG4_E), scratch["shift"], q)
             with f.when(self._wanted("grad_lse")):
                 given = f.load(element, arg["grad_lse"], at)
                 f.store(f.load(element, scratch["delta"], q) - given, scratch["delta"], q)
             with f.when(self._wanted("delta")):
                 f.store(f.load(element, scratch["delta"], q), arg["delta"], at)
+
+    def _note_far(self, q: Value, at: Value) -> None:
+        """Take a note of a row that lse says too little of, unless its gradients are 0."""
+        f, arg, tile, stride = self.f, self.arg, self.tile, self.stride["value"]
+        row = f.offset(self.scratch["grad_rows"], q * stride, tile.element)
+
+        def seen(d: Value, counts: list[Value]) -> list[Value]:
+            return [counts[0] | f.any_lane(tile.load(f, row, d).differs(0.0))]
+
+        def in_row() -> list[Value]:
+            return f.loop(0, stride, seen, carry=[f.value(False, I1)], step=tile.lanes)
+
+        # Without gradients, weights are wanted for themselves.
+        counts = f.choose(self._wanted("grad_out"), in_row, lambda: [f.value(True, I1)])
+        given = f.choose(
+            self._wanted("grad_lse"),
+            lambda: [f.load(tile.element, arg["grad_lse"], at)],
+            lambda: [f.value(0.0, tile.element)],
+        )
+        with f.when((counts[0] | given[0].differs(0.0)) & self._wanted("odd")):
+            f.store(f.value(1, I64), arg["odd"], 1)
 
     def _finish(self, item: Item) -> None:
         """The gradient of the queries to where the caller wants it."""

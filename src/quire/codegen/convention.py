@@ -160,7 +160,7 @@ GRADIENTS = {
     "captured": PTR,  # a CAPTURED record for each load that has a gradient
     "wants_slopes": I64,  # 1 or 0
     "slope_scale": F64,  # of products with slopes
-    "odd": PTR,  # i64, set where a gradient is not finite
+    "odd": PTR,  # two i64: set where a gradient is not finite, and where an lse that counts is far
 }
 BACKWARD = Layout("backward", CALL | PLAN | GRADIENTS)
 GRADIENTS_PART = Layout("gradients", GRADIENTS)

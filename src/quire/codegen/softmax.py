@@ -25,6 +25,10 @@ FINITE = {F32: torch.finfo(torch.float32).max, F64: torch.finfo(torch.float64).m
 """The largest number of a type."""
 
 
+EPS = {F32: torch.finfo(torch.float32).eps, F64: torch.finfo(torch.float64).eps}
+"""How far the next number is from 1."""
+
+
 class Closed(NamedTuple):
     """A row whose keys have all been seen; scores are in units of log 4 until here."""
 

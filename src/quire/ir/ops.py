@@ -5,7 +5,7 @@ have one dtype; where PyTorch would promote, the tracer writes a `cast`. `interp
 means; every other table over ops has exactly these keys, and a test holds them to it.
 
 float16 and bfloat16 are for storage: the tracer loads and casts them, computes in float32 and
-rounds after each operation, as PyTorch does.
+rounds after each operation, as PyTorch does. Which Python numbers it rounds before is in `promote`.
 
 What users write that is not here is spelled out of these by the tracer: `a > b` is `b < a`,
 `isnan(x)` is `not (x == x)`, `clamp` is `max` and `min`.

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from quire.ir.graph import Node, Number, cast
+from quire.ir.graph import Node, Number, cast, const
 from quire.ir.ops import COMPARE, DTYPES, FLOAT, OPS, WHERE
 from quire.ir.simplify import simplest
 from quire.ir.symbol import Symbol, as_node, find_recorder, unsupported
@@ -42,12 +42,29 @@ def _node(op: str, default: torch.dtype, *values: Node | Number | str) -> Node:
         dtype = default
     if dtype not in typing.operands:
         raise unsupported(f"{op} of {dtype}")
-    args = tuple([as_node(value, dtype) for value in operands])
     if dtype in WORKING:
-        wide = [simplest(cast(arg, WORKING[dtype])) for arg in args]
-        result = _node(op, default, *condition, *wide)
+        result = _node(op, default, *condition, *_widened(op, operands, dtype))
         return result if typing is COMPARE else simplest(cast(result, dtype))
+    args = tuple([as_node(value, dtype) for value in operands])
     return simplest(Node(op, condition + args, torch.bool if typing is COMPARE else dtype))
+
+
+def _widened(op: str, operands: list[Node | Number], dtype: torch.dtype) -> list[Node]:
+    """Operands of a narrow float dtype in the one that they are computed in."""
+    exact = EXACT_NUMBERS.get(op, ())
+    return [
+        const(value, WORKING[dtype])
+        if place in exact and not isinstance(value, Node)
+        else simplest(cast(as_node(value, dtype), WORKING[dtype]))
+        for place, value in enumerate(operands)
+    ]
+
+
+EXACT_NUMBERS = {"mul": (0, 1), "div": (0, 1), "floordiv": (1,)}
+"""The operands that are not rounded to a narrow dtype first, if they are Python numbers.
+
+PyTorch rounds all others, but computes with these in float32: `x * 0.1` is rounded once.
+"""
 
 
 def _condition(value: Node | Number) -> Node:

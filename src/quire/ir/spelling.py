@@ -80,7 +80,7 @@ def scaled(op: str) -> Form:
         a, b = _promoted(a, b)
         if isinstance(alpha, float) and not b.dtype.is_floating_point:
             raise unsupported(f"alpha={alpha!r} in {b.dtype}")
-        return apply(op, a, converted(b * alpha, b.dtype))
+        return apply(op, a, converted(b * filled(b, alpha, None), b.dtype))
 
     return form
 
@@ -98,10 +98,11 @@ def divide(a: Any, b: Any, *, rounding_mode: str | None = None) -> Any:
 
 
 def _truncated_division(a: Any, b: Any) -> Any:
-    a, b = _promoted(a, b)
-    if a.dtype.is_floating_point:
-        return composed(lambda a, b: apply("trunc", a / b))(a, b)
-    return apply("where", _of_other_sign(a, b), a // b + 1, a // b)
+    first, second = _promoted(a, b)
+    if first.dtype.is_floating_point:
+        return composed(lambda first: apply("trunc", first / b))(first)
+    quotient = first // second
+    return apply("where", _of_other_sign(first, second), quotient + 1, quotient)
 
 
 def fmod(a: Any, b: Any) -> Symbol:

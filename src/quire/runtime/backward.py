@@ -96,7 +96,7 @@ class BackwardPlan(NamedTuple):
     def run(
         self, placed: Placed, captures: tuple[Tensor, ...], wanted: Wanted, above: Above
     ) -> Gradients | None:
-        """The gradients; None where something is not finite."""
+        """The gradients; None where a number is not finite, or lse too far from 0 to be precise."""
         return Pass(self, placed, (*captures, *self.more), wanted, above).gradients()
 
 
@@ -114,8 +114,8 @@ class BackwardPlans:
         wanted: Wanted,
         above: Above,
     ) -> Gradients | None:
-        """The gradients; None where they are to be recorded, or a number is not finite."""
-        out, lse, *given = above
+        """The gradients; None where they are to be recorded, or torch has to compute them."""
+        out, lse, *given = above[:4]
         grads = [None if x is None else x.resolve_neg() for x in given]
         query, key, value = (x.resolve_neg() for x in placed.operands)
         captures = tuple(x.resolve_neg() for x in wanted.captures)
@@ -131,13 +131,15 @@ class BackwardPlans:
             problem = problem.with_captures(captures)
             made = BackwardPlan.of(problem, placed, blocks, wanted.learned, Result(out, lse))
             plan = self._known.keep(layout, made)
-        return plan.run(placed, captures, wanted, Above(out, lse, *grads))
+        return plan.run(
+            placed, captures, wanted, above._replace(grad_out=grads[0], grad_lse=grads[1])
+        )
 
 
-def key_mass(problem: Problem, placed: Placed, results: Result) -> Tensor:
+def key_mass(problem: Problem, placed: Placed, results: Result) -> Tensor | None:
     """The probabilities, before dropout, summed over the queries of each head: [B, Hq, S].
 
-    The tiles of the backward pass, up to their weights.
+    The tiles of the backward pass, up to their weights. None where lse does not give them.
     """
     problem, mask = problem._replace(dropout=None), problem.block_mask
     blocks = None if mask is None else mask.rows(*placed.lengths)
@@ -161,7 +163,7 @@ class Pass:
     ) -> None:
         self.plan, self.placed, self.captures = plan, placed, captures
         self.wanted, self.above = wanted, above
-        out, lse, grad_out, grad_lse = above
+        out, lse, grad_out, grad_lse = above[:4]
         self.grad_out = out.new_zeros(()).expand(out.shape) if grad_out is None else grad_out
         self.grad_lse = None if grad_lse is None else torch.empty_like(lse).copy_(grad_lse)
         self.dtype, self.key_heads = lse.dtype, placed.key.shape[1]
@@ -176,7 +178,7 @@ class Pass:
         key = self._sums_of_rows(placed.key) if wanted.key else None
         value = self._sums_of_rows(placed.value) if wanted.value else None
         delta = torch.zeros_like(self.above.lse)
-        odd = torch.zeros(1, dtype=torch.int64, device="cpu")
+        odd = torch.zeros(2, dtype=torch.int64, device="cpu")
         table = ctypes.create_string_buffer(CAPTURED.size * len(self.plan.loads) + 1)
         fields = self._fields(query, key, value, delta)
         fields |= {"captured": ctypes.addressof(table), "odd": odd.data_ptr()}
@@ -187,7 +189,8 @@ class Pass:
             self._launch(fields, part)
             for each in self.learned.values():
                 each.end()
-        if odd.item():
+        not_finite, far = odd.tolist()
+        if not_finite or (far and self.above.whole):
             return None
         captures = [
             self.learned[place].total if place in self.learned else None
@@ -199,16 +202,19 @@ class Pass:
             None if value is None else self._together(value, placed.value),
             tuple(captures),
             delta,
+            self.above.lse,
         )
 
-    def masses(self) -> Tensor:
-        """The weights that each key has."""
+    def masses(self) -> Tensor | None:
+        """The weights that each key has; None where an lse says too little of a row."""
         placed = self.placed
         sums = self._zeros(placed.query.shape[1], placed.key.shape[2])
         fields = dict.fromkeys(GRADIENTS, 0) | _strided("masses", sums, ("slice", "batch", "head"))
+        odd = torch.zeros(2, dtype=torch.int64, device="cpu")
+        fields["odd"] = odd.data_ptr()
         for part in self._rounds():
             self._launch(fields, part)
-        return self._folded(sums)
+        return None if odd[1].item() else self._folded(sums)
 
     def _fields(
         self, query: Tensor | None, key: Tensor | None, value: Tensor | None, delta: Tensor

@@ -100,7 +100,7 @@ class ForwardPlan(NamedTuple):
         return ForwardPlan(tuple(parts), room, gathers, BoundedDict(STEPS))
 
     def run(self, call: Call) -> Result | None:
-        """The results; None where an index into a captured tensor is out of range."""
+        """The results; None where torch has to compute them, as an index is out of range."""
         whole = problem, placed = resolved(call)
         if self.gathers:
             problem, placed = gather(*whole)
@@ -117,9 +117,10 @@ class ForwardPlan(NamedTuple):
             return None
         if not placed.is_dense and placed.content is None:
             fill_holes(results, placed.sequences)
-        if call.request.aux.key_mass:
-            return results._replace(key_mass=key_mass(*whole, results))
-        return results
+        if not call.request.aux.key_mass:
+            return results
+        mass = key_mass(*whole, results)
+        return None if mass is None else results._replace(key_mass=mass)
 
     def _records(self, placed: Placed) -> list[Records]:
         """What each launch is told about its sequences."""

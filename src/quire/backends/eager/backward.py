@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from quire.backends.eager.far import Normaliser, normaliser
 from quire.backends.eager.tile import Tile, by_group, probabilities, weighted_sum
 from quire.backends.eager.tiling import Keys, Stripe, stripes
 from quire.block_mask.rows import BlockRows
@@ -42,11 +43,18 @@ class Given(NamedTuple):
     @staticmethod
     def of(above: Above) -> Given:
         """From what comes from above."""
-        out, lse, grad_out, grad_lse = above
+        out, lse, grad_out, grad_lse = above[:4]
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         delta = (grad_out * out).sum(-1)
         return Given(grad_out, delta if grad_lse is None else delta - grad_lse, lse)
+
+    def divided(self, found: Normaliser | None) -> Given:
+        """For probabilities that lse alone does not give: what they multiply has their share."""
+        if found is None:
+            return self
+        shift, share = found
+        return Given(self.out * share.unsqueeze(-1), self.delta * share, shift)
 
     def at(self, stripe: Stripe, dtype: torch.dtype) -> Given:
         """That of a stripe, with delta and lse as columns."""
@@ -63,7 +71,9 @@ def backward(
     the mask may have been edited since.
     """
     given = Given.of(above)
-    sums = _zeros(placed, wanted)._replace(delta=given.delta)
+    if above.whole:
+        given = given.divided(normaliser(problem, placed, blocks, above.lse, above.sink))
+    sums = _zeros(placed, wanted)._replace(delta=given.delta, lse=given.lse)
     if not (wanted.scores or wanted.value):
         return sums
     compute = _forgetful(_tile_gradients)

@@ -10,7 +10,7 @@ from torch import Tensor
 from quire.aux_outputs import NO_AUX, AuxRequest
 from quire.backends.eager.key_mass import key_mass
 from quire.backends.eager.observe import Observed
-from quire.backends.eager.tile import Tile, by_group, weighted_sum
+from quire.backends.eager.tile import Tile, by_group, subtrahend, weighted_sum
 from quire.backends.eager.tiling import Stripe, stripes
 from quire.memory import Placed
 from quire.request import Problem
@@ -41,7 +41,7 @@ def forward(
             rows[stripe.rows] = part[name]
     if wanted.key_mass:
         assert result.lse is not None, "it is always made"
-        result = result._replace(key_mass=key_mass(problem, placed, result.lse))
+        result = result._replace(key_mass=key_mass(problem, placed, result.lse, sink))
     return result
 
 
@@ -64,11 +64,11 @@ def forward_stripe(
             continue
         scores = tile.masked(tile.modified(tile.raw_scores(rows)))
         higher = torch.maximum(peak, scores.amax(-1, keepdim=True))
-        weights = torch.exp(scores - _subtrahend(higher))
-        rescale = torch.exp(peak - _subtrahend(higher))
+        weights = torch.exp(scores - subtrahend(higher))
+        rescale = torch.exp(peak - subtrahend(higher))
         read = by_group(scores != -math.inf, tile.values)
         if observed is not None:
-            shift = _subtrahend(higher)
+            shift = subtrahend(higher)
             observed = observed.after(scores, tile.indices[3], weights, peak, total, shift)
         tile_sums = weighted_sum(by_group(tile.dropped(weights), tile.values), tile.values, read)
         total = total * rescale + weights.sum(-1, keepdim=True)
@@ -86,18 +86,13 @@ def _normalised(
     if sink is not None:
         logit = sink.to(sums.dtype).view(1, -1, 1, 1)
         top = torch.maximum(peak, logit)
-        rescale = torch.exp(peak - _subtrahend(top))
-        total = total * rescale + torch.exp(logit - _subtrahend(top))
+        rescale = torch.exp(peak - subtrahend(top))
+        total = total * rescale + torch.exp(logit - subtrahend(top))
         sums = sums * rescale
     lse = torch.where(top.isinf(), top, top + torch.log(total))
     out = torch.where(top == -math.inf, 0.0, sums / total)
     result = Result(out, lse.squeeze(-1), peak.squeeze(-1))
     if observed is None:
         return result
-    entropy = observed.entropy(kept, total, peak - _subtrahend(top))
+    entropy = observed.entropy(kept, total, peak - subtrahend(top))
     return result._replace(argmax=observed.place.squeeze(-1), entropy=entropy.squeeze(-1))
-
-
-def _subtrahend(peak: Tensor) -> Tensor:
-    """A maximum that can be subtracted from scores: 0 where there is none yet."""
-    return torch.where(peak == -math.inf, 0.0, peak)

@@ -9,28 +9,31 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quire.backends.eager.far import normaliser
 from quire.backends.eager.tile import Tile, probabilities
 from quire.backends.eager.tiling import stripes
 from quire.memory import Placed
 from quire.request import Problem
 
 
-def key_mass(problem: Problem, placed: Placed, lse: Tensor) -> Tensor:
+def key_mass(problem: Problem, placed: Placed, lse: Tensor, sink: Tensor | None) -> Tensor:
     """The probabilities, before dropout, summed over the queries of a head: [B, Hq, S].
 
     `lse` [B, Hq, L] is that of the forward pass.
     """
     query, key, _ = placed.operands
     mass = lse.new_zeros((*query.shape[:2], key.shape[2]))
+    found = normaliser(problem, placed, None, lse, sink)
+    shift, share = found or (lse, torch.ones_like(lse))
     with torch.no_grad():
         for stripe in stripes(problem, placed):
             rows = query[stripe.rows].to(placed.dtype)
-            below = lse[stripe.rows].unsqueeze(-1)
+            below, part = (x[stripe.rows].unsqueeze(-1) for x in (shift, share))
             for keys in stripe.tiles:
                 tile = Tile(problem, placed, stripe, keys)
                 if tile.is_empty:
                     continue
                 scores = tile.masked(tile.modified(tile.raw_scores(rows)))
                 here = mass[stripe.batch, stripe.heads, keys.positions]
-                here += probabilities(scores, below).sum(-2)
+                here += (probabilities(scores, below) * part).sum(-2)
     return mass

@@ -5,6 +5,7 @@ It is what they mean, and how it is computed in torch ops.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -108,8 +109,7 @@ def backward(
     parts: list[_Part] = []
     captures: list[Tensor | None] = [None] * len(wanted.captures)
     for alone, rows, keys in placed.each():
-        mine = Above(*(None if x is None else x[:, :, rows] for x in above))  # type: ignore[arg-type]
-        found = dense_backward.backward(problem, alone, None, wanted, mine)
+        found = dense_backward.backward(problem, alone, None, wanted, above.at(rows))
         parts.append(_Part(rows, keys, found))
         for place, grad in enumerate(found.captures):
             if grad is not None:
@@ -120,6 +120,7 @@ def backward(
     by_key = [(part.keys, part.found.key) for part in parts]
     by_value = [(part.keys, part.found.value) for part in parts]
     deltas = [(part.rows, part.found.delta) for part in parts]
+    lses = [(part.rows, part.found.lse) for part in parts]
     grad_key = _joined(by_key, key, placed.dtype) if wanted.key else None
     grad_value = _joined(by_value, value, placed.dtype) if wanted.value else None
     return Gradients(
@@ -128,6 +129,7 @@ def backward(
         value=_to_pages(grad_value, given.value, given),
         captures=tuple(captures),
         delta=_joined(deltas, above.lse, placed.dtype),
+        lse=_joined(lses, above.lse, placed.dtype, hole=-math.inf),
     )
 
 
@@ -149,16 +151,17 @@ def _to_pages(grad: Tensor | None, like: Tensor, placed: Placed) -> Tensor | Non
     return rows.index_put(places, grad[0].transpose(0, 1), accumulate=True).transpose(1, 2)
 
 
-def _joined(parts: list[tuple[slice, Tensor | None]], like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Parts of the rows of `like` in ascending order, and zeros between them."""
+def _joined(
+    parts: list[tuple[slice, Tensor | None]], like: Tensor, dtype: torch.dtype, hole: float = 0.0
+) -> Tensor:
+    """Parts of the rows of `like` in ascending order, and `hole` between them."""
+
+    def gap(num_rows: int) -> Tensor:
+        return like.new_full((*like.shape[:2], num_rows, *like.shape[3:]), hole, dtype=dtype)
+
     end, joined = 0, []
     for at, part in parts:
         assert part is not None, "what is wanted of one sequence is wanted of all"
-        joined += [_zeros(like, at.start - end, dtype), part]
+        joined += [gap(at.start - end), part]
         end = at.stop
-    joined.append(_zeros(like, like.shape[2] - end, dtype))
-    return torch.cat(joined, 2)
-
-
-def _zeros(like: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
-    return like.new_zeros((*like.shape[:2], num_rows, *like.shape[3:]), dtype=dtype)
+    return torch.cat([*joined, gap(like.shape[2] - end)], 2)

@@ -111,6 +111,11 @@ def probabilities(scores: Tensor, lse: Tensor) -> Tensor:
     return torch.exp(torch.where(scores != -math.inf, scores - shift, -math.inf))
 
 
+def subtrahend(peak: Tensor) -> Tensor:
+    """A maximum that can be subtracted from scores: 0 where there is none yet."""
+    return torch.where(peak == -math.inf, 0.0, peak)
+
+
 def by_group(rows: Tensor, keys: Tensor) -> Tensor:
     """Rows [b, h, r, n] as [b, kvh, h / kvh * r, n]: the heads of a group read one key head.
 

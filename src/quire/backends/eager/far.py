@@ -1,0 +1,76 @@
+"""Rows whose log-sum-exp is so far from 0 that rounding it loses what the softmax needs.
+
+    scores -1e9, -1e9, -1e9      log-sum-exp -1e9 + log 3, in float32 -1e9
+
+exp(score - lse) is then 1 for each of the three and not 1/3. The backward pass has nothing but the
+log-sum-exp, so for such rows the softmax is made again: from the largest score, and the sum of
+exp(score - largest).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.backends.eager.tile import Tile, subtrahend
+from quire.backends.eager.tiling import Stripe, stripes
+from quire.block_mask.rows import BlockRows
+from quire.memory import Placed
+from quire.request import Problem
+from quire.results import is_far
+
+
+class Normaliser(NamedTuple):
+    """For each row [B, Hq, L] what makes probabilities: exp(score - shift) * share."""
+
+    shift: Tensor
+    share: Tensor
+
+
+def normaliser(
+    problem: Problem,
+    placed: Placed,
+    blocks: BlockRows | None,
+    lse: Tensor,
+    sink: Tensor | None,
+) -> Normaliser | None:
+    """The shift and share of all rows, which are lse and 1 of most; None if they are of all.
+
+    To autograd the shift is lse, of which it has all but the digits.
+    """
+    far = is_far(lse)
+    if not bool(far.any()):
+        return None
+    shift, share = lse.detach().clone(), torch.ones_like(lse)
+    with torch.no_grad():
+        for stripe in stripes(problem, placed, blocks):
+            here = far[stripe.rows]
+            if bool(here.any()):
+                peak, total = _largest_and_sum(problem, placed, stripe, sink)
+                shift[stripe.rows] = torch.where(here, peak, shift[stripe.rows])
+                share[stripe.rows] = torch.where(here, 1.0 / total, 1.0)
+    return Normaliser(torch.where(far, lse + (shift - lse).detach(), lse), share)
+
+
+def _largest_and_sum(
+    problem: Problem, placed: Placed, stripe: Stripe, sink: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Of each row of a stripe the largest score, and the sum of exp(score - largest)."""
+    rows = placed.query[stripe.rows].to(placed.dtype)
+    peak = rows.new_full((*rows.shape[:-1], 1), -math.inf)
+    if sink is not None:
+        peak = peak.maximum(sink[stripe.heads].to(peak.dtype).view(1, -1, 1, 1))
+    total = torch.exp(peak - subtrahend(peak))
+    for keys in stripe.tiles:
+        tile = Tile(problem, placed, stripe, keys)
+        if tile.is_empty:
+            continue
+        scores = tile.masked(tile.modified(tile.raw_scores(rows)))
+        higher = torch.maximum(peak, scores.amax(-1, keepdim=True))
+        weights = torch.exp(scores - subtrahend(higher))
+        total = total * torch.exp(peak - subtrahend(higher)) + weights.sum(-1, keepdim=True)
+        peak = higher
+    return peak.squeeze(-1), total.squeeze(-1)
