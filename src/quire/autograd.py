@@ -41,9 +41,7 @@ class Passes(Protocol):
 def recorded(passes: Passes, call: Call) -> Result:
     """Compute a call, and have autograd record it."""
     apply: Any = Attention.apply
-    return Result(
-        *apply(passes, call, *call.placed.operands, call.request.sink, *call.problem.captures)
-    )
+    return Result(*apply(passes, call, *call.placed[:3], call.request.sink, *call.captures))
 
 
 class Attention(torch.autograd.Function):

@@ -46,7 +46,7 @@ def compute(request: Request) -> Result:
     """Find the plan of a request, or make it; run it. Results lie as the user's query does."""
     plan, call = find(request)
     result = plan.run(call)
-    if call.placed.is_dense:
+    if isinstance(call.placed.rows, One):
         return result
     memory, query = request.memory, request.query
     if request.aux is NO_AUX:
@@ -189,7 +189,8 @@ def operand_layout(query: Tensor, key: Tensor, value: Tensor) -> Key | None:
 
 def key_of(layout: Key, call: Call) -> Key | None:
     """The key of a call whose operands lie like that; None if its mods are out of the ordinary."""
-    problem, placed, learns = call.problem, call.placed, call.learns
+    _, placed, problem, captures = call
+    learns = call.learns
     rows = placed.rows
     if isinstance(rows, One):
         if rows.q_start > MOST_KEYS:
@@ -204,10 +205,10 @@ def key_of(layout: Key, call: Call) -> Key | None:
         if not isinstance(mod, Traced):
             return None
         key.append(mod.output)
-        for tensor in mod.captures:
-            if not is_ordinary(tensor):
-                return None
-            key += (CaptureShape.of(tensor), tensor.shape)
+    for tensor in captures:
+        if not is_ordinary(tensor):
+            return None
+        key += (CaptureShape.of(tensor), tensor.shape)
     if problem.block_mask is None:
         return tuple(key)
     return _with_blocks(key, call, problem.block_mask)

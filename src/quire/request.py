@@ -28,6 +28,7 @@ from quire.dropout import Dropout, check_dropout
 from quire.errors import ArgumentError, BlockMaskError, QuireError, UnsupportedOpError
 from quire.ir.trace import Kind, Mod, Traced, mod_name, trace
 from quire.memory import Memory, One, Placed, Queries, longest
+from quire.memory.tables import Sequences
 from quire.results import working_dtype
 from quire.torch_private import is_transformed
 from quire.vectorise import Opaque
@@ -125,23 +126,22 @@ class Call(NamedTuple):
     request: Request
     placed: Placed
     problem: Problem
+    captures: tuple[Tensor, ...]  # of all mods
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Every tensor that takes part: operands, sink and captures."""
-        sink = self.request.sink
-        return (
-            *self.placed.operands,
-            *(() if sink is None else (sink,)),
-            *self.problem.captures,
-        )
+        (query, key, value, *_), sink = self.placed, self.request.sink
+        return (query, key, value, *(() if sink is None else (sink,)), *self.captures)
 
     @property
     def learns(self) -> bool:
         """Whether somebody may ask for its gradients, or torch.func transforms it."""
-        if is_transformed():
-            return True
-        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.tensors)
+        if torch.is_grad_enabled():
+            for tensor in self.tensors:
+                if tensor.requires_grad:
+                    return True
+        return is_transformed()
 
     def on(
         self,
@@ -150,13 +150,15 @@ class Call(NamedTuple):
         captures: tuple[Tensor, ...],
     ) -> Call:
         """The same call on other tensors, as a transform of torch.func gives them."""
-        own = (*self.placed.operands, self.request.sink, *self.problem.captures)
+        query, key, value, *_ = self.placed
+        own = (query, key, value, self.request.sink, *self.captures)
         if all(map(is_, (*operands, sink, *captures), own)):
             return self
         return Call(
             self.request._replace(sink=sink),
             self.placed.on(*operands),
             self.problem.with_captures(captures),
+            captures,
         )
 
     def seeded(self) -> Call:
@@ -202,7 +204,7 @@ def check_mods(call: Call) -> None:
 
 def call_of(request: Request) -> Call:
     """Place the operands, and trace each mod once."""
-    placed = _autocast(request.memory.place(request.query, request.queries))
+    placed = _plain(request.memory.place(request.query, request.queries))
     query, p = placed.query, request.dropout_p
     block_mask = partial_mod = None
     score_mod = request.score_mod
@@ -214,8 +216,8 @@ def call_of(request: Request) -> Call:
         elif placed.page_table is not None:
             mask_mod = ready(_by_element(mask, placed), "mask", query)
         else:
-            block_mask = _for_dense(mask, placed)
-            partial_mod = ready(_counted_from(placed.one, block_mask.mask_mod), "mask", query)
+            block_mask = _for_dense(mask, placed.rows)
+            partial_mod = ready(_counted_from(placed.rows, block_mask.mask_mod), "mask", query)
     problem = Problem(
         scale=_scale(request.scale, query.shape[-1]),
         score_mod=score,
@@ -224,7 +226,11 @@ def call_of(request: Request) -> Call:
         partial_mod=partial_mod,
         dropout=None if type(p) is float and p == 0.0 else check_dropout(p),
     )
-    return Call(request, placed, problem)
+    captures = problem.captures
+    if any(map(Tensor.is_neg, captures)):
+        captures = tuple(tensor.resolve_neg() for tensor in captures)
+        problem = problem.with_captures(captures)
+    return Call(request, placed, problem, captures)
 
 
 def _scale(scale: float | None, head_dim: int) -> float:
@@ -251,15 +257,18 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t if t.dtype in kept else t.to(dtype) for t in tensors)
 
 
-def _autocast(placed: Placed) -> Placed:
-    if not torch.is_autocast_enabled(placed.query.device.type):
+def _plain(placed: Placed) -> Placed:
+    """The operands in the dtype of autocast, and negated where torch has put that off."""
+    query, key, value, *_ = placed
+    cast = torch.is_autocast_enabled(query.device.type)
+    if not cast and not (query.is_neg() or key.is_neg() or value.is_neg()):
         return placed
-    query, key, value = autocast(*placed.operands)
+    query, key, value = (tensor.resolve_neg() for tensor in autocast(query, key, value))
     return placed.on(query, key, value)
 
 
-def _for_dense(mask: torch_flex.BlockMask, placed: Placed) -> BlockMask:
-    if not placed.is_dense:
+def _for_dense(mask: torch_flex.BlockMask, rows: One | Sequences) -> BlockMask:
+    if not isinstance(rows, One):
         raise BlockMaskError(
             "mask must be a function of (b, h, q_idx, kv_idx) for Ragged memory, but got a "
             "BlockMask, whose blocks are those of one length. Give its mask_mod: what no query "
@@ -279,8 +288,9 @@ def _by_element(mask: torch_flex.BlockMask, placed: Placed) -> Mod:
     return _shifted(element_mod(block_mask), lambda b: first[b], 0)
 
 
-def _counted_from(rows: One, mask_mod: Mod) -> Mod:
+def _counted_from(rows: One | Sequences, mask_mod: Mod) -> Mod:
     """`mask_mod`, which counts from the first query and key, for absolute positions."""
+    assert isinstance(rows, One), "dense memory"
     if rows.q_start == rows.kv_begin == 0:
         return mask_mod
     return _shifted(mask_mod, lambda b: rows.q_start, rows.kv_begin)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import quire
-from quire import AuxRequest, Dense, Paged, Ragged, attention, attention_gradients, reference
+from quire import AuxRequest, Dense, Paged, Ragged, attention, attention_gradients, plans, reference
 from quire.config import Backend
 from quire.mods import causal
 
@@ -173,7 +173,7 @@ def refuse_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     def unexpected(*_: Any) -> Any:
         raise AssertionError("the backward pass ran in tiles of torch ops")
 
-    monkeypatch.setattr(quire.compiled.eager, "backward", unexpected)
+    monkeypatch.setattr(plans.eager, "backward", unexpected)
 
 
 @pytest.mark.parametrize("size", [0.0, 1e3, -1e4, 16000.0])

@@ -60,7 +60,7 @@ class Plan:
             masks=tuple(_kept(mask, query) for mask in masks),
         )
         call = call_of(self._request)
-        self._captures = call.problem.captures
+        self._captures = call.captures
         self._kinds = tuple(map(_kind, self._captures))
         self._fixed = call.problem.block_mask is not None  # for some lengths and positions alone
         self._known: BoundedDict[Key, tuple[CallPlan, Problem]] = BoundedDict(64)
@@ -77,7 +77,8 @@ class Plan:
             if key is not None:
                 self._known.keep(key, known)
         else:
-            call = Call(request, memory.place(query, request.queries), known[1])
+            placed = memory.place(query, request.queries)
+            call = Call(request, placed, known[1], self._captures)
         return known[0].run(call).out
 
     def _key(self, request: Request) -> Key | None:

@@ -117,7 +117,7 @@ class BackwardPlans:
         """The gradients; None where they are to be recorded, or torch has to compute them."""
         out, lse, *given = above[:4]
         grads = [None if x is None else x.resolve_neg() for x in given]
-        query, key, value = (x.resolve_neg() for x in placed.operands)
+        query, key, value = (x.resolve_neg() for x in placed[:3])
         captures = tuple(x.resolve_neg() for x in wanted.captures)
         tensors = (query, key, value, *captures, *(x for x in grads if x is not None))
         if torch.is_grad_enabled() or not all(map(has_memory, tensors)):
@@ -244,8 +244,8 @@ class Pass:
 
     @property
     def _batch(self) -> int:
-        placed = self.placed
-        return placed.batches if placed.is_dense else placed.sequences.num
+        rows = self.placed.rows
+        return self.placed.query.shape[0] if isinstance(rows, One) else rows.num
 
     def _rounds(self) -> Iterator[Round]:
         """All shares, in parts whose sums for captured tensors are not too large."""

@@ -87,11 +87,11 @@ class ForwardPlan(NamedTuple):
     def of(call: Call, learns: bool) -> ForwardPlan:
         """The plan for calls that are like this one."""
         room = Room.of(call, learns)
-        whole = problem, placed = resolved(call)
+        _, placed, problem, _ = call
         # The argmax of a row is a place in the cache, so nothing is moved where it is wanted.
         if problem.block_mask is not None and not call.request.aux.argmax:
-            problem, placed = gather(*whole)
-        gathers, results, rows = problem is not whole[0], room.make(), call.placed.rows
+            problem, placed = gather(problem, placed)
+        gathers, results, rows = placed is not call.placed, room.make(), call.placed.rows
         origin = rows if isinstance(rows, One) else ORIGIN
         parts = (
             _part(problem, placed, form, some, results, origin)
@@ -101,11 +101,11 @@ class ForwardPlan(NamedTuple):
 
     def run(self, call: Call) -> Result | None:
         """The results; None where torch has to compute them, as an index is out of range."""
-        whole = problem, placed = resolved(call)
+        request, placed, problem, captures = call
         if self.gathers:
-            problem, placed = gather(*whole)
-        results, captures, wrong = self.room.make(), problem.captures, False
-        sink = call.request.sink
+            problem, placed = gather(problem, placed)
+            captures = problem.captures
+        results, sink, wrong = self.room.make(), request.sink, False
         if sink is not None:
             sink = sink.to(placed.dtype).contiguous()
         for part, records in zip(self.parts, self._records(placed), strict=True):
@@ -115,11 +115,11 @@ class ForwardPlan(NamedTuple):
             )
         if wrong:
             return None
-        if not placed.is_dense and placed.content is None:
-            fill_holes(results, placed.sequences)
-        if not call.request.aux.key_mass:
+        if not isinstance(placed.rows, One) and placed.content is None:
+            fill_holes(results, placed.rows)
+        if not request.aux.key_mass:
             return results
-        mass = key_mass(*whole, results)
+        mass = key_mass(call.problem, call.placed, results)
         return None if mass is None else results._replace(key_mass=mass)
 
     def _records(self, placed: Placed) -> list[Records]:
@@ -132,18 +132,6 @@ class ForwardPlan(NamedTuple):
             for part, (_, rows) in zip(self.parts, by_form(placed.rows), strict=True)
         ]
         return found if placed.content is None else self.steps.keep(placed.content, found)
-
-
-def resolved(call: Call) -> tuple[Problem, Placed]:
-    """A call without tensors whose numbers are yet to be negated."""
-    _, placed, problem = call
-    operands, captures = placed.operands, problem.captures
-    if any(tensor.is_neg() for tensor in operands):
-        query, key, value = (tensor.resolve_neg() for tensor in operands)
-        placed = placed.on(query, key, value)
-    if any(tensor.is_neg() for tensor in captures):
-        problem = problem.with_captures(tuple(tensor.resolve_neg() for tensor in captures))
-    return problem, placed
 
 
 def _part(
