@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
 from quire import inductor
-from quire.attention import Mask, aux_output, compute, prepare
+from quire.attention import Mask, aux_output, compute
 from quire.aux_outputs import AuxOutput, AuxRequest, checked_request
-from quire.backends import explain_call
 from quire.config import Backend as BackendName
 from quire.dynamo import instead
 from quire.errors import BlockMaskError, HeadsError, NotCallableError, OptionError
@@ -141,14 +140,14 @@ def flex_attention(
 
     torch.compile breaks the graph here; where it may not, PyTorch's operator is used instead.
     """
-    aux = _aux_request(return_lse, return_aux)
+    aux = aux_request(return_lse, return_aux)
     check_kernel_options(kernel_options)
-    _check_gqa(query, key, enable_gqa)
+    check_gqa(query, key, enable_gqa)
     result = compute(
         query,
         Dense(key, value),
         score_mod,
-        _masks(mask_mod, block_mask),
+        checked_masks(mask_mod, block_mask),
         scale,
         dropout_p,
         sink,
@@ -163,44 +162,8 @@ def flex_attention(
     return (result.out, result.lse) if return_lse else result.out
 
 
-def explain(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score_mod: Mod | None = None,
-    block_mask: torch_flex.BlockMask | None = None,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    return_lse: bool = False,
-    kernel_options: FlexKernelOptions | None = None,
-    *,
-    return_aux: AuxRequest | torch_flex.AuxRequest | None = None,
-    mask_mod: Mod | None = None,
-    dropout_p: float = 0.0,
-    generator: torch.Generator | None = None,
-    sink: Tensor | None = None,
-    backend: BackendName = "auto",
-) -> str:
-    """Which backend `flex_attention` would take for the same arguments, and why not the others.
-
-    Where a mask_mod could not be bounded it says so: tiles that no query reads are computed then.
-
-    >>> print(explain(query, key, value, dropout_p=0.1))
-    backend='auto' uses eager.
-    inductor not used because PyTorch's flex_attention has no dropout, and dropout_p is not 0.
-    """
-    aux = _aux_request(return_lse, return_aux)
-    check_kernel_options(kernel_options)
-    _check_gqa(query, key, enable_gqa)
-    masks = _masks(mask_mod, block_mask)
-    call = prepare(
-        *(query, Dense(key, value), score_mod, masks, scale, dropout_p, sink),
-        *(TOP_LEFT, aux, kernel_options),
-    )
-    return explain_call(call, backend)
-
-
-def _aux_request(return_lse: bool, return_aux: object) -> AuxRequest | None:
+def aux_request(return_lse: bool, return_aux: object) -> AuxRequest | None:
+    """What is asked for besides the result, in either of PyTorch's ways."""
     request = checked_request(return_aux)
     if return_lse and request is not None:
         raise OptionError(
@@ -212,7 +175,10 @@ def _aux_request(return_lse: bool, return_aux: object) -> AuxRequest | None:
     return request
 
 
-def _masks(mask_mod: Mod | None, block_mask: torch_flex.BlockMask | None) -> tuple[Mask, ...]:
+def checked_masks(
+    mask_mod: Mod | None, block_mask: torch_flex.BlockMask | None
+) -> tuple[Mask, ...]:
+    """The masks that there are, each given by its own name."""
     if mask_mod is None and block_mask is None:
         return ()
     if isinstance(mask_mod, torch_flex.BlockMask):
@@ -228,7 +194,8 @@ def _masks(mask_mod: Mod | None, block_mask: torch_flex.BlockMask | None) -> tup
     return tuple(mask for mask in (mask_mod, block_mask) if mask is not None)
 
 
-def _check_gqa(query: object, key: object, enable_gqa: bool) -> None:
+def check_gqa(query: object, key: object, enable_gqa: bool) -> None:
+    """As many heads of keys as of queries, unless it is said that they differ."""
     if enable_gqa or not isinstance(query, Tensor) or not isinstance(key, Tensor):
         return
     if query.is_nested or key.is_nested:  # refused later, and without a shape until then
