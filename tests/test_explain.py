@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 import warnings
 from collections.abc import Callable
 from typing import Any, get_overloads
@@ -54,14 +53,30 @@ SCORES = {"dense": 2 * 24 * 24, "ragged": 2 * (25 + 35 * 35 + 10_000), "paged": 
 
 @pytest.mark.parametrize("name", ["flex_attention", "attention"])
 def test_it_takes_what_the_function_takes(name: str) -> None:
-    called = inspect.signature(getattr(quire, name)).parameters
-    told = inspect.signature(getattr(sys.modules["quire.explain"], f"_of_{name}")).parameters
-    assert list(told.items()) == list(called.items())
-    shown = [
-        [(each.name, each.kind, each.annotation) for each in parameters.values()]
-        for parameters in (inspect.signature(form).parameters for form in get_overloads(explain))
-    ]
-    assert [(each.name, each.kind, each.annotation) for each in called.values()] in shown
+    def shape(function: Callable[..., Any]) -> list[tuple[Any, ...]]:
+        return [
+            (each.name, each.kind, each.annotation, each.default is each.empty)
+            for each in inspect.signature(function).parameters.values()
+        ]
+
+    assert shape(getattr(quire, name)) in [shape(form) for form in get_overloads(explain)]
+
+
+def test_what_is_left_out_is_what_the_functions_take_for_it() -> None:
+    query, memory = dense()
+    key, value = memory.key, memory.value
+    assert explain(query, key, value) == explain(
+        *(query, key, value, None, None, None, False, False, None),
+        return_aux=None,
+        mask_mod=None,
+        dropout_p=0.0,
+        generator=None,
+        sink=None,
+        backend="auto",
+    )
+    with pytest.raises(errors.HeadsError, match="enable_gqa=True"):
+        explain(query, key[:, :1], value[:, :1])
+    assert explain(query, key[:, :1], value[:, :1], enable_gqa=True)
 
 
 def test_a_memory_may_be_named() -> None:

@@ -6,13 +6,16 @@ launched it is told.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, overload
 
 import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
-from quire.attention import Mask, prepare
+from quire.attention import Mask, attention, prepare
 from quire.aux_outputs import AuxRequest, checked_request
 from quire.backends import explain_call
 from quire.checks import check_generator
@@ -20,7 +23,8 @@ from quire.config import Backend as BackendName
 from quire.ir.trace import Mod
 from quire.kernel_options import FlexKernelOptions, check_kernel_options
 from quire.memory import TOP_LEFT, Dense, Integers, Memory, Queries
-from quire.torch_api import aux_request, check_gqa, checked_masks
+from quire.problem import Call
+from quire.torch_api import aux_request, check_gqa, checked_masks, flex_attention
 
 
 @overload
@@ -77,62 +81,31 @@ def explain(query: Tensor, *operands: Any, **options: Any) -> str:
     Where a mask could not be bounded it says at which operation, and what that costs: tiles that no
     query reads are computed then.
     """
-    if "memory" in options or isinstance(next(iter(operands), None), Memory):
-        return _of_attention(query, *operands, **options)
-    return _of_flex_attention(query, *operands, **options)
+    of_memory = "memory" in options or isinstance(next(iter(operands), None), Memory)
+    function: Callable[..., object] = attention if of_memory else flex_attention
+    bound = inspect.signature(function).bind(query, *operands, **options)
+    bound.apply_defaults()
+    asked = SimpleNamespace(**bound.arguments)
+    check_generator(asked.generator)
+    call = _of_attention(asked) if of_memory else _of_flex_attention(asked)
+    return explain_call(call, asked.backend)
 
 
-def _of_flex_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score_mod: Mod | None = None,
-    block_mask: torch_flex.BlockMask | None = None,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    return_lse: bool = False,
-    kernel_options: FlexKernelOptions | None = None,
-    *,
-    return_aux: AuxRequest | torch_flex.AuxRequest | None = None,
-    mask_mod: Mod | None = None,
-    dropout_p: float = 0.0,
-    generator: torch.Generator | None = None,
-    sink: Tensor | None = None,
-    backend: BackendName = "auto",
-) -> str:
-    aux = aux_request(return_lse, return_aux)
-    check_kernel_options(kernel_options)
-    check_gqa(query, key, enable_gqa)
-    check_generator(generator)
-    masks = checked_masks(mask_mod, block_mask)
-    call = prepare(
-        *(query, Dense(key, value), score_mod, masks, scale, dropout_p, sink),
-        *(TOP_LEFT, aux, kernel_options),
+def _of_flex_attention(asked: SimpleNamespace) -> Call:
+    aux = aux_request(asked.return_lse, asked.return_aux)
+    check_kernel_options(asked.kernel_options)
+    check_gqa(asked.query, asked.key, asked.enable_gqa)
+    masks = checked_masks(asked.mask_mod, asked.block_mask)
+    return prepare(
+        *(asked.query, Dense(asked.key, asked.value), asked.score_mod, masks, asked.scale),
+        *(asked.dropout_p, asked.sink, TOP_LEFT, aux, asked.kernel_options),
     )
-    return explain_call(call, backend)
 
 
-def _of_attention(
-    query: Tensor,
-    memory: Memory,
-    *,
-    score_mod: Mod | None = None,
-    mask: Mask | None = None,
-    scale: float | None = None,
-    return_aux: AuxRequest | torch_flex.AuxRequest | None = None,
-    dropout_p: float = 0.0,
-    generator: torch.Generator | None = None,
-    sink: Tensor | None = None,
-    q_start: int | Integers | None = None,
-    q_offsets: Integers | None = None,
-    q_lengths: Integers | None = None,
-    backend: BackendName = "auto",
-) -> str:
-    aux = checked_request(return_aux)
-    check_generator(generator)
-    masks = () if mask is None else (mask,)
-    call = prepare(
-        *(query, memory, score_mod, masks, scale, dropout_p, sink),
-        *(Queries(q_start, q_offsets, q_lengths), aux),
+def _of_attention(asked: SimpleNamespace) -> Call:
+    masks = () if asked.mask is None else (asked.mask,)
+    queries = Queries(asked.q_start, asked.q_offsets, asked.q_lengths)
+    return prepare(
+        *(asked.query, asked.memory, asked.score_mod, masks, asked.scale),
+        *(asked.dropout_p, asked.sink, queries, checked_request(asked.return_aux)),
     )
-    return explain_call(call, backend)

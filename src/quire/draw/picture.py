@@ -71,6 +71,7 @@ STYLE: Any = {
     "text.parse_math": False,
     "text.color": INK,
     "font.size": SMALL * POINT,
+    "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"],  # as wide, where an SVG is looked at
     "axes.edgecolor": QUIET,
     "axes.linewidth": THIN,
     "axes.labelcolor": INK,

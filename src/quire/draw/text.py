@@ -23,34 +23,24 @@ LEAST_WIDTH = 24
 
 
 def write_mask(subject: Subject, width: int) -> str:
-    """The drawing in at most `width` columns; only the first line may be longer."""
-    most = _most_cells(subject.lengths, width, subject.elementwise)
+    """The drawing in at most `width` columns; only the first and the last line may be longer."""
+    most, columns = _most_cells(subject.lengths, width, subject.elementwise)
     cells = subject.cells(most)
     signs = [[SIGNS[kind] for kind in row] for row in cells.kinds.tolist()]
-    size = cell_size(subject, cells)
-    return "\n".join(
-        [
-            f"{subject.name}: {facts(subject, cells)}",
-            *_grid(signs, subject.lengths, cells.step, _columns(subject.lengths, width, most)),
-            _legend({SIGNS[kind]: word for kind, word in words(subject, cells).items()}, size),
-        ]
-    )
+    title = f"{subject.name}: {facts(subject, cells)}"
+    legend = {SIGNS[kind]: word for kind, word in words(subject, cells).items()}
+    rows = _grid(signs, subject.lengths, cells.step, columns)
+    return "\n".join([title, *rows, _legend(legend, cell_size(subject, cells))])
 
 
 def write_scores(scores: ScoreMap, width: int) -> str:
     """The same of a score mod: the darker a sign, the larger the value."""
-    most = _most_cells(scores.lengths, width, elementwise=True)
+    most, columns = _most_cells(scores.lengths, width, elementwise=True)
     found = scores.cells(most)
+    title = f"{scores.name}: {score_facts(scores, found)}"
     legend = _shades(found.ends) | {SPECIAL[name]: name for name in found.special()}
-    return "\n".join(
-        [
-            f"{scores.name}: {score_facts(scores, found)}",
-            *_grid(
-                _signs(found), scores.lengths, found.step, _columns(scores.lengths, width, most)
-            ),
-            _legend(legend, sample(found)),
-        ]
-    )
+    rows = _grid(_signs(found), scores.lengths, found.step, columns)
+    return "\n".join([title, *rows, _legend(legend, sample(found))])
 
 
 def facts(subject: Subject, cells: Cells) -> str:
@@ -65,9 +55,8 @@ def facts(subject: Subject, cells: Cells) -> str:
 
 def score_facts(scores: ScoreMap, found: Values) -> str:
     """The same of a score mod."""
-    ends = found.ends
-    range_and_rest = [*([] if ends is None else [str(ends)]), *found.special()]
-    becomes = " or ".join(range_and_rest)
+    values = [str(found.ends)] if found.ends else []
+    becomes = " or ".join([*values, *found.special()])
     return f"{_lengths(scores.lengths)}, score {scores.score:g} becomes {becomes}"
 
 
@@ -115,26 +104,17 @@ def _signs(found: Values) -> list[list[str]]:
     return rows
 
 
-def _most_cells(lengths: Pair, width: int, elementwise: bool) -> Pair:
-    """As many as fit, two columns each; elements may take one each."""
-    room = width - _margin(lengths)
+def _most_cells(lengths: Pair, width: int, elementwise: bool) -> tuple[Pair, int]:
+    """As many as fit, and how many columns each takes: two, or one where elements fit so."""
+    room = width - len(f"{lengths[0]}") - 1
     columns = room // 2
     if elementwise and columns < lengths[1] <= room:
         columns = room
     longest = max(lengths)
+    most = max(1, columns * lengths[0] // longest), max(1, columns * lengths[1] // longest)
     if elementwise and longest <= room:
-        return longest, columns
-    q_len, kv_len = (max(1, columns * length // longest) for length in lengths)
-    return q_len, kv_len
-
-
-def _margin(lengths: Pair) -> int:
-    return len(f"{lengths[0]}") + 1
-
-
-def _columns(lengths: Pair, width: int, most: Pair) -> int:
-    """How many columns a cell takes."""
-    return min(2, (width - _margin(lengths)) // most[1])
+        most = longest, columns
+    return most, min(2, room // most[1])
 
 
 def _grid(signs: list[list[str]], lengths: Pair, step: Pair, columns: int) -> list[str]:
