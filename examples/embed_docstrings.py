@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
-from padding_chart import Panel, padding_chart
+from charts import Panel, padding_chart, save
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
@@ -198,7 +198,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--texts", type=int, default=500)
     parser.add_argument("--turns", type=int, default=3, help="the best time of so many counts")
-    parser.add_argument("--out", type=Path, default=None, help="draw texts and times into this SVG")
+    parser.add_argument("--out", type=Path, default=None, help="draw texts and times into this")
     options = parser.parse_args(arguments)
     if absent := missing():
         raise SystemExit(f"This example needs {' and '.join(absent)}: {HOW_TO_INSTALL}")
@@ -221,7 +221,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"ragged is {best[1] / best[2]:.2f} x as fast as sorted; ", end="")
     print(f"the embeddings are at most {apart:.1e} apart")
     if options.out:
-        options.out.write_text(padding_chart(f"{len(texts)} docstrings, embedded", panels))
+        save(lambda: padding_chart(f"{len(texts)} docstrings, embedded", panels), options.out)
         print(f"drawn into {options.out}")
 
 

@@ -21,7 +21,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
-from line_chart import Curve, line_chart
+from charts import Curve, line_chart, save
 from torch import Tensor, nn
 
 from quire import flex_attention
@@ -209,7 +209,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--length", type=int, default=512, help="tokens of a row")
-    parser.add_argument("--out", type=Path, default=None, help="draw the loss into this SVG")
+    parser.add_argument("--out", type=Path, default=None, help="draw the loss into this SVG or PNG")
     options = parser.parse_args(arguments)
     trainings = train(options.steps, options.length)
     apart = max(abs(a - b) for a, b in zip(*(each.losses for each in trainings), strict=True))
@@ -217,7 +217,7 @@ def main(arguments: list[str] | None = None) -> None:
     if options.out is not None:
         title = f"A small GPT, documents packed into rows of {options.length} bytes"
         curves = [Curve(str(each), each.losses) for each in trainings]
-        options.out.write_text(line_chart(title, "step", "loss", curves))
+        save(lambda: line_chart(title, "step", "loss", curves), options.out)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -118,14 +117,6 @@ def test_a_backend_that_this_version_lacks(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 # The words
-
-
-def test_explain_takes_what_flex_attention_takes() -> None:
-    asked, called = (
-        list(inspect.signature(function).parameters.values())
-        for function in (quire.explain, quire.flex_attention)
-    )
-    assert asked == called
 
 
 def test_both_could() -> None:

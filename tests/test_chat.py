@@ -74,6 +74,18 @@ def test_in_a_terminal(tmp_path: Path) -> None:
         ElementTree.parse(tmp_path / name)
 
 
+def test_without_matplotlib_there_are_no_pictures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "quire.draw.picture", raising=False)
+    monkeypatch.delattr(sys.modules["quire.draw"], "picture", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    console = Console(file=io.StringIO(), width=80, highlight=False)
+    tour_screen.run(console, tmp_path, new=8)
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert said.endswith("Pictures: none, for want of matplotlib: pip install 'quire[draw]'\n")
+
+
 def test_the_command(tmp_path: Path) -> None:
     options = ["tour", "--new", "8", "--threads", "1", "-o", str(tmp_path / "pictures")]
     result = CliRunner().invoke(cli.app, options)

@@ -191,6 +191,24 @@ def test_draw_options(mods: Path) -> None:
     assert of_mod == (0, f"{expected}\n")
 
 
+def test_draw_tells_a_score_mod_by_its_parameters(mods: Path, tmp_path: Path) -> None:
+    with mods.open("a") as file:
+        file.write(
+            "\n\ndef nearer(score, b, h, q_idx, kv_idx):\n    return score * h - q_idx + b\n"
+        )
+    options = ("--q-len", "9", "--kv-len", "5", "--b", "2", "--h", "3", "--score", "-1.5")
+    exit_code, output = invoke("draw", f"{mods}:nearer", *options)
+    expected = quire.draw(load(f"{mods}:nearer"), 9, 5, b=2, h=3, score=-1.5)
+    assert (exit_code, output) == (0, f"{expected}\n")
+    assert output.startswith("nearer: 9 queries x 5 keys, score -1.5 becomes -10.5 to -2.5\n")
+    bright = run_in_terminal("draw", f"{mods}:nearer", "--q-len", "9", columns=50)
+    assert "\x1b[32m██" in bright and "\x1b[32m░░" in bright
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "nearer.png"
+    exit_code, output = invoke("draw", f"{mods}:nearer", *options, "-o", str(path))
+    assert (exit_code, path.read_bytes()) == (0, expected.png())
+
+
 def test_why(mods: Path) -> None:
     done = run("why", f"{mods}:near", "--q", "17", "--kv", "3")
     assert (done.returncode, done.stderr) == (0, "")

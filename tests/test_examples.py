@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import re
 from pathlib import Path
 from types import ModuleType
 from xml.etree import ElementTree
@@ -28,6 +29,7 @@ def gpt(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_training_with_and_without_quire(
     gpt: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    pytest.importorskip("matplotlib")
     picture = tmp_path / "loss.svg"
     gpt.main(["--steps", "12", "--length", "72", "--out", str(picture)])
     said = capsys.readouterr().out
@@ -35,8 +37,13 @@ def test_training_with_and_without_quire(
     assert "step   11   loss: quire" in said
     apart = float(said.split("at most ")[1].split()[0])
     assert apart < 1e-4
-    curves = ElementTree.parse(picture).findall("{*}polyline")
-    assert [len(curve.attrib["points"].split()) for curve in curves] == [12, 12]
+    charts = importlib.import_module("charts")
+    colours = {f"stroke: {style['color']}": 0 for style in charts.STYLES}
+    for path in ElementTree.parse(picture).findall(".//{*}path"):
+        for colour in colours:
+            if "clip-path" in path.attrib and colour in path.attrib["style"]:
+                colours[colour] += len(re.findall("[ML]", path.attrib["d"]))
+    assert list(colours.values()) == [12, 12]
 
 
 def test_training_learns(gpt: ModuleType) -> None:
@@ -59,8 +66,14 @@ def test_rows_are_full_of_pieces(gpt: ModuleType) -> None:
     assert follows[steps == 0].all()  # within a piece, a target is the next token
 
 
-def test_round_numbers(gpt: ModuleType) -> None:
-    ticks = importlib.import_module("line_chart").ticks
-    assert ticks(0, 299) == [0, 100, 200, 300]
-    assert ticks(1.83, 5.79) == [1, 2, 3, 4, 5, 6]
-    assert len(ticks(2.0, 2.0)) == 2
+def test_a_chart_of_padding(gpt: ModuleType, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    charts = importlib.import_module("charts")
+    batches = [[3, 5], [1]]
+    panels = [charts.Panel("one", batches, True, 2.5), charts.Panel("two", batches, False, 1.0)]
+    charts.save(lambda: charts.padding_chart("texts", panels), tmp_path / "a.svg")
+    charts.save(lambda: charts.padding_chart("texts", panels), tmp_path / "a.png")
+    words = {text.text for text in ElementTree.parse(tmp_path / "a.svg").findall(".//{*}text")}
+    assert {"texts", "one", "two", "2.50 s", "1.00 s"} <= words
+    assert {"11 tokens computed", "9 tokens computed", "padding of its batch"} <= words
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")

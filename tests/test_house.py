@@ -28,7 +28,7 @@ LAYERS = """
     colour
     integrations
     __init__
-    doctor draw measure stages why
+    doctor draw explain measure stages why
     patch
     api gradients merge torch_api varlen
     nested

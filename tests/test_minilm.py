@@ -80,13 +80,18 @@ def test_the_example_says_and_draws_what_it_did(
     total = said.split(" tokens, ")[1].split()[0]
     (ragged,) = (line for line in said.splitlines() if line.startswith("ragged, quire"))
     assert f" {total} tokens computed" in ragged
-    outlines = ElementTree.parse(picture).findall("{*}path")
-    assert [each.attrib["d"].count("V") for each in outlines] == [12] * 5
+    dark = f"fill: {importlib.import_module('charts').DARK}"
+    outlines = [
+        path.attrib["d"]
+        for path in ElementTree.parse(picture).findall(".//{*}path")
+        if "clip-path" in path.attrib and path.attrib["style"] == dark
+    ]
+    assert [each.count("L") for each in outlines] == [25] * 3  # two for each of 12 texts, and one
 
 
 def test_padding_counts_as_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    chart = importlib.import_module("padding_chart")
+    chart = importlib.import_module("charts")
     batches = [[3, 5], [1]]
     assert chart.Panel("", batches, padded=True, seconds=1).computed == 11
     assert chart.Panel("", batches, padded=False, seconds=1).computed == 9

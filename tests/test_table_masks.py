@@ -17,6 +17,7 @@ from quire.ir import pyramid
 from quire.runtime import pyramids
 
 N, H, D, PAGE = 512, 4, 24, 16
+SCORES = H * N * N
 BLOCKS = torch.eye(N // 64, dtype=torch.bool)
 BLOCKS[5, 1] = True
 OWNER = torch.arange(N) // 100
@@ -177,8 +178,9 @@ def test_a_mask_that_nothing_bounds() -> None:
 
     line = inspect.getsourcelines(powers)[1] + 1
     assert computed(powers) == (
-        f"jit computes every tile: in the mask_mod 'powers' nothing bounds 'pow' at "
-        f"test_table_masks.py:{line}: `return torch.pow(q_idx, kv_idx) > 7`. {ADVICE}"
+        f"jit computes every tile, {SCORES:,} scores in all: in the mask_mod 'powers' nothing "
+        f"bounds 'pow' at test_table_masks.py:{line}: `return torch.pow(q_idx, kv_idx) > 7`. "
+        f"{ADVICE}"
     )
 
 
@@ -187,7 +189,10 @@ def test_a_mask_of_which_a_part_is_bounded() -> None:
         return (kv_idx <= q_idx) & (torch.pow(q_idx, kv_idx) > 7)
 
     found = computed(powers)
-    assert found.startswith("jit computes tiles that nothing else rules out: in the mask_mod")
+    assert found.startswith(
+        f"jit computes tiles that nothing else rules out, of {SCORES:,} scores in all: in the "
+        f"mask_mod"
+    )
     assert "nothing bounds 'pow' at" in found and found.endswith(ADVICE)
 
 
@@ -200,8 +205,8 @@ def test_a_table_that_is_not_worth_to_be_read() -> None:
 
     assert computed(elements) == ""
     assert computed(elements, q_len=1) == (
-        "jit computes tiles that nothing else rules out: in the mask_mod 'elements' a table of "
-        f"shape [512, 512] is too large for so few scores. {ADVICE}"
+        f"jit computes tiles that nothing else rules out, of {SCORES // N:,} scores in all: in the "
+        f"mask_mod 'elements' a table of shape [512, 512] is too large for so few scores. {ADVICE}"
     )
 
 

@@ -72,11 +72,6 @@ def test_what_comes_after_the_parameters_of_torch() -> None:
     assert ours[count:] == ["mask_mod", "dropout_p", "generator", "sink", "backend"]
 
 
-def test_explain_takes_what_flex_attention_takes() -> None:
-    ours, explained = (inspect.signature(f) for f in (quire.flex_attention, quire.explain))
-    assert ours.parameters == explained.parameters
-
-
 @pytest.mark.parametrize("name", ["AuxRequest", "AuxOutput"])
 def test_aux_types_begin_with_those_of_torch(name: str) -> None:
     ours, theirs = getattr(quire, name), getattr(torch_flex, name)

@@ -16,6 +16,7 @@ try:
     from quire.dropout import random
     from quire.dynamo import OneGraphWarning
     from quire.errors import QuireError
+    from quire.explain import explain
     from quire.gradients import AttentionGradients, attention_gradients
     from quire.kernel_options import FlexKernelOptions, KernelOptionWarning
     from quire.memory import Dense, Paged, Ragged
@@ -26,7 +27,7 @@ try:
     from quire.patch import patch_torch, unpatch_torch
     from quire.request import EagerModWarning
     from quire.stages import kernel
-    from quire.torch_api import explain, flex_attention
+    from quire.torch_api import flex_attention
     from quire.varlen import varlen_attention, varlen_attn
     from quire.why import why
 finally:

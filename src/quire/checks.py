@@ -314,3 +314,13 @@ def check_generator(generator: object) -> None:
             f"generator must be a torch.Generator, but got {type(generator).__name__}. Use "
             f"torch.Generator().manual_seed(0)."
         )
+
+
+def check_score(score: object) -> float:
+    """A score that a score_mod is given, where one is asked what it does."""
+    if isinstance(score, bool) or not isinstance(score, int | float):
+        raise ArgumentError(
+            f"expected score to be a number, got {score!r}. Give the score that the mod "
+            f"is to change."
+        )
+    return float(score)

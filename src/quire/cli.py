@@ -5,7 +5,7 @@
     quire demo      a mod: drawn, checked and measured beside PyTorch, in under a minute
     quire doctor    what this machine has to offer
     quire show      what a mod of yours becomes
-    quire draw      what a mask of yours lets attention see
+    quire draw      what a mask of yours lets attention see, or a score mod makes of a score
     quire why       what a mod of yours computes at one point
     quire cache     the compiled kernels on disk
 
@@ -52,6 +52,7 @@ Place = Annotated[
 ]
 Batch = Annotated[int, typer.Option("--b", min=0, help="The batch.")]
 Head = Annotated[int, typer.Option("--h", min=0, help="The head.")]
+Score = Annotated[float, typer.Option(help="What a score_mod is given.")]
 
 app = typer.Typer(
     help="Attention that you program in plain Python, on any CPU.",
@@ -174,18 +175,22 @@ def show_mod(
 
 
 @app.command("draw")
-def draw_mask(
+def draw_mod(
     place: Place,
     q_len: Annotated[int | None, typer.Option(help="Queries; a block mask has its own.")] = None,
     kv_len: Annotated[int | None, typer.Option(help="Keys. Unset: as many as queries.")] = None,
     b: Batch = 0,
     h: Head = 0,
+    score: Score = 0.0,
     block_size: Annotated[int, typer.Option(help="Tokens of a block, along each side.")] = 128,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="mask.png|mask.svg", help="A picture.")
     ] = None,
 ) -> None:
-    """What a mask of yours lets attention see: text here, or a picture in a file."""
+    """What a mask of yours lets attention see, or a score_mod makes of a score: text, or a picture.
+
+    A function of five parameters is a score_mod, one of four a mask_mod.
+    """
     console = Console(highlight=False)
     with contextlib.redirect_stdout(sys.stderr):  # the user's code runs here
         drawing = draw(
@@ -194,12 +199,13 @@ def draw_mask(
             kv_len,
             b=b,
             h=h,
+            score=score,
             block_size=block_size,
             path=output,
             width=console.width,
         )
         text = Text(str(drawing) if output is None else f"wrote {output}")
-    text.highlight_regex("[█▒]+", "green")
+    text.highlight_regex("[█▓▒░]+", "green")
     text.highlight_regex("·", "bright_black")
     console.print(text, soft_wrap=True)
 
@@ -211,7 +217,7 @@ def explain_mod(
     kv: Annotated[int, typer.Option("--kv", min=0, help="The position of the key.")],
     b: Batch = 0,
     h: Head = 0,
-    score: Annotated[float, typer.Option(help="What a score_mod is given.")] = 0.0,
+    score: Score = 0.0,
 ) -> None:
     """What a mod of yours computes at one point, under the lines that you wrote."""
     with contextlib.redirect_stdout(sys.stderr):  # the user's code runs here

@@ -15,7 +15,7 @@ from torch.nn.attention import flex_attention as torch_flex
 
 from quire.attention import aux_output
 from quire.aux_outputs import NO_AUX, AuxOutput, AuxRequest, checked_request
-from quire.backends import explain_call, inductor
+from quire.backends import inductor
 from quire.config import Backend as BackendName
 from quire.dynamo import instead
 from quire.errors import BlockMaskError, HeadsError, NotCallableError, OptionError
@@ -23,7 +23,7 @@ from quire.ir.trace import Mod
 from quire.kernel_options import FlexKernelOptions, check_kernel_options
 from quire.memory import TOP_LEFT, Dense
 from quire.plans import compute
-from quire.request import Mask, Request, checked_call
+from quire.request import Mask, Request
 from quire.warn import warn
 
 
@@ -142,17 +142,17 @@ def flex_attention(
 
     torch.compile breaks the graph here; where it may not, PyTorch's operator is used instead.
     """
-    aux = _aux_request(return_lse, return_aux)
+    aux = aux_request(return_lse, return_aux)
     if kernel_options is not None:
         check_kernel_options(kernel_options)
-    _check_gqa(query, key, enable_gqa)
+    check_gqa(query, key, enable_gqa)
     result = compute(
         Request(
             query,
             Dense(key, value),
             TOP_LEFT,
             score_mod=score_mod,
-            masks=_masks(mask_mod, block_mask),
+            masks=checked_masks(mask_mod, block_mask),
             scale=scale,
             dropout_p=dropout_p,
             sink=sink,
@@ -170,54 +170,8 @@ def flex_attention(
     return result.out
 
 
-def explain(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score_mod: Mod | None = None,
-    block_mask: torch_flex.BlockMask | None = None,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    return_lse: bool = False,
-    kernel_options: FlexKernelOptions | None = None,
-    *,
-    return_aux: AuxRequest | torch_flex.AuxRequest | None = None,
-    mask_mod: Mod | None = None,
-    dropout_p: float = 0.0,
-    generator: torch.Generator | None = None,
-    sink: Tensor | None = None,
-    backend: BackendName = "auto",
-) -> str:
-    """Which backend `flex_attention` would take for the same arguments, and why not the others.
-
-    Where a mask_mod could not be bounded it says so: tiles that no query reads are computed then.
-
-    >>> print(explain(query, key, value, dropout_p=0.1))
-    backend='auto' uses eager.
-    inductor not used because PyTorch's flex_attention has no dropout, and dropout_p is not 0.
-    """
-    aux = _aux_request(return_lse, return_aux)
-    if kernel_options is not None:
-        check_kernel_options(kernel_options)
-    _check_gqa(query, key, enable_gqa)
-    request = Request(
-        query,
-        Dense(key, value),
-        TOP_LEFT,
-        score_mod=score_mod,
-        masks=_masks(mask_mod, block_mask),
-        scale=scale,
-        dropout_p=dropout_p,
-        sink=sink,
-        aux=aux,
-        kernel_options=kernel_options,
-        backend=backend,
-        generator=generator,
-    )
-    return explain_call(checked_call(request))
-
-
-def _aux_request(return_lse: bool, return_aux: object) -> AuxRequest:
+def aux_request(return_lse: bool, return_aux: object) -> AuxRequest:
+    """What is asked for besides the result, in either of PyTorch's ways."""
     if not return_lse and return_aux is None:
         return NO_AUX
     if return_lse and return_aux is not None:
@@ -230,7 +184,10 @@ def _aux_request(return_lse: bool, return_aux: object) -> AuxRequest:
     return checked_request(return_aux)
 
 
-def _masks(mask_mod: Mod | None, block_mask: torch_flex.BlockMask | None) -> tuple[Mask, ...]:
+def checked_masks(
+    mask_mod: Mod | None, block_mask: torch_flex.BlockMask | None
+) -> tuple[Mask, ...]:
+    """The masks that there are, each given by its own name."""
     if mask_mod is None and block_mask is None:
         return ()
     if isinstance(mask_mod, torch_flex.BlockMask):
@@ -246,7 +203,8 @@ def _masks(mask_mod: Mod | None, block_mask: torch_flex.BlockMask | None) -> tup
     return tuple(mask for mask in (mask_mod, block_mask) if mask is not None)
 
 
-def _check_gqa(query: object, key: object, enable_gqa: bool) -> None:
+def check_gqa(query: object, key: object, enable_gqa: bool) -> None:
+    """As many heads of keys as of queries, unless it is said that they differ."""
     if enable_gqa or not isinstance(query, Tensor) or not isinstance(key, Tensor):
         return
     if query.is_nested or key.is_nested:  # refused later, and without a shape until then

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from quire.block_mask.lists import as_count
-from quire.errors import ArgumentError
+from quire.checks import check_score
 from quire.ir.graph import Node, Number, rebuild, walk
 from quire.ir.interpret import interpret
 from quire.ir.source import Location
@@ -111,7 +111,7 @@ def why(mod: Mod, b: int, h: int, q_idx: int, kv_idx: int, score: float = 0.0) -
         for name, value in zip(INPUTS["mask"], (b, h, q_idx, kv_idx), strict=True)
     }
     if kind == "score":
-        point = {"score": _number(score), **point}
+        point = {"score": check_score(score), **point}
     traced = trace(mod, kind)
     values = _values(traced, point)
     names = variable_names(mod, traced.captures)
@@ -131,15 +131,6 @@ def why(mod: Mod, b: int, h: int, q_idx: int, kv_idx: int, score: float = 0.0) -
         if node.op not in _SILENT
     )
     return Explanation(mod_name(mod), point, steps, values[traced.output])
-
-
-def _number(score: object) -> float:
-    if isinstance(score, bool) or not isinstance(score, int | float):
-        raise ArgumentError(
-            f"expected score to be a number, got {score!r}. Give the score that the mod "
-            f"is to change."
-        )
-    return float(score)
 
 
 def _values(traced: Traced, point: dict[str, Number]) -> dict[Node, Number]:

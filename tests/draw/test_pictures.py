@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import io
 import re
-import struct
+import subprocess
+import sys
+import textwrap
+import threading
 import tracemalloc
 import xml.etree.ElementTree as ElementTree
-import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 import quire
-from quire import mods
+from quire import errors, mods
 from quire.block_mask.lists import EMPTY, FULL, PARTIAL
-from quire.draw import Drawing, strokes
-from quire.draw.sheet import COLOURS, INK, LEFT, PAPER, RESOLUTION, SIDE, TOP, Sheet
-from quire.draw.svg import rectangles
+from quire.draw.drawing import MaskDrawing
+
+matplotlib = pytest.importorskip("matplotlib")
+picture = pytest.importorskip("quire.draw.picture")
 
 SVG = "{http://www.w3.org/2000/svg}"
-DRAWINGS = {
+DRAWINGS: dict[str, tuple[Any, tuple[int, ...], int]] = {
     "elements": (mods.sliding_window(9), (64, 64), 16),
     "blocks": (mods.prefix_lm(700), (1000, 3000), 128),
     "many blocks": (
@@ -32,121 +37,146 @@ DRAWINGS = {
     "flat": (mods.sliding_window(100_000), (1000, 1 << 20), 128),
     "tiny": (mods.causal, (1, 1), 128),
 }
+TO_POINTS = 0.75
 
 
-def drawn(name: str) -> Drawing:
+def drawn(name: str) -> MaskDrawing:
     mask, lengths, block_size = DRAWINGS[name]
-    return quire.draw(mask, *lengths, block_size=block_size)
+    drawing = quire.draw(mask, *lengths, block_size=block_size)
+    assert isinstance(drawing, MaskDrawing)
+    return drawing
+
+
+def cells_and_pixels(drawing: MaskDrawing) -> tuple[NDArray[np.uint8], tuple[int, ...], Any]:
+    """The kinds of its cells, the tokens in one, and the sides of all in pixels."""
+    room = picture.most_pixels(drawing.subject.lengths)
+    cells = drawing.subject.cells(room)
+    return cells.kinds, cells.step, picture.whole_dots(drawing.subject.lengths, cells.step, room)
 
 
 def decoded(png: bytes) -> NDArray[np.uint8]:
-    """The dots [height, width, 3] of a PNG without filters."""
-    assert png.startswith(b"\x89PNG\r\n\x1a\n")
-    chunks, at = {}, 8
-    while at < len(png):
-        length, name = struct.unpack(">I4s", png[at : at + 8])
-        chunks[name] = png[at + 8 : at + 8 + length]
-        (check,) = struct.unpack(">I", png[at + 8 + length : at + 12 + length])
-        assert check == zlib.crc32(name + chunks[name])
-        at += 12 + length
-    assert list(chunks) == [b"IHDR", b"pHYs", b"IDAT", b"IEND"]
-    width, height, *rest = struct.unpack(">IIBBBBB", chunks[b"IHDR"])
-    assert rest == [8, 2, 0, 0, 0]  # 8 bits of red, green and blue
-    rows = np.frombuffer(zlib.decompress(chunks[b"IDAT"]), np.uint8).reshape(height, -1)
-    assert (rows[:, 0] == 0).all()
-    return rows[:, 1:].reshape(height, width, 3)
+    """The dots [height, width, 3] of a PNG."""
+    from matplotlib.image import imread
+
+    dots = np.round(imread(io.BytesIO(png)) * 255).astype(np.uint8)
+    assert (dots[..., 3] == 255).all(), "nothing shines through"
+    return dots[..., :3]
+
+
+def middles(side: float, length: int, step: int, count: int) -> NDArray[np.int64]:
+    """A dot of each cell along a side, away from lines at its ends."""
+    wide = picture.RESOLUTION * side * step / length
+    assert wide >= 1, "no cell is lost"
+    return np.minimum(np.arange(count) * wide + wide // 2, 2 * side - 1).astype(np.int64)
+
+
+def rgb(colour: str) -> list[int]:
+    return list(bytes.fromhex(colour[1:]))
+
+
+def texts(svg: str) -> list[str | None]:
+    return [text.text for text in ElementTree.fromstring(svg).iter(f"{SVG}text")]
 
 
 @pytest.mark.parametrize("name", DRAWINGS)
 def test_the_cells_of_a_png_have_their_colours(name: str) -> None:
     drawing = drawn(name)
-    sheet, dots = Sheet(drawing.subject), decoded(drawing.png())
-    assert dots.shape == (sheet.height * RESOLUTION, sheet.width * RESOLUTION, 3)
-    kinds = sheet.cells.kinds
-    rows = TOP * RESOLUTION + np.arange(len(kinds)) * sheet.q.dots
-    columns = LEFT * RESOLUTION + np.arange(kinds.shape[1]) * sheet.kv.dots
-    palette = np.array([COLOURS[EMPTY], COLOURS[PARTIAL], COLOURS[FULL]])
-    assert (dots[np.ix_(rows, columns)] == palette[kinds]).all()
-    assert (dots[[0, -1]] == PAPER).all() and (dots[:, [0, -1]] == PAPER).all(), "no margin"
-    assert (dots[: 48 * RESOLUTION] == INK).all(-1).sum() > 20, "no title"
+    dots = decoded(drawing.png())
+    kinds, step, pixels = cells_and_pixels(drawing)
+    rows, columns = (
+        start * picture.RESOLUTION + middles(side, length, each, count)
+        for start, side, length, each, count in zip(
+            *((picture.TOP, picture.LEFT), pixels, drawing.subject.lengths, step, kinds.shape),
+            strict=True,
+        )
+    )
+    palette = np.array([rgb(picture.COLOURS[kind]) for kind in (EMPTY, PARTIAL, FULL)])
+    same = (dots[np.ix_(rows, columns)] == palette[kinds]).all(-1)
+    edge = (0, -1) if min(kinds.shape) > 20 else ()  # where the frame takes half of a small cell
+    for axis in range(2):
+        same = np.delete(same, edge, axis)
+    assert same.size and same.all()
+    assert (dots[[0, -1]] == 255).all() and (dots[:, [0, -1]] == 255).all(), "no margin"
+    dark = (dots[: 48 * picture.RESOLUTION] == rgb(picture.INK)).all(-1)
+    assert dark.sum() > 20, "no title"
 
 
 @pytest.mark.parametrize("name", DRAWINGS)
 def test_an_svg_has_the_same_cells(name: str) -> None:
     drawing = drawn(name)
-    sheet, root = Sheet(drawing.subject), ElementTree.fromstring(drawing.svg())
-    assert (root.get("width"), root.get("height")) == (str(sheet.width), str(sheet.height))
-    side = {
-        axis: np.arange(count) * each.dots / RESOLUTION
-        for axis, each, count in (
-            ("y", sheet.q, len(sheet.cells.kinds)),
-            ("x", sheet.kv, sheet.cells.kinds.shape[1]),
+    kinds, step, pixels = cells_and_pixels(drawing)
+    middles = [
+        (TO_POINTS * start, TO_POINTS * side / length * each * (np.arange(count) + 0.25))
+        for start, side, length, each, count in zip(
+            *((picture.TOP, picture.LEFT), pixels, drawing.subject.lengths, step, kinds.shape),
+            strict=True,
         )
-    }
-    kinds = {"#" + bytes(colour).hex(): kind for kind, colour in COLOURS.items()}
-    found = np.full(sheet.cells.kinds.shape, -1)
-    for path in root.iter(f"{SVG}path"):
-        assert path.get("transform") == f"translate({LEFT} {TOP})"
-        kind = kinds[path.get("fill")]
-        for box in re.findall(r"M([\d.]+) ([\d.]+)H([\d.]+)V([\d.]+)H\1Z", path.get("d") or ""):
-            left, top, right, bottom = map(float, box)
-            y, x = (
-                (side["y"] >= top) & (side["y"] < bottom),
-                (side["x"] >= left) & (side["x"] < right),
-            )
-            assert (found[np.ix_(y, x)] == -1).all(), "drawn twice"
-            found[np.ix_(y, x)] = kind
-    assert (found == sheet.cells.kinds).all()
+    ]
+    y, x = (start + places for start, places in middles)
+    layers = {colour: kind for kind, colour in picture.COLOURS.items()}
+    found = np.full(kinds.shape, -1)
+    for path in ElementTree.fromstring(drawing.svg()).iter(f"{SVG}path"):
+        fill = re.search(r"fill: (#\w+)", path.get("style") or "")
+        if fill is None or fill[1] not in layers or "clip-path" not in path.attrib:
+            continue  # no cells: a line, or a colour that is explained
+        corners = r"M ([\d.]+) ([\d.]+) +L ([\d.]+) \2 +L \3 ([\d.]+) "
+        for left, top, right, bottom in re.findall(corners, path.get("d") or ""):
+            rows = (y >= float(top)) & (y < float(bottom))
+            columns = (x >= float(left)) & (x < float(right))
+            found[np.ix_(rows, columns)] = layers[fill[1]]
+    assert (found == kinds).all()
 
 
 def test_words() -> None:
-    texts = [text.text for text in ElementTree.fromstring(drawn("flat").svg()).iter(f"{SVG}text")]
-    assert texts == [
+    assert texts(drawn("flat").svg()) == [
+        *("0", "256k", "512k", "768k", "1M", "keys", "queries", "1k"),
+        *("full", "partial", "empty", "a cell is 128 x 2,048 tokens"),
         "sliding_window_100000",
         "1,000 queries x 1,048,576 keys in blocks of 128, sparsity 99.9 %",
-        *("keys", "queries", "0", "256k", "512k", "768k", "1M", "1k"),
-        *("full", "partial", "empty", "a cell is 128 x 2,048 tokens"),
     ]
-    texts = [
-        text.text for text in ElementTree.fromstring(drawn("elements").svg()).iter(f"{SVG}text")
-    ]
-    assert texts[-2:] == ["seen", "hidden"]
+    assert texts(drawn("elements").svg())[-4:-2] == ["seen", "hidden"]
+    title = ElementTree.fromstring(drawn("tiny").svg()).find(f"{SVG}title")
+    assert title is not None and title.text == "causal: 1 query x 1 key, sparsity 0.0 %"
 
 
-def test_names_are_escaped_and_cut() -> None:
-    svg = quire.draw(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, 8).svg()
-    root = ElementTree.fromstring(svg)
-    assert next(text.text for text in root.iter(f"{SVG}text")) == "<lambda>"
+def test_names_are_escaped_and_cut_and_no_formulas() -> None:
+    def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return q_idx >= kv_idx
+
+    for name in ("<lambda>", "$x^2$", "$&"):
+        mask.__name__ = name
+        assert texts(quire.draw(mask, 8).svg())[-2] == name
     long = mods.and_masks(*[mods.causal] * 99)
-    title = Sheet(quire.draw(long, 8).subject).title
-    assert title.startswith("and_masks(causal, ") and title.endswith("…")
-    assert decoded(quire.draw(long, 8).png()).size
+    title = texts(quire.draw(long, 8).svg())[-2]
+    assert title and title.startswith("and_masks(causal, ") and title.endswith("…")
+    assert decoded(quire.draw(long, 8).png()).shape[1] < 2 * 800
 
 
 def test_the_blocks_of_elements_are_outlined() -> None:
     lines = {16: 6, 64: 0}  # three across, three down; none within a single block
     for block_size, expected in lines.items():
-        sheet = Sheet(quire.draw(mods.causal, 64, block_size=block_size).subject)
-        sides = (sheet.kv.side, sheet.q.side)
-        dark = [b for b in sheet._lines() if b.colour != PAPER and max(b.width, b.height) in sides]
-        assert len(dark) == expected
+        svg = quire.draw(mods.causal, 64, block_size=block_size).svg()
+        collections = re.findall(r'<g id="LineCollection_\d+">(.*?)</g>', svg, re.DOTALL)
+        dark = [each for each in collections if f"stroke: {picture.QUIET}" in each]
+        assert sum(each.count("<path") for each in dark) == expected
 
 
 def test_no_picture_is_too_large() -> None:
+    quire.draw(mods.causal, 8).png()  # matplotlib finds its fonts
     tracemalloc.start()
     quire.draw(mods.causal, 1_000_000).png()
     quire.draw(mods.causal, 1_000_000).svg()
+    quire.draw(mods.alibi(8), 1_000_000).png()
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 60e6
     for name in DRAWINGS:
-        sheet = Sheet(drawn(name).subject)
-        assert max(sheet.q.side, sheet.kv.side) <= SIDE
+        assert max(cells_and_pixels(drawn(name))[2]) <= picture.SIDE
 
 
 def test_rectangles_are_few() -> None:
-    kinds = np.kron(np.eye(8, dtype=np.uint8), np.full((50, 50), FULL, np.uint8))
-    assert sorted(rectangles(kinds, FULL)) == [
+    marked = np.kron(np.eye(8, dtype=bool), np.ones((50, 50), bool))
+    assert sorted(picture.rectangles(marked)) == [
         (50 * i, 50 * i + 50, 50 * i, 50 * i + 50) for i in range(8)
     ]
 
@@ -160,25 +190,67 @@ def test_saved_where_asked(tmp_path: Path, suffix: str) -> None:
     assert drawing._repr_png_() == drawing.png()
 
 
-# letters
+# matplotlib
 
 
-def test_every_sign_has_strokes_of_its_own() -> None:
-    signs = [chr(code) for code in range(33, 127) if chr(code) not in "@$`"] + ["…"]
-    assert strokes._STROKES.keys() == set(signs)
-    pictures = {strokes.letters(sign, 40).tobytes() for sign in signs if sign not in "lI"}
-    assert len(pictures) == len(signs) - 2
+def test_a_users_settings_are_left_alone_and_change_nothing() -> None:
+    drawing = quire.draw(mods.alibi(4), 100)
+    before = drawing.svg(), drawing.png()
+    with matplotlib.rc_context({"font.size": 30, "axes.facecolor": "red", "svg.fonttype": "path"}):
+        mine = dict(matplotlib.rcParams)
+        assert (drawing.svg(), drawing.png()) == before
+        assert dict(matplotlib.rcParams) == mine
 
 
-def test_a_sign_without_strokes_is_a_box() -> None:
-    assert (strokes.letters("é", 24) == strokes.letters("ß", 24)).all()
+def test_a_picture_says_neither_when_nor_by_what_it_was_made() -> None:
+    drawing = quire.draw(mods.causal, 100)
+    assert not re.search(r"Matplotlib|20\d\d-\d\d", drawing.svg())
+    assert b"Software" not in drawing.png()
 
 
-def test_letters_stand_on_the_line_within_their_width() -> None:
-    ink = strokes.letters("Hxn", 40)
-    assert ink.shape[1] == round(strokes.text_width("Hxn", 40)) + 4
-    dark = np.flatnonzero((ink > 0.5).any(1))
-    baseline = len(ink) - strokes.descent(40)
-    assert baseline - 28 <= dark[0] + 2 <= baseline - 26  # capitals are 0.7 of the size
-    assert baseline <= dark[-1] + 1 <= baseline + 2
-    assert strokes.letters("p", 40)[baseline + 4 :].max() > 0.9
+def in_new_process(program: str) -> str:
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def test_matplotlib_is_imported_for_pictures_alone_and_pyplot_never() -> None:
+    said = in_new_process(
+        """
+        import sys
+        import quire
+        from quire.draw import pages
+        drawing = quire.draw(quire.mods.causal, 4)
+        print(drawing, "matplotlib" in sys.modules)
+        print(len(drawing.svg()) > 1000, "matplotlib" in sys.modules)
+        print(len(drawing.png()) > 1000, "matplotlib.pyplot" in sys.modules)
+        """
+    )
+    assert said.splitlines()[-3:] == ["██ seen  · hidden False", "True True", "True False"]
+
+
+def test_without_matplotlib_there_is_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delitem(sys.modules, "quire.draw.picture")
+    monkeypatch.delattr(sys.modules["quire.draw"], "picture")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    drawing = quire.draw(mods.causal, 4)
+    assert str(drawing).endswith("hidden")
+    assert drawing._repr_png_() is None
+    for ask in (drawing.svg, drawing.png, lambda: drawing.save(tmp_path / "mask.png")):
+        with pytest.raises(errors.MissingPackageError, match=r"pip install 'quire\[draw\]'\."):
+            ask()
+    assert not list(tmp_path.iterdir())
+
+
+def test_threads_draw_the_same() -> None:
+    expected = quire.draw(mods.causal, 64).svg()
+    found: list[str] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(quire.draw(mods.causal, 64).svg()))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [expected] * 4

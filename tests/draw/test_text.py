@@ -185,17 +185,21 @@ def branching(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
     return q_idx >= kv_idx if q_idx > 3 else kv_idx > 3
 
 
-def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-    return score
-
-
 BLOCKS = by_hand(quire.BlockMask)
 
 
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "message"),
     [
-        ((score_mod, 8), {}, errors.ModSignatureError, r"mask_mod.*got 'score_mod'.*quire\.why"),
+        (
+            (lambda q_idx: q_idx, 8),
+            {},
+            errors.ModSignatureError,
+            "takes 1 positional.*Give it 4 or 5",
+        ),
+        ((mods.alibi(2),), {}, errors.ArgumentError, "tokens for the score_mod 'alibi_2'.*Give q_"),
+        ((mods.alibi(2), 8), {"score": "3"}, errors.ArgumentError, "expected score to be a number"),
+        ((mods.alibi(2), 8), {"h": 2}, errors.CapturedIndexError, "index 2 is out of bounds"),
         ((3, 8), {}, errors.NotCallableError, "Pass the function itself"),
         ((mods.causal,), {}, errors.ArgumentError, "tokens for the mask_mod 'causal'.*Give q_len"),
         ((mods.causal, 0), {}, errors.ArgumentError, "q_len to be an integer of at least 1"),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.draw.pages import NUM_COLOURS, PageSheet, draw_pages
+from quire.draw.pages import COLOURS, NUM_COLOURS, draw_pages
 from quire.errors import ArgumentError
 from quire.kv import Group, PagedKVCache, PageMap
 from quire.kv.page_map import FREE, KEPT, OWNED, SHARED
@@ -63,24 +63,39 @@ def test_each_group_has_its_own() -> None:
 def test_a_picture_has_a_colour_for_each_kind() -> None:
     first = PageMap(np.array([FREE, KEPT]), 4)
     second = PageMap(np.array([OWNED, OWNED + 1 + NUM_COLOURS, SHARED]), 4)
-    sheet = PageSheet([first, second])
-    assert sheet.kinds.tolist() == [[FREE, OWNED], [KEPT, OWNED + 1], [FREE, SHARED]]
     drawing = draw_pages([first, second])
-    root = ElementTree.fromstring(drawing.svg())
-    assert root.get("width") == str(sheet.width)
-    words = {each.text for each in root.iter("{http://www.w3.org/2000/svg}text")}
-    assert {"steps", "pages", "shared", "kept", "free", "pages over time"} <= words
-    assert str(drawing) == str(second)
+    assert drawing.kinds().tolist() == [[FREE, OWNED], [KEPT, OWNED + 1], [FREE, SHARED]]
+    assert str(drawing) == repr(drawing) == str(second)
+    pytest.importorskip("matplotlib")
+    svg = drawing.svg()
+    words = [
+        text.text for text in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")
+    ]
+    assert words == [
+        *("0", "2", "steps", "pages"),
+        *("sequences, in turn", "shared", "kept", "free", "pages over time"),
+        f"2 steps; at the end {second.facts}",
+    ]
+    counts = {kind: svg.count(f"fill: {colour}") for kind, colour in COLOURS.items()}
+    del counts[SHARED]  # words have its colour, too
+    assert list(counts.values()) == [2, 2, 2, 2, 1, 1]  # among the cells, and explained
 
 
-def test_long_runs_are_folded() -> None:
+def test_long_runs_are_folded(monkeypatch: pytest.MonkeyPatch) -> None:
+    picture = pytest.importorskip("quire.draw.picture")
+    painted = []
+    monkeypatch.setattr(picture, "paint", lambda _, kinds, step, __: painted.append((kinds, step)))
     maps = [PageMap(np.full(3_000, OWNED + step), 4) for step in range(2_500)]
-    sheet = PageSheet(maps)
-    assert sheet.kinds.shape == (1_000, 834)
-    assert max(sheet.width, sheet.height) < 1_000
+    drawing = draw_pages(maps)
+    assert drawing.kinds().shape == (3_000, 2_500)
+    figure = drawing._figure()
+    ((kinds, step),) = painted
+    assert (kinds.shape, step) == ((1_000, 834), (3, 3))
+    assert max(figure.get_size_inches()) * 96 < 1_000
 
 
 def test_pictures_are_written(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
     maps = [filled().page_map()]
     draw_pages(maps, path=tmp_path / "a.svg")
     draw_pages(maps, path=tmp_path / "a.png")
@@ -88,7 +103,7 @@ def test_pictures_are_written(tmp_path: Path) -> None:
     assert (
         (tmp_path / "a.png").read_bytes() == draw_pages(maps).png() == draw_pages(maps)._repr_png_()
     )
-    with pytest.raises(ArgumentError, match=r"Name the file pages\.png"):
+    with pytest.raises(ArgumentError, match=r"Name the file a\.png or a\.svg"):
         draw_pages(maps, path=tmp_path / "a.gif")
     with pytest.raises(ArgumentError, match="page_map"):
         draw_pages([])

@@ -60,7 +60,10 @@ def computed_unread(call: Call) -> str | None:
     """Which tiles are computed though perhaps no query reads them; None where there are none."""
     problem, placed = call.problem, call.placed
     mask = problem.mask_mod
-    if problem.block_mask is not None or not isinstance(mask, Traced):
+    # The mask of a call may have been a block mask, of which only pages make a mask_mod.
+    if problem.block_mask is not None or call.request.mask_mod is None:
+        return None
+    if not isinstance(mask, Traced):
         return None
     bounds = bounds_of(mask, placed.end)
     products = min((num_products(placed, part) for _, part in by_form(placed.rows)), default=0)
@@ -71,8 +74,12 @@ def computed_unread(call: Call) -> str | None:
             reasons.append(f"a table of shape {list(table.shape)} is too large for so few scores")
     if not reasons:
         return None
-    tiles = "every tile" if bounds.can is TRUE else "tiles that nothing else rules out"
-    return (
-        f"{tiles}: in the mask_mod {mask.name!r} {' and '.join(reasons)}. A block_mask, made once "
-        f"with create_block_mask, says which tiles no query reads"
-    )
+    whole = num_products(placed, placed.rows) // placed.query.shape[-1]
+    scores = f"{whole:,} scores in all"
+    tiles = f"tiles that nothing else rules out, of {scores}"
+    if bounds.can is TRUE:
+        tiles = f"every tile, {scores}"
+    advice = "A block_mask, made once with create_block_mask, says which tiles no query reads"
+    if not placed.is_dense and placed.page_table is None:  # which takes no block mask
+        advice = "Comparisons of positions, and tables that they index, are bounded"
+    return f"{tiles}: in the mask_mod {mask.name!r} {' and '.join(reasons)}. {advice}"

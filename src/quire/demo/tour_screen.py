@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -16,14 +17,16 @@ from rich.text import Text
 from quire.colour import coloured
 from quire.demo.chat import QUESTIONS, SOURCE, Run, mask_mod, talk
 from quire.demo.talker import Asked, Talker, talker
-from quire.draw import draw
+from quire.draw import Drawing, draw
 from quire.draw.pages import draw_pages
+from quire.errors import MissingPackageError
 from quire.integrations import smollm2
 from quire.mods import and_masks, causal
 
 WIDTH = 76
 PICTURED, BLOCK = 256, 4  # tokens of the mask's picture, and of a block in it
 SAMPLES = 4
+HOW = "pip install 'quire[draw]'"
 
 
 def run(console: Console, folder: Path, new: int) -> None:
@@ -38,7 +41,14 @@ def run(console: Console, folder: Path, new: int) -> None:
     _compare(console, speaker, ours, new)
     _fork(console, speaker, folder, new // 2)
     _mod(console, speaker, folder, new, ours.answers[-1])
-    say(console, f"\nPictures: {folder}")
+    pictures = str(folder) if any(folder.iterdir()) else "none, for want of matplotlib: " + HOW
+    say(console, Text(f"\nPictures: {pictures}"))
+
+
+def _save(drawing: Drawing, path: Path) -> None:
+    """A picture, where there is what makes pictures; the tour goes on without."""
+    with contextlib.suppress(MissingPackageError):
+        drawing.save(path)
 
 
 def introduce(console: Console, speaker: Talker) -> None:
@@ -61,7 +71,7 @@ def _chat(console: Console, speaker: Talker, folder: Path, new: int) -> Run:
         for question, length in zip(QUESTIONS, lengths, strict=True)
     ]
     found = stream(console, heads, speaker, QUESTIONS, new)
-    draw_pages(found.maps, path=folder / "pages.svg")
+    _save(draw_pages(found.maps), folder / "pages.svg")
     _title(console, "Its pages, a letter for each sequence")
     say(console, str(found.maps[-1]))
     return found
@@ -119,7 +129,7 @@ def _fork(console: Console, speaker: Talker, folder: Path, new: int) -> None:
     _title(console, f"One question, {SAMPLES} answers that share its pages")
     heads = [f"answer {number + 1}" for number in range(SAMPLES)]
     found = stream(console, heads, speaker, QUESTIONS[-1:], new, SAMPLES)
-    draw_pages(found.maps, path=folder / "samples.svg")
+    _save(draw_pages(found.maps), folder / "samples.svg")
     say(console, "\n" + str(found.maps[-1]))
 
 
@@ -129,7 +139,7 @@ def _mod(console: Console, speaker: Talker, folder: Path, new: int, before: str)
     _title(console, "A mod of yours in every layer, by one line")
     say(console, coloured(SOURCE + "\nenable(model, mask=window_with_a_sink)", "python"))
     mask = mask_mod()
-    draw(and_masks(causal, mask), PICTURED, block_size=BLOCK, path=folder / "mask.png")
+    _save(draw(and_masks(causal, mask), PICTURED, block_size=BLOCK), folder / "mask.png")
     enable(speaker.model, mask=mask)
     try:
         heads = ["the long question again: 64 tokens back, and the first 4"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.attention import flex_attention as torch_flex
@@ -12,13 +13,15 @@ from torch.nn.attention import flex_attention as torch_flex
 from quire.block_mask import NOOP_BLOCK_SIZE, BlockMask
 from quire.block_mask.lists import as_block_size, as_count
 from quire.block_mask.mask_mods import REFUSED, try_trace
-from quire.draw.png import write_png
-from quire.draw.sheet import Picture, Sheet
+from quire.checks import check_score
+from quire.draw.scores import ScoreMap
 from quire.draw.subject import Blocks, Elements, Pair, Subject, TracedMask
-from quire.draw.svg import write_svg
-from quire.draw.text import LEAST_WIDTH, write_text
-from quire.errors import ArgumentError, ModSignatureError
+from quire.draw.text import LEAST_WIDTH, write_mask, write_scores
+from quire.errors import ArgumentError, MissingPackageError, ModError
 from quire.ir.trace import Mod, Traced, mod_kind, mod_name
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 DEFAULT_WIDTH = 80
 ELEMENTS_UP_TO = 128  # tokens; longer masks are drawn in blocks
@@ -26,47 +29,82 @@ ELEMENTS_UP_TO = 128  # tokens; longer masks are drawn in blocks
 _CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True, eq=False)
 class Drawing:
-    """A mask that has been looked at: text when it is printed, a picture when it is saved."""
+    """Something that has been looked at: text when it is printed, a picture when it is saved.
 
-    subject: Subject
-    width: int = DEFAULT_WIDTH
+    Text needs nothing. Pictures need matplotlib, which is imported when one is asked for.
+    """
 
     def __str__(self) -> str:
-        return write_text(self.subject, self.width)
+        raise NotImplementedError
 
-    __repr__ = __str__
+    def __repr__(self) -> str:
+        return str(self)
 
     def svg(self) -> str:
         """The picture as SVG."""
-        return write_svg(Sheet(self.subject))
+        return self._picture("svg").decode()
 
     def png(self) -> bytes:
         """The picture as PNG."""
-        return write_png(Sheet(self.subject))
+        return self._picture("png")
 
-    def _repr_png_(self) -> bytes:
-        """What a notebook shows."""
-        return self.png()
+    def _repr_png_(self) -> bytes | None:
+        """What a notebook shows; the text, where there is no matplotlib."""
+        try:
+            return self.png()
+        except MissingPackageError:
+            return None
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the picture to a file whose name ends in .png or .svg."""
-        save_picture(Sheet(self.subject), path, "mask")
-
-
-def save_picture(picture: Picture, path: str | os.PathLike[str], name: str) -> None:
-    """Write a picture to a file whose name ends in .png or .svg."""
-    match (file := Path(path)).suffix.lower():
-        case ".png":
-            file.write_bytes(write_png(picture))
-        case ".svg":
-            file.write_text(write_svg(picture), encoding="utf-8")
-        case _:
+        kind = (file := Path(path)).suffix.lower().removeprefix(".")
+        if kind not in ("png", "svg"):
             raise ArgumentError(
                 f"expected a path that ends in .png or .svg, got {os.fspath(path)!r}. "
-                f"Name the file {name}.png or {name}.svg."
+                f"Name the file {file.stem}.png or {file.stem}.svg."
             )
+        file.write_bytes(self._picture(kind))
+
+    def _picture(self, kind: str) -> bytes:
+        from quire.draw.picture import rendered
+
+        return rendered(self._figure, kind)
+
+    def _figure(self) -> Figure:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class MaskDrawing(Drawing):
+    """A mask."""
+
+    subject: Subject
+    width: int
+
+    def __str__(self) -> str:
+        return write_mask(self.subject, self.width)
+
+    def _figure(self) -> Figure:
+        from quire.draw.picture import mask_figure
+
+        return mask_figure(self.subject)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ScoreDrawing(Drawing):
+    """A score mod as a heat map."""
+
+    scores: ScoreMap
+    width: int
+
+    def __str__(self) -> str:
+        return write_scores(self.scores, self.width)
+
+    def _figure(self) -> Figure:
+        from quire.draw.picture import score_figure
+
+        return score_figure(self.scores)
 
 
 def draw(
@@ -76,11 +114,12 @@ def draw(
     *,
     b: int = 0,
     h: int = 0,
+    score: float = 0.0,
     block_size: int | tuple[int, int] = 128,
     path: str | os.PathLike[str] | None = None,
     width: int = DEFAULT_WIDTH,
 ) -> Drawing:
-    """A mask_mod or a block mask as text, or with a `path` as a picture as well.
+    """A mask_mod, a block mask or a score_mod as text, or with a `path` as a picture as well.
 
     >>> quire.draw(quire.mods.sliding_window(2), 6)
     sliding_window_2: 6 queries x 6 keys, sparsity 58.3 %
@@ -97,6 +136,9 @@ def draw(
     partial where some do, empty where none does. A cell of the drawing holds several blocks if
     there are too many. `kv_len` is `q_len` unless given. A block mask is drawn as it is, with the
     lengths and the blocks that it has. `width` is that of the text, in columns.
+
+    A score_mod, which has five parameters, is drawn as a heat map of what it makes of `score`, at
+    one element of each cell where there are too many to show all. It has no blocks.
     """
     lengths, at = (q_len, kv_len), (as_count("b", b), as_count("h", h))
     if as_count("width", width) < LEAST_WIDTH:
@@ -104,38 +146,55 @@ def draw(
             f"expected a width of at least {LEAST_WIDTH} columns, got {width}. The default is "
             f"{DEFAULT_WIDTH}."
         )
+    drawing: Drawing
     if isinstance(mask, torch_flex.BlockMask):
-        subject = _of_blocks(BlockMask.from_torch(mask), lengths, at)
+        drawing = MaskDrawing(_of_blocks(BlockMask.from_torch(mask), lengths, at), width)
+    elif mod_kind(mask) == "mask":
+        drawing = MaskDrawing(_of_mask_mod(mask, lengths, at, as_block_size(block_size)), width)
     else:
-        subject = _of_mod(mask, lengths, at, as_block_size(block_size))
-    drawing = Drawing(subject, width)
+        drawing = ScoreDrawing(_of_score_mod(mask, lengths, at, check_score(score)), width)
     if path is not None:
         drawing.save(path)
     return drawing
 
 
-def _of_mod(mod: Mod, lengths: tuple[int | None, int | None], at: Pair, block: Pair) -> Subject:
-    if mod_kind(mod) != "mask":
-        raise ModSignatureError(
-            f"draw requires a mask_mod(b, h, q_idx, kv_idx) or a block mask, got "
-            f"{mod_name(mod)!r}, which has the arguments of a score_mod. quire.why shows what that "
-            f"does to a score."
-        )
-    q_len, kv_len = lengths
-    if q_len is None:
-        raise ArgumentError(
-            f"expected the number of tokens for the mask_mod {mod_name(mod)!r}, got none. Give "
-            f"q_len, and kv_len if it differs."
-        )
-    kv_len = q_len if kv_len is None else kv_len
-    size = as_count("q_len", q_len, 1), as_count("kv_len", kv_len, 1)
-    traced = try_trace(mod, "mask", _CPU)
-    if isinstance(traced, REFUSED):
-        raise traced  # torch could not run it either
+def _of_mask_mod(
+    mod: Mod, lengths: tuple[int | None, int | None], at: Pair, block: Pair
+) -> Subject:
+    size = _lengths(mod, lengths)
+    traced = _traced(mod)
     cell = (1, 1) if max(size) <= ELEMENTS_UP_TO else block
     if isinstance(traced, Traced):
         return TracedMask(mod_name(mod), size, cell, block, traced, at)
     return Elements(mod_name(mod), size, cell, block, mod, at, traced)
+
+
+def _of_score_mod(
+    mod: Mod, lengths: tuple[int | None, int | None], at: Pair, score: float
+) -> ScoreMap:
+    size = _lengths(mod, lengths)
+    traced = _traced(mod)
+    evaluated = traced if isinstance(traced, Traced) else mod  # which torch.vmap runs
+    return ScoreMap(mod_name(mod), size, evaluated, at, score)
+
+
+def _lengths(mod: Mod, lengths: tuple[int | None, int | None]) -> Pair:
+    q_len, kv_len = lengths
+    if q_len is None:
+        raise ArgumentError(
+            f"expected the number of tokens for the {mod_kind(mod)}_mod {mod_name(mod)!r}, got "
+            f"none. Give q_len, and kv_len if it differs."
+        )
+    kv_len = q_len if kv_len is None else kv_len
+    return as_count("q_len", q_len, 1), as_count("kv_len", kv_len, 1)
+
+
+def _traced(mod: Mod) -> Traced | ModError:
+    """Its graph, or why it has none that torch could do without."""
+    traced = try_trace(mod, mod_kind(mod), _CPU)
+    if isinstance(traced, REFUSED):
+        raise traced  # torch could not run it either
+    return traced
 
 
 def _of_blocks(mask: BlockMask, lengths: tuple[int | None, int | None], at: Pair) -> Subject:

@@ -1,4 +1,4 @@
-"""A mask as text: one or two characters for each cell, numbers above and beside them.
+"""A mask or a score mod as text: one or two characters for each cell, numbers around them.
 
 causal: 1,024 queries x 1,024 keys in blocks of 128, sparsity 43.8 %
      0       512
@@ -9,41 +9,55 @@ causal: 1,024 queries x 1,024 keys in blocks of 128, sparsity 43.8 %
 
 from __future__ import annotations
 
+import numpy as np
+
 from quire.block_mask.lists import EMPTY, FULL, PARTIAL
 from quire.draw.scale import scale
+from quire.draw.scores import Ends, ScoreMap, Values
 from quire.draw.subject import Cells, Pair, Subject
 
 SIGNS = {EMPTY: "· ", PARTIAL: "▒▒", FULL: "██"}
+SHADES = "░▒▓█"
+SPECIAL = {"-inf": "· ", "inf": "^ ", "nan": "? "}
 LEAST_WIDTH = 24
 
 
-def write_text(subject: Subject, width: int) -> str:
-    """The drawing in at most `width` columns; only the first line may be longer."""
-    margin = len(f"{subject.lengths[0]}") + 1
-    most = _most_cells(subject, width - margin)
+def write_mask(subject: Subject, width: int) -> str:
+    """The drawing in at most `width` columns; only the first and the last line may be longer."""
+    most, columns = _most_cells(subject.lengths, width, subject.elementwise)
     cells = subject.cells(most)
-    signs = {kind: sign[: min(2, (width - margin) // most[1])] for kind, sign in SIGNS.items()}
-    drawn = ["".join(signs[kind] for kind in row) for row in cells.kinds.tolist()]
-    beside = _row_numbers(subject.lengths[0], cells.step[0], len(drawn))
-    margin = max(map(len, beside)) + 1
-    above = _column_numbers(subject.lengths[1], cells.step[1], len(signs[FULL]), len(drawn[0]))
-    rows = [f"{number:>{margin - 1}} {row}" for number, row in zip(beside, drawn, strict=True)]
-    lines = [f"{subject.name}: {facts(subject, cells)}", " " * margin + above, *rows]
-    return "\n".join(line.rstrip() for line in [*lines, _legend(subject, cells)])
+    signs = [[SIGNS[kind] for kind in row] for row in cells.kinds.tolist()]
+    title = f"{subject.name}: {facts(subject, cells)}"
+    legend = {SIGNS[kind]: word for kind, word in words(subject, cells).items()}
+    rows = _grid(signs, subject.lengths, cells.step, columns)
+    return "\n".join([title, *rows, _legend(legend, cell_size(subject, cells))])
+
+
+def write_scores(scores: ScoreMap, width: int) -> str:
+    """The same of a score mod: the darker a sign, the larger the value."""
+    most, columns = _most_cells(scores.lengths, width, elementwise=True)
+    found = scores.cells(most)
+    title = f"{scores.name}: {score_facts(scores, found)}"
+    legend = _shades(found.ends) | {SPECIAL[name]: name for name in found.special()}
+    rows = _grid(_signs(found), scores.lengths, found.step, columns)
+    return "\n".join([title, *rows, _legend(legend, sample(found))])
 
 
 def facts(subject: Subject, cells: Cells) -> str:
     """What stands in the title beside the name."""
-    q_len, kv_len = subject.lengths
     blocks = "" if subject.elementwise else f" in blocks of {_size(subject.block)}"
     # Samples mistake partial for empty, never the other way round.
     sparsity = (
         _percent(cells.empty) if cells.proven else f"at most {_percent(cells.empty)}, sampled"
     )
-    return (
-        f"{q_len:,} {_plural('query', 'queries', q_len)} x {kv_len:,} "
-        f"{_plural('key', 'keys', kv_len)}{blocks}, sparsity {sparsity}"
-    )
+    return f"{_lengths(subject.lengths)}{blocks}, sparsity {sparsity}"
+
+
+def score_facts(scores: ScoreMap, found: Values) -> str:
+    """The same of a score mod."""
+    values = [str(found.ends)] if found.ends else []
+    becomes = " or ".join([*values, *found.special()])
+    return f"{_lengths(scores.lengths)}, score {scores.score:g} becomes {becomes}"
 
 
 def words(subject: Subject, cells: Cells) -> dict[int, str]:
@@ -60,16 +74,57 @@ def cell_size(subject: Subject, cells: Cells) -> str:
     return f"a cell is {cells.step[0]:,} x {cells.step[1]:,} tokens"
 
 
-def _most_cells(subject: Subject, room: int) -> Pair:
-    """As many as fit, two columns each; elements may take one each."""
+def sample(found: Values) -> str:
+    """What stands for others, where not every element of a score mod is shown."""
+    if found.step == (1, 1):
+        return ""
+    return f"one element of each {found.step[0]:,} x {found.step[1]:,}"
+
+
+def _shades(ends: Ends | None) -> dict[str, str]:
+    """Each shade, and the values that it stands for."""
+    if ends is None:
+        return {}
+    if ends.low == ends.high:
+        return {2 * SHADES[-1]: str(ends)}
+    edges = np.linspace(ends.low, ends.high, len(SHADES) + 1).tolist()
+    return {2 * s: str(Ends(*edges[at : at + 2])) for at, s in enumerate(SHADES)}
+
+
+def _signs(found: Values) -> list[list[str]]:
+    ends, count = found.ends, len(SHADES)
+    signs = np.full(found.values.shape, 2 * SHADES[-1])
+    if ends is not None and ends.low < ends.high:
+        share = np.nan_to_num((found.values - ends.low) / (ends.high - ends.low)).clip(0, 1)
+        level = np.minimum(share * count, count - 1).astype(int)
+        signs = np.array([2 * shade for shade in SHADES])[level]
+    for name, where in found.special().items():
+        signs[where] = SPECIAL[name]
+    rows: list[list[str]] = signs.tolist()
+    return rows
+
+
+def _most_cells(lengths: Pair, width: int, elementwise: bool) -> tuple[Pair, int]:
+    """As many as fit, and how many columns each takes: two, or one where elements fit so."""
+    room = width - len(f"{lengths[0]}") - 1
     columns = room // 2
-    if subject.elementwise and columns < subject.lengths[1] <= room:
+    if elementwise and columns < lengths[1] <= room:
         columns = room
-    longest = max(subject.lengths)
-    if subject.elementwise and longest <= room:
-        return longest, columns
-    q_len, kv_len = (max(1, columns * length // longest) for length in subject.lengths)
-    return q_len, kv_len
+    longest = max(lengths)
+    most = max(1, columns * lengths[0] // longest), max(1, columns * lengths[1] // longest)
+    if elementwise and longest <= room:
+        most = longest, columns
+    return most, min(2, room // most[1])
+
+
+def _grid(signs: list[list[str]], lengths: Pair, step: Pair, columns: int) -> list[str]:
+    """Rows of signs, with the numbers above and beside them."""
+    drawn = ["".join(sign[:columns] for sign in row) for row in signs]
+    beside = _row_numbers(lengths[0], step[0], len(drawn))
+    margin = max(map(len, beside)) + 1
+    above = _column_numbers(lengths[1], step[1], columns, len(drawn[0]))
+    rows = [f"{number:>{margin - 1}} {row}" for number, row in zip(beside, drawn, strict=True)]
+    return [line.rstrip() for line in (" " * margin + above, *rows)]
 
 
 def _row_numbers(length: int, step: int, count: int) -> list[str]:
@@ -95,10 +150,17 @@ def _at_most(room: int, each: int) -> int:
     return max(1, min(5, room // each))
 
 
-def _legend(subject: Subject, cells: Cells) -> str:
-    parts = [f"{SIGNS[kind].strip()} {word}" for kind, word in words(subject, cells).items()]
-    size = cell_size(subject, cells)
-    return "  ".join(parts + [f"({size})"] * bool(size))
+def _legend(meanings: dict[str, str], note: str) -> str:
+    parts = [f"{sign.strip()} {meaning}" for sign, meaning in meanings.items()]
+    return "  ".join(parts + [f"({note})"] * bool(note))
+
+
+def _lengths(lengths: Pair) -> str:
+    q_len, kv_len = lengths
+    return (
+        f"{q_len:,} {_plural('query', 'queries', q_len)} x {kv_len:,} "
+        f"{_plural('key', 'keys', kv_len)}"
+    )
 
 
 def _size(block: Pair) -> str:
