@@ -35,7 +35,6 @@ LAYERS = """
     paged
     kv
     attention
-    mods
     recall
     backends
     inductor compiled
@@ -44,7 +43,7 @@ LAYERS = """
     eager
     problem
     block_mask
-    aux_outputs memory
+    aux_outputs memory mods
     page_table
     sequences
     dropout vectorise

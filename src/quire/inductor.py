@@ -21,11 +21,13 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
+from quire.arguments import dtype_name
 from quire.aux_outputs import NO_AUX, AuxOutput, AuxRequest
 from quire.dynamo import own
 from quire.eager import Result
 from quire.errors import BackendError
 from quire.ir.trace import Mod
+from quire.mods.compose import shift
 from quire.problem import Call
 from quire.torch_private import compile_errors, has_avx2, no_compiler_error
 
@@ -79,7 +81,7 @@ def _backward_obstacle(call: Call) -> str | None:
 
 
 def _cpu_obstacle(call: Call) -> str | None:
-    dtypes = [str(x.dtype).removeprefix("torch.") for x in (call.query, call.key, call.value)]
+    dtypes = [dtype_name(x.dtype) for x in (call.query, call.key, call.value)]
     if call.query.dtype not in CPU_DTYPES:
         return f"PyTorch's flex_attention on cpu does not take {dtypes[0]}"
     if len(set(dtypes)) > 1:
@@ -98,7 +100,7 @@ def attention(call: Call) -> Result:
     key, value = (x.expand(batch, -1, -1, -1) for x in (call.key, call.value))
     if not torch.is_grad_enabled():  # PyTorch looks at requires_grad alone
         query, key, value = query.detach(), key.detach(), value.detach()
-    aux, mask = _aux(call), call.problem.block_mask
+    aux, problem, mask = _aux(call), call.problem, call.problem.block_mask
     if mask is not None:
         _ = mask.kv_indices  # Dynamo cannot follow how the tensors of a long mask are made
     with _torch_errors():
@@ -106,9 +108,12 @@ def attention(call: Call) -> Result:
             query,
             key,
             value,
-            folded(_at_positions(call, call.score_mod), _at_positions(call, call.mask_mod)),
+            folded(
+                shift(call.score_mod, "score", problem.q_start, problem.kv_start),
+                shift(call.mask_mod, "mask", problem.q_start, problem.kv_start),
+            ),
             mask,
-            call.problem.scale,
+            problem.scale,
             enable_gqa=query.shape[1] != key.shape[1],
             kernel_options=call.kernel_options,
             return_aux=torch_flex.AuxRequest(aux.lse or call.sink is not None, aux.max_scores),
@@ -140,20 +145,6 @@ def _operator(*args: Any, **kwargs: Any) -> tuple[Tensor, torch_flex.AuxOutput]:
 def _compiled() -> Callable[..., tuple[Tensor, torch_flex.AuxOutput]]:
     options: dict[str, Any] = {"recompile_limit": RECOMPILE_LIMIT}  # not in torch's annotations
     return torch.compile(_operator, fullgraph=True, **options)
-
-
-def _at_positions(call: Call, mod: Mod | None) -> Mod | None:
-    """`mod` for indices that count from 0, as PyTorch's do."""
-    q_start, kv_start = call.problem.q_start, call.problem.kv_start
-    if mod is None or (q_start, kv_start) == (0, 0):
-        return mod
-
-    def moved(*args: Tensor) -> Tensor:
-        *others, q_idx, kv_idx = args
-        result: Tensor = mod(*others, q_idx + q_start, kv_idx + kv_start)
-        return result
-
-    return moved
 
 
 def folded(score_mod: Mod | None, mask_mod: Mod | None) -> Mod | None:
