@@ -371,6 +371,7 @@ def test_a_score_mod_is_no_mask() -> None:
     ("arguments", "message"),
     [
         ((-1, 1, 8, 8), "B must be a whole number of at least 0, but is -1"),
+        ((True, 1, 8, 8), "B must be a whole number of at least 0, but is True"),
         ((1, 1.5, 8, 8), "H must be a whole number of at least 0, but is 1.5"),
         ((1, 1, -8, 8), "Q_LEN must be a whole number of at least 0, but is -8"),
         ((1, 1, 8, "8"), "KV_LEN must be a whole number of at least 0, but is '8'"),

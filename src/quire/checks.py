@@ -38,19 +38,18 @@ PAGE_AXES = ("pages", "heads", "rows", "head_dim")
 def check_operands(query: Tensor, key: Tensor, value: Tensor) -> None:
     """Check query [B, Hq, L, D], key [B or 1, Hkv, S, D] and value [B or 1, Hkv, S, Dv]."""
     _check_tensors(query, key, value, DENSE_AXES, "Add the missing ones with .unsqueeze.")
-    check_shapes(query, key, value)
+    if key.shape[0] not in (query.shape[0], 1):
+        raise ShapeError(
+            f"query and key must have the same batch size, but have Bq={query.shape[0]} and "
+            f"Bkv={key.shape[0]}. Repeat the keys, or give keys with a batch size of 1."
+        )
+    _check_sizes(query, key, value, "batch, heads and length")
 
 
 def check_packed(query: Tensor, key: Tensor, value: Tensor) -> None:
     """Check query [total, Hq, D], key [total, Hkv, D] and value [total, Hkv, Dv]."""
     _check_tensors(query, key, value, PACKED_AXES, "Pack the rows of all sequences into the first.")
-    if key.shape[:2] != value.shape[:2]:
-        raise ShapeError(
-            f"key and value must agree in rows and heads, but have shapes {list(key.shape)} and "
-            f"{list(value.shape)}. Only their last dimension may differ."
-        )
-    check_head_dims(query, key)
-    check_heads(query.shape[1], key.shape[1])
+    _check_sizes(query, key, value, "rows and heads")
 
 
 def check_paged(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -66,13 +65,7 @@ def check_paged(query: Tensor, key: Tensor, value: Tensor) -> None:
     for name, tensor in (("key", key), ("value", value)):
         check_rank(name, tensor, PAGE_AXES, "Give pages, which hold rows for each head.")
         check_dtype(name, tensor, (*KV_DTYPES, torch.int8))
-    if key.shape[:3] != value.shape[:3]:
-        raise ShapeError(
-            f"key and value must agree in pages, heads and rows, but have shapes "
-            f"{list(key.shape)} and {list(value.shape)}. Only their last dimension may differ."
-        )
-    check_head_dims(query, key)
-    check_heads(query.shape[1], key.shape[1])
+    _check_sizes(query, key, value, "pages, heads and rows")
     if key.shape[2] == 0:
         raise ShapeError(
             f"pages must have at least one row, but key has shape {list(key.shape)}. Use pages of "
@@ -215,26 +208,12 @@ def check_dtype(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...] = DTY
         )
 
 
-def check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Check that batches, heads, lengths and head dims of dense tensors fit together."""
-    batch = query.shape[0]
-    check_head_dims(query, key)
-    if key.shape[:3] != value.shape[:3]:
-        raise ShapeError(
-            f"key and value must agree in batch, heads and length, but have shapes "
-            f"{list(key.shape)} and {list(value.shape)}. Only their last dimension may differ."
-        )
-    if key.shape[0] not in (batch, 1):
-        raise ShapeError(
-            f"query and key must have the same batch size, but have Bq={batch} and "
-            f"Bkv={key.shape[0]}. Repeat the keys, or give keys with a batch size of 1."
-        )
-    check_heads(query.shape[1], key.shape[1])
+def _check_sizes(query: Tensor, key: Tensor, value: Tensor, shared: str) -> None:
+    """Check that D of query and key, the sizes `shared` by key and value, and heads fit together.
 
-
-def check_head_dims(query: Tensor, key: Tensor) -> None:
-    """Check that query [..., D] and key [..., D] have the same D, of at least 1."""
-    head_dim = query.shape[-1]
+    Heads are dimension 1 of each. Key and value may differ in their last dimension only.
+    """
+    head_dim, q_heads, kv_heads = query.shape[-1], query.shape[1], key.shape[1]
     if key.shape[-1] != head_dim:
         raise ShapeError(
             f"query and key must have the same embedding dimension, but have {head_dim} and "
@@ -245,10 +224,11 @@ def check_head_dims(query: Tensor, key: Tensor) -> None:
             f"the embedding dimension of query and key must be at least 1, but is 0: they have "
             f"shapes {list(query.shape)} and {list(key.shape)}. Leave out empty projections."
         )
-
-
-def check_heads(q_heads: int, kv_heads: int) -> None:
-    """Check that the key heads divide the query heads into groups of equal size."""
+    if key.shape[:-1] != value.shape[:-1]:
+        raise ShapeError(
+            f"key and value must agree in {shared}, but have shapes {list(key.shape)} and "
+            f"{list(value.shape)}. Only their last dimension may differ."
+        )
     if kv_heads == 0 or q_heads % kv_heads != 0:
         raise HeadsError(
             f"the number of query heads must be a multiple of the number of key heads, but "

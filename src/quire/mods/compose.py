@@ -177,8 +177,8 @@ def and_masks(*mask_mods: MaskMod) -> Mask:
 def _and_masks(
     b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, masks: tuple[MaskMod, ...]
 ) -> Tensor:
-    shown = (mask(b, h, q_idx, kv_idx) for mask in masks)
-    return _as_mask(functools.reduce(operator.and_, shown, True), b)
+    shown: list[Any] = [mask(b, h, q_idx, kv_idx) for mask in masks] or [True]
+    return _as_mask(functools.reduce(operator.and_, shown), b)
 
 
 def or_masks(*mask_mods: MaskMod) -> Mask:
@@ -199,8 +199,8 @@ def or_masks(*mask_mods: MaskMod) -> Mask:
 def _or_masks(
     b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, masks: tuple[MaskMod, ...]
 ) -> Tensor:
-    shown = (mask(b, h, q_idx, kv_idx) for mask in masks)
-    return _as_mask(functools.reduce(operator.or_, shown, False), b)
+    shown: list[Any] = [mask(b, h, q_idx, kv_idx) for mask in masks] or [False]
+    return _as_mask(functools.reduce(operator.or_, shown), b)
 
 
 def not_mask(mask_mod: MaskMod) -> Mask:
