@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from quire.block_mask.elements import Elements, four_dimensional, is_endless, look_again
+from quire.block_mask.elements import Elements, four_dimensional, is_endless, reclassified
 from quire.block_mask.lists import FULL, PARTIAL, check_devices
 from quire.block_mask.tiles import Sizes
 from quire.errors import BlockMaskShapeError
@@ -54,7 +54,7 @@ def complement(mask: Mask) -> Mask:
     elements = Elements(mask, mask.BLOCK_SIZE)
     cells = FULL - elements.cells
     if (cells == PARTIAL).any():
-        cells = look_again(cells, not_mask(elements.safe_mod), elements.sizes, mask.BLOCK_SIZE)
+        cells = reclassified(cells, not_mask(elements.safe_mod), elements.sizes, mask.BLOCK_SIZE)
     return mask._from_cells(
         cells,
         True,
@@ -75,7 +75,7 @@ def _join(one: Mask, other: BlockMask, combine: _Operator) -> Mask:
     found = torch.where(in_left, left.known, right.known)
     if (in_left & in_right).any():
         both = combine.mods(left.safe_mod, right.safe_mod)
-        found = torch.where(in_left & in_right, look_again(cells, both, sizes, block_size), found)
+        found = torch.where(in_left & in_right, reclassified(cells, both, sizes, block_size), found)
     cells = torch.where(cells == PARTIAL, found, cells)
     return one._from_cells(
         cells.expand(*sizes[:2], -1, -1),
@@ -86,17 +86,17 @@ def _join(one: Mask, other: BlockMask, combine: _Operator) -> Mask:
     )
 
 
-def _combined_mod(left: Elements, right: Elements, asked: Tensor, combine: _Operator) -> MaskMod:
-    """The mask_mod of the result, which will be called in the blocks `asked` [B, H, rows, columns].
+def _combined_mod(left: Elements, right: Elements, partial: Tensor, combine: _Operator) -> MaskMod:
+    """The mask_mod of a result that is called in the blocks `partial` [B, H, rows, columns].
 
     If a side is partial in none of these blocks, it changes nothing there. We leave its mod out if
     it could disagree with its cells.
     """
     for side, opposite in ((left, right), (right, left)):
-        unneeded = not (asked & (side.cells == PARTIAL)).any()
-        if unneeded and side.disputed(asked).any():
-            return opposite.mod_in(asked)
-    return combine.mods(left.mod_in(asked), right.mod_in(asked))
+        unneeded = not (partial & (side.cells == PARTIAL)).any()
+        if unneeded and side.disputed(partial).any():
+            return opposite.mod_in(partial)
+    return combine.mods(left.mod_in(partial), right.mod_in(partial))
 
 
 def _common_sizes(one: BlockMask, other: BlockMask) -> Sizes:

@@ -101,21 +101,21 @@ class Grid:
         decided: list[Tensor] = []
         start = torch.arange(0, spans, device=self.device).view(1, -1) * span
         for row in torch.arange(rows, device=self.device).split(max(1, ASKED // spans)):
-            decided += self._decided(row.view(-1, 1), start, start + span)
+            decided += self._classified(row.view(-1, 1), start, start + span)
         segments = torch.cat(decided) if decided else torch.empty(0, 4, dtype=torch.int64)
         segments = segments[(segments[:, 0] * (self.num_columns + 1) + segments[:, 1]).argsort()]
         row, start, stop, kind = segments.cpu().numpy().T
         shape = (*self.sizes[:2], self.num_rows, self.num_columns)
         return Runs.of_segments(shape, row, start, stop, kind.astype(np.int8))
 
-    def _decided(self, row: Tensor, start: Tensor, stop: Tensor) -> list[Tensor]:
+    def _classified(self, row: Tensor, start: Tensor, stop: Tensor) -> list[Tensor]:
         """Classify spans of blocks: segments [k, 4] of row, start, stop and kind, without EMPTY.
 
         `row` is [n, 1]; `start` and `stop` are [n, m], or [1, m] if all rows have the same spans.
         So whatever depends on the row alone, or on the span alone, is computed once.
         """
         stop = stop.clamp(max=self.num_columns)
-        kind = self._bounded(row, start, stop)
+        kind = self._by_bounds(row, start, stop)
         row, start, stop = (part.expand(kind.shape) for part in (row, start, stop))
         wide = (kind == UNSURE) & (stop - start > 1)
         result = []
@@ -123,9 +123,9 @@ class Grid:
             blocks = torch.arange(SPAN, device=self.device)
             spans = torch.stack([row[wide], start[wide]], -1)
             for rows, starts in (part.split(1, -1) for part in spans.split(ceil_div(ASKED, SPAN))):
-                result += self._decided(rows, starts + blocks, starts + blocks + 1)
+                result += self._classified(rows, starts + blocks, starts + blocks + 1)
         single = (kind == UNSURE) & ~wide
-        kind[single] = self._looked_at(row[single], start[single])
+        kind[single] = self._by_elements(row[single], start[single])
         present = (kind != EMPTY) & ~wide
         parts = (row[present], start[present], stop[present], kind[present])
         return [*result, torch.stack(parts, -1)]
@@ -135,7 +135,7 @@ class Grid:
         pair = row // self.num_rows
         return pair // self.sizes[1], pair % self.sizes[1], row % self.num_rows
 
-    def _bounded(self, row: Tensor, start: Tensor, stop: Tensor) -> Tensor:
+    def _by_bounds(self, row: Tensor, start: Tensor, stop: Tensor) -> Tensor:
         """The kind of each span by the bounds [n, m]; EMPTY for a span after the last column."""
         (q_size, kv_size), (q_len, kv_len) = self.block_size, self.sizes[2:]
         b, h, q = self._place(row)
@@ -154,7 +154,7 @@ class Grid:
         kind = torch.where((kind == FULL) & ~complete, ragged, kind)
         return torch.where(start < stop, kind, EMPTY)
 
-    def _looked_at(self, row: Tensor, column: Tensor) -> Tensor:
+    def _by_elements(self, row: Tensor, column: Tensor) -> Tensor:
         """The kinds of single blocks by their elements: by a few of them first, then by all."""
         kind = torch.full_like(row, UNSURE)
         for sides in ((TRIED, TRIED), self.block_size):  # no more than TILE_ELEMENTS
@@ -162,10 +162,10 @@ class Grid:
             if len(left) == 0:
                 break
             for at in left.split(max(1, TILE_ELEMENTS // (sides[0] * sides[1]))):
-                kind[at] = self._tried(row[at], column[at], sides)
+                kind[at] = self._by_some_elements(row[at], column[at], sides)
         return kind
 
-    def _tried(self, row: Tensor, column: Tensor, sides: tuple[int, int]) -> Tensor:
+    def _by_some_elements(self, row: Tensor, column: Tensor, sides: tuple[int, int]) -> Tensor:
         """The kinds of blocks by `sides` elements; UNSURE if these agree and are not all."""
         b, h, q = self._place(row)
         q_idx, exists_q = self._positions(q, sides[0], 0)

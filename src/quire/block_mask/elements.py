@@ -56,43 +56,43 @@ class Elements:
     @functools.cached_property
     def kinds(self) -> Tensor | None:
         """The kind that the mask_mod alone would give each block; None if that is not known."""
-        return kinds(self.mod, self.sizes, self.block_size, self.cells.device)
+        return kinds_of(self.mod, self.sizes, self.block_size, self.cells.device)
 
     @functools.cached_property
     def known(self) -> Tensor:
         """The kind of each partial block by its elements; PARTIAL if that is not known."""
         found = self.kinds
         if found is None:
-            found = kinds(self.safe_mod, self.sizes, self.block_size, self.cells.device)
+            found = kinds_of(self.safe_mod, self.sizes, self.block_size, self.cells.device)
         return torch.full_like(self.cells, PARTIAL) if found is None else found
 
     @functools.cached_property
     def safe_mod(self) -> MaskMod:
         """A mod that is right in partial blocks and does not fail in the others."""
         if self.kinds is None:
-            return looked_up(self.mod, self.cells, self.block_size, only_in_partial=True)
+            return by_block(self.mod, self.cells, self.block_size, only_in_partial=True)
         return self.mod
 
-    def disputed(self, asked: Tensor) -> Tensor:
-        """Those of the blocks `asked` in which the mask_mod may disagree with the cells: bool."""
-        foreign = asked & (self.cells != PARTIAL)
+    def disputed(self, blocks: Tensor) -> Tensor:
+        """Those of `blocks` in which the mask_mod may disagree with the cells: bool."""
+        foreign = blocks & (self.cells != PARTIAL)
         if not foreign.any() or self.kinds is None:
             return foreign
         wrong = foreign & (self.kinds != self.cells)
         if (wrong & (self.cells == FULL)).any():
             # `kinds` never has FULL for a block that reaches beyond the last token. Such a block
             # agrees with a full cell if the inverse of the mod is empty there.
-            holes = kinds(not_mask(self.mod), self.sizes, self.block_size, self.cells.device)
+            holes = kinds_of(not_mask(self.mod), self.sizes, self.block_size, self.cells.device)
             if holes is not None:
                 wrong &= (self.cells != FULL) | (holes != EMPTY)
         return wrong
 
-    def mod_in(self, asked: Tensor) -> MaskMod:
-        """A mod that is right in the blocks `asked`, a bool tensor like `cells`."""
-        if not self.disputed(asked).any():
+    def mod_in(self, blocks: Tensor) -> MaskMod:
+        """A mod that is right in `blocks`, a bool tensor like `cells`."""
+        if not self.disputed(blocks).any():
             return self.mod
-        careful = self.kinds is None
-        return looked_up(self.mod, self.cells, self.block_size, only_in_partial=careful)
+        may_fail = self.kinds is None
+        return by_block(self.mod, self.cells, self.block_size, only_in_partial=may_fail)
 
 
 def four_dimensional(mask: BlockMask) -> Tensor:
@@ -113,7 +113,7 @@ def is_endless(mask: BlockMask) -> bool:
     return mask.BLOCK_SIZE == (NOOP_BLOCK_SIZE, NOOP_BLOCK_SIZE)
 
 
-def kinds(
+def kinds_of(
     mod: MaskMod, sizes: Sizes, block_size: tuple[int, int], device: torch.device
 ) -> Tensor | None:
     """The kind of each block by the mask_mod alone; None if it cannot be called everywhere.
@@ -126,10 +126,10 @@ def kinds(
     stands_for_all = {name for name, size in zip("bh", sizes, strict=False) if size == 1}
     if reads & stands_for_all or block_size == (NOOP_BLOCK_SIZE, NOOP_BLOCK_SIZE):
         return None
-    return created(form, sizes, block_size, device)
+    return created_cells(form, sizes, block_size, device)
 
 
-def created(
+def created_cells(
     mod: MaskMod, sizes: Sizes, block_size: tuple[int, int], device: torch.device
 ) -> Tensor | None:
     """The cells that create_block_mask would make; None if the mod fails somewhere."""
@@ -141,9 +141,9 @@ def created(
     return torch.from_numpy(runs.cells()).to(device)
 
 
-def look_again(cells: Tensor, mod: MaskMod, sizes: Sizes, block_size: tuple[int, int]) -> Tensor:
+def reclassified(cells: Tensor, mod: MaskMod, sizes: Sizes, block_size: tuple[int, int]) -> Tensor:
     """`cells`, with partial ones replaced by their kind under `mod` if that can be computed."""
-    found = kinds(mod, sizes, block_size, cells.device)
+    found = kinds_of(mod, sizes, block_size, cells.device)
     return cells if found is None else torch.where(cells == PARTIAL, found, cells)
 
 
@@ -151,10 +151,10 @@ def element_mod(mask: BlockMask) -> MaskMod:
     """A mod that is right in all blocks of a mask: it hides what no block has."""
     if is_endless(mask):
         return mask.mask_mod
-    return looked_up(mask.mask_mod, four_dimensional(mask), mask.BLOCK_SIZE, only_in_partial=True)
+    return by_block(mask.mask_mod, four_dimensional(mask), mask.BLOCK_SIZE, only_in_partial=True)
 
 
-def looked_up(
+def by_block(
     mod: MaskMod, cells: Tensor, block_size: tuple[int, int], *, only_in_partial: bool
 ) -> MaskMod:
     """A mod that is True in full blocks, False in empty ones, and `mod` in partial ones.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
-from quire.block_mask.elements import Elements, created, is_endless, look_again
+from quire.block_mask.elements import Elements, created_cells, is_endless, reclassified
 from quire.block_mask.index import expand_index
 from quire.block_mask.lists import FULL, PARTIAL, as_count, ceil_div
 from quire.block_mask.mask_mods import sliced_mask_mod
@@ -111,7 +111,7 @@ def resize(mask: Mask, q_len: int, kv_len: int) -> Mask:
     num_rows, num_columns = map(ceil_div, lengths, mask.BLOCK_SIZE)
     cells = elements.cells[..., :num_rows, :num_columns]
     return mask._from_cells(
-        look_again(cells, mask.mask_mod, sizes, mask.BLOCK_SIZE),
+        reclassified(cells, mask.mask_mod, sizes, mask.BLOCK_SIZE),
         mask.separates_full_blocks,
         BLOCK_SIZE=mask.BLOCK_SIZE,
         mask_mod=mask.mask_mod,
@@ -124,7 +124,9 @@ def _stray_block(elements: Elements) -> str | None:
     if elements.kinds is not None:
         wrong = elements.disputed(torch.ones_like(elements.cells, dtype=torch.bool))
     else:  # e.g. it reads b, and the mask has one batch for all: compare with what it makes there
-        made = created(elements.mod, elements.sizes, elements.block_size, elements.cells.device)
+        made = created_cells(
+            elements.mod, elements.sizes, elements.block_size, elements.cells.device
+        )
         if made is None:
             return "a block in which it cannot be called"
         wrong = (elements.cells != made) & ~((elements.cells == PARTIAL) & (made == FULL))
@@ -160,10 +162,10 @@ def for_queries(mask: Mask, start: int, stop: int) -> Mask:
         rows = _rows(start, stop, block_size[0], cells.device)
         cells = _merged(cells, rows)
         sizes: Sizes = (*elements.sizes[:2], *lengths)
-        mod = elements.mod_in(_asked(elements, rows, cells))
+        mod = elements.mod_in(_called_in(elements, rows, cells))
         if lengths[0] >= block_size[0]:  # for fewer queries this takes longer than it saves
-            cells = look_again(cells, offset(mod, start), sizes, block_size)
-            mod = elements.mod_in(_asked(elements, rows, cells))
+            cells = reclassified(cells, offset(mod, start), sizes, block_size)
+            mod = elements.mod_in(_called_in(elements, rows, cells))
     return mask._from_cells(
         cells,
         mask.separates_full_blocks,
@@ -185,7 +187,7 @@ def _merged(cells: Tensor, rows: tuple[Tensor, Tensor]) -> Tensor:
     return torch.where(upper == lower, upper, PARTIAL)
 
 
-def _asked(elements: Elements, rows: tuple[Tensor, Tensor], cells: Tensor) -> Tensor:
+def _called_in(elements: Elements, rows: tuple[Tensor, Tensor], cells: Tensor) -> Tensor:
     """The blocks of the mask in which a part with these `cells` calls the mod."""
     times = torch.zeros_like(elements.cells, dtype=torch.int32)
     for row in rows:  # a row may be there twice, so count

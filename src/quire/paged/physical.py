@@ -42,8 +42,8 @@ def physical_block_mask(
         cut = (cells == FULL) & (ends < stops)
         if cut.any():
             cells = torch.where(cut, PARTIAL, cells)
-            asked = pad(cut, (0, num_columns - cut.shape[-1]))
-            mask_mod = Elements(mask, mask.BLOCK_SIZE).mod_in(asked)
+            cut_blocks = pad(cut, (0, num_columns - cut.shape[-1]))
+            mask_mod = Elements(mask, mask.BLOCK_SIZE).mod_in(cut_blocks)
     partial, full = (_page_lists(cells == kind, pages, paged.n_pages) for kind in (PARTIAL, FULL))
     separate = mask.separates_full_blocks
     return BlockMask.from_kv_blocks(
