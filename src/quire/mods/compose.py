@@ -101,6 +101,9 @@ class ScoreChange(_Chained, Bound):
         return changed
 
 
+_KINDS: dict[Kind, type[Bound]] = {"mask": Mask, "score": ScoreChange}
+
+
 class ScoreModule(_Chained, nn.Module):
     """A score_mod that is a module: `forward` reads the module's parameters at every call."""
 
@@ -282,7 +285,8 @@ def offset(mod: _Mod, q_offset: int | Tensor, kv_offset: int | Tensor = 0) -> _M
     if isinstance(kv_offset, Tensor) or kv_offset != 0:
         fields["kv_offset"] = _checked_offset("kv_offset", kv_offset)
     shown = ", ".join("tensor" if isinstance(by, Tensor) else str(by) for by in fields.values())
-    return cast(_Mod, _offset_mod(mod, mod_kind(mod), f"offset({mod_name(mod)}, {shown})", fields))
+    name = f"offset({mod_name(mod)}, {shown})"
+    return cast(_Mod, _KINDS[mod_kind(mod)](_offset, name, mod=mod, **fields))
 
 
 def _checked_offset(name: str, given: int | Tensor) -> int | Tensor:
@@ -290,12 +294,6 @@ def _checked_offset(name: str, given: int | Tensor) -> int | Tensor:
     if isinstance(given, Tensor):
         return tensor_of("integers", name, given, ranks=(0, 1), advice=advice)
     return whole_number(name, given, advice=advice)
-
-
-def _offset_mod(
-    mod: Callable[..., Tensor], kind: Kind, name: str, offsets: dict[str, int | Tensor]
-) -> Mask | ScoreChange:
-    return (Mask if kind == "mask" else ScoreChange)(_offset, name, mod=mod, **offsets)
 
 
 def _offset(
@@ -345,4 +343,4 @@ def shift(
     if mod is None or unmoved:
         return mod
     offsets = {"q_offset": q_offset, "kv_offset": kv_offset}
-    return cast(_MaybeMod, _offset_mod(mod, kind, mod_name(mod), offsets))
+    return cast(_MaybeMod, _KINDS[kind](_offset, mod_name(mod), mod=mod, **offsets))

@@ -20,7 +20,7 @@ from quire.mods.objects import check_callables
 _LENGTHS_ADVICE = "Give the number of tokens of each document."
 _OFFSETS_ADVICE = "Give where each document starts, and where the last one ends."
 _PREFIX_ADVICE = "Give the number of positions before the nodes, for each sequence of the batch."
-_LARGEST_TILE = 256  # the largest block of positions for which bounds of a mask are kept
+_LARGEST_TILE = 256  # aligned blocks of positions up to this power of two have close bounds
 
 
 def document(
