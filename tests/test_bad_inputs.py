@@ -189,17 +189,17 @@ FLOATS = "float32, bfloat16, float16, float64"
 OPERANDS = {
     "a list": Bad(
         ArgumentError,
-        "query must be a torch.Tensor, but got list. Convert it with torch.as_tensor.",
+        "query must be a torch.Tensor, but is list. Convert it with torch.as_tensor.",
         lambda: {"query": [1.0]},
     ),
     "an array": Bad(
         ArgumentError,
-        "key must be a torch.Tensor, but got ndarray. Convert it with torch.as_tensor.",
+        "key must be a torch.Tensor, but is ndarray. Convert it with torch.as_tensor.",
         lambda: {"key": np.ones((B, HQ, S, D))},
     ),
     "None": Bad(
         ArgumentError,
-        "value must be a torch.Tensor, but got NoneType. Convert it with torch.as_tensor.",
+        "value must be a torch.Tensor, but is NoneType. Convert it with torch.as_tensor.",
         lambda: {"value": None},
     ),
     "3 dimensions": Bad(
@@ -258,7 +258,7 @@ OPERANDS = {
     "batches": Bad(
         ShapeError,
         "query and key must have the same batch size, but have Bq=3 and Bkv=2. Repeat the keys, "
-        "or give one batch of keys for all.",
+        "or give keys with a batch size of 1.",
         lambda: {"query": tensor(3, HQ, L, D)},
         torch_raises=ValueError,
     ),
@@ -278,7 +278,7 @@ OPERANDS = {
     "heads that form no groups": Bad(
         HeadsError,
         "the number of query heads must be a multiple of the number of key heads, but Hq=4 and "
-        "Hkv=3. Each key head serves Hq / Hkv query heads.",
+        "Hkv=3. Give a key head for each group of query heads.",
         lambda: {**kv(B, 3, S, D), "enable_gqa": True},
         torch_raises=ValueError,
     ),
@@ -290,27 +290,27 @@ OPERANDS = {
     ),
     "integers": Bad(
         DtypeError,
-        f"query must be one of {FLOATS}, but is torch.int64. Convert it with .to(dtype).",
+        f"query must be one of {FLOATS}, but is int64. Convert it with .to(dtype).",
         lambda: {"query": tensor(B, HQ, L, D, dtype=torch.int64)},
     ),
     "complex numbers": Bad(
         DtypeError,
-        f"key must be one of {FLOATS}, float8_e4m3fn, float8_e5m2, but is torch.complex64.",
+        f"key must be one of {FLOATS}, float8_e4m3fn, float8_e5m2, but is complex64.",
         lambda: {"key": tensor(B, HQ, S, D, dtype=torch.complex64)},
     ),
     "truth values": Bad(
         DtypeError,
-        f"value must be one of {FLOATS}, float8_e4m3fn, float8_e5m2, but is torch.bool.",
+        f"value must be one of {FLOATS}, float8_e4m3fn, float8_e5m2, but is bool.",
         lambda: {"value": tensor(B, HQ, S, D, dtype=torch.bool)},
     ),
     "float8 queries": Bad(
         DtypeError,
-        f"query must be one of {FLOATS}, but is torch.float8_e4m3fn.",
+        f"query must be one of {FLOATS}, but is float8_e4m3fn.",
         lambda: {"query": tensor(B, HQ, L, D).to(torch.float8_e4m3fn)},
     ),
     "the meta device": Bad(
         DeviceError,
-        "query, key and value are on the meta device, which holds no data. Create them on 'cpu'",
+        "query, key and value must hold data, but are on the meta device. Create them on 'cpu'",
         lambda: {name: x.to("meta") for name, x in operands().items()},
         torch_raises=ValueError,
     ),
@@ -323,14 +323,14 @@ OPERANDS = {
     ),
     "a nested tensor": Bad(
         TensorKindError,
-        "query is a NestedTensor, and this function takes dense tensors. Pad it with "
+        "query must be a dense tensor, but is a NestedTensor. Pad it with "
         "torch.nested.to_padded_tensor.",
         lambda: {"query": torch.nested.nested_tensor([tensor(HQ, 3, D), tensor(HQ, L, D)])},
         torch_raises=NotImplementedError,
     ),
     "a jagged tensor": Bad(
         TensorKindError,
-        "value is a NestedTensor, and this function takes dense tensors.",
+        "value must be a dense tensor, but is a NestedTensor.",
         lambda: {
             "value": torch.nested.nested_tensor(
                 [tensor(3, HQ, D), tensor(L, HQ, D)], layout=torch.jagged
@@ -340,31 +340,31 @@ OPERANDS = {
     ),
     "a sparse tensor": Bad(
         TensorKindError,
-        "key must be a strided tensor, but its layout is torch.sparse_coo. Convert it with "
+        "key must be a strided tensor, but has layout torch.sparse_coo. Convert it with "
         ".to_dense().",
         lambda: {"key": tensor(B, HQ, S, D).to_sparse()},
     ),
     "a fake tensor": Bad(
         TensorKindError,
-        "query is a FakeTensor, which has no memory of its own to read. Pass a plain tensor, such "
-        "as its local or materialised part.",
+        "query must be a plain tensor, but is a FakeTensor, whose memory cannot be read. Pass a "
+        "plain tensor, such as its local or materialised part.",
         lambda: {"query": fake()},
     ),
     "a tensor subclass": Bad(
         TensorKindError,
-        "key is a TwoTensor, which has no memory of its own to read.",
+        "key must be a plain tensor, but is a TwoTensor, whose memory cannot be read.",
         lambda: {"key": TwoTensor(tensor(B, HQ, S, D), tensor(B, HQ, S, D))},
         torch_raises=NotImplementedError,
     ),
     "vmap": Bad(
         TensorKindError,
-        "query is a tensor inside torch.vmap, which attention cannot look through. Put the mapped "
+        "query must be a plain tensor, but is a tensor inside torch.vmap. Put the mapped "
         "dimension into the batch dimension.",
         call=lambda: torch.vmap(lambda x: quire.flex_attention(x, x, x))(tensor(3, B, HQ, L, D)),
     ),
     "vmap behind grad": Bad(
         TensorKindError,
-        "query is a tensor inside torch.vmap, which attention cannot look through.",
+        "query must be a plain tensor, but is a tensor inside torch.vmap.",
         call=lambda: torch.vmap(torch.func.grad(lambda x: quire.flex_attention(x, x, x).sum()))(
             tensor(3, B, HQ, L, D)
         ),
@@ -374,23 +374,23 @@ OPERANDS = {
 NUMBERS = {
     "scale NaN": Bad(
         ArgumentError,
-        "scale must be a finite number, but got nan. Leave it out for 1/sqrt(head_dim).",
+        "scale must be a finite number, but is nan. Leave it out for 1/sqrt(head_dim).",
         lambda: {"scale": math.nan},
     ),
     "scale text": Bad(
         ArgumentError,
-        "scale must be a finite number, but got 'big'.",
+        "scale must be a finite number, but is 'big'.",
         lambda: {"scale": "big"},
         torch_raises=TypeError,
     ),
     "scale of two numbers": Bad(
         ArgumentError,
-        "scale must be a finite number, but got tensor([1., 1.]).",
+        "scale must be a finite number, but is tensor([1., 1.]).",
         lambda: {"scale": tensor(2)},
     ),
     "learned scale": Bad(
         ArgumentError,
-        "scale must be a number, but is a tensor that requires grad, and would not learn. "
+        "scale must be a number, but is a tensor that requires grad, and would get no gradient. "
         "Multiply the query by it, or the score in a score_mod.",
         lambda: {"scale": torch.ones((), requires_grad=True)},
     ),
@@ -416,13 +416,13 @@ NUMBERS = {
     ),
     "generator": Bad(
         ArgumentError,
-        "generator must be a torch.Generator, but got int. Use torch.Generator().manual_seed(0).",
+        "generator must be a torch.Generator, but is int. Use torch.Generator().manual_seed(0).",
         lambda: {"generator": 3, "dropout_p": 0.5},
     ),
     "sinks for other heads": Bad(
         ShapeError,
         "sink must hold one number per query head, shape [4], but has shape [3]. Use "
-        "sink.expand(4) for one value for all heads.",
+        "sink.expand(4) if all heads have one value.",
         lambda: {"sink": tensor(3)},
     ),
     "one sink for all": Bad(
@@ -432,34 +432,33 @@ NUMBERS = {
     ),
     "integer sinks": Bad(
         DtypeError,
-        f"sink must be one of {FLOATS}, but is torch.int64.",
+        f"sink must be one of {FLOATS}, but is int64.",
         lambda: {"sink": tensor(HQ, dtype=torch.int64)},
     ),
     "sinks elsewhere": Bad(
         DeviceError,
-        "sink must be on the query's device, but is on meta and the query on cpu. Move it with "
-        ".to(device).",
+        "sink must be on cpu, as the query, but is on meta. Move it with .to(device).",
         lambda: {"sink": tensor(HQ, device="meta")},
     ),
     "sinks in a list": Bad(
         ArgumentError,
-        "sink must be a torch.Tensor, but got list.",
+        "sink must be a torch.Tensor, but is list.",
         lambda: {"sink": [0.0] * HQ},
     ),
     "negative start": Bad(
         ArgumentError,
-        "Dense.start must be a position, an integer of at least 0, but got -1. Count tokens from "
+        "Dense.start must be a position, an integer of at least 0, but is -1. Count tokens from "
         "the first of the sequence.",
         call=lambda: attend(Dense(tensor(B, HQ, S, D), tensor(B, HQ, S, D), start=-1)),
     ),
     "negative q_start": Bad(
         ArgumentError,
-        "q_start must be a position, an integer of at least 0, but got -3.",
+        "q_start must be a position, an integer of at least 0, but is -3.",
         call=lambda: attend(q_start=-3),
     ),
     "q_start in between": Bad(
         ArgumentError,
-        "q_start must be a position, an integer of at least 0, but got 1.5.",
+        "q_start must be a position, an integer of at least 0, but is 1.5.",
         call=lambda: attend(q_start=1.5),
     ),
     "no memory": Bad(
@@ -631,8 +630,8 @@ MODS = {
     ),
     "a Python if in an opaque mod": Bad(
         TracedBranchError,
-        "score_mod 'opaque_branch' asks for the value of a single element, as a Python branch "
-        f"does. It runs once for all elements: {ONE_LINE}.",
+        "score_mod 'opaque_branch' must be computed for all elements at once, but asks for the "
+        "value of a single element, as a Python branch does. Write torch.where(condition, a, b).",
         lambda: {"score_mod": opaque_branch},
         torch_raises=RuntimeError,
     ),
@@ -651,8 +650,8 @@ MODS = {
     ),
     "an index out of range in an opaque mod": Bad(
         CapturedIndexError,
-        "score_mod 'opaque_beyond' reads outside of a captured tensor: index 3 is out of bounds "
-        "for dimension 0 with size 3. Clamp the index to the tensor's size.",
+        "the indices in score_mod 'opaque_beyond' must be inside of the captured tensor, but index "
+        "3 is out of bounds for dimension 0 with size 3. Clamp the index to the tensor's size.",
         lambda: {"score_mod": opaque_beyond},
         torch_raises=IndexError,
     ),
@@ -679,8 +678,8 @@ MODS = {
     ),
     "a composed text": Bad(
         NotCallableError,
-        "and_masks takes mods, that is functions such as causal or sliding_window(256), got "
-        "'causal' as number 2.",
+        "argument 2 of and_masks must be a mod, that is a function such as causal or "
+        "sliding_window(256), but is 'causal'.",
         call=lambda: and_masks(causal, "causal"),  # type: ignore[arg-type]
     ),
 }
@@ -688,26 +687,26 @@ MODS = {
 BLOCK_MASKS = {
     "other batches": Bad(
         BlockMaskShapeError,
-        "expected a block mask with B=2, as the query has, or B=1, got B=3: block_mask.shape="
+        "a block mask must have B=2, as the query, or B=1, but has B=3: block_mask.shape="
         "(3, 1, 5, 6), and the query has B=2, H=4.",
         lambda: {"block_mask": mask(3, None, L, S)},
     ),
     "other heads": Bad(
         BlockMaskShapeError,
-        "expected a block mask with H=4, as the query has, or H=1, got H=2: block_mask.shape="
+        "a block mask must have H=4, as the query, or H=1, but has H=2: block_mask.shape="
         "(1, 2, 5, 6), and the query has B=2, H=4.",
         lambda: {"block_mask": mask(None, 2, L, S)},
     ),
     "shorter": Bad(
         BlockMaskShapeError,
-        "expected a block mask for q_len=5 and kv_len=6, got one that was created for "
+        "a block mask must be for q_len=5 and kv_len=6, but was created for "
         "block_mask.shape=(1, 1, 5, 4). It was created for a smaller length",
         lambda: {"block_mask": mask(None, None, L, 4)},
         torch_raises=RuntimeError if MASKS_MENDED else ValueError,
     ),
     "longer": Bad(
         BlockMaskShapeError,
-        "expected a block mask for q_len=5 and kv_len=6, got one that was created for "
+        "a block mask must be for q_len=5 and kv_len=6, but was created for "
         "block_mask.shape=(1, 1, 300, 6). It was created for a larger length",
         lambda: {"block_mask": mask(None, None, 300, S)},
         torch_raises=RuntimeError if MASKS_MENDED else ValueError,
@@ -738,27 +737,27 @@ BLOCK_MASKS = {
     ),
     "a negative length": Bad(
         ArgumentError,
-        "expected Q_LEN to be an integer of at least 0, got -1.",
+        "Q_LEN must be a whole number of at least 0, but is -1.",
         call=lambda: mask(None, None, -1, S),
     ),
     "negative batches": Bad(
         ArgumentError,
-        "expected B to be an integer of at least 0, got -2.",
+        "B must be a whole number of at least 0, but is -2.",
         call=lambda: mask(-2, None, L, S),
     ),
     "no block size": Bad(
         ArgumentError,
-        "expected BLOCK_SIZE[0] to be an integer of at least 1, got 0.",
+        "BLOCK_SIZE[0] must be a whole number of at least 1, but is 0.",
         call=lambda: mask(None, None, L, S, BLOCK_SIZE=0),
     ),
     "three block sizes": Bad(
         ArgumentError,
-        "expected BLOCK_SIZE to be an int or a pair (q_block, kv_block), got (1, 2, 3).",
+        "BLOCK_SIZE must be an int or a pair (q_block, kv_block), but is (1, 2, 3).",
         call=lambda: mask(None, None, L, S, BLOCK_SIZE=(1, 2, 3)),
     ),
     "a block mask of a score": Bad(
         ModSignatureError,
-        "create_block_mask requires a mask_mod(b, h, q_idx, kv_idx), got 'branch'",
+        "create_block_mask requires a mask_mod(b, h, q_idx, kv_idx), but 'branch' has",
         call=lambda: create_block_mask(branch, None, None, L, S),
     ),
     "a mask of three arguments": Bad(
@@ -768,34 +767,34 @@ BLOCK_MASKS = {
     ),
     "counts for other rows": Bad(
         BlockMaskError,
-        "expected kv_num_blocks to have the shape of kv_indices without its last dimension",
+        "kv_num_blocks must have the shape of kv_indices without its last dimension",
         call=lambda: lists([[[1]]], [[[[0], [0]]]]),
     ),
     "float indices": Bad(
         BlockMaskError,
-        "expected kv_indices to hold integers, got torch.float32.",
+        "kv_indices must hold integers, but is float32.",
         call=lambda: lists([[[1]]], [[[[0.0]]]]),
     ),
     "more blocks than entries": Bad(
         BlockMaskError,
-        "expected kv_num_blocks between 0 and the 1 entries that a row of kv_indices has, got 2",
+        "kv_num_blocks must be between 0 and 1, the entries in a row of kv_indices, but is 2",
         call=lambda: lists([[[2]]], [[[[0]]]]),
     ),
     "no such block": Bad(
         BlockMaskError,
-        "expected kv_indices between 0 and 0, since seq_lengths and BLOCK_SIZE make 1 blocks, "
-        "got 7",
+        "kv_indices must be between 0 and 0, since seq_lengths and BLOCK_SIZE make 1 blocks, "
+        "but is 7",
         call=lambda: lists([[[1]]], [[[[7]]]]),
     ),
     "no such row": Bad(
         BlockIndexError,
-        "expected an index from -1 to 0 into a dimension of size 1 of a block mask, got 5. Count "
+        "an index into a dimension of size 1 of a block mask must be from -1 to 0, but is 5. Count "
         "batches, heads and rows of blocks, not tokens.",
         call=lambda: mask(None, None, L, S)[0, 0, 5],
     ),
     "pickled": Bad(
         MaskPickleError,
-        "expected a mask_mod that can be traced",
+        "a mask that is written must have a mask_mod that can be traced",
         call=lambda: __import__("pickle").dumps(
             lists([[[1]]], [[[[0]]]], mask_mod=lambda b, h, q, kv: torch.lgamma(q + 1.0) > 0)
         ),

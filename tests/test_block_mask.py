@@ -370,14 +370,15 @@ def test_a_score_mod_is_no_mask() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((-1, 1, 8, 8), "expected B to be an integer of at least 0, got -1"),
-        ((1, 1.5, 8, 8), "expected H to be an integer of at least 0, got 1.5"),
-        ((1, 1, -8, 8), "expected Q_LEN to be an integer of at least 0, got -8"),
-        ((1, 1, 8, "8"), "expected KV_LEN to be an integer of at least 0, got '8'"),
-        ((1, 1, 8, 8, "cpu", 0), r"expected BLOCK_SIZE\[0\] .* at least 1, got 0"),
-        ((1, 1, 8, 8, "cpu", (8, -1)), r"expected BLOCK_SIZE\[1\] .* at least 1, got -1"),
-        ((1, 1, 8, 8, "cpu", (8, 8, 8)), r"expected BLOCK_SIZE to be an int or a pair"),
-        ((1, 1, 8, 8, "cpu", 2.0), r"expected BLOCK_SIZE\[0\] .* got 2.0"),
+        ((-1, 1, 8, 8), "B must be a whole number of at least 0, but is -1"),
+        ((True, 1, 8, 8), "B must be a whole number of at least 0, but is True"),
+        ((1, 1.5, 8, 8), "H must be a whole number of at least 0, but is 1.5"),
+        ((1, 1, -8, 8), "Q_LEN must be a whole number of at least 0, but is -8"),
+        ((1, 1, 8, "8"), "KV_LEN must be a whole number of at least 0, but is '8'"),
+        ((1, 1, 8, 8, "cpu", 0), r"BLOCK_SIZE\[0\] .* at least 1, but is 0"),
+        ((1, 1, 8, 8, "cpu", (8, -1)), r"BLOCK_SIZE\[1\] .* at least 1, but is -1"),
+        ((1, 1, 8, 8, "cpu", (8, 8, 8)), r"BLOCK_SIZE must be an int or a pair"),
+        ((1, 1, 8, 8, "cpu", 2.0), r"BLOCK_SIZE\[0\] .* but is 2.0"),
     ],
 )
 def test_numbers_that_make_no_mask_are_refused(arguments: Any, message: str) -> None:
@@ -456,22 +457,28 @@ def lists(counts: Any, indices: Any, dtype: torch.dtype = torch.int32) -> dict[s
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"kv_num_blocks": None, "kv_indices": None}, "two tensors, got NoneType and NoneType"),
-        ({"kv_num_blocks": [[1]], "kv_indices": [[[0]]]}, "two tensors, got list and list"),
-        (lists([1], [0]), r"at least 2 dimensions: .* got \[1\]"),
+        (
+            {"kv_num_blocks": None, "kv_indices": None},
+            "both provided or, .* but are NoneType and NoneType. Give two tensors",
+        ),
+        (
+            {"kv_num_blocks": [[1]], "kv_indices": [[[0]]]},
+            "both provided or, .* but are list and list. Give two tensors",
+        ),
+        (lists([1], [0]), r"at least 2 dimensions, but kv_indices has shape \[1\]"),
         (
             lists([[[1]]], [[[[0], [0]]]]),
-            r"without its last dimension, \[1, 1, 2\], got \[1, 1, 1\]",
+            r"without its last dimension, \[1, 1, 2\], but has shape \[1, 1, 1\]",
         ),
-        (lists([[[1]]], [[[[0.0]]]], torch.float32), "to hold integers, got torch.float32"),
-        (lists([[[True]]], [[[[False]]]], torch.bool), "to hold integers, got torch.bool"),
-        (lists([[[3]]], [[[[0, 1]]]]), r"between 0 and the 2 entries .* got 3 at \[0, 0, 0\]"),
-        (lists([[[-1]]], [[[[0, 1]]]]), r"between 0 and the 2 entries .* got -1"),
-        (lists([[[2]]], [[[[0, 2]]]]), r"between 0 and 1, .* got 2 at \[0, 0, 0, 1\]"),
-        (lists([[[1]]], [[[[-1, 0]]]]), r"between 0 and 1, .* got -1"),
+        (lists([[[1]]], [[[[0.0]]]], torch.float32), "must hold integers, but is float32"),
+        (lists([[[True]]], [[[[False]]]], torch.bool), "must hold integers, but is bool"),
+        (lists([[[3]]], [[[[0, 1]]]]), r"between 0 and 2, the entries .* but is 3 at \[0, 0, 0\]"),
+        (lists([[[-1]]], [[[[0, 1]]]]), r"between 0 and 2, the entries .* but is -1"),
+        (lists([[[2]]], [[[[0, 2]]]]), r"between 0 and 1, .* but is 2 at \[0, 0, 0, 1\]"),
+        (lists([[[1]]], [[[[-1, 0]]]]), r"between 0 and 1, .* but is -1"),
         (
             {**lists([[[1]]], [[[[0]]]]), "full_kv_num_blocks": torch.ones(1, 1, 1)},
-            "full_kv_num_blocks and full_kv_indices to be two tensors, got Tensor and NoneType",
+            "full_kv_num_blocks and full_kv_indices must be both .* but are Tensor and NoneType",
         ),
         (
             {
@@ -479,11 +486,11 @@ def lists(counts: Any, indices: Any, dtype: torch.dtype = torch.int32) -> dict[s
                 "full_kv_num_blocks": torch.ones(2, 1, 1, dtype=torch.int32),
                 "full_kv_indices": torch.zeros(2, 1, 1, 1, dtype=torch.int32),
             },
-            r"full_kv_num_blocks to begin with the dimensions \[1, 1, 1\] .* got \[2, 1, 1\]",
+            r"full_kv_num_blocks must begin with the dimensions \[1, 1, 1\] .* shape \[2, 1, 1\]",
         ),
         (
             {**lists([[[1]]], [[[[0]]]]), "seq_lengths": (129, 128)},
-            "at least 2 rows of blocks for 129 queries in blocks of 128, got 1",
+            "at least 2 rows of blocks for 129 queries in blocks of 128, but has 1",
         ),
         (
             {**lists([[[1]]], [[[[0]]]]), "dq_write_order_full": torch.zeros(1, 1, 1, 1)},
@@ -499,9 +506,11 @@ def test_tensors_that_list_no_blocks_are_refused(arguments: Any, message: str) -
 
 def test_lengths_block_sizes_and_orders_are_checked() -> None:
     one = lists([[[1]]], [[[[0]]]])
-    with pytest.raises(ArgumentError, match="expected seq_lengths to be an integer"):
+    with pytest.raises(ArgumentError, match="seq_lengths must be a whole number"):
         BlockMask.from_kv_blocks(**one, seq_lengths=(1.0, 1))  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="expected BLOCK_SIZE"):
+    with pytest.raises(
+        ArgumentError, match=r"BLOCK_SIZE\[0\] must be a whole number of at least 1, but is 0"
+    ):
         BlockMask.from_kv_blocks(**one, BLOCK_SIZE=0)
     with pytest.raises(ArgumentError, match="dq_kv_order must be a bool, Tensor, or None"):
         BlockMask.from_kv_blocks(**one, dq_kv_order=3)  # type: ignore[arg-type]
@@ -509,9 +518,9 @@ def test_lengths_block_sizes_and_orders_are_checked() -> None:
 
 def test_lists_on_two_devices_are_refused() -> None:
     one = lists([[[1]]], [[[[0]]]])
-    with pytest.raises(DeviceError, match="on one device, got cpu and meta"):
+    with pytest.raises(DeviceError, match="on one device, but are on cpu and meta"):
         BlockMask.from_kv_blocks(one["kv_num_blocks"], one["kv_indices"].to("meta"))
-    with pytest.raises(DeviceError, match="on one device, got cpu and meta"):
+    with pytest.raises(DeviceError, match="on one device, but are on cpu and meta"):
         BlockMask.from_kv_blocks(**one, dq_kv_order=torch.zeros(1, 1, 1, device="meta"))
 
 
@@ -641,17 +650,17 @@ def test_rows_picked_out_of_order_are_whole_blocks() -> None:
 @pytest.mark.parametrize(
     ("index", "message"),
     [
-        (2, "an index from -2 to 1 .* got 2"),
-        ((0, -4), "an index from -3 to 2 .* got -4"),
-        ((0, 0, torch.tensor([0, 3])), "an index from -3 to 2 .* got 3"),
-        ((0, 0, 0, 0), "at most 3 indices .* got 4"),
-        ((..., 0, ...), "one `...`, got 1 and 2"),
-        ((0, "a"), "an integer, a slice, a tensor or `...`, got 'a'"),
-        (1.0, "an integer, a slice, a tensor or `...`, got 1.0"),
-        (torch.tensor([1.0]), "tensor of integers .* got torch.float32"),
-        (torch.tensor([[0]]), r"one dimension, .* of shape \[1, 1\]"),
+        (2, "must be from -2 to 1, but is 2"),
+        ((0, -4), "must be from -3 to 2, but is -4"),
+        ((0, 0, torch.tensor([0, 3])), "must be from -3 to 2, but is 3"),
+        ((0, 0, 0, 0), "at most 3 parts .* but has 4 and 0"),
+        ((..., 0, ...), "one `...`, but has 1 and 2"),
+        ((0, "a"), "an integer, a slice, a tensor or `...`, but is 'a'"),
+        (1.0, "an integer, a slice, a tensor or `...`, but is 1.0"),
+        (torch.tensor([1.0]), "1-D and hold integers, .* but is float32"),
+        (torch.tensor([[0]]), r"1-D and hold integers, .* but is int64 \[1, 1\]"),
         (slice(None, None, -1), "a positive step"),
-        ((torch.tensor([0]), 0, torch.tensor([0])), "to be the only tensor .* Index twice"),
+        ((torch.tensor([0]), 0, torch.tensor([0])), "must be the only tensor .* Index twice"),
     ],
     ids=str,
 )
@@ -715,7 +724,7 @@ def test_cropping_drops_blocks_where_torch_keeps_or_crashes() -> None:
 
 def test_a_mask_cannot_grow() -> None:
     mask = create_block_mask(causal, 1, 1, 100, 100)
-    with pytest.raises(BlockMaskShapeError, match=r"at most \(100, 100\).*got \(100, 101\)"):
+    with pytest.raises(BlockMaskShapeError, match=r"at most \(100, 100\).*but are \(100, 101\)"):
         mask._adjust(100, 101)
     with pytest.raises(ArgumentError, match="new_q_len"):
         mask._adjust(-1, 10)
@@ -1032,9 +1041,9 @@ def test_masks_of_one_or_equal_batches_and_heads_fit(batch: tuple[int, int]) -> 
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ((3, 4, 30, 20, CPU), BlockMaskShapeError, r"B=3, as the query has, or B=1, got B=2"),
-        ((1, 4, 30, 20, CPU), BlockMaskShapeError, r"B=1, .* got B=2"),
-        ((2, 8, 30, 20, CPU), BlockMaskShapeError, r"H=8, .* or H=1, got H=4: .*B=2, H=8"),
+        ((3, 4, 30, 20, CPU), BlockMaskShapeError, r"B=3, as the query, or B=1, but has B=2"),
+        ((1, 4, 30, 20, CPU), BlockMaskShapeError, r"B=1, .* but has B=2"),
+        ((2, 8, 30, 20, CPU), BlockMaskShapeError, r"H=8, .* or H=1, but has H=4: .*B=2, H=8"),
         ((2, 4, 31, 20, CPU), BlockMaskShapeError, r"q_len=31 .*shape=\(2, 4, 30, 20\).*smaller"),
         ((2, 4, 30, 21, CPU), BlockMaskShapeError, r"kv_len=21.*smaller length: create a new"),
         ((2, 4, 29, 21, CPU), BlockMaskShapeError, r"smaller length: create a new"),
@@ -1054,7 +1063,9 @@ def test_a_mask_that_does_not_fit_is_refused(
 def test_a_length_that_the_rows_do_not_reach_is_refused() -> None:
     part = create_block_mask(causal, 1, 1, 300, 300)[:, :, 0]
     part.mask_mod, part.seq_lengths = causal, (300, 300)
-    with pytest.raises(BlockMaskShapeError, match=r"rows for q_len=300 queries, got 1 rows of 128"):
+    with pytest.raises(
+        BlockMaskShapeError, match=r"rows for q_len=300 queries, but has 1 rows of 128"
+    ):
         check_fits(part, 1, 1, 300, 300, CPU)
     part.seq_lengths = (1, 300)  # one query of a row, as in decoding
     check_fits(part, 1, 1, 1, 300, CPU)
@@ -1063,7 +1074,7 @@ def test_a_length_that_the_rows_do_not_reach_is_refused() -> None:
 def test_a_mask_without_batch_and_head_does_not_fit() -> None:
     flat = BlockMask.from_kv_blocks(torch.tensor([1]), torch.tensor([[0]]))
     assert flat.shape == (128, 128)
-    with pytest.raises(BlockMaskShapeError, match=r"\[B, H, rows, blocks\], got \[1, 1\]"):
+    with pytest.raises(BlockMaskShapeError, match=r"\[B, H, rows, blocks\], but has \[1, 1\]"):
         check_fits(flat, 1, 1, 128, 128, CPU)
 
 

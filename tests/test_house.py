@@ -36,13 +36,12 @@ LAYERS = """
     kv
     attention
     plans
-    mods
     backends
     runtime
     autograd
     request
     block_mask
-    aux_outputs memory
+    aux_outputs memory mods
     dropout vectorise
     checks kernel_options
     codegen
@@ -139,6 +138,20 @@ def test_the_reference_stands_on_nothing_it_judges() -> None:
 @pytest.mark.parametrize("module", SOURCES)
 def test_every_file_begins_by_saying_what_it_is(module: str) -> None:
     assert ast.get_docstring(ast.parse(SOURCES[module].read_text()))
+
+
+# Messages
+
+PLAIN = re.compile(r"quire\.(arguments|block_mask|checks|mods|paged|vectorise)\b.*")
+
+
+@pytest.mark.parametrize("module", [*filter(PLAIN.fullmatch, SOURCES)])
+def test_messages_have_one_form(module: str) -> None:
+    """They say "X must be A, but is B. Do C."; PyTorch's own words may come before."""
+    tree = ast.parse(SOURCES[module].read_text())
+    raised = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Raise)]
+    other = [text for text in raised if re.search(r"\bexpected\b|, got\b", text)]
+    assert not other, f"write 'X must be A, but is B. Do C.': {other}"
 
 
 # PyTorch's private names

@@ -232,9 +232,15 @@ def test_rows_beyond_the_queries_are_not_there() -> None:
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (created(causal, 14, 18), r"same lengths, got \(13, 18\) and \(14, 18\).*resize\(14, 18\)"),
-        (created(causal, block=6), r"one divides the other, got \(4, 4\) and \(6, 6\).*BLOCK_SIZE"),
-        (created(causal, B=3), r"same B, or one with B=1, got B=2 and B=3"),
+        (
+            created(causal, 14, 18),
+            r"same lengths, but have \(13, 18\) and \(14, 18\).*resize\(14, 18\)",
+        ),
+        (
+            created(causal, block=6),
+            r"must divide the other, but they are \(4, 4\) and \(6, 6\).*BLOCK_SIZE",
+        ),
+        (created(causal, B=3), r"same B, or one of them B=1, but have B=2 and B=3"),
     ],
 )
 def test_masks_that_do_not_fit_together(other: BlockMask, message: str) -> None:
@@ -250,5 +256,5 @@ def test_slices_and_devices_are_refused() -> None:
     with pytest.raises(DeviceError, match="cpu and meta"):
         mask & mask.to("meta")
     deep = from_cells(torch.ones(1, 1, 1, 2, 2, dtype=torch.int32))
-    with pytest.raises(BlockMaskShapeError, match=r"got \[1, 1, 1, 2, 2\]. Flatten its batch"):
+    with pytest.raises(BlockMaskShapeError, match=r"but has \[1, 1, 1, 2, 2\]. Flatten its batch"):
         operator.invert(deep)

@@ -57,12 +57,22 @@ def test_a_device_can_be_asked_for() -> None:
 @pytest.mark.parametrize(
     ("make", "value", "error", "message"),
     [
-        (BlockMask.from_lengths, [3, -1], ArgumentError, "lengths must not be negative, got -1"),
-        (BlockMask.from_lengths, [1.5], DtypeError, "lengths must hold integers, got float32"),
+        (
+            BlockMask.from_lengths,
+            [3, -1],
+            ArgumentError,
+            "lengths must be at least 0, but one is -1",
+        ),
+        (BlockMask.from_lengths, [1.5], DtypeError, "lengths must hold integers, but is float32"),
         (BlockMask.from_lengths, [[1, 2]], ShapeError, "lengths must be 1-D"),
-        (BlockMask.from_lengths, "ab", ArgumentError, "Give the tokens of each document"),
-        (BlockMask.from_offsets, [1, 2], ArgumentError, "offsets must start at 0, got"),
-        (BlockMask.from_offsets, [0, 3, 2], ArgumentError, "offsets must not fall, got 3 and then"),
+        (BlockMask.from_lengths, "ab", ArgumentError, "Give the number of tokens of each document"),
+        (BlockMask.from_offsets, [1, 2], ArgumentError, "offsets must start at 0, but are"),
+        (
+            BlockMask.from_offsets,
+            [0, 3, 2],
+            ArgumentError,
+            "offsets must not fall, but 3 is followed by",
+        ),
         (BlockMask.from_offsets, [], ArgumentError, "where the last one ends"),
         (BlockMask.from_offsets, 5, ShapeError, "offsets must be 1-D"),
     ],

@@ -88,13 +88,13 @@ def test_every_mask_can_be_cropped(mask: BlockMask, lengths: tuple[int, int]) ->
     [
         ([[1, 0], [0, 1]], always, "the empty block in row 0 and column 1"),
         ([[1, 0], [2, 2]], causal, "the full block in row 1 and column 1 of batch 0 and head 0"),
-        ([[1, 2], [0, 0]], only_first_queries, "one in which it cannot be asked"),
+        ([[1, 2], [0, 0]], only_first_queries, "a block in which it cannot be called"),
         ([[1, 1], [1, 1]], by_batch, "the partial block in row 0 and column 1"),
     ],
 )
 def test_listed_blocks_cannot_be_extended(cells: Any, mod: Any, stray: str) -> None:
     mask = from_cells(cells, mod)
-    with pytest.raises(BlockMaskShapeError, match=rf"at most \(8, 8\).*{stray}.*List those too"):
+    with pytest.raises(BlockMaskShapeError, match=rf"at most \(8, 8\).*{stray}.*List the blocks"):
         mask.resize(8, 9)
     assert torch.equal(allowed(mask.resize(8, 5)), allowed(mask)[..., :5])
 
@@ -112,7 +112,9 @@ def test_a_mod_says_itself_that_it_ends() -> None:
 
 def test_resize_refuses_what_is_no_length() -> None:
     mask = from_cells([[1]])
-    with pytest.raises(ArgumentError, match="q_len to be an integer of at least 0, got -1"):
+    with pytest.raises(
+        ArgumentError, match="q_len must be a whole number of at least 0, but is -1"
+    ):
         mask.resize(-1, 4)
     with pytest.raises(SlicedMaskError):
         mask[:, :, :1].resize(2, 2)
@@ -198,7 +200,9 @@ def test_queries_that_are_not_there(bounds: tuple[int, int]) -> None:
 
 def test_for_queries_refuses_negative_numbers_and_slices() -> None:
     mask = create_block_mask(causal, None, None, *LENGTHS, "cpu", 4)
-    with pytest.raises(ArgumentError, match="start to be an integer of at least 0, got -1"):
+    with pytest.raises(
+        ArgumentError, match="start must be a whole number of at least 0, but is -1"
+    ):
         mask.for_queries(-1, 3)
     with pytest.raises(SlicedMaskError):
         mask[:, :, :1].for_queries(0, 1)

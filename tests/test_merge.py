@@ -297,24 +297,24 @@ REFUSED: list[tuple[dict[str, object], type[QuireError], str]] = [
     (
         {"lse_a": None},
         ArgumentError,
-        "lse_a must be a torch.Tensor, but got NoneType. Convert it with torch.as_tensor.",
+        "lse_a must be a torch.Tensor, but is NoneType. Convert it with torch.as_tensor.",
     ),
     (
         {"out_b": torch.zeros(2, 4, 9, 8).to_sparse()},
         TensorKindError,
-        "out_b must be a strided tensor, but its layout is torch.sparse_coo. Convert it with "
+        "out_b must be a strided tensor, but has layout torch.sparse_coo. Convert it with "
         ".to_dense().",
     ),
     (
         {"out_a": torch.zeros(2, 4, 9, 8, dtype=torch.int64)},
         DtypeError,
-        "out_a must be one of float32, bfloat16, float16, float64, but is torch.int64. Convert it "
+        "out_a must be one of float32, bfloat16, float16, float64, but is int64. Convert it "
         "with .to(dtype).",
     ),
     (
         {"lse_b": torch.zeros(2, 4, 9, dtype=torch.bfloat16)},
         DtypeError,
-        "lse_b must be one of float32, float64, but is torch.bfloat16. Convert it with .to(dtype).",
+        "lse_b must be one of float32, float64, but is bfloat16. Convert it with .to(dtype).",
     ),
     (
         {"lse_b": torch.zeros(2, 4, 9, dtype=torch.float64)},

@@ -72,7 +72,7 @@ def test_masks_without_parameters_are_one_object() -> None:
     for mask in (mods.causal, mods.noop_mask):
         assert pickled(mask) is mask is copy.deepcopy(mask)
     assert causal_mask is mods.causal
-    assert mods.causal.__doc__.startswith("Show a query itself")
+    assert mods.causal.__doc__.startswith("Let a query see itself")
     assert bool(mods.causal(torch.tensor(0), torch.tensor(0), torch.tensor(3), torch.tensor(2)))
 
 
@@ -409,7 +409,7 @@ def test_random_numbers_of_positions() -> None:
 
 
 def test_a_seed_is_a_whole_number() -> None:
-    with pytest.raises(quire.QuireError, match=r"seed must be a whole number, got 0.5. Give"):
+    with pytest.raises(quire.QuireError, match=r"seed must be a whole number, but is 0.5. Give"):
         quire.random(0.5, *positions(1, 1, 1, 1))  # type: ignore[arg-type]
 
 

@@ -19,9 +19,17 @@ from torch import Tensor, vmap
 from torch.nn.attention import flex_attention as theirs
 
 from quire import mods
-from quire.errors import ArgumentError, DtypeError, ModError, QuireError, ShapeError
+from quire.errors import (
+    ArgumentError,
+    DtypeError,
+    ModError,
+    NotCallableError,
+    QuireError,
+    ShapeError,
+)
 from quire.ir.trace import trace
 from quire.mods import attention_gym
+from quire.mods.compose import all_of, chain, shift
 from quire.mods.packed import _preorder
 
 Mod = Callable[..., Any]
@@ -459,6 +467,74 @@ def test_a_constant_leaves_nothing_in_the_graph() -> None:
     assert trace(mods.and_masks(mods.causal), "mask").output is trace(mods.causal, "mask").output
 
 
+def test_offset_moves_keys_too() -> None:
+    moved = mods.offset(mods.causal, torch.tensor([1, 4]), 2)
+    assert moved.__name__ == "offset(causal, tensor, 2)"
+    assert repr(moved) == "offset(mod=causal, q_offset=int64[2], kv_offset=2)"
+    expected = looped(lambda b, h, q, kv: kv + 2 <= q + (1, 4)[b], 2, 1, 3, 5)
+    for way in WAYS:
+        assert torch.equal(way(moved, *positions(2, 1, 3, 5)), expected)
+    with pytest.raises(
+        ArgumentError, match=r"kv_offset must be a whole number, but is 0\.5\. Give"
+    ):
+        mods.offset(mods.causal, 1, 0.5)
+
+
+# For parts of a call
+
+
+def test_all_of_leaves_out_what_is_absent() -> None:
+    assert all_of() is all_of(None, None) is None
+    assert all_of(None, mods.causal) is mods.causal
+    both = all_of(mods.causal, None, mods.sliding_window(1))
+    assert both == mods.and_masks(mods.causal, mods.sliding_window(1))
+
+
+def test_chain_leaves_out_what_is_absent_and_owns_nothing() -> None:
+    cap, learned = mods.softcap(2), mods.LearnedAlibi(2)
+    assert chain() is chain(None) is None
+    assert chain(None, learned) is learned
+    assert chain(cap, None, cap) == mods.in_turn(cap, cap)
+    mixed = chain(cap, learned)
+    assert type(mixed) is mods.ScoreChange
+    assert mixed.__name__ == mods.in_turn(cap, learned).__name__
+    args = [torch.randn(1, 2, 3, 4), *positions(1, 2, 3, 4)]
+    assert torch.equal(vmapped(mixed, *args), vmapped(mods.in_turn(cap, learned), *args))
+    with pytest.raises(NotCallableError, match=r"argument 2 of in_turn must be a mod, .* but is 7"):
+        chain(cap, 7)
+
+
+@pytest.mark.parametrize("q_offset", [3, torch.tensor(3), torch.tensor([3, -1])], ids=str)
+def test_shift_is_offset_under_the_name_of_the_mod(q_offset: int | Tensor) -> None:
+    args, scores = positions(2, 2, 3, 5), torch.randn(2, 2, 3, 5)
+    for kv_offset in (0, -2, torch.tensor([1, 0])):
+        moved = shift(mods.causal, "mask", q_offset, kv_offset)
+        assert moved.__name__ == "causal"
+        expected = vmapped(mods.offset(mods.causal, q_offset, kv_offset), *args)
+        for way in WAYS:
+            assert torch.equal(way(moved, *args), expected)
+        score = shift(mods.alibi(2), "score", q_offset, kv_offset)
+        expected = vmapped(mods.offset(mods.alibi(2), q_offset, kv_offset), scores, *args)
+        assert torch.equal(vmapped(score, scores, *args), expected)
+
+
+def test_shift_keeps_what_does_not_move() -> None:
+    assert shift(None, "mask", 3, 4) is None
+    assert shift(mods.causal, "mask", 0) is mods.causal
+    assert shift(mods.causal, "mask", 0, 1) is not mods.causal
+    assert shift(mods.causal, "mask", torch.tensor(0)) is not mods.causal  # may be overwritten
+
+
+def test_shift_asks_no_signature() -> None:
+    def anything(*args: Tensor) -> Tensor:
+        *_, q_idx, kv_idx = args
+        return q_idx >= kv_idx
+
+    args = positions(1, 1, 3, 5)
+    moved = shift(anything, "mask", 2)
+    assert torch.equal(vmapped(moved, *args), vmapped(mods.offset(mods.causal, 2), *args))
+
+
 def test_offset_moves_the_query_of_a_score_mod() -> None:
     moved = mods.offset(mods.alibi(8), 5)
     assert moved.__name__ == "offset(alibi_8, 5)"
@@ -720,174 +796,200 @@ ERRORS: list[tuple[Callable[[], Any], type[QuireError], str]] = [
     (
         asked(mods.sliding_window, -1),
         ArgumentError,
-        "window_size must be a whole number of at least 0, got -1. "
-        "Give how many positions away a query may see, not counting its own.",
+        "window_size must be a whole number of at least 0, but is -1. "
+        "Give how many positions away a query sees, not counting its own.",
     ),
-    (asked(mods.sliding_window, 2.5), ArgumentError, "window_size .* got 2.5. Give"),
-    (asked(mods.sliding_window, True), ArgumentError, "window_size .* got True. Give"),
-    (asked(mods.dilated_sliding_window, -3, 1), ArgumentError, "window_size .* got -3. Give"),
+    (asked(mods.sliding_window, 2.5), ArgumentError, "window_size .* but is 2.5. Give"),
+    (asked(mods.sliding_window, True), ArgumentError, "window_size .* but is True. Give"),
+    (asked(mods.dilated_sliding_window, -3, 1), ArgumentError, "window_size .* but is -3. Give"),
     (
         asked(mods.dilated_sliding_window, 4, 0),
         ArgumentError,
-        "dilation .* at least 1, got 0. Give 1",
+        "dilation .* at least 1, but is 0. Give 1",
     ),
-    (asked(mods.global_sliding_window, -1, [True]), ArgumentError, "window_size .* got -1. Give"),
+    (
+        asked(mods.global_sliding_window, -1, [True]),
+        ArgumentError,
+        "window_size .* but is -1. Give",
+    ),
     (
         asked(mods.global_sliding_window, 1, torch.tensor([0, 1])),
         DtypeError,
-        "is_global must hold truth values, got int64. Give True",
+        "is_global must hold truth values, but is int64. Give True",
     ),
     (
         asked(mods.global_sliding_window, 1, torch.ones(2, 2).bool()),
         ShapeError,
-        r"is_global must be 1-D, got shape \[2, 2\]. Give True",
+        r"is_global must be 1-D, but has shape \[2, 2\]. Give True",
     ),
-    (asked(mods.prefix_lm, -1), ArgumentError, "prefix_length .* at least 0, got -1. Give"),
-    (asked(mods.padding, [3, -2]), ArgumentError, "lengths must not be negative, got -2. Give"),
-    (asked(mods.padding, floats), DtypeError, "lengths must hold integers, got float32. Give"),
-    (asked(mods.padding, [[1]]), ShapeError, r"lengths .* got shape \[1, 1\]. Give"),
+    (asked(mods.prefix_lm, -1), ArgumentError, "prefix_length .* at least 0, but is -1. Give"),
+    (
+        asked(mods.padding, [3, -2]),
+        ArgumentError,
+        "lengths must be at least 0, but one is -2. Give",
+    ),
+    (asked(mods.padding, floats), DtypeError, "lengths must hold integers, but is float32. Give"),
+    (asked(mods.padding, [[1]]), ShapeError, r"lengths .* but has shape \[1, 1\]. Give"),
     (
         asked(mods.padding, "many"),
         ArgumentError,
         "lengths must be a tensor or a sequence of integers",
     ),
-    (asked(mods.document, lengths=[4, -1]), ArgumentError, "lengths must not be negative, got -1"),
+    (
+        asked(mods.document, lengths=[4, -1]),
+        ArgumentError,
+        "lengths must be at least 0, but one is -1",
+    ),
     (
         asked(mods.document, offsets=[0, 4, 3]),
         ArgumentError,
-        "offsets must not fall, got 4 and then 3 at position 2. Give where each document starts",
+        "offsets must not fall, but 4 is followed by 3 at position 2. Give where each document",
     ),
     (
         asked(mods.document, offsets=[1, 4]),
         ArgumentError,
-        r"offsets must start at 0, got \[1, 4\]. G",
+        r"offsets must start at 0, but are \[1, 4\]. G",
     ),
-    (asked(mods.document, offsets=[]), ArgumentError, r"offsets must start at 0, got \[\]. Give"),
-    (asked(mods.document), ArgumentError, "one of ids, lengths and offsets, got none. Give ids"),
+    (
+        asked(mods.document, offsets=[]),
+        ArgumentError,
+        r"offsets must start at 0, but are \[\]. Give",
+    ),
+    (
+        asked(mods.document),
+        ArgumentError,
+        "one of ids, lengths and offsets, but is given none. Give ids",
+    ),
     (
         asked(mods.document, [0, 0], lengths=[2]),
         ArgumentError,
-        "one of ids, lengths and offsets, got ids and lengths. Give ids",
+        "one of ids, lengths and offsets, but is given ids and lengths. Give ids",
     ),
-    (asked(mods.document, floats), DtypeError, "ids must hold integers, got float32. Give"),
+    (asked(mods.document, floats), DtypeError, "ids must hold integers, but is float32. Give"),
     (
         asked(mods.document, torch.zeros(1, 1, 1).int()),
         ShapeError,
-        r"ids must be 1-D or 2-D, got shape \[1, 1, 1\]. Give",
+        r"ids must be 1-D or 2-D, but has shape \[1, 1, 1\]. Give",
     ),
     (
         asked(mods.document, [0], mask_mod=3),
         ModError,
-        "document takes mods, .* got 3 as number 1. G",
+        "argument 1 of document must be a mod, .* but is 3. G",
     ),
     (asked(mods.shared_prefix, [0, 2, 1], [0, 0]), ArgumentError, "offsets must not fall"),
     (
         asked(mods.shared_prefix, [0, 2, 4], [0]),
         ShapeError,
-        "prefix_document_id must have one entry for each of the 2 documents, got 1. Give",
+        "prefix_document_id must have one entry for each of the 2 documents, but has 1. Give",
     ),
     (
         asked(mods.shared_prefix, [0, 2, 4, 6], [0, 0, 1]),
         ArgumentError,
-        "continue only themselves, got 1 for document 2. Give",
+        "continue only themselves, but is 1 for document 2. Give",
     ),
-    (asked(mods.shared_prefix, [0, 2], [4]), ArgumentError, "got 4 for document 0. Give"),
+    (asked(mods.shared_prefix, [0, 2], [4]), ArgumentError, "but is 4 for document 0. Give"),
     (
         asked(mods.tree, [-1, 2, 1]),
         ArgumentError,
-        "parent_indices must name an earlier node or -1, got 2 for node 1. Order the nodes",
+        "parent_indices must name an earlier node or -1, but is 2 for node 1. Order the nodes",
     ),
-    (asked(mods.tree, [0]), ArgumentError, "got 0 for node 0. Order"),
-    (asked(mods.tree, [-2]), ArgumentError, "got -2 for node 0. Order"),
+    (asked(mods.tree, [0]), ArgumentError, "but is 0 for node 0. Order"),
+    (asked(mods.tree, [-2]), ArgumentError, "but is -2 for node 0. Order"),
     (
         asked(mods.tree, []),
         ArgumentError,
-        "parent_indices must have at least one node, got none. O",
+        "parent_indices must have at least one node, but has none. O",
     ),
-    (asked(mods.tree, [[-1]]), ShapeError, r"parent_indices .* got shape \[1, 1\]. Order"),
-    (asked(mods.tree, [-1], prefix_length=-1), ArgumentError, "prefix_length .* got -1. Give"),
+    (asked(mods.tree, [[-1]]), ShapeError, r"parent_indices .* but has shape \[1, 1\]. Order"),
+    (asked(mods.tree, [-1], prefix_length=-1), ArgumentError, "prefix_length .* but is -1. Give"),
     (
         asked(mods.tree, [-1], prefix_length=[4, -1]),
         ArgumentError,
-        "prefix_length must not be negative, got -1. Give the number of positions before the nodes",
+        "prefix_length must be at least 0, but one is -1. Give the number of positions before the "
+        "nodes",
     ),
-    (asked(mods.LearnedAlibi, 0), ArgumentError, "num_heads .* got 0. Give those of the query."),
-    (asked(mods.LearnedDistanceBias, 2, -1), ArgumentError, "reach .* at least 0, got -1. Give"),
+    (
+        asked(mods.LearnedAlibi, 0),
+        ArgumentError,
+        "num_heads .* but is 0. Give the heads of the query.",
+    ),
+    (asked(mods.LearnedDistanceBias, 2, -1), ArgumentError, "reach .* at least 0, but is -1. Give"),
     (
         asked(mods.LearnedRelativePositionBias, 2, 3),
         ShapeError,
-        "table must have at least 4 buckets, .* got 3. Give how many distances are told apart.",
+        "table must have at least 4 buckets, .* but has 3. Give how many biases each head has.",
     ),
     (
         asked(mods.LearnedTableBias, 5),
         ShapeError,
-        r"table must be 2-D or 3-D or 4-D, got sizes \[5\]. Give the sizes L, S",
+        r"table must be 2-D or 3-D or 4-D, but has sizes \[5\]. Give the sizes L, S",
     ),
-    (asked(mods.LearnedTableBias, 5, 0), ArgumentError, "a size .* at least 1, got 0. Give"),
-    (asked(mods.neighbourhood, 4, 0), ArgumentError, "kernel .* at least 1, got 0. Give"),
+    (asked(mods.LearnedTableBias, 5, 0), ArgumentError, "a size .* at least 1, but is 0. Give"),
+    (asked(mods.neighbourhood, 4, 0), ArgumentError, "kernel .* at least 1, but is 0. Give"),
     (
         asked(mods.neighbourhood, (4, 4), (3, 5)),
         ShapeError,
-        r"got kernel \(3, 5\) on canvas \(4, 4\). Give a window for each dimension",
+        r"none that is larger, but is \(3, 5\) for canvas \(4, 4\). Give a window for each "
+        "dimension",
     ),
     (
         asked(mods.neighbourhood, (4, 4), 3),
         ShapeError,
-        r"got kernel \(3,\) on canvas \(4, 4\). Give",
+        r"as many sizes as canvas .* but is \(3,\) for canvas \(4, 4\). Give",
     ),
     (
         asked(mods.neighbourhood, (1, 1, 1, 1), (1, 1, 1, 1)),
         ShapeError,
-        r"canvas must have one to three dimensions, got \(1, 1, 1, 1\). Give",
+        r"canvas must have one to three sizes, but is \(1, 1, 1, 1\). Give",
     ),
-    (asked(mods.block_diffusion, 0, 2), ArgumentError, "seq_len .* at least 1, got 0. Give"),
-    (asked(mods.block_diffusion, 4, 0), ArgumentError, "block_size .* at least 1, got 0. Give"),
+    (asked(mods.block_diffusion, 0, 2), ArgumentError, "seq_len .* at least 1, but is 0. Give"),
+    (asked(mods.block_diffusion, 4, 0), ArgumentError, "block_size .* at least 1, but is 0. Give"),
     (
         asked(mods.offset, mods.causal, 0.5),
         ArgumentError,
-        "q_offset must be a whole number, got 0.5. G",
+        "q_offset must be a whole number, but is 0.5. G",
     ),
     (
         asked(mods.offset, mods.causal, floats),
         DtypeError,
-        "q_offset must hold integers, got float32",
+        "q_offset must hold integers, but is float32",
     ),
     (
         asked(mods.offset, mods.causal, torch.zeros(1, 1).int()),
         ShapeError,
-        r"q_offset must be 0-D or 1-D, got shape \[1, 1\]. Give",
+        r"q_offset must be 0-D or 1-D, but has shape \[1, 1\]. Give",
     ),
     (asked(mods.offset, lambda q, kv: q, 1), ModError, "takes 2 positional arguments"),
-    (asked(mods.alibi, 0), ArgumentError, "H must be a whole number of at least 1, got 0. Give"),
-    (asked(mods.alibi, 3, floats), ShapeError, "one entry for each of 3 heads, got 2. Give"),
+    (asked(mods.alibi, 0), ArgumentError, "H must be a whole number of at least 1, but is 0. Give"),
+    (asked(mods.alibi, 3, floats), ShapeError, "one entry for each of 3 heads, but has 2. Give"),
     (
         asked(mods.alibi, 2, torch.tensor([1, 2])),
         DtypeError,
-        "slopes must hold floats, got int64. G",
+        "slopes must hold floats, but is int64. G",
     ),
     (
         asked(mods.softcap, 0),
         ArgumentError,
-        "soft_cap must be a finite number above 0, got 0. Give",
+        "soft_cap must be a finite number above 0, but is 0. Give",
     ),
-    (asked(mods.softcap, True), ArgumentError, "soft_cap .* got True. Give"),
-    (asked(mods.softcap, math.nan), ArgumentError, "soft_cap .* got nan. Give"),
-    (asked(mods.softcap, math.inf), ArgumentError, "soft_cap .* got inf. Give"),
-    (asked(mods.softcap, "30"), ArgumentError, "soft_cap .* got '30'. Give"),
+    (asked(mods.softcap, True), ArgumentError, "soft_cap .* but is True. Give"),
+    (asked(mods.softcap, math.nan), ArgumentError, "soft_cap .* but is nan. Give"),
+    (asked(mods.softcap, math.inf), ArgumentError, "soft_cap .* but is inf. Give"),
+    (asked(mods.softcap, "30"), ArgumentError, "soft_cap .* but is '30'. Give"),
     (
         asked(mods.relative_position_bias, floats),
         ShapeError,
-        r"table must be 2-D, got shape \[2\]. Give a float tensor \[num_buckets, H\]",
+        r"table must be 2-D, but has shape \[2\]. Give a float tensor \[num_buckets, H\]",
     ),
     (
         asked(mods.relative_position_bias, torch.zeros(3, 1)),
         ShapeError,
-        "table must have at least 4 buckets, .* got 3. Give",
+        "table must have at least 4 buckets, .* but has 3. Give",
     ),
     (
         asked(mods.relative_position_bias, torch.zeros(32, 1), max_distance=8),
         ArgumentError,
-        "max_distance must be a whole number of at least 9, got 8. With 32 buckets",
+        "max_distance must be a whole number of at least 9, but is 8. With 32 buckets",
     ),
     (
         asked(mods.table_bias, floats),
@@ -897,11 +999,19 @@ ERRORS: list[tuple[Callable[[], Any], type[QuireError], str]] = [
     (
         asked(mods.table_bias, torch.zeros(2, 2).int()),
         DtypeError,
-        "table must hold floats, got int32",
+        "table must hold floats, but is int32",
     ),
-    (asked(mods.table_bias, None), ArgumentError, "table must be a tensor or .* got None. Give"),
-    (asked(mods.distance_bias, floats), ShapeError, "table must have an odd number .* got 2. Give"),
-    (asked(mods.distance_bias, torch.zeros(1, 1, 3)), ShapeError, r"got shape \[1, 1, 3\]. Give"),
+    (asked(mods.table_bias, None), ArgumentError, "table must be a tensor or .* but is None. Give"),
+    (
+        asked(mods.distance_bias, floats),
+        ShapeError,
+        "table must have an odd number .* but has 2. Give",
+    ),
+    (
+        asked(mods.distance_bias, torch.zeros(1, 1, 3)),
+        ShapeError,
+        r"but has shape \[1, 1, 3\]. Give",
+    ),
 ]
 
 
@@ -919,8 +1029,8 @@ def test_what_cannot_be_called_is_refused_as_in_pytorch(compose: Mod) -> None:
         with pytest.raises(RuntimeError):
             getattr(module, compose.__name__)(mods.causal, 7)
     message = (
-        f"{compose.__name__} takes mods, that is functions such as causal or sliding_window(256), "
-        "got 7 as number 2. Give each mod as an argument of its own."
+        f"argument 2 of {compose.__name__} must be a mod, that is a function such as causal or "
+        "sliding_window(256), but is 7. Give each mod as an argument of its own."
     )
     with pytest.raises(ModError, match=re.escape(message)):
         compose(mods.causal, 7)

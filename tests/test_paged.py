@@ -241,13 +241,13 @@ def test_other_errors(library: Any) -> None:
 @pytest.mark.parametrize(
     ("act", "error", "message"),
     [
-        (lambda p: p.reserve(-1, 4), SlotError, "between 0 and 1, .* got -1"),
-        (lambda p: p.erase([0, 7]), SlotError, "2 slots, got 7"),
-        (lambda p: p.reserve([0, 1], [4, 4, 4]), ShapeError, "each of 2 slots, got 3"),
-        (lambda p: p.reserve(0, -4), ArgumentError, "seq_len must not be negative, got -4"),
+        (lambda p: p.reserve(-1, 4), SlotError, "batch_idx must be between 0 and 1, .* but is -1"),
+        (lambda p: p.erase([0, 7]), SlotError, "2 slots, but is 7"),
+        (lambda p: p.reserve([0, 1], [4, 4, 4]), ShapeError, "each of 2 slots, but has 3"),
+        (lambda p: p.reserve(0, -4), ArgumentError, "seq_len must be at least 0, but one is -4"),
         (lambda p: p.reserve(0, 1.5), DtypeError, "seq_len must hold integers"),
         (lambda p: p.reserve([0, 1], [20, 16]), OutOfPages, "requested 7 pages .* only 6"),
-        (lambda p: p.assign(**new_rows(batch_idx=tensor([0, -1]))), SlotError, "got -1"),
+        (lambda p: p.assign(**new_rows(batch_idx=tensor([0, -1]))), SlotError, "but is -1"),
         (
             lambda p: p.assign(**new_rows(input_pos=torch.zeros(2, 3))),
             DtypeError,
@@ -261,44 +261,44 @@ def test_other_errors(library: Any) -> None:
         (
             lambda p: p.assign(**new_rows(k_cache=torch.zeros(1, H, 31, D))),
             ShapeError,
-            "8 pages of 4, got shapes .*31",
+            "8 pages of 4, but have .*31",
         ),
         (
             lambda p: p.assign(**new_rows(k_val=torch.ones(2, H, 3, D).half())),
             KVCacheError,
-            "expected k_val as its cache, torch.float32 on cpu, got torch.float16",
+            "k_val must be float32 on cpu, as its cache, but is float16",
         ),
         (
             lambda p: p.assign(**new_rows(k_val=torch.ones(2, 3, 3, D))),
             ShapeError,
-            "k_val and k_cache to have the same number of heads H, got 3 and 2",
+            "k_val and k_cache must have the same number of heads H, but have 3 and 2",
         ),
         (
             lambda p: p.assign(**new_rows()),
             UnreservedError,
-            "positions below the 0 that are reserved for slot 1, got 0",
+            "below 0, the number of positions that slot 1 has reserved, but is 0",
         ),
         (
             lambda p: p.convert_logical_block_mask(logical(4, 16, B=2), tensor([0])),
             ShapeError,
-            r"batch_idx of shape \[2\], .* got 1 slots",
+            r"batch_idx must have shape \[2\], .* but has \[1\]",
         ),
         (
             lambda p: p.convert_logical_block_mask(logical(4, 16, B=2), kv_len=tensor([3])),
             ShapeError,
-            r"kv_len of shape \[2\], got 1",
+            r"kv_len must have shape \[2\], but has \[1\]",
         ),
         (
             lambda p: p.convert_logical_block_mask(logical(4, 16, B=3)),
             SlotError,
-            "2 slots, got 2",
+            "2 slots, but is 2",
         ),
         (
             lambda p: p.convert_logical_block_mask(logical(8, 16, size=8)),
             BlockMaskShapeError,
             "size=8 and size=4",
         ),
-        (lambda p: p.get_mask_mod(None, batch_idx=tensor([2])), SlotError, "got 2"),
+        (lambda p: p.get_mask_mod(None, batch_idx=tensor([2])), SlotError, "but is 2"),
         (lambda p: PagedAttention(4, 0, 1), ArgumentError, "page_size must be .* at least 1"),
         (lambda p: PagedAttention(-4, 1, 1), ArgumentError, "n_pages must be .* at least 0"),
     ],
@@ -427,7 +427,7 @@ def test_blocks_without_a_page_do_not_exist() -> None:
         if library is TorchPagedAttention:
             theirs = paged.convert_logical_block_mask(longest)
             assert (theirs.full_kv_indices[0, 0, 0, :4] == -1).sum() == 2
-            with pytest.raises(quire.QuireError, match="full_kv_indices between 0 and 4"):
+            with pytest.raises(quire.QuireError, match="full_kv_indices must be between 0 and 4"):
                 flex_attention(query, *caches, block_mask=theirs)
         else:
             mask = paged.convert_logical_block_mask(longest)
@@ -758,16 +758,19 @@ def _break(change: str) -> PagedAttention:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("paged.page_table[1, 0] = 0", "page 0 is in block 0 of slot 1 and is owned by block 1"),
+        ("paged.page_table[1, 0] = 0", "page 0 is in block 0 of slot 1 and is also in block 1"),
         ("paged.page_table[0, 2] = 3", "slot 0 has pages beyond its capacity of 8"),
-        ("paged.page_table[0, 0] = -1", "page -1 is in block 0 of slot 0 and is no page"),
-        ("paged.page_table[0, 0] = 4", "page 4 is in block 0 of slot 0 and is no page"),
-        ("paged.physical_to_logical[0, 3] = 0", r"physical_to_logical\[0\] is not the way back"),
-        ("paged.capacity[0] = 7", r"capacity\[0\] is 7, which is no number of pages"),
-        ("paged.capacity[0] = -4", r"capacity\[0\] is -4, which is no number of pages"),
-        ("paged.empty_pages.append(3)", "page 3 is in empty_pages and is owned by empty_pages"),
-        ("paged.empty_pages.append(0)", "page 0 is in block 1 of slot 0 .* owned by empty_pages"),
-        ("paged.empty_pages.clear()", r"pages \[3\] are neither empty nor owned"),
+        ("paged.page_table[0, 0] = -1", "page -1 is in block 0 of slot 0 and is not a page"),
+        ("paged.page_table[0, 0] = 4", "page 4 is in block 0 of slot 0 and is not a page"),
+        (
+            "paged.physical_to_logical[0, 3] = 0",
+            r"physical_to_logical\[0\] is not the inverse of page_table",
+        ),
+        ("paged.capacity[0] = 7", r"capacity\[0\] is 7, which is not that of whole pages"),
+        ("paged.capacity[0] = -4", r"capacity\[0\] is -4, which is not that of whole pages"),
+        ("paged.empty_pages.append(3)", "page 3 is in empty_pages and is also in empty_pages"),
+        ("paged.empty_pages.append(0)", "page 0 is in block 1 of slot 0 .* also in empty_pages"),
+        ("paged.empty_pages.clear()", r"pages \[3\] are neither empty nor in a slot"),
     ],
 )
 def test_a_contradiction_is_found(change: str, message: str) -> None:

@@ -555,7 +555,7 @@ def test_factors_that_do_not_fit() -> None:
     refused(
         ShapeError,
         "key_scale must be float32 [6, 2, 16], a factor for each row of each head, but is float32 "
-        "[6, 2]. Take the largest absolute value of a row by 127.",
+        "[6, 2]. Divide the largest absolute value of each row by 127.",
         Paged(whole, whole, TABLE, [20, 16], key_scale=scale[..., 0], value_scale=scale),
     )
 
@@ -587,12 +587,12 @@ def test_pages_that_do_not_exist() -> None:
         attention(QUERY, Paged(PAGES, PAGES, wrong, [16, 16]))  # the second page is not used
     refused(
         DtypeError,
-        f"page_table must hold integers, got float32. {advice}",
+        f"page_table must hold integers, but is float32. {advice}",
         Paged(PAGES, PAGES, TABLE.float(), [20, 16]),
     )
     refused(
         ShapeError,
-        f"page_table must be 2-D, got shape [4]. {advice}",
+        f"page_table must be 2-D, but has shape [4]. {advice}",
         Paged(PAGES, PAGES, TABLE.flatten(), [20, 16]),
     )
 

@@ -182,7 +182,7 @@ def test_pages_are_kept_by_ours_also_if_made_before() -> None:
     cache = torch.zeros(1, 1, 32, 2)
     new = (torch.tensor([[4]]), *torch.ones(2, 1, 1, 1, 2), cache, cache.clone())
     with patch_torch():
-        with pytest.raises(quire.QuireError, match="positions below the 4 that are reserved"):
+        with pytest.raises(quire.QuireError, match="below 4, the number of positions that slot 1"):
             pages.assign(torch.tensor([1]), *new)
         assert not cache.any()
         pages.erase(torch.tensor(1))

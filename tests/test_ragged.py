@@ -427,18 +427,18 @@ BAD = {
     "heads without groups": Bad(
         HeadsError,
         "the number of query heads must be a multiple of the number of key heads, but Hq=3 and "
-        "Hkv=2. Each key head serves Hq / Hkv query heads.",
+        "Hkv=2. Give a key head for each group of query heads.",
         query=torch.randn(12, 3, 8),
     ),
     "a dtype that nobody computes with": Bad(
         DtypeError,
-        "query must be one of float32, bfloat16, float16, float64, but is torch.int64. Convert it "
+        "query must be one of float32, bfloat16, float16, float64, but is int64. Convert it "
         "with .to(dtype).",
         query=torch.ones(12, 2, 8, dtype=torch.int64),
     ),
     "a list in place of a key": Bad(
         ArgumentError,
-        "key must be a torch.Tensor, but got list. Convert it with torch.as_tensor.",
+        "key must be a torch.Tensor, but is list. Convert it with torch.as_tensor.",
         key=[1.0],
     ),
     "another number of rows": Bad(
@@ -477,12 +477,12 @@ BAD = {
     ),
     "offsets in floats": Bad(
         DtypeError,
-        f"offsets must hold integers, got float32. {MUST_BE_FIRST_ROWS}",
+        f"offsets must hold integers, but is float32. {MUST_BE_FIRST_ROWS}",
         offsets=torch.tensor([0.0, 12.0]),
     ),
     "offsets of two dimensions": Bad(
         ShapeError,
-        f"offsets must be 1-D, got shape [1, 2]. {MUST_BE_FIRST_ROWS}",
+        f"offsets must be 1-D, but has shape [1, 2]. {MUST_BE_FIRST_ROWS}",
         offsets=torch.tensor([[0, 12]]),
     ),
     "offsets without numbers": Bad(
@@ -532,8 +532,8 @@ BAD = {
     ),
     "a start that is no number": Bad(
         DtypeError,
-        "q_start must hold integers, got float32. Give one position for all sequences, or one for "
-        "each.",
+        "q_start must hold integers, but is float32. Give one position for all sequences, or one "
+        "for each.",
         options={"q_start": 0.5},
     ),
     "a block mask": Bad(
@@ -546,7 +546,7 @@ BAD = {
     "a sink for other heads": Bad(
         ShapeError,
         "sink must hold one number per query head, shape [2], but has shape [3]. Use "
-        "sink.expand(2) for one value for all heads.",
+        "sink.expand(2) if all heads have one value.",
         options={"sink": torch.zeros(3)},
     ),
 }
@@ -607,5 +607,7 @@ def test_fake_offsets_are_refused() -> None:
 
     with FakeTensorMode():
         offsets = torch.tensor([0, 12])
-    with pytest.raises(TensorKindError, match="offsets is a FakeTensor"):
+    with pytest.raises(
+        TensorKindError, match="offsets must be a plain tensor, but is a FakeTensor"
+    ):
         attention(ROWS, Ragged(ROWS, ROWS, offsets))

@@ -191,14 +191,15 @@ def test_captured_tensors_that_nobody_can_index(kind: str, backend: Any) -> None
     with pytest.raises(
         UnsupportedOpError,
         match=r"score_mod 'mod' must be made of operations that quire can trace or torch.vmap can "
-        r"run, but neither can: .*Convert what it loads to a dense tensor of an ordinary dtype",
+        r"run, but neither can: .*Convert the tensors that it reads to dense ones of an ordinary "
+        r"dtype",
     ):
         quire.attention(query(), Dense(keys(), keys()), score_mod=mod, backend=backend)
 
 
 @pytest.mark.parametrize("scale", [10**400, -(10**400), torch.tensor(1.0, device="meta")])
 def test_a_scale_that_no_float_is(scale: Any) -> None:
-    with pytest.raises(ArgumentError, match=r"scale must be a finite number, but got .* Leave it"):
+    with pytest.raises(ArgumentError, match=r"scale must be a finite number, but is .* Leave it"):
         quire.attention(query(), Dense(keys(), keys()), scale=scale)
 
 
@@ -208,10 +209,12 @@ def cache() -> PagedKVCache:
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:
     path = tmp_path / "none"
-    got = f"got {re.escape(repr(str(path)))}, where there is none. Give the path that the"
-    with pytest.raises(MissingFileError, match=f"BlockMask.save has written, {got} mask"):
+    name = re.escape(repr(str(path)))
+    but = f"but there is no file {name}. Give the path that the mask"
+    with pytest.raises(MissingFileError, match=f"BlockMask.save has written, {but}"):
         BlockMask.load(path)
-    with pytest.raises(MissingFileError, match=f"PagedKVCache.save has written, {got} sequence"):
+    got = f"got {name}, where there is none. Give the path that the sequence"
+    with pytest.raises(MissingFileError, match=f"PagedKVCache.save has written, {got}"):
         cache().load(path)
 
 
@@ -221,15 +224,20 @@ def test_paths_that_are_none(path: Any, tmp_path: Path) -> None:
         path = tmp_path
     mask, holder = BlockMask.from_lengths([3]), cache()
     sequence = holder.sequence()
-    for error, calls in (
-        (MaskFileError, (BlockMask.load, mask.save)),
-        (SequenceFileError, (holder.load, lambda path: holder.save(sequence, path))),
-    ):
-        load, save = calls
+    readable = (r"path must be a file that .*, but .*'", r"expected a file that .*, got '")
+    writable = (
+        r"path must be where a file can be written, but '",
+        r"expected a place that a file can be written to, got '",
+    )
+    calls = (
+        (MaskFileError, BlockMask.load, mask.save),
+        (SequenceFileError, holder.load, lambda path: holder.save(sequence, path)),
+    )
+    for (error, load, save), to_read, to_write in zip(calls, readable, writable, strict=True):
         # A C library may cut a path at its null, and find no file under what is left.
-        with pytest.raises((error, MissingFileError), match=r"expected a file that .*, got '"):
+        with pytest.raises((error, MissingFileError), match=to_read):
             load(path)
-        with pytest.raises(error, match=r"expected a place that a file can be written to, got '"):
+        with pytest.raises(error, match=to_write):
             save(path)
 
 

@@ -287,7 +287,7 @@ def test_a_block_mask_for_other_batches_or_heads_is_refused(axis: str, size: int
     query, key, value = tensors(16, 16)
     sizes = {"B": None, "H": None, axis: size}
     mask = create_block_mask(causal, **sizes, Q_LEN=16, KV_LEN=16)
-    message = rf"with {axis}=2, as the query has, or {axis}=1, got {axis}={size}.*B=2, H=2"
+    message = rf"must have {axis}=2, as the query, or {axis}=1, but has {axis}={size}.*B=2, H=2"
     with pytest.raises(ValueError, match=message):
         flex_attention(query, key, value, block_mask=mask)
 

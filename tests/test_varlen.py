@@ -273,7 +273,7 @@ BAD = {
     ),
     "a longest that is no number": Bad(
         ArgumentError,
-        f"max_seqlen_q must be a whole number, got 7.5. {LONGEST_ADVICE}",
+        f"max_seqlen_q must be a whole number, but is 7.5. {LONGEST_ADVICE}",
         {"max_seqlen_q": 7.5},
     ),
     "window": Bad(
@@ -283,13 +283,13 @@ BAD = {
     ),
     "negative window": Bad(
         ArgumentError,
-        f"window_size[1] must be a whole number of at least -1, got -2. {WINDOW_ADVICE}",
+        f"window_size[1] must be a whole number of at least -1, but is -2. {WINDOW_ADVICE}",
         {"window_size": (3, -2)},
     ),
     "softcap": Bad(
         ArgumentError,
-        "soft_cap must be a finite number above 0, got -1.0. Give the score that none may pass, "
-        "or leave the mod out.",
+        "soft_cap must be a finite number above 0, but is -1.0. Give the largest score that is "
+        "allowed, or leave the mod out.",
         {"softcap": -1.0},
     ),
     "slopes": Bad(

@@ -131,8 +131,8 @@ def test_a_python_branch() -> None:
     with pytest.raises(TracedBranchError) as caught:
         evaluate(branching, "mask", *PLACES)
     assert str(caught.value) == (
-        "mask_mod 'branching' asks for the value of a single element, as a Python branch does. It "
-        "runs once for all elements: write torch.where(condition, a, b)."
+        "mask_mod 'branching' must be computed for all elements at once, but asks for the value of "
+        "a single element, as a Python branch does. Write torch.where(condition, a, b)."
     )
 
 
@@ -143,8 +143,8 @@ def test_an_index_out_of_range() -> None:
     with pytest.raises(CapturedIndexError) as caught:
         evaluate(reading, "score", *PLACES, score=scores())
     assert str(caught.value) == (
-        "score_mod 'reading' reads outside of a captured tensor: index 9 is out of bounds for "
-        "dimension 1 with size 9. Clamp the index to the tensor's size."
+        "the indices in score_mod 'reading' must be inside of the captured tensor, but index 9 is "
+        "out of bounds for dimension 1 with size 9. Clamp the index to the tensor's size."
     )
     live = (PLACES[2].view(-1, 1) + PLACES[3]) < 9
     got = evaluate(reading, "score", *PLACES, score=scores(), live=live)
@@ -159,7 +159,7 @@ def test_a_division_by_zero() -> None:
     with pytest.raises(DivisionByZeroError) as caught:
         evaluate(dividing, "score", *PLACES, score=scores())
     assert str(caught.value) == (
-        "the divisor of integers must not be 0, but is in score_mod 'dividing'. Clamp it with "
+        "the divisor of integers must not be 0, but is 0 in score_mod 'dividing'. Clamp it with "
         ".clamp(min=1)."
     )
     live = torch.tensor([False, True, True]).view(-1, 1, 1)

@@ -213,8 +213,8 @@ def branching(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
     ("mod", "arguments", "error", "message"),
     [
         (same, (0, 0, 64, 3), errors.CapturedIndexError, r"index 64 .* at test_why\.py:\d+: `ret"),
-        (same, (0, 0, -1, 3), errors.ArgumentError, "q_idx to be an integer of at least 0"),
-        (same, (0, 0, 1.5, 3), errors.ArgumentError, "q_idx to be an integer"),
+        (same, (0, 0, -1, 3), errors.ArgumentError, "q_idx must be a whole number of at least 0"),
+        (same, (0, 0, 1.5, 3), errors.ArgumentError, "q_idx must be a whole number"),
         (capped, (0, 0, 1, 3, "2"), errors.ArgumentError, "score to be a number, got '2'. Give"),
         (branching, (0, 0, 1, 3), errors.TracedBranchError, r"at test_why\.py:\d+: `return q_idx"),
         (3, (0, 0, 1, 3), errors.NotCallableError, "Pass the function itself"),

@@ -28,7 +28,7 @@ from quire.dropout import Dropout, check_dropout
 from quire.errors import ArgumentError, BlockMaskError, QuireError, UnsupportedOpError
 from quire.ir.trace import Kind, Mod, Traced, mod_name, trace
 from quire.memory import Memory, One, Placed, Queries, longest
-from quire.memory.tables import Sequences
+from quire.mods.compose import shift
 from quire.results import working_dtype
 from quire.torch_private import is_transformed
 from quire.vectorise import Opaque
@@ -216,8 +216,10 @@ def call_of(request: Request) -> Call:
         elif placed.page_table is not None:
             mask_mod = ready(_by_element(mask, placed), "mask", query)
         else:
-            block_mask = _for_dense(mask, placed.rows)
-            partial_mod = ready(_counted_from(placed.rows, block_mask.mask_mod), "mask", query)
+            rows = _dense_rows(placed)
+            block_mask = BlockMask.from_torch(mask)  # counts from the first query and key
+            counted = shift(block_mask.mask_mod, "mask", -rows.q_start, -rows.kv_begin)
+            partial_mod = ready(counted, "mask", query)
     problem = Problem(
         scale=_scale(request.scale, query.shape[-1]),
         score_mod=score,
@@ -267,14 +269,14 @@ def _plain(placed: Placed) -> Placed:
     return placed.on(query, key, value)
 
 
-def _for_dense(mask: torch_flex.BlockMask, rows: One | Sequences) -> BlockMask:
-    if not isinstance(rows, One):
+def _dense_rows(placed: Placed) -> One:
+    if not isinstance(placed.rows, One):
         raise BlockMaskError(
             "mask must be a function of (b, h, q_idx, kv_idx) for Ragged memory, but got a "
             "BlockMask, whose blocks are those of one length. Give its mask_mod: what no query "
             "reads is skipped all the same."
         )
-    return BlockMask.from_torch(mask)
+    return placed.rows
 
 
 def _by_element(mask: torch_flex.BlockMask, placed: Placed) -> Mod:
@@ -284,24 +286,7 @@ def _by_element(mask: torch_flex.BlockMask, placed: Placed) -> Mod:
     q_len, kv_len = map(max, needed, block_mask.seq_lengths)
     heads, device = placed.query.shape[1], placed.query.device
     check_fits(block_mask, sequences.num, heads, q_len, kv_len, device)
-    first = torch.from_numpy(sequences.q_start)
-    return _shifted(element_mod(block_mask), lambda b: first[b], 0)
-
-
-def _counted_from(rows: One | Sequences, mask_mod: Mod) -> Mod:
-    """`mask_mod`, which counts from the first query and key, for absolute positions."""
-    assert isinstance(rows, One), "dense memory"
-    if rows.q_start == rows.kv_begin == 0:
-        return mask_mod
-    return _shifted(mask_mod, lambda b: rows.q_start, rows.kv_begin)
-
-
-def _shifted(mask_mod: Mod, q_start: Mod, kv_start: int) -> Mod:
-    def moved(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return mask_mod(b, h, q_idx - q_start(b), kv_idx - kv_start)  # type: ignore[no-any-return]
-
-    moved.__name__ = mod_name(mask_mod)
-    return moved
+    return shift(element_mod(block_mask), "mask", -torch.from_numpy(sequences.q_start))
 
 
 _warned: set[str] = set()

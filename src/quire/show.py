@@ -25,6 +25,7 @@ from types import FunctionType, ModuleType, SimpleNamespace
 from rich.console import Console
 from rich.text import Text
 
+from quire.arguments import dtype_name
 from quire.checks import DTYPES
 from quire.colour import coloured
 from quire.errors import ArgumentError
@@ -33,7 +34,7 @@ from quire.ir.trace import INPUTS, Mod, mod_kind
 from quire.mods.objects import Bound
 from quire.stages import NAMES, Kernel, kernel
 
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+_DTYPES = {dtype_name(dtype): dtype for dtype in DTYPES}
 
 
 def run(

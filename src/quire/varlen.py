@@ -25,9 +25,8 @@ from quire.errors import ArgumentError, HeadsError, OptionError, ShapeError
 from quire.ir.trace import Mod
 from quire.memory import Integers, Ragged
 from quire.memory.tables import Numbers, checked_lengths, checked_offsets
-from quire.mods import and_masks, in_turn
 from quire.mods import softcap as capped
-from quire.mods.compose import MaskMod, ScoreMod, named
+from quire.mods.compose import MaskMod, ScoreMod, all_of, chain, named
 
 EVERYTHING = (-1, -1)
 """The window that hides nothing."""
@@ -95,8 +94,8 @@ def varlen_attention(
         scores.append(score_mod)
     found: Tensor | tuple[Tensor, AuxOutput] = layout.attend(
         *(q, k, v),
-        mask=masks[0] if len(masks) == 1 else and_masks(*masks) if masks else None,
-        score_mod=scores[0] if len(scores) == 1 else in_turn(*scores) if scores else None,
+        mask=all_of(*masks),
+        score_mod=chain(*scores),
         scale=softmax_scale,
         dropout_p=dropout_p,
         generator=generator,

@@ -1,8 +1,8 @@
-"""A mod evaluated on a whole tile of indices, by torch.
+"""Mods evaluated by torch for a whole tile of positions at once.
 
-A traced mod goes through the interpreter. Any other function goes through `torch.vmap`, so that
-whatever torch can vectorise has a value, gradients included; `Opaque` gives such a function what a
-trace has, a tuple of the tensors that it captures.
+A traced mod is evaluated by the interpreter of graphs (`ir/interpret.py`), any other function by
+`torch.vmap`, gradients included. `Opaque` is such a function together with a tuple of the tensors
+that it captures, as a trace has them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from quire.ir.trace import MASK_INPUTS, Kind, Mod, Traced, mod_name
 from quire.torch_private import is_batched, tree_leaves, tree_map
 
 Indices: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
-"""b, h, q_idx, kv_idx: one vector each."""
+"""The vectors b [B], h [H], q_idx [L], kv_idx [S]."""
 
 
 def evaluate(
@@ -42,11 +42,11 @@ def evaluate(
     *,
     live: Tensor | None = None,
 ) -> Tensor:
-    """`mod` over index vectors b [B], h [H], q_idx [L], kv_idx [S]: a tensor [B, H, L, S].
+    """Evaluate `mod` for vectors b [B], h [H], q_idx [L], kv_idx [S]: a tensor [B, H, L, S].
 
-    A score_mod takes its `score` [B, H, L, S]. Where `live` (broadcastable) does not hold, indices
-    into captured tensors need not be in range. A traced mask is returned at the shape it depends
-    on, broadcastable to [B, H, L, S].
+    A score_mod also gets `score` [B, H, L, S]. Where `live`, which broadcasts to that shape, is
+    False, an index into a captured tensor may be out of range. The result of a traced mask has size
+    1 in each dimension that the mask does not depend on.
     """
     indices = (b, h, q_idx, kv_idx)
     if isinstance(mod, Traced):
@@ -63,10 +63,10 @@ def evaluate(
 
 
 def evaluate_live(mod: Mod, kind: Kind, indices: Indices, score: Tensor, live: Tensor) -> Tensor:
-    """As `evaluate`, but the mod is not called at all where `live` does not hold: there it is 0.
+    """Evaluate `mod` where `live` is True, and return 0 elsewhere: a tensor like `score`.
 
-    Slower, and for gradients the difference matters: 0 times the infinite slope of an element that
-    nobody reads is not 0.
+    This is slower than `evaluate`. Gradients need it: if the mod were called where `live` is False,
+    an infinite derivative there times a gradient of 0 would be NaN.
     """
     at = live.broadcast_to(score.shape).nonzero(as_tuple=True)
     if at[0].numel() == 0:  # torch.vmap refuses to map over nothing
@@ -103,20 +103,20 @@ def _mapped_over_grid(mod: Mod, kind: Kind, indices: Indices, score: Tensor | No
 
 
 def _mapped(function: Callable[..., Any], mod: Mod, kind: Kind, *args: Tensor) -> Tensor:
-    """What the vmapped function returns; an error of torch about the mod becomes one of ours."""
+    """Call the vmapped function. Errors that torch raises about the mod become our own."""
     try:
         with AsOnTensors():
             result: Tensor = function(*args)
     except IndexError as error:
         raise CapturedIndexError(
-            f"{kind}_mod {mod_name(mod)!r} reads outside of a captured tensor: {error}. Clamp the "
-            f"index to the tensor's size."
+            f"the indices in {kind}_mod {mod_name(mod)!r} must be inside of the captured tensor, "
+            f"but {error}. Clamp the index to the tensor's size."
         ) from error
     except RuntimeError as error:
         if str(error) == "ZeroDivisionError":
             raise DivisionByZeroError(
-                f"the divisor of integers must not be 0, but is in {kind}_mod {mod_name(mod)!r}. "
-                f"Clamp it with .clamp(min=1)."
+                f"the divisor of integers must not be 0, but is 0 in {kind}_mod "
+                f"{mod_name(mod)!r}. Clamp it with .clamp(min=1)."
             ) from error
         if isinstance(error, QuireError):
             raise
@@ -125,12 +125,13 @@ def _mapped(function: Callable[..., Any], mod: Mod, kind: Kind, *args: Tensor) -
             raise UnsupportedOpError(
                 f"{kind}_mod {mod_name(mod)!r} must be made of operations that quire can trace or "
                 f"torch.vmap can run, but neither can: {type(error).__name__}: {reason} Convert "
-                f"what it loads to a dense tensor of an ordinary dtype, or write it with other "
-                f"operations."
+                f"the tensors that it reads to dense ones of an ordinary dtype, or write it with "
+                f"other operations."
             ) from error
         raise TracedBranchError(
-            f"{kind}_mod {mod_name(mod)!r} asks for the value of a single element, as a Python "
-            f"branch does. It runs once for all elements: write torch.where(condition, a, b)."
+            f"{kind}_mod {mod_name(mod)!r} must be computed for all elements at once, but asks for "
+            f"the value of a single element, as a Python branch does. Write torch.where(condition, "
+            f"a, b)."
         ) from error
     return result
 
@@ -244,8 +245,8 @@ def _index_tensor(item: Any) -> Tensor | None:
 class Opaque:
     """A mod that cannot be traced, with the tensors that it captures.
 
-    It is the user's function, for which `captures` stand in for the tensors it was written with:
-    `replace(mod, captures=others)` is the same function of other tensors.
+    Calling it calls the user's function with each of `originals` replaced by the tensor at the same
+    place in `captures`: `replace(mod, captures=others)` is the same function of other tensors.
     """
 
     mod: Mod
@@ -254,7 +255,7 @@ class Opaque:
 
     @staticmethod
     def of(mod: Mod, kind: Kind, score_dtype: torch.dtype, device: torch.device) -> Opaque:
-        """Find the captures of `mod` by calling it for one element."""
+        """Call `mod` for one element, and record which tensors it reads."""
         first = torch.zeros(1, dtype=torch.int64, device=device)
         score = torch.zeros(1, 1, 1, 1, dtype=score_dtype, device=device)
         recorder = _CaptureRecorder()
@@ -270,7 +271,7 @@ class Opaque:
         return Opaque(mod, captures, captures)
 
     def __call__(self, *args: Tensor) -> Any:
-        """The mod itself."""
+        """Call the user's function with the captures in place of the original tensors."""
         if self.captures is self.originals:
             return self.mod(*args)
         with _Substitution(self.originals, self.captures):
@@ -282,12 +283,12 @@ class Opaque:
 
 
 class _CaptureRecorder(TorchFunctionMode):
-    """Collects the tensors that enter a function from outside."""
+    """Collect the tensors that torch functions read and that no torch function made."""
 
     def __init__(self) -> None:
         super().__init__()
         self.captures: list[Tensor] = []
-        self._made: dict[int, Tensor] = {}  # kept alive, so that no id is used twice
+        self._made: dict[int, Tensor] = {}  # keeps them alive, so that no id is used twice
 
     def __torch_function__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -295,7 +296,7 @@ class _CaptureRecorder(TorchFunctionMode):
         for value in tree_leaves((args, kwargs)):
             if isinstance(value, Tensor) and id(value) not in self._made:
                 self._made[id(value)] = value
-                if not is_batched(value):  # one of the mod's arguments
+                if not is_batched(value):  # the arguments of the mod are batched
                     self.captures.append(value)
         result = func(*args, **(kwargs or {}))
         made = (value for value in tree_leaves(result) if isinstance(value, Tensor))
@@ -304,7 +305,7 @@ class _CaptureRecorder(TorchFunctionMode):
 
 
 class _Substitution(TorchFunctionMode):
-    """Lets torch functions see `others` in place of `originals`."""
+    """Give torch functions `others` in place of `originals`."""
 
     def __init__(self, originals: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> None:
         super().__init__()

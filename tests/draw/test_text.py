@@ -202,9 +202,14 @@ BLOCKS = by_hand(quire.BlockMask)
         ((mods.alibi(2), 8), {"h": 2}, errors.CapturedIndexError, "index 2 is out of bounds"),
         ((3, 8), {}, errors.NotCallableError, "Pass the function itself"),
         ((mods.causal,), {}, errors.ArgumentError, "tokens for the mask_mod 'causal'.*Give q_len"),
-        ((mods.causal, 0), {}, errors.ArgumentError, "q_len to be an integer of at least 1"),
-        ((mods.causal, 8, -1), {}, errors.ArgumentError, "kv_len to be an integer of at least 1"),
-        ((mods.causal, 8), {"b": -1}, errors.ArgumentError, "expected b to be an integer"),
+        ((mods.causal, 0), {}, errors.ArgumentError, "q_len must be a whole number of at least 1"),
+        (
+            (mods.causal, 8, -1),
+            {},
+            errors.ArgumentError,
+            "kv_len must be a whole number of at least 1",
+        ),
+        ((mods.causal, 8), {"b": -1}, errors.ArgumentError, "b must be a whole number"),
         ((mods.causal, 8), {"width": 3}, errors.ArgumentError, "width of at least 24 .*got 3.*80"),
         ((mods.causal, 8), {"block_size": 0}, errors.ArgumentError, "BLOCK_SIZE"),
         (

@@ -448,7 +448,7 @@ REFUSED: dict[str, tuple[type[QuireError], str, Refused]] = {
         "counts must be at most",
         lambda c: c.extend([c.sequence() for _ in range(64)], 2**62),  # their sum is 0 in 64 bits
     ),
-    "a fraction": (ArgumentError, "got 1.5", lambda c: c.extend([c.sequence()], 1.5)),  # type: ignore[arg-type]
+    "a fraction": (ArgumentError, "but is 1.5", lambda c: c.extend([c.sequence()], 1.5)),  # type: ignore[arg-type]
     "foreign rows": (
         SequenceError,
         "rows that extend of this cache",
@@ -476,7 +476,11 @@ REFUSED: dict[str, tuple[type[QuireError], str, Refused]] = {
             0, c.extend([c.sequence()], 1), rows(1, 2, 4), rows(1, 2, 4, dtype=torch.int64)
         ),
     ),
-    "fake": (TensorKindError, "key is a FakeTensor", lambda c: c.append([c.sequence()], *fake())),
+    "fake": (
+        TensorKindError,
+        "key must be a plain tensor, but is a FakeTensor",
+        lambda c: c.append([c.sequence()], *fake()),
+    ),
     "sparse": (
         TensorKindError,
         "key must be a strided tensor",

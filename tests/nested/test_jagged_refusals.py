@@ -163,7 +163,7 @@ BAD = {
     ),
     "scale": Bad(
         ArgumentError,
-        "scale must be a finite number, but got 'x'. Leave it out for 1/sqrt(head_dim).",
+        "scale must be a finite number, but is 'x'. Leave it out for 1/sqrt(head_dim).",
         options={"scale": "x"},
     ),
 }

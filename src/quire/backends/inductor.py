@@ -21,10 +21,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
+from quire.arguments import dtype_name
 from quire.aux_outputs import AuxOutput, AuxRequest
 from quire.dynamo import own
 from quire.errors import BackendError
 from quire.ir.trace import Mod
+from quire.mods.compose import shift
 from quire.request import Call
 from quire.results import Result
 from quire.torch_private import compile_errors, has_avx2, no_compiler_error
@@ -79,7 +81,7 @@ def _backward_obstacle(call: Call) -> str | None:
 
 
 def _cpu_obstacle(call: Call) -> str | None:
-    dtypes = [str(x.dtype).removeprefix("torch.") for x in call.placed.operands]
+    dtypes = [dtype_name(x.dtype) for x in call.placed.operands]
     if call.placed.query.dtype not in CPU_DTYPES:
         return f"PyTorch's flex_attention on cpu does not take {dtypes[0]}"
     if len(set(dtypes)) > 1:
@@ -98,8 +100,8 @@ def attention(call: Call) -> Result:
     key, value = (x.expand(batch, -1, -1, -1) for x in call.placed.operands[1:])
     if not torch.is_grad_enabled():  # PyTorch looks at requires_grad alone
         query, key, value = query.detach(), key.detach(), value.detach()
-    request, mask = call.request, call.problem.block_mask
-    aux = request.aux
+    request, problem, mask = call.request, call.problem, call.problem.block_mask
+    aux, (_, q_start, kv_start, *_) = request.aux, call.placed.one
     if mask is not None:
         _ = mask.kv_indices  # Dynamo cannot follow how the tensors of a long mask are made
     with _torch_errors():
@@ -107,9 +109,12 @@ def attention(call: Call) -> Result:
             query,
             key,
             value,
-            folded(_at_positions(call, request.score_mod), _at_positions(call, request.mask_mod)),
+            folded(
+                shift(request.score_mod, "score", q_start, kv_start),
+                shift(request.mask_mod, "mask", q_start, kv_start),
+            ),
             mask,
-            call.problem.scale,
+            problem.scale,
             enable_gqa=query.shape[1] != key.shape[1],
             kernel_options=call.request.kernel_options,
             return_aux=torch_flex.AuxRequest(
@@ -138,20 +143,6 @@ def _operator(*args: Any, **kwargs: Any) -> tuple[Tensor, torch_flex.AuxOutput]:
 def _compiled() -> Callable[..., tuple[Tensor, torch_flex.AuxOutput]]:
     options: dict[str, Any] = {"recompile_limit": RECOMPILE_LIMIT}  # not in torch's annotations
     return torch.compile(_operator, fullgraph=True, **options)
-
-
-def _at_positions(call: Call, mod: Mod | None) -> Mod | None:
-    """`mod` for indices that count from 0, as PyTorch's do."""
-    _, q_start, kv_start, *_ = call.placed.one
-    if mod is None or (q_start, kv_start) == (0, 0):
-        return mod
-
-    def moved(*args: Tensor) -> Tensor:
-        *others, q_idx, kv_idx = args
-        result: Tensor = mod(*others, q_idx + q_start, kv_idx + kv_start)
-        return result
-
-    return moved
 
 
 def folded(score_mod: Mod | None, mask_mod: Mod | None) -> Mod | None:

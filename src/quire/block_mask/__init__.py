@@ -1,13 +1,14 @@
-"""Block masks: which blocks of queries and keys meet, and what decides inside them.
+"""Block masks: which key blocks each query block reads, and the mask_mod that decides inside them.
 
     block_mask = create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, B=None, H=None,
                                    Q_LEN=1024, KV_LEN=1024)
     block_mask.sparsity()        # 43.75
     print(block_mask)
 
-Reading order: lists (the format), mask (the class), index, mask_mods and rows (its parts), create
-(from a mask_mod), fit (against the tensors of a call); elements, algebra (masks made of masks),
-parts (other lengths, some queries), packed (documents) and files.
+Reading order: lists and runs (two formats), tiles and classify (which blocks a mask_mod makes),
+tensors (the fields of a mask), mask (its methods), create (from a mask_mod), rows (for attention),
+fit (checks against the tensors of a call); elements, algebra (`&`, `|`, `~`), index and parts
+(slices, other lengths, some queries), files.
 """
 
 from quire.block_mask.create import create_block_mask, create_mask

@@ -1,34 +1,26 @@
-"""Masks made of masks: `a & b`, `a | b`, `~a`, exact in every element.
+"""Block masks combined: `a & b`, `a | b`, `~a`, exact in every element.
 
 a    b    a & b   a | b   ~a         . empty   ░ partial   █ full
 .    .      .       .      █
-.    ░      .       ░      █         Cells decide where they can: & is their minimum, | their
-░    ░      ░       ░      ░         maximum. In what is left partial the mask_mods decide, of
-░    █      ░       █      ░         which each block is looked at again, since it may have
-█    █      █       █      .         become empty or full.
+.    ░      .       ░      █         The cells of `a & b` are the minimum of both cells, those of
+░    ░      ░       ░      ░         `a | b` the maximum. Where the result is partial, the mask_mods
+░    █      ░       █      ░         are combined and each block is classified again, since it may
+█    █      █       █      .         have become empty or full.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from quire.block_mask.elements import (
-    Elements,
-    four_dimensional,
-    inverted,
-    is_endless,
-    look_again,
-)
+from quire.block_mask.elements import Elements, four_dimensional, is_endless, reclassified
 from quire.block_mask.lists import FULL, PARTIAL, check_devices
-from quire.block_mask.mask_mods import MaskMod
 from quire.block_mask.tiles import Sizes
 from quire.errors import BlockMaskShapeError
-from quire.ir.trace import mod_name
+from quire.mods.compose import MaskMod, and_masks, not_mask, or_masks
 
 if TYPE_CHECKING:
     from quire.block_mask.mask import BlockMask
@@ -36,16 +28,15 @@ if TYPE_CHECKING:
 Mask = TypeVar("Mask", bound="BlockMask")
 
 
-class _Sign(NamedTuple):
-    """What `&` and `|` do to names, cells and truth values."""
+class _Operator(NamedTuple):
+    """How `&` or `|` combines the cells and the mask_mods of two masks."""
 
-    text: str
     cells: Callable[[Tensor, Tensor], Tensor]
-    values: Callable[[Tensor, Tensor], Tensor]
+    mods: Callable[[MaskMod, MaskMod], MaskMod]
 
 
-_AND = _Sign("&", torch.minimum, operator.and_)
-_OR = _Sign("|", torch.maximum, operator.or_)
+_AND = _Operator(torch.minimum, and_masks)
+_OR = _Operator(torch.maximum, or_masks)
 
 
 def intersection(one: Mask, other: BlockMask) -> Mask:
@@ -54,7 +45,7 @@ def intersection(one: Mask, other: BlockMask) -> Mask:
 
 
 def union(one: Mask, other: BlockMask) -> Mask:
-    """The mask of what at least one of two masks allows."""
+    """The mask of what at least one of the masks allows."""
     return _join(one, other, _OR)
 
 
@@ -63,56 +54,49 @@ def complement(mask: Mask) -> Mask:
     elements = Elements(mask, mask.BLOCK_SIZE)
     cells = FULL - elements.cells
     if (cells == PARTIAL).any():
-        cells = look_again(cells, inverted(elements.safe_mod), elements.sizes, mask.BLOCK_SIZE)
+        cells = reclassified(cells, not_mask(elements.safe_mod), elements.sizes, mask.BLOCK_SIZE)
     return mask._from_cells(
         cells,
         True,
         BLOCK_SIZE=elements.block_size,
-        mask_mod=inverted(elements.mod),
+        mask_mod=not_mask(elements.mod),
         seq_lengths=mask.seq_lengths,
     )
 
 
-def _join(one: Mask, other: BlockMask, sign: _Sign) -> Mask:
+def _join(one: Mask, other: BlockMask, combine: _Operator) -> Mask:
     check_devices(four_dimensional(one), four_dimensional(other))
     sizes = _common_sizes(one, other)
     block_size = _common_block_size(one, other, sizes)
     left, right = Elements(one, block_size, sizes), Elements(other, block_size, sizes)
-    cells = sign.cells(left.cells, right.cells)
-    # In a partial block at least one side is partial, and the other decides nothing or is too.
+    cells = combine.cells(left.cells, right.cells)
+    # Where the result is partial, one side is partial and the other is partial or changes nothing.
     in_left, in_right = left.cells == PARTIAL, right.cells == PARTIAL
     found = torch.where(in_left, left.known, right.known)
     if (in_left & in_right).any():
-        both = _joined(left.safe_mod, right.safe_mod, sign)
-        found = torch.where(in_left & in_right, look_again(cells, both, sizes, block_size), found)
+        both = combine.mods(left.safe_mod, right.safe_mod)
+        found = torch.where(in_left & in_right, reclassified(cells, both, sizes, block_size), found)
     cells = torch.where(cells == PARTIAL, found, cells)
     return one._from_cells(
         cells.expand(*sizes[:2], -1, -1),
         True,
         BLOCK_SIZE=block_size,
-        mask_mod=_joined_where(left, right, cells == PARTIAL, sign),
+        mask_mod=_combined_mod(left, right, cells == PARTIAL, combine),
         seq_lengths=sizes[2:],
     )
 
 
-def _joined_where(left: Elements, right: Elements, asked: Tensor, sign: _Sign) -> MaskMod:
-    """The mod of a result that is asked in the blocks `asked`.
+def _combined_mod(left: Elements, right: Elements, partial: Tensor, combine: _Operator) -> MaskMod:
+    """The mask_mod of a result that is called in the blocks `partial` [B, H, rows, columns].
 
-    A side whose mod would be wrong there, and which is partial in none of them, has no say.
+    If a side is partial in none of these blocks, it changes nothing there. We leave its mod out if
+    it could disagree with its cells.
     """
     for side, opposite in ((left, right), (right, left)):
-        silent = not (asked & (side.cells == PARTIAL)).any()
-        if silent and side.disputed(asked).any():
-            return opposite.mod_in(asked)
-    return _joined(left.mod_in(asked), right.mod_in(asked), sign)
-
-
-def _joined(left: MaskMod, right: MaskMod, sign: _Sign) -> MaskMod:
-    def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return sign.values(left(b, h, q_idx, kv_idx), right(b, h, q_idx, kv_idx))
-
-    mask.__name__ = mask.__qualname__ = f"({mod_name(left)} {sign.text} {mod_name(right)})"
-    return mask
+        unneeded = not (partial & (side.cells == PARTIAL)).any()
+        if unneeded and side.disputed(partial).any():
+            return opposite.mod_in(partial)
+    return combine.mods(left.mod_in(partial), right.mod_in(partial))
 
 
 def _common_sizes(one: BlockMask, other: BlockMask) -> Sizes:
@@ -120,7 +104,7 @@ def _common_sizes(one: BlockMask, other: BlockMask) -> Sizes:
     for name, *counts in zip("BH", _batch(one), _batch(other), strict=False):
         if len({*counts} - {1}) > 1:
             raise BlockMaskShapeError(
-                f"expected two block masks of the same {name}, or one with {name}=1, got "
+                f"two block masks must have the same {name}, or one of them {name}=1, but have "
                 f"{name}={counts[0]} and {name}={counts[1]}. Create both with the same {name}."
             )
         batch.append(counts[1] if counts[0] == 1 else counts[0])
@@ -128,9 +112,8 @@ def _common_sizes(one: BlockMask, other: BlockMask) -> Sizes:
         return (batch[0], batch[1], *other.seq_lengths)
     if not is_endless(other):
         raise BlockMaskShapeError(
-            f"expected two block masks of the same lengths, got {one.seq_lengths} and "
-            f"{other.seq_lengths}. Bring one to the lengths of the other with "
-            f"mask.resize{other.seq_lengths}."
+            f"two block masks must have the same lengths, but have {one.seq_lengths} and "
+            f"{other.seq_lengths}. Change the lengths of one with mask.resize{other.seq_lengths}."
         )
     return (batch[0], batch[1], *one.seq_lengths)
 
@@ -141,12 +124,12 @@ def _batch(mask: BlockMask) -> tuple[int, int]:
 
 
 def _common_block_size(one: BlockMask, other: BlockMask, sizes: Sizes) -> tuple[int, int]:
-    """The finer block size in each direction."""
+    """The smaller block size in each direction."""
     pairs = zip(one.BLOCK_SIZE, other.BLOCK_SIZE, sizes[2:], strict=True)
     for fine, coarse, length in ((*sorted(pair), length) for *pair, length in pairs):
-        if coarse % fine and coarse < length:  # blocks that hold everything can be of any size
+        if coarse % fine and coarse < length:  # a block that holds everything has no borders inside
             raise BlockMaskShapeError(
-                f"expected block sizes of which one divides the other, got {one.BLOCK_SIZE} and "
+                f"one of two block sizes must divide the other, but they are {one.BLOCK_SIZE} and "
                 f"{other.BLOCK_SIZE}. Create one of the masks again with the BLOCK_SIZE of the "
                 f"other, or with one that divides it."
             )

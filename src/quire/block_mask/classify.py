@@ -1,9 +1,9 @@
-"""What each block of a mask is: empty, partial or full, exactly.
+"""Which blocks of a mask are empty, partial or full, exactly.
 
-Bounds decide most blocks: first wide spans of a row, then single blocks. Of a block that they leave
-open some elements are tried, since one that holds and one that does not make it partial; what is
-open even then is looked at element by element. All of it in bounded memory. A mask_mod that has no
-graph is evaluated everywhere.
+Bounds of the mask_mod decide most blocks (`ir/bound.py`): we ask about wide spans of blocks first,
+then about single ones. If the bounds of a block are unsure, we evaluate a few of its elements: one
+that is True and one that is False make it partial. If that does not decide, we evaluate all of its
+elements. Memory is bounded. A mask_mod that cannot be traced is evaluated for all elements.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from quire.ir.pyramid import heap
 from quire.ir.terms import term, whole
 from quire.ir.trace import MASK_INPUTS, Mod, Traced
 
-SPAN = 64  # blocks that are asked about at once
-TRIED = 4  # elements that are tried along each side of a block
-ASKED = 2**18  # spans or blocks whose bounds are reckoned at once
-UNSURE = 3  # a block that is not decided yet
+SPAN = 64  # blocks in a span
+TRIED = 4  # elements that are evaluated first, along each side of a block
+ASKED = 2**18  # spans or blocks whose bounds are computed at once
+UNSURE = 3  # the kind of a block that is not decided yet
 
 
 def classify(mod: Mod, sizes: Sizes, block_size: tuple[int, int], device: torch.device) -> Runs:
-    """The blocks of a mask that are not empty. One that reaches past an end is never full."""
+    """The blocks of a mask that are not empty. One that reaches beyond an end is never full."""
     elements = min(block_size[0], sizes[2]) * min(block_size[1], sizes[3])
     if not isinstance(mod, Traced) or not 0 < elements <= TILE_ELEMENTS or 0 in sizes:
         counts = count_blocks(mod, sizes, block_size, device)
@@ -41,14 +41,14 @@ def classify(mod: Mod, sizes: Sizes, block_size: tuple[int, int], device: torch.
         cells = (counts > 0).to(torch.int32).masked_fill(full, FULL)
         return Runs.of_cells(cells.cpu().numpy())
     reads = inputs(mod.output)
-    # A mask that is the same for every batch or head is looked at once.
+    # If all batches or heads have the same mask, classify the blocks of one.
     once = (sizes[0] if "b" in reads else 1, sizes[1] if "h" in reads else 1, *sizes[2:])
     runs = Grid(mod, once, block_size, device).runs()
     return _repeated(runs, sizes[0], sizes[1])
 
 
 def _repeated(runs: Runs, batches: int, heads: int) -> Runs:
-    """The same runs for more batches and heads."""
+    """The runs of one batch or head, repeated for all of them."""
     if runs.shape[:2] == (batches, heads):
         return runs
     _, _, num_rows, columns = runs.shape
@@ -58,29 +58,29 @@ def _repeated(runs: Runs, batches: int, heads: int) -> Runs:
 
 
 class Rectangles:
-    """A traced mask that is asked about rectangles of queries and keys, and about elements."""
+    """Bounds of a traced mask over rectangles of queries and keys, and its elements."""
 
     def __init__(self, mask: Traced, ranges: Mapping[str, Range], levels: int = 0) -> None:
         self.mask = mask
         shapes = [tuple(tensor.shape) for tensor in mask.captures]
         bounds = bound(mask.output, shapes, ranges, levels)
-        # One graph of both, so that what they share is computed once.
+        # One graph for both bounds, so that their common parts are computed once.
         known = term("where", bounds.must, whole(FULL), whole(UNSURE))
         self.kind = term("where", bounds.can, known, whole(EMPTY))
         pyramids = [heap(mask.captures[p.slot], p) for p in bounds.pyramids]
         self.captures = [*mask.captures, *pyramids]
 
     def kinds(self, env: Mapping[str, Tensor]) -> Tensor:
-        """EMPTY, FULL or UNSURE by bounds alone, given b, h, q_low, q_high, kv_low, kv_high."""
+        """EMPTY, FULL or UNSURE by the bounds, from b, h, q_low, q_high, kv_low and kv_high."""
         return interpret(self.kind, env, self.captures)
 
     def holds(self, env: Mapping[str, Tensor]) -> Tensor:
-        """Whether elements hold, given b, h, q_idx, kv_idx."""
+        """The values of the mask, from b, h, q_idx and kv_idx."""
         return interpret(self.mask.output, env, self.mask.captures, where=self.mask.where)
 
 
 class Grid:
-    """The blocks of a traced mask."""
+    """The grid of blocks of a traced mask."""
 
     def __init__(
         self, mask: Traced, sizes: Sizes, block_size: tuple[int, int], device: torch.device
@@ -88,33 +88,34 @@ class Grid:
         self.mask, self.sizes, self.block_size, self.device = mask, sizes, block_size, device
         self.num_rows, self.num_columns = map(ceil_div, sizes[2:], block_size)
         ranges = {name: (0, size - 1) for name, size in zip(MASK_INPUTS, sizes, strict=True)}
-        # Blocks of a power of two are entries of a pyramid, and need no exact ranges of loads.
+        # A block whose size is a power of two is one entry of a pyramid of loads. Blocks of other
+        # sizes need bounds that are exact for ranges that begin anywhere.
         odd = [size for size in block_size if size & (size - 1)]
         levels = min(8, max(odd).bit_length()) if odd else 0
         self.rectangles = Rectangles(mask, ranges, levels)
 
     def runs(self) -> Runs:
-        """What there is, from wide spans down to elements."""
+        """Classify all blocks, from wide spans down to elements."""
         span = SPAN if self.num_columns > 2 * SPAN else 1
         rows, spans = math.prod(self.sizes[:2]) * self.num_rows, ceil_div(self.num_columns, span)
         decided: list[Tensor] = []
         start = torch.arange(0, spans, device=self.device).view(1, -1) * span
         for row in torch.arange(rows, device=self.device).split(max(1, ASKED // spans)):
-            decided += self._decided(row.view(-1, 1), start, start + span)
+            decided += self._classified(row.view(-1, 1), start, start + span)
         segments = torch.cat(decided) if decided else torch.empty(0, 4, dtype=torch.int64)
         segments = segments[(segments[:, 0] * (self.num_columns + 1) + segments[:, 1]).argsort()]
         row, start, stop, kind = segments.cpu().numpy().T
         shape = (*self.sizes[:2], self.num_rows, self.num_columns)
         return Runs.of_segments(shape, row, start, stop, kind.astype(np.int8))
 
-    def _decided(self, row: Tensor, start: Tensor, stop: Tensor) -> list[Tensor]:
-        """Segments [n, 4]: row, start, stop and kind, of what is not empty in some spans.
+    def _classified(self, row: Tensor, start: Tensor, stop: Tensor) -> list[Tensor]:
+        """Classify spans of blocks: segments [k, 4] of row, start, stop and kind, without EMPTY.
 
-        Rows are [n, 1], the spans of each [n, m], or [1, m] if all have the same, so that what
-        depends on a row alone, or on a span alone, is computed once.
+        `row` is [n, 1]; `start` and `stop` are [n, m], or [1, m] if all rows have the same spans.
+        So whatever depends on the row alone, or on the span alone, is computed once.
         """
         stop = stop.clamp(max=self.num_columns)
-        kind = self._bounded(row, start, stop)
+        kind = self._by_bounds(row, start, stop)
         row, start, stop = (part.expand(kind.shape) for part in (row, start, stop))
         wide = (kind == UNSURE) & (stop - start > 1)
         result = []
@@ -122,20 +123,20 @@ class Grid:
             blocks = torch.arange(SPAN, device=self.device)
             spans = torch.stack([row[wide], start[wide]], -1)
             for rows, starts in (part.split(1, -1) for part in spans.split(ceil_div(ASKED, SPAN))):
-                result += self._decided(rows, starts + blocks, starts + blocks + 1)
+                result += self._classified(rows, starts + blocks, starts + blocks + 1)
         single = (kind == UNSURE) & ~wide
-        kind[single] = self._looked_at(row[single], start[single])
+        kind[single] = self._by_elements(row[single], start[single])
         present = (kind != EMPTY) & ~wide
         parts = (row[present], start[present], stop[present], kind[present])
         return [*result, torch.stack(parts, -1)]
 
     def _place(self, row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Batch, head and row of blocks of a row among all of them."""
+        """Batch, head and row within them, from row numbers that count through all of them."""
         pair = row // self.num_rows
         return pair // self.sizes[1], pair % self.sizes[1], row % self.num_rows
 
-    def _bounded(self, row: Tensor, start: Tensor, stop: Tensor) -> Tensor:
-        """EMPTY, FULL, PARTIAL or UNSURE by the bounds alone; EMPTY past the last column."""
+    def _by_bounds(self, row: Tensor, start: Tensor, stop: Tensor) -> Tensor:
+        """The kind of each span by the bounds [n, m]; EMPTY for a span after the last column."""
         (q_size, kv_size), (q_len, kv_len) = self.block_size, self.sizes[2:]
         b, h, q = self._place(row)
         env = {
@@ -148,24 +149,24 @@ class Grid:
         }
         kind = self.rectangles.kinds(env).expand(len(row), start.shape[1])
         complete = ((q + 1) * q_size <= q_len) & (stop * kv_size <= kv_len)
-        # A span that reaches past the end has full blocks and a partial one.
+        # A block that reaches beyond an end is partial. A span with such a block is split.
         ragged = torch.where(stop - start > 1, UNSURE, PARTIAL)
         kind = torch.where((kind == FULL) & ~complete, ragged, kind)
         return torch.where(start < stop, kind, EMPTY)
 
-    def _looked_at(self, row: Tensor, column: Tensor) -> Tensor:
-        """What blocks are by their elements: a few first, then all."""
+    def _by_elements(self, row: Tensor, column: Tensor) -> Tensor:
+        """The kinds of single blocks by their elements: by a few of them first, then by all."""
         kind = torch.full_like(row, UNSURE)
         for sides in ((TRIED, TRIED), self.block_size):  # no more than TILE_ELEMENTS
             left = (kind == UNSURE).nonzero().flatten()
             if len(left) == 0:
                 break
             for at in left.split(max(1, TILE_ELEMENTS // (sides[0] * sides[1]))):
-                kind[at] = self._tried(row[at], column[at], sides)
+                kind[at] = self._by_some_elements(row[at], column[at], sides)
         return kind
 
-    def _tried(self, row: Tensor, column: Tensor, sides: tuple[int, int]) -> Tensor:
-        """What blocks are by some elements of them; UNSURE where all agree and not all are seen."""
+    def _by_some_elements(self, row: Tensor, column: Tensor, sides: tuple[int, int]) -> Tensor:
+        """The kinds of blocks by `sides` elements; UNSURE if these agree and are not all."""
         b, h, q = self._place(row)
         q_idx, exists_q = self._positions(q, sides[0], 0)
         kv_idx, exists_kv = self._positions(column, sides[1], 1)
@@ -182,7 +183,10 @@ class Grid:
         return torch.where(some & ~every, PARTIAL, UNSURE)
 
     def _positions(self, block: Tensor, count: int, axis: int) -> tuple[Tensor, Tensor]:
-        """Positions across blocks, none past the last, and whether they exist: [n, count]."""
+        """`count` positions spread over each block, and whether they exist: [n, count] each.
+
+        A position that does not exist is replaced by the last one.
+        """
         size, length = self.block_size[axis], self.sizes[2 + axis]
         count = min(count, size)
         places = torch.linspace(0, size - 1, count, dtype=torch.float64, device=self.device)

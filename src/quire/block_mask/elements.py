@@ -1,13 +1,17 @@
-"""What the elements of a block mask are, said by a mod.
+"""The elements of a block mask, as a mod.
 
-    cells             mask_mod          elements
-    █ .               1 1 0 0           1 1 0 0      the mask_mod is asked in ░ and nowhere else: it
-    . ░               0 0 1 0           0 0 1 0      need not agree with a mask that someone listed
-                      1 0 0 1           0 0 0 1      by hand, and may fail where it is not asked
+    cells             mask_mod          elements          . empty   ░ partial   █ full
+    █ .               1 1 0 0           1 1 0 0           blocks of 2 x 2
+    . ░               0 0 1 0           1 1 0 0
+                      1 0 1 0           0 0 1 0
+                      1 0 0 1           0 0 0 1
 
-Comes in: a mask. Goes out: its cells on a grid as fine as another's, and a mod that is right in
-whatever blocks it will be asked: the mask_mod itself where that is enough, else one that looks the
-block up first.
+The mask_mod of a block mask is called in partial blocks (░) and nowhere else. A user who lists
+blocks by hand may give a mask_mod that disagrees with them elsewhere, or that fails there.
+
+`Elements` takes a mask and a block size. It gives the cells of the mask in blocks of that size, and
+for any set of blocks a mod that is right in them: the mask_mod itself if it is, else a mod that
+looks up the kind of the block first.
 """
 
 from __future__ import annotations
@@ -20,20 +24,21 @@ from torch import Tensor
 
 from quire.block_mask.classify import classify
 from quire.block_mask.lists import EMPTY, FULL, NOOP_BLOCK_SIZE, PARTIAL, ceil_div
-from quire.block_mask.mask_mods import MaskMod, sliced_mask_mod
+from quire.block_mask.mask_mods import sliced_mask_mod
 from quire.block_mask.tiles import Sizes, fastest_form
 from quire.errors import BlockMaskShapeError
 from quire.ir.graph import inputs
 from quire.ir.trace import Traced, mod_name
+from quire.mods.compose import MaskMod, named, not_mask
 
 if TYPE_CHECKING:
     from quire.block_mask.mask import BlockMask
 
 
 class Elements:
-    """The elements of a mask, for a number of batches and heads and on a grid of blocks.
+    """The cells [B or 1, H or 1, rows, columns] of a mask in blocks of `block_size`, and its mod.
 
-    `cells` are [B or 1, H or 1, rows, columns]; `sizes` are those of the masks that it is for.
+    `sizes` are the B, H, L, S of the mask that will use them, by default those of `mask`.
     """
 
     def __init__(
@@ -50,111 +55,113 @@ class Elements:
 
     @functools.cached_property
     def kinds(self) -> Tensor | None:
-        """What each block would be if the mask_mod alone decided; None where that is not known."""
-        return kinds(self.mod, self.sizes, self.block_size, self.cells.device)
+        """The kind that the mask_mod alone would give each block; None if that is not known."""
+        return kinds_of(self.mod, self.sizes, self.block_size, self.cells.device)
 
     @functools.cached_property
     def known(self) -> Tensor:
-        """What each partial block is by its elements, as far as that is known."""
+        """The kind of each partial block by its elements; PARTIAL if that is not known."""
         found = self.kinds
         if found is None:
-            found = kinds(self.safe_mod, self.sizes, self.block_size, self.cells.device)
+            found = kinds_of(self.safe_mod, self.sizes, self.block_size, self.cells.device)
         return torch.full_like(self.cells, PARTIAL) if found is None else found
 
     @functools.cached_property
     def safe_mod(self) -> MaskMod:
-        """A mod that is right in partial blocks, and does not fail in the others."""
+        """A mod that is right in partial blocks and does not fail in the others."""
         if self.kinds is None:
-            return looked_up(self.mod, self.cells, self.block_size, only_in_partial=True)
+            return by_block(self.mod, self.cells, self.block_size, only_in_partial=True)
         return self.mod
 
-    def disputed(self, asked: Tensor) -> Tensor:
-        """The blocks `asked` in which the mask_mod is not known to agree with the cells."""
-        foreign = asked & (self.cells != PARTIAL)
+    def disputed(self, blocks: Tensor) -> Tensor:
+        """Those of `blocks` in which the mask_mod may disagree with the cells: bool."""
+        foreign = blocks & (self.cells != PARTIAL)
         if not foreign.any() or self.kinds is None:
             return foreign
         wrong = foreign & (self.kinds != self.cells)
         if (wrong & (self.cells == FULL)).any():
-            # A block beyond the last token is never called full. It is if nothing is left out.
-            holes = kinds(inverted(self.mod), self.sizes, self.block_size, self.cells.device)
+            # `kinds` never has FULL for a block that reaches beyond the last token. Such a block
+            # agrees with a full cell if the inverse of the mod is empty there.
+            holes = kinds_of(not_mask(self.mod), self.sizes, self.block_size, self.cells.device)
             if holes is not None:
                 wrong &= (self.cells != FULL) | (holes != EMPTY)
         return wrong
 
-    def mod_in(self, asked: Tensor) -> MaskMod:
-        """A mod that is right in the blocks `asked`: [B or 1, H or 1, rows, columns]."""
-        if not self.disputed(asked).any():
+    def mod_in(self, blocks: Tensor) -> MaskMod:
+        """A mod that is right in `blocks`, a bool tensor like `cells`."""
+        if not self.disputed(blocks).any():
             return self.mod
-        careful = self.kinds is None
-        return looked_up(self.mod, self.cells, self.block_size, only_in_partial=careful)
+        may_fail = self.kinds is None
+        return by_block(self.mod, self.cells, self.block_size, only_in_partial=may_fail)
 
 
 def four_dimensional(mask: BlockMask) -> Tensor:
-    """The cells of a mask that has a mask_mod, as [B, H, rows, columns]."""
+    """The cells of a mask as [B, H, rows, columns]. Raise if it is a slice without a mask_mod."""
     cells = mask._cells()
     if mask.is_sliced:
         sliced_mask_mod(cells, cells, cells, cells)
     if cells.dim() > 4:
         raise BlockMaskShapeError(
-            f"expected a block mask with cells of shape [B, H, rows, columns], got "
+            f"a block mask must have cells of shape [B, H, rows, columns], but has "
             f"{list(cells.shape)}. Flatten its batch dimensions into one."
         )
     return cells.reshape((1,) * (4 - cells.dim()) + cells.shape)
 
 
 def is_endless(mask: BlockMask) -> bool:
-    """Whether a mask is good for every length."""
+    """Whether a mask can be used with sequences of any length."""
     return mask.BLOCK_SIZE == (NOOP_BLOCK_SIZE, NOOP_BLOCK_SIZE)
 
 
-def kinds(
+def kinds_of(
     mod: MaskMod, sizes: Sizes, block_size: tuple[int, int], device: torch.device
 ) -> Tensor | None:
-    """What each block of a mask_mod is; None where it cannot be asked everywhere.
+    """The kind of each block by the mask_mod alone; None if it cannot be called everywhere.
 
-    Nor can it if the mask is for every length, or if the mod tells batches or heads apart of which
-    the sizes have one that stands for all.
+    Also None for a mask of unlimited length, and if the mod uses `b` or `h` while the sizes have
+    one batch or head that stands for all.
     """
     form = fastest_form(mod, "mask", device)
     reads = inputs(form.output) if isinstance(form, Traced) else {"b", "h"}
     stands_for_all = {name for name, size in zip("bh", sizes, strict=False) if size == 1}
     if reads & stands_for_all or block_size == (NOOP_BLOCK_SIZE, NOOP_BLOCK_SIZE):
         return None
-    return created(form, sizes, block_size, device)
+    return created_cells(form, sizes, block_size, device)
 
 
-def created(
+def created_cells(
     mod: MaskMod, sizes: Sizes, block_size: tuple[int, int], device: torch.device
 ) -> Tensor | None:
-    """The cells that create_block_mask would find; None where the mod cannot be asked."""
+    """The cells that create_block_mask would make; None if the mod fails somewhere."""
     form = fastest_form(mod, "mask", device)
     try:
         runs = classify(form, sizes, block_size, device)
-    except (IndexError, ZeroDivisionError):  # only where it is asked must a mask_mod be right
+    except (IndexError, ZeroDivisionError):  # a mask_mod may fail outside of partial blocks
         return None
     return torch.from_numpy(runs.cells()).to(device)
 
 
-def look_again(cells: Tensor, mod: MaskMod, sizes: Sizes, block_size: tuple[int, int]) -> Tensor:
-    """`cells`, of which those that are partial are what `mod` says if it can be asked."""
-    found = kinds(mod, sizes, block_size, cells.device)
+def reclassified(cells: Tensor, mod: MaskMod, sizes: Sizes, block_size: tuple[int, int]) -> Tensor:
+    """`cells`, with partial ones replaced by their kind under `mod` if that can be computed."""
+    found = kinds_of(mod, sizes, block_size, cells.device)
     return cells if found is None else torch.where(cells == PARTIAL, found, cells)
 
 
 def element_mod(mask: BlockMask) -> MaskMod:
-    """A mod that is right everywhere in the blocks of a mask."""
+    """A mod that is right in all blocks of a mask: it hides what no block has."""
     if is_endless(mask):
         return mask.mask_mod
-    return looked_up(mask.mask_mod, four_dimensional(mask), mask.BLOCK_SIZE, only_in_partial=True)
+    return by_block(mask.mask_mod, four_dimensional(mask), mask.BLOCK_SIZE, only_in_partial=True)
 
 
-def looked_up(
+def by_block(
     mod: MaskMod, cells: Tensor, block_size: tuple[int, int], *, only_in_partial: bool
 ) -> MaskMod:
-    """A mod that says what blocks say: all of a full one, nothing of an empty one.
+    """A mod that is True in full blocks, False in empty ones, and `mod` in partial ones.
 
-    With `only_in_partial`, `mod` sees positions of partial blocks alone: elsewhere, those of the
-    first element of one.
+    `mod` is computed for every element and its result used in partial blocks. If `mod` could fail
+    elsewhere, set `only_in_partial`: then other elements call it with the first element of a
+    partial block.
     """
     partial = (cells == PARTIAL).nonzero()
     table = cells.to(torch.int8)
@@ -163,6 +170,7 @@ def looked_up(
         table = table if dim in batch else table.squeeze(dim)
     q_block, kv_block = block_size
 
+    @named(f"blocks of {mod_name(mod)}")
     def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         kind = table[(*((b, h)[dim] for dim in batch), q_idx // q_block, kv_idx // kv_block)]
         if not len(partial):
@@ -176,18 +184,4 @@ def looked_up(
     if len(partial):
         batch_idx, head, row, column = partial[0].tolist()
         first = (batch_idx, head, row * q_block, column * kv_block)
-    mask.__name__ = mask.__qualname__ = f"blocks of {mod_name(mod)}"
-    return mask
-
-
-def inverted(mod: MaskMod) -> MaskMod:
-    """The mod that allows what `mod` does not."""
-
-    def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        allowed: Tensor | bool = mod(b, h, q_idx, kv_idx)
-        if isinstance(allowed, bool):  # a user's mod may return Python's own
-            return b < 0 if allowed else b >= 0
-        return ~allowed
-
-    mask.__name__ = mask.__qualname__ = f"~{mod_name(mod)}"
     return mask

@@ -1,4 +1,4 @@
-"""What can be written between the brackets of `block_mask[...]`."""
+"""The index in `block_mask[index]`: what is allowed, and how it is read."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.arguments import dtype_name
 from quire.block_mask.lists import INDEX_DTYPES, is_readable
 from quire.errors import BlockIndexError
 
 
 def expand_index(index: object, shape: torch.Size) -> tuple[slice | Tensor, ...]:
-    """What was written in `mask[...]` as one slice or 1-d tensor for each dimension of `shape`.
+    """Return one slice or 1-d tensor for each dimension of `shape` from what a user wrote.
 
-    An integer becomes a slice of one, so that no dimension is lost.
+    An integer becomes a slice of length 1, so that all dimensions stay.
     """
     parts = index if isinstance(index, tuple) else (index,)
     dots = [place for place, part in enumerate(parts) if part is Ellipsis]
     given = len(parts) - len(dots)
     if given > len(shape) or len(dots) > 1:
         raise BlockIndexError(
-            f"expected at most {len(shape)} indices (batch, head, row of blocks) and one `...`, "
-            f"got {given} and {len(dots)}. Leave the blocks themselves out of the index."
+            f"the index of a block mask must have at most {len(shape)} parts (batch, head, row of "
+            f"blocks) and one `...`, but has {given} and {len(dots)}. Index no columns of blocks."
         )
     place = dots[0] if dots else given
     everything = (slice(None),) * (len(shape) - given)
@@ -31,7 +32,7 @@ def expand_index(index: object, shape: torch.Size) -> tuple[slice | Tensor, ...]
     expanded = tuple(_expand_part(part, size) for part, size in zip(parts, shape, strict=True))
     if isinstance(expanded[-1], Tensor) and any(isinstance(part, Tensor) for part in expanded[:-1]):
         raise BlockIndexError(
-            "expected a tensor that picks rows to be the only tensor in the index, got several. "
+            "a tensor that picks rows must be the only tensor in the index, but there are several. "
             "Index twice: mask[batches, heads][:, :, rows]."
         )
     return expanded
@@ -41,8 +42,8 @@ def _expand_part(part: object, size: int) -> slice | Tensor:
     if isinstance(part, slice):
         if part.step is not None and part.step < 1:
             raise BlockIndexError(
-                f"expected a slice with a positive step, got {part}. "
-                f"Pick blocks in another order with a tensor."
+                f"a slice of a block mask must have a positive step, but is {part}. Pick blocks in "
+                f"another order with a tensor."
             )
         return part
     if isinstance(part, (Tensor, list, np.ndarray)):
@@ -51,7 +52,7 @@ def _expand_part(part: object, size: int) -> slice | Tensor:
         number = operator.index(part)  # type: ignore[arg-type]
     except TypeError:
         raise BlockIndexError(
-            f"expected an integer, a slice, a tensor or `...`, got {part!r}. "
+            f"a part of an index must be an integer, a slice, a tensor or `...`, but is {part!r}. "
             f"Index batch, head and row of blocks."
         ) from None
     _check_range(number, size)
@@ -64,10 +65,10 @@ def _expand_picks(picks: Tensor, size: int) -> Tensor:
     picks = picks.reshape(1) if picks.dim() == 0 else picks
     if picks.dim() != 1 or (picks.numel() and picks.dtype not in INDEX_DTYPES):
         raise BlockIndexError(
-            f"expected a tensor of integers with one dimension, or of {size} truth values, got "
-            f"{picks.dtype} of shape {list(picks.shape)}. Flatten it and convert it to int64."
+            f"a tensor in an index must be 1-D and hold integers, or {size} truth values, but is "
+            f"{dtype_name(picks.dtype)} {list(picks.shape)}. Flatten it and convert it to int64."
         )
-    picks = picks.long()  # uint8 would be taken for truth values
+    picks = picks.long()  # torch takes uint8 for truth values
     if is_readable(picks):
         for number in picks[(picks < -size) | (picks >= size)].tolist():
             _check_range(number, size)
@@ -77,6 +78,6 @@ def _expand_picks(picks: Tensor, size: int) -> Tensor:
 def _check_range(number: int, size: int) -> None:
     if not -size <= number < size:
         raise BlockIndexError(
-            f"expected an index from {-size} to {size - 1} into a dimension of size {size} of a "
-            f"block mask, got {number}. Count batches, heads and rows of blocks, not tokens."
+            f"an index into a dimension of size {size} of a block mask must be from {-size} to "
+            f"{size - 1}, but is {number}. Count batches, heads and rows of blocks, not tokens."
         )

@@ -1,25 +1,28 @@
-"""The blocks that each row of query blocks reads, as lists and as a grid.
+"""The key blocks that each row of query blocks reads, as lists and as a grid.
 
     indices  num_blocks            cells, one row per query block, one column per key block
     0 . . .       1                █ . . .
     2 0 . .       2        <->     ░ . █ .
     1 3 2 .       3                . ░ ░ █
 
-A list is the first `num_blocks` entries of a row of `indices`, in any order; what follows is
-undefined. A block mask has two pairs of them, the partial blocks (░, the mask_mod decides) and the
-full ones (█). Comes in: such tensors, of any leading dimensions and on any device. Goes out: grids,
-lists. What odd lists mean is decided by the grid: a block listed twice counts
-once, a block in both lists is full, an entry beyond the last block is not there.
+The list of a row is the first `num_blocks` entries of `indices`, in any order; the entries after
+them are not read. A block mask has two lists for each row: the partial blocks (░), in which the
+mask_mod decides, and the full ones (█). This module converts lists to grids of cells and back, for
+tensors with any leading dimensions and on any device, and checks lists.
+
+A block that is listed twice counts once. A block in both lists is full. An entry beyond the last
+block is ignored.
 """
 
 from __future__ import annotations
 
-import operator
+from collections.abc import Sequence
 from typing import Final
 
 import torch
 from torch import Tensor
 
+from quire.arguments import dtype_name, whole_number
 from quire.errors import ArgumentError, BlockMaskError, DeviceError
 from quire.torch_private import is_wrapped
 
@@ -28,7 +31,7 @@ PARTIAL: Final = 1
 FULL: Final = 2
 
 NOOP_BLOCK_SIZE: Final = 1 << 30
-"""Blocks of this size in both directions mark a mask that is good for every length."""
+"""A mask with blocks of this size in both directions can be used with sequences of any length."""
 
 INDEX_DTYPES = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
@@ -39,45 +42,37 @@ def ceil_div(length: int, block: int) -> int:
 
 
 def as_count(name: str, value: object, least: int = 0) -> int:
-    """`value` as a Python int of at least `least`, or an ArgumentError that names it."""
-    try:
-        count = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        count = least - 1
-    if count < least:
-        raise ArgumentError(
-            f"expected {name} to be an integer of at least {least}, got {value!r}. "
-            f"Give the number of tokens, batches, heads or blocks as an int."
-        )
-    return count
+    """Return `value`, a number of tokens, batches, heads or blocks, as an int."""
+    advice = "Give the number of tokens, batches, heads or blocks as an int."
+    return whole_number(name, value, minimum=least, advice=advice)
 
 
 def as_block_size(value: object) -> tuple[int, int]:
-    """`BLOCK_SIZE` as (query tokens, key tokens) per block."""
+    """Return BLOCK_SIZE as a pair: the queries and the keys of a block."""
     sizes = value if isinstance(value, (tuple, list)) else (value, value)
     if len(sizes) != 2:
         raise ArgumentError(
-            f"expected BLOCK_SIZE to be an int or a pair (q_block, kv_block), got {value!r}. "
-            f"The default is 128."
+            f"BLOCK_SIZE must be an int or a pair (q_block, kv_block), but is {value!r}. Give 128, "
+            f"the default."
         )
     return as_count("BLOCK_SIZE[0]", sizes[0], 1), as_count("BLOCK_SIZE[1]", sizes[1], 1)
 
 
 def lists_to_grid(num_blocks: Tensor, indices: Tensor, num_columns: int) -> Tensor:
-    """Lists [..., R], [..., R, W] as an int32 grid [..., R, num_columns] of 0 and 1."""
+    """Turn lists [..., R], [..., R, W] into an int32 grid [..., R, num_columns] of 0 and 1."""
     listed = torch.arange(indices.shape[-1], device=indices.device) < num_blocks.unsqueeze(-1)
     columns = indices.long()
     inside = listed & (columns >= 0) & (columns < num_columns)
-    # Whatever is not listed lands in one column too many, which is cut off.
+    # Entries that are not listed are written to an additional last column, which is cut off.
     grid = indices.new_zeros((*indices.shape[:-1], num_columns + 1), dtype=torch.int32)
     grid = grid.scatter(-1, torch.where(inside, columns, num_columns), 1)
     return grid[..., :num_columns].contiguous()
 
 
 def grid_to_lists(grid: Tensor) -> tuple[Tensor, Tensor]:
-    """A grid [..., R, C] as int32 lists [..., R], [..., R, C].
+    """Turn a grid [..., R, C] into int32 lists [..., R], [..., R, C].
 
-    A row lists its blocks in ascending order and then, as PyTorch does, the others.
+    A row lists its blocks in ascending order and after them, as PyTorch does, all other blocks.
     """
     marked = (grid != EMPTY).to(torch.int32)
     order = torch.argsort(marked, dim=-1, descending=True, stable=True)
@@ -89,18 +84,13 @@ def transpose_lists(num_blocks: Tensor, indices: Tensor, num_columns: int) -> tu
     return grid_to_lists(lists_to_grid(num_blocks, indices, num_columns).transpose(-2, -1))
 
 
-def block_extents(length: int, block: int, num_blocks: int, device: torch.device) -> Tensor:
-    """How many of the first `length` tokens lie in each of `num_blocks` blocks."""
-    starts = torch.arange(num_blocks, device=device) * block
-    return (length - starts).clamp(0, block)
-
-
 def write_order(grid: Tensor, q_indices: Tensor, order: Tensor | bool | None) -> Tensor:
-    """When each key block adds to the gradient of the query blocks in its row of `q_indices`.
+    """The turn at which a key block adds to the gradient of each query block in `q_indices`.
 
-    A query block receives one contribution per key block that it reads; the rank of a key block
-    among them makes the sum deterministic. Ranks follow ascending key blocks, descending ones
-    (`order=True`), or an explicit permutation `order[..., rank] = key block`.
+    Each key block that a query block reads adds to its gradient. If they add in a fixed order, the
+    sum is deterministic. The order is ascending key blocks, descending ones if `order` is True, or
+    a permutation `order` [..., C] of the key blocks. Grid [..., R, C] and lists `q_indices`
+    [..., C, R] give int32 [..., C, R].
     """
     reads = (grid != EMPTY).to(torch.int32)
     if isinstance(order, Tensor):
@@ -124,57 +114,86 @@ def check_lists(
     num_columns: int | None = None,
     leading: torch.Size | None = None,
 ) -> None:
-    """Refuse tensors `<name>_num_blocks` and `<name>_indices` that do not list blocks.
+    """Raise if the tensors `<name>_num_blocks` and `<name>_indices` are not lists of blocks.
 
-    There are `num_columns` blocks to list, by default as many as a list is wide, and the shape of
-    the counts must begin with `leading`. Values are looked at on the CPU only: elsewhere that
-    would wait for the device.
+    Blocks count up to `num_columns`, by default the width of `indices`. The shape of `num_blocks`
+    must begin with `leading`. Values are checked on the CPU only: reading them on another device
+    would wait for it.
     """
     if not isinstance(num_blocks, Tensor) or not isinstance(indices, Tensor):
         got = f"{type(num_blocks).__name__} and {type(indices).__name__}"
         raise BlockMaskError(
-            f"expected {name}_num_blocks and {name}_indices to be two tensors, got {got}. "
-            f"They must be both provided or, unless they are kv_*, omitted."
+            f"{name}_num_blocks and {name}_indices must be both provided or, unless they are kv_*, "
+            f"omitted, but are {got}. Give two tensors."
         )
     counts, lists = f"{name}_num_blocks", f"{name}_indices"
     if indices.dim() < 2:
         raise BlockMaskError(
-            f"BlockMask must have at least 2 dimensions: expected {lists} of shape "
-            f"[B, H, rows, blocks], got {list(indices.shape)}. Unsqueeze it."
+            f"BlockMask must have at least 2 dimensions, but {lists} has shape "
+            f"{list(indices.shape)}. Give it the shape [B, H, rows, blocks]."
         )
     if num_blocks.shape != indices.shape[:-1]:
         raise BlockMaskError(
-            f"expected {counts} to have the shape of {lists} without its last dimension, "
-            f"{list(indices.shape[:-1])}, got {list(num_blocks.shape)}. Give one count per row."
+            f"{counts} must have the shape of {lists} without its last dimension, "
+            f"{list(indices.shape[:-1])}, but has shape {list(num_blocks.shape)}. Give one count "
+            f"per row."
         )
     if leading is not None and num_blocks.shape[: len(leading)] != leading:
         raise BlockMaskError(
-            f"expected {counts} to begin with the dimensions {list(leading)} of kv_num_blocks, "
-            f"got {list(num_blocks.shape)}. Expand one of them."
+            f"{counts} must begin with the dimensions {list(leading)} of kv_num_blocks, but has "
+            f"shape {list(num_blocks.shape)}. Expand one of them."
         )
     for tensor_name, tensor in ((counts, num_blocks), (lists, indices)):
         if tensor.dtype not in INDEX_DTYPES:
             raise BlockMaskError(
-                f"expected {tensor_name} to hold integers, got {tensor.dtype}. "
-                f"Convert it with .to(torch.int32)."
+                f"{tensor_name} must hold integers, but is {dtype_name(tensor.dtype)}. Convert it "
+                f"with .to(torch.int32)."
             )
     if is_readable(num_blocks) and is_readable(indices):
         columns = indices.shape[-1] if num_columns is None else num_columns
         _check_values(counts, num_blocks, lists, indices, columns)
 
 
+def check_mask_lists(
+    lists: Sequence[Tensor | None], seq_lengths: tuple[int, int], block_size: tuple[int, int]
+) -> None:
+    """Raise if the eight tensors in `lists` are not the lists of a mask for these lengths.
+
+    They are num_blocks and indices for each of kv, full_kv, q and full_q. All but those of kv may
+    be None.
+    """
+    num_columns = ceil_div(seq_lengths[1], block_size[1])
+    kv_num_blocks = lists[0]
+    check_lists("kv", *lists[:2], num_columns=num_columns)
+    assert kv_num_blocks is not None
+    rows, batch = kv_num_blocks.shape, kv_num_blocks.shape[:-1]
+    for name, pair, size, leading in (
+        ("full_kv", lists[2:4], num_columns, rows),
+        ("q", lists[4:6], rows[-1], batch),
+        ("full_q", lists[6:8], rows[-1], batch),
+    ):
+        if any(tensor is not None for tensor in pair):
+            check_lists(name, *pair, num_columns=size, leading=leading)
+    if rows[-1] * block_size[0] < seq_lengths[0]:
+        raise BlockMaskError(
+            f"a BlockMask must have at least {ceil_div(seq_lengths[0], block_size[0])} rows of "
+            f"blocks for {seq_lengths[0]} queries in blocks of {block_size[0]}, but has "
+            f"{rows[-1]}. Give the seq_lengths that the rows are for."
+        )
+
+
 def check_devices(*tensors: Tensor | None) -> None:
-    """Refuse the tensors of a block mask that are not all on one device."""
+    """Raise if the tensors of a block mask are not all on one device."""
     devices = sorted({str(tensor.device) for tensor in tensors if tensor is not None})
     if len(devices) > 1:
         raise DeviceError(
-            f"expected the tensors of a BlockMask on one device, got {' and '.join(devices)}. "
-            f"Move them with .to(device)."
+            f"the tensors of a BlockMask must be on one device, but are on "
+            f"{' and '.join(devices)}. Move them with .to(device)."
         )
 
 
 def is_readable(tensor: Tensor) -> bool:
-    """Whether values can be looked at without waiting, and without breaking a trace."""
+    """Whether Python can read the values without waiting for a device or breaking a trace."""
     return (
         tensor.device.type == "cpu"
         and type(tensor) is Tensor
@@ -190,15 +209,15 @@ def _check_values(
     wrong = (num_blocks < 0) | (num_blocks > width)
     if wrong.any():
         raise BlockMaskError(
-            f"expected {counts} between 0 and the {width} entries that a row of {lists} has, got "
+            f"{counts} must be between 0 and {width}, the entries in a row of {lists}, but is "
             f"{num_blocks[wrong][0].item()} {_first(wrong)}. Count the blocks that are listed."
         )
     listed = torch.arange(width) < num_blocks.unsqueeze(-1)
     wrong = listed & ((indices < 0) | (indices >= num_columns))
     if wrong.any():
         raise BlockMaskError(
-            f"expected {lists} between 0 and {num_columns - 1}, since seq_lengths and BLOCK_SIZE "
-            f"make {num_columns} blocks, got {indices[wrong][0].item()} {_first(wrong)}. "
+            f"{lists} must be between 0 and {num_columns - 1}, since seq_lengths and BLOCK_SIZE "
+            f"make {num_columns} blocks, but is {indices[wrong][0].item()} {_first(wrong)}. "
             f"Lower {counts}, or give the seq_lengths that the mask is for."
         )
 

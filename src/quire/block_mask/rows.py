@@ -1,4 +1,4 @@
-"""A block mask as attention walks it: for each row of query blocks, spans of keys."""
+"""A block mask as attention reads it: for each row of query blocks, spans of keys."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quire.block_mask.runs import Runs
 
 
 class Span(NamedTuple):
-    """Adjacent key blocks of one kind, as the tokens from `start` up to `stop`."""
+    """Neighbouring key blocks of one kind, as the keys from `start` up to `stop`."""
 
     start: int
     stop: int
@@ -18,7 +18,7 @@ class Span(NamedTuple):
 
 
 class BlockRows(NamedTuple):
-    """A block mask as attention walks it, read once per call.
+    """The rows of blocks of a mask, which a call reads once.
 
     >>> rows = block_mask.rows()
     >>> rows.spans(b=0, h=0, row=1)
@@ -30,13 +30,13 @@ class BlockRows(NamedTuple):
     seq_lengths: tuple[int, int]
 
     def queries(self) -> Iterator[tuple[int, int, int]]:
-        """Each row that holds queries, with its first and one past its last query."""
+        """Each row that has queries, with its first query and the one after its last."""
         (length, _), (block, _) = self.seq_lengths, self.block_size
         for row in range(ceil_div(length, block)):
             yield row, row * block, min((row + 1) * block, length)
 
     def spans(self, b: int, h: int, row: int) -> list[Span]:
-        """The keys that row `row` of blocks reads, ascending, cut off at the last key."""
+        """The spans of keys that row `row` of blocks reads, ascending, up to the last key."""
         (_, length), (_, block) = self.seq_lengths, self.block_size
         at = self.runs.of_row(b, h, row)
         found = zip(*(part[at].tolist() for part in self.runs[2:]), strict=True)

@@ -1,4 +1,4 @@
-"""The blocks of a mask as runs: memory for what exists, however long the sequences are."""
+"""The blocks of a mask as runs, whose memory depends on the number of runs, not on the lengths."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ Shape = tuple[int, int, int, int]
 
 
 class Runs(NamedTuple):
-    """Adjacent key blocks of one kind, row after row, ascending within a row.
+    """Neighbouring key blocks of one kind, row after row, ascending within a row.
 
-    The rows of all batches and heads follow one another; row r has the runs from offsets[r] up to
-    offsets[r + 1]. A batch or head count of 1 stands for every one.
+    Rows are numbered through all batches and heads. Row r has the runs from `offsets[r]` up to
+    `offsets[r + 1]`; run i covers the columns from `starts[i]` up to `stops[i]`. A batch or head
+    count of 1 stands for any number.
     """
 
     shape: Shape  # batches, heads, rows, columns
@@ -34,7 +35,7 @@ class Runs(NamedTuple):
         padded = np.full((len(flat), columns + 2), EMPTY, np.int8)
         padded[:, 1:-1] = flat
         rows, places = np.nonzero(padded[:, 1:] != padded[:, :-1])
-        # Every change is an end, a start, or both: a start where what follows is not empty.
+        # A change is the start of a run, the end of one, or both.
         after = padded[rows, places + 1]
         begins = after != EMPTY
         ends = padded[rows, places] != EMPTY
@@ -50,7 +51,7 @@ class Runs(NamedTuple):
         stops: NDArray[np.int64],
         kinds: NDArray[np.int8],
     ) -> Runs:
-        """Runs from segments that are sorted by row and start; neighbours of a kind are joined."""
+        """The runs of segments, sorted by row and start. Neighbours of one kind are joined."""
         batches, heads, num_rows, columns = shape
         if len(rows):
             joins = (rows[1:] == rows[:-1]) & (starts[1:] == stops[:-1]) & (kinds[1:] == kinds[:-1])
@@ -63,33 +64,33 @@ class Runs(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The memory that they take."""
+        """The memory of the arrays in bytes."""
         return self.offsets.nbytes + self.starts.nbytes + self.stops.nbytes + self.kinds.nbytes
 
     def content(self) -> tuple[object, ...]:
-        """All of it as a value."""
+        """A hashable value that is equal for equal runs."""
         arrays = (self.offsets, self.starts, self.stops, self.kinds)
         return (self.shape, *(array.tobytes() for array in arrays))
 
     def of_row(self, b: int, h: int, row: int) -> slice:
-        """Where the runs of a row of blocks are."""
+        """The places of the runs of a row of blocks."""
         batches, heads, num_rows, _ = self.shape
         place = (min(b, batches - 1) * heads + min(h, heads - 1)) * num_rows + row
         return slice(int(self.offsets[place]), int(self.offsets[place + 1]))
 
     def pick(self, rows: NDArray[np.integer], shape: Shape) -> Runs:
-        """The runs of some rows, by their number among all, one after the other."""
+        """The runs of the rows with the numbers `rows`, in that order, as a mask of `shape`."""
         counts = np.diff(self.offsets)[rows]
         ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
         picked = np.arange(ends[-1]) + np.repeat(self.offsets[rows] - ends[:-1], counts)
         return Runs(shape, ends, self.starts[picked], self.stops[picked], self.kinds[picked])
 
     def row_ids(self) -> NDArray[np.int64]:
-        """The row of each run, by its number among all."""
+        """The number of the row of each run."""
         return np.repeat(np.arange(len(self.offsets) - 1), np.diff(self.offsets))
 
     def num_elements(self, lengths: tuple[int, int], block_size: tuple[int, int]) -> int:
-        """The elements in all blocks of this size, none past the lengths."""
+        """How many elements the blocks have, without those beyond the lengths."""
         (q_len, kv_len), (q_block, kv_block) = lengths, block_size
         stops = np.minimum(self.stops * kv_block, kv_len)
         widths = np.maximum(0, stops - self.starts * kv_block)
@@ -97,7 +98,7 @@ class Runs(NamedTuple):
         return int((widths * heights).sum())
 
     def cells(self) -> NDArray[np.int32]:
-        """The grid of which these are the runs."""
+        """The grid [batches, heads, rows, columns] of EMPTY, PARTIAL and FULL."""
         batches, heads, num_rows, columns = self.shape
         changes = np.zeros((batches * heads * num_rows, columns + 1), np.int8)
         rows = self.row_ids()
@@ -107,6 +108,6 @@ class Runs(NamedTuple):
         return grid.reshape(self.shape)
 
     def all_partial(self) -> Runs:
-        """The same blocks, none of them full."""
+        """The same blocks, all of them partial."""
         kinds = np.full_like(self.kinds, PARTIAL)
         return Runs.of_segments(self.shape, self.row_ids(), self.starts, self.stops, kinds)

@@ -1,8 +1,8 @@
-"""A mod evaluated over a whole mask, tile by tile, so that memory stays bounded.
+"""A mod evaluated for all elements of a mask, tile by tile, so that memory stays bounded.
 
-Comes in: a mod, the sizes (B, H, L, S) and a block size. Goes out: tiles of truth values, or their
-number in each block. A tile never has more than TILE_ELEMENTS elements and never straddles blocks:
-it covers whole blocks, or a piece of one that is itself too large.
+A mod, the sizes (B, H, L, S) and a block size give tiles of bools, or how many elements of each
+block are True. A tile has at most TILE_ELEMENTS elements. It covers whole blocks, or a part of one
+block that is larger than a tile.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from quire.ir.trace import Kind, Mod, Traced
 from quire.vectorise import evaluate
 
 TILE_ELEMENTS = 1 << 20
-"""How many elements of a mask are evaluated at once."""
+"""The most elements of a mask that are evaluated at once."""
 
 Sizes: TypeAlias = tuple[int, int, int, int]
 Tile: TypeAlias = tuple[slice, slice, slice, slice]
@@ -32,9 +32,9 @@ Tile: TypeAlias = tuple[slice, slice, slice, slice]
 def evaluate_tiles(
     mod: Mod, kind: Kind, sizes: Sizes, block_size: tuple[int, int], device: torch.device
 ) -> Iterator[tuple[Tile, Tensor]]:
-    """Where `mod` lets attention through, for each tile: bool [b, h, q, kv].
+    """Yield each tile, with True where a query sees a key: bool [b, h, q, kv].
 
-    A score_mod lets through what it does not turn into -inf.
+    A score_mod hides a key by returning -inf.
     """
     for tile in _tiles(sizes, block_size):
         b, h, q, kv = (torch.arange(part.start, part.stop, device=device) for part in tile)
@@ -51,9 +51,9 @@ def evaluate_tiles(
 def count_blocks(
     mod: Mod, sizes: Sizes, block_size: tuple[int, int], device: torch.device
 ) -> Tensor:
-    """How many elements of each block the mask_mod lets through: int64 [B, H, rows, columns]."""
+    """How many elements of each block are True: int64 [B, H, rows, columns]."""
     num_batches, num_heads, *lengths = sizes
-    # A mask that is the same for every batch or head is counted once.
+    # If all batches or heads have the same mask, count the elements of one.
     reads = inputs(mod.output) if isinstance(mod, Traced) else {"b", "h"}
     batch = (
         num_batches if "b" in reads else min(num_batches, 1),
@@ -64,22 +64,22 @@ def count_blocks(
     tiles = evaluate_tiles(mod, "mask", (*batch, *sizes[2:]), block_size, device)
     for (b, h, q, kv), values in tiles:
         where = b, h, _blocks_of(q, block_size[0]), _blocks_of(kv, block_size[1])
-        # Rows first: they lie side by side in memory, and leave little for the columns.
+        # Sum over rows first: that reads memory in order and leaves less to sum over columns.
         by_row = _sum_blocks(values.transpose(-2, -1), block_size[0]).transpose(-2, -1)
         counts[where] += _sum_blocks(by_row, block_size[1])
     return counts.expand(num_batches, num_heads, *num_blocks)
 
 
 def fastest_form(mod: Mod, kind: Kind, device: torch.device) -> Mod:
-    """The trace of `mod`, which is evaluated at the shape it depends on, or `mod` itself."""
+    """The trace of `mod`, which is the fastest to evaluate; `mod` itself if it has none."""
     traced = try_trace(mod, kind, device)
     if isinstance(traced, REFUSED):
-        raise traced  # torch could not run it either, and says less about it
+        raise traced  # torch could not run it either, and its message would say less
     return mod if isinstance(traced, ModError) else traced
 
 
 def _sum_blocks(values: Tensor, block: int) -> Tensor:
-    """Sums over the last dimension, `block` at a time; a last block may be short."""
+    """Sums of `block` neighbours each along the last dimension. The last block may be shorter."""
     length = values.shape[-1]
     block = min(block, length)
     if length % block:
@@ -93,7 +93,7 @@ def _blocks_of(tokens: slice, block: int) -> slice:
 
 
 def _tiles(sizes: Sizes, block_size: tuple[int, int]) -> Iterator[Tile]:
-    """Tiles that cover `sizes`: as much of the innermost dimension as fits, then of the next."""
+    """Tiles that cover `sizes`: first as many keys as fit into a tile, then queries, and so on."""
     if 0 in sizes:
         return
     budget = TILE_ELEMENTS
@@ -107,7 +107,7 @@ def _tiles(sizes: Sizes, block_size: tuple[int, int]) -> Iterator[Tile]:
 
 
 def _step(size: int, block: int, budget: int) -> int:
-    """How many of `size` elements a tile takes: all, some whole blocks, or a piece of one."""
+    """How many of `size` elements a tile takes: all, several whole blocks, or a part of one."""
     if size <= budget:
         return size
     return budget // block * block if block <= budget else max(budget, 1)

@@ -1,21 +1,24 @@
-"""Ready-made mods: masks, score changes, and the ways to put them together.
+"""Ready-made mods: masks, changes of scores, and functions that combine them.
 
     >>> mask = and_masks(document(lengths=[512, 1024]), sliding_window(256))
     >>> mask.__name__
     'and_masks(document, sliding_window_256)'
 
-Every mod is called with positions, as a function that a user would write, so it serves wherever a
-mod is taken, alone or as a part of another. Its `__name__` says its parameters. Tensors given to a
-factory are captured as they are: gradients reach them, and a later edit in place takes effect.
+A mod is a function of positions like one that a user writes, so it can be given wherever a mod is
+expected, alone or as a part of another. Its `__name__` contains its parameters. A tensor that is
+given to one of these functions is not copied: it receives gradients, and later changes in place
+take effect.
 
-Mods are values: they are copied, pickled, compared and printed by what they were made with. Masks
-combine as `a & b | ~c`, score mods as `f >> g`. A module that learns a bias owns a module such as
-`LearnedDistanceBias`. A mod that was given a parameter follows copies of the module that keeps
-both, but not `load_state_dict(assign=True)` or `torch.func.functional_call`, which put another
-tensor in the parameter's place.
+Mods are values: they can be copied, pickled, compared and printed. Masks are combined as
+`a & b | ~c`, score_mods as `f >> g`. For a learned bias use a module such as `LearnedDistanceBias`:
+a mod that was given a parameter keeps using it after `load_state_dict(assign=True)` or
+`torch.func.functional_call` replaced it (see `objects.py`).
 
-In the drawings a row is a query, a column a key, and 1 means that the query sees the key.
-`quire.mods.attention_gym` has the same mods under attention-gym's names.
+In the drawings a row is a query, a column is a key, and 1 means that the query sees the key.
+`quire.mods.attention_gym` has the same mods under the names that attention-gym uses.
+
+Reading order: objects (mods as values), compose (mods made of mods), masks, packed (documents,
+shared prompts, trees), scores.
 """
 
 from quire.mods.compose import (

@@ -1,4 +1,4 @@
-"""The mods under the names and arguments of attention-gym, for code that was written for it.
+"""The same mods under the names and arguments of attention-gym, for code that uses it.
 
 >>> from quire.mods.attention_gym import causal_mask, generate_doc_mask_mod
 """
@@ -33,20 +33,20 @@ generate_sliding_window = sliding_window
 
 
 def generate_doc_mask_mod(mask_mod: MaskMod, offsets: Tensor | Sequence[int]) -> Mask:
-    """`document` with `mask_mod` inside of every document."""
+    """`document` with `mask_mod` inside each document; `offsets` [N + 1]."""
     return document(offsets=offsets, mask_mod=mask_mod)
 
 
 def generate_packed_causal_doc_mask_mod(offsets: Tensor | Sequence[int]) -> Mask:
-    """`document` and `causal`."""
+    """`document` and `causal`; `offsets` [N + 1]."""
     return and_masks(document(offsets=offsets), causal)
 
 
 def generate_natten(canvas_w: int, canvas_h: int, kernel_w: int, kernel_h: int) -> Mask:
-    """`neighbourhood` in two dimensions, also where the canvas is no square or the kernel even."""
+    """`neighbourhood` in two dimensions. The canvas need not be square, nor the kernel odd."""
     return neighbourhood((canvas_h, canvas_w), (kernel_h, kernel_w))
 
 
 def generate_tanh_softcap(soft_cap: float, approx: bool = False) -> ScoreChange:
-    """`softcap`; `approx` chooses an instruction of GPUs and changes nothing here."""
+    """`softcap`. `approx`, which chooses an instruction on GPUs, has no effect."""
     return softcap(soft_cap)

@@ -1,9 +1,14 @@
-"""Mods made of mods: and, or, not, one after the other, and a query that stands further on.
+"""Mods made from other mods. This is the only place that combines mods or shifts their positions.
 
     a & b    and_masks(a, b)        ~a        not_mask(a)
     a | b    or_masks(a, b)         f >> g    in_turn(f, g)
 
-What is composed is called, never looked into, so a user's function is as good a part as ours.
+    offset(mod, q_offset, kv_offset)     mod, called with larger positions
+
+These make values that a user may keep. `all_of`, `chain` and `shift` do the same for parts of a
+call: a part may be None, and what changes nothing is left out.
+
+A mod is combined by calling it, so a user's own function can be a part of any combination.
 """
 
 from __future__ import annotations
@@ -16,20 +21,21 @@ from typing import Any, TypeAlias, TypeVar, cast
 from torch import Tensor, nn
 
 from quire.arguments import tensor_of, whole_number
-from quire.ir.trace import mod_kind, mod_name
+from quire.ir.trace import Kind, mod_kind, mod_name
 from quire.mods.objects import Bound, check_callables
 
 MaskMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""`(b, h, q_idx, kv_idx)` to the truth: may this query see this key?"""
+"""Takes `(b, h, q_idx, kv_idx)` and returns whether the query sees the key."""
 
 ScoreMod: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-"""`(score, b, h, q_idx, kv_idx)` to the score that takes its place."""
+"""Takes `(score, b, h, q_idx, kv_idx)` and returns the new score."""
 
 _Mod = TypeVar("_Mod", bound=Callable[..., Tensor])
+_MaybeMod = TypeVar("_MaybeMod", bound=Callable[..., Tensor] | None)
 
 
 def named(name: str) -> Callable[[_Mod], _Mod]:
-    """Name a function that serves as a mod for one call, and that nobody keeps."""
+    """Decorate a nested function with the name that messages and pictures show."""
 
     def rename(mod: _Mod) -> _Mod:
         mod.__name__ = mod.__qualname__ = name
@@ -41,13 +47,14 @@ def named(name: str) -> Callable[[_Mod], _Mod]:
 class Mask(Bound):
     """A mask_mod as a value: `function(b, h, q_idx, kv_idx, **fields)`.
 
-    It decorates a function of four arguments, or binds one of more: `Mask(within, size=64)`.
+    Use it as a decorator of a function with four arguments, or give the arguments that follow
+    these four: `Mask(within, size=64)`.
     """
 
     kind = "mask"
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        """Whether query `q_idx` sees key `kv_idx`."""
+        """Return whether query `q_idx` sees key `kv_idx`."""
         shown: Tensor = self.function(b, h, q_idx, kv_idx, **self.fields)
         return shown
 
@@ -68,7 +75,7 @@ class Mask(Bound):
 
 
 class _Chained:
-    """What every score_mod of this package has: `f >> g` is f, and then g of what f gave."""
+    """The operator of every score_mod in this package: `f >> g` applies f, then g."""
 
     def __rshift__(self, other: ScoreMod) -> ScoreChange | ScoreModule:
         return in_turn(cast(ScoreMod, self), other) if _is_score(other) else NotImplemented
@@ -80,8 +87,8 @@ class _Chained:
 class ScoreChange(_Chained, Bound):
     """A score_mod as a value: `function(score, b, h, q_idx, kv_idx, **fields)`.
 
-    It decorates a function of five arguments, or binds one of more:
-    `ScoreChange(lowered, slope=0.5)`.
+    Use it as a decorator of a function with five arguments, or give the arguments that follow
+    these five: `ScoreChange(lowered, slope=0.5)`.
     """
 
     kind = "score"
@@ -89,17 +96,20 @@ class ScoreChange(_Chained, Bound):
     def __call__(
         self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
     ) -> Tensor:
-        """The score that takes the place of `score`."""
+        """Return the new score."""
         changed: Tensor = self.function(score, b, h, q_idx, kv_idx, **self.fields)
         return changed
 
 
+_KINDS: dict[Kind, type[Bound]] = {"mask": Mask, "score": ScoreChange}
+
+
 class ScoreModule(_Chained, nn.Module):
-    """A score_mod that is a module: `forward` reads the module's parameters whenever it runs."""
+    """A score_mod that is a module: `forward` reads the module's parameters at every call."""
 
 
 class InTurn(ScoreModule):
-    """Score_mods one after the other of which some are modules, owned as in `nn.Sequential`."""
+    """Several score_mods, some of them modules, which it owns as `nn.Sequential` does."""
 
     def __init__(self, *score_mods: ScoreMod) -> None:
         super().__init__()
@@ -109,19 +119,19 @@ class InTurn(ScoreModule):
                 self.add_module(str(place), mod)
 
     def _parts(self) -> list[Any]:
-        """The mods in their order; a module is whichever stands under its name by now."""
+        """The mods in order. Modules are looked up, since a user may have replaced one."""
         functions = enumerate(self._functions)
         return [self.get_submodule(str(at)) if part is None else part for at, part in functions]
 
     def forward(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        """The score that the last mod gives."""
+        """Return the score after all mods."""
         return _in_turn(score, b, h, q_idx, kv_idx, self._parts())
 
     def __getitem__(self, place: int) -> Any:
         return self._parts()[place]
 
     def extra_repr(self) -> str:
-        """Those parts that are no modules, in their places."""
+        """The parts that are not modules, with their places."""
         shown = ((place, part) for place, part in enumerate(self._functions) if part is not None)
         return "\n".join(f"({place}): {part!r}" for place, part in shown)
 
@@ -140,7 +150,7 @@ def _is_score(other: object) -> bool:
 
 @Mask
 def noop_mask(batch: Tensor, head: Tensor, token_q: Tensor, token_kv: Tensor) -> Tensor:
-    """Hide nothing.
+    """Let every query see every key.
 
     noop_mask:
 
@@ -153,7 +163,7 @@ def noop_mask(batch: Tensor, head: Tensor, token_q: Tensor, token_kv: Tensor) ->
 
 
 def and_masks(*mask_mods: MaskMod) -> Mask:
-    """Show what every one of `mask_mods` shows; everything, if there are none.
+    """Let a query see a key if all of `mask_mods` do; if there are none, it sees every key.
 
     and_masks(causal, sliding_window(1), not_mask(document([0, 0, 0, 1, 1]))):
 
@@ -170,12 +180,12 @@ def and_masks(*mask_mods: MaskMod) -> Mask:
 def _and_masks(
     b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, masks: tuple[MaskMod, ...]
 ) -> Tensor:
-    shown = (mask(b, h, q_idx, kv_idx) for mask in masks)
-    return _as_mask(functools.reduce(operator.and_, shown, True), b)
+    shown: list[Any] = [mask(b, h, q_idx, kv_idx) for mask in masks] or [True]
+    return _as_mask(functools.reduce(operator.and_, shown), b)
 
 
 def or_masks(*mask_mods: MaskMod) -> Mask:
-    """Show what any of `mask_mods` shows; nothing, if there are none.
+    """Let a query see a key if any of `mask_mods` does; if there are none, it sees no key.
 
     or_masks(causal, document([0, 0, 0, 1, 1])):
 
@@ -192,12 +202,12 @@ def or_masks(*mask_mods: MaskMod) -> Mask:
 def _or_masks(
     b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, masks: tuple[MaskMod, ...]
 ) -> Tensor:
-    shown = (mask(b, h, q_idx, kv_idx) for mask in masks)
-    return _as_mask(functools.reduce(operator.or_, shown, False), b)
+    shown: list[Any] = [mask(b, h, q_idx, kv_idx) for mask in masks] or [False]
+    return _as_mask(functools.reduce(operator.or_, shown), b)
 
 
 def not_mask(mask_mod: MaskMod) -> Mask:
-    """Show what `mask_mod` hides, and hide what it shows.
+    """Let a query see exactly the keys that `mask_mod` hides.
 
     not_mask(causal):
 
@@ -215,8 +225,15 @@ def _not_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, masks: tuple[
     return ~_as_mask(mask(b, h, q_idx, kv_idx), b)
 
 
+def _as_mask(shown: Tensor | bool, b: Tensor) -> Tensor:
+    """`shown` as a tensor (or symbol) like `b`: a user's mask may return Python's True or False."""
+    if isinstance(shown, bool):
+        return b >= 0 if shown else b < 0
+    return shown
+
+
 def in_turn(*score_mods: ScoreMod) -> ScoreChange | ScoreModule:
-    """Change scores by the first of `score_mods`, then what it gave by the next, and so on.
+    """Apply the first of `score_mods` to the score, the next one to its result, and so on.
 
     in_turn(distance_bias(torch.tensor([9.0, 1.0, 0.0, 3.0, 4.0])), softcap(2)):
 
@@ -225,13 +242,16 @@ def in_turn(*score_mods: ScoreMod) -> ScoreChange | ScoreModule:
          1.9  1.8  0.0  0.9
          1.9  1.9  1.8  0.0
 
-    If one of them is a module so is the result, and it owns that module.
+    If one of them is a module, the result is a module that owns it.
     """
     check_callables("in_turn", *score_mods)
     if any(isinstance(mod, nn.Module) for mod in score_mods):
         return InTurn(*score_mods)
-    name = "_then_".join(map(mod_name, score_mods)) or "in_turn()"
-    return ScoreChange(_in_turn, name, score_mods=score_mods)
+    return ScoreChange(_in_turn, _chain_name(score_mods), score_mods=score_mods)
+
+
+def _chain_name(score_mods: Sequence[ScoreMod]) -> str:
+    return "_then_".join(map(mod_name, score_mods)) or "in_turn()"
 
 
 def _in_turn(
@@ -247,8 +267,8 @@ def _in_turn(
     return score
 
 
-def offset(mod: _Mod, q_offset: int | Tensor) -> _Mod:
-    """Count queries from `q_offset` on: for decoding, where keys of earlier tokens are cached.
+def offset(mod: _Mod, q_offset: int | Tensor, kv_offset: int | Tensor = 0) -> _Mod:
+    """Call `mod`, a mask_mod or a score_mod, with `q_idx + q_offset` and `kv_idx + kv_offset`.
 
     offset(causal, 3):
 
@@ -256,30 +276,71 @@ def offset(mod: _Mod, q_offset: int | Tensor) -> _Mod:
         1 1 1 1 1 0
         1 1 1 1 1 1
 
-    `mod` is a mask_mod or a score_mod. `q_offset` is a number, a tensor of one number that each
-    step may overwrite, or a tensor [B] with the length of each sequence's cache.
+    Use it for decoding, where the keys of `q_offset` earlier tokens are cached. An offset is an
+    int, a tensor [] or a tensor [B] with an offset for each batch entry. A tensor is read at every
+    call, so a step may overwrite it in place.
     """
     check_callables("offset", mod)
-    advice = "Give the number of tokens before the first query, or a tensor [B] of them."
-    if isinstance(q_offset, Tensor):
-        tensor_of("integers", "q_offset", q_offset, ranks=(0, 1), advice=advice)
-        name = f"offset({mod_name(mod)}, tensor)"
-    else:
-        q_offset = whole_number("q_offset", q_offset, advice=advice)
-        name = f"offset({mod_name(mod)}, {q_offset})"
-    kind = Mask if mod_kind(mod) == "mask" else ScoreChange
-    return cast(_Mod, kind(_offset, name, mod=mod, q_offset=q_offset))
+    fields = {"q_offset": _checked_offset("q_offset", q_offset)}
+    if isinstance(kv_offset, Tensor) or kv_offset != 0:
+        fields["kv_offset"] = _checked_offset("kv_offset", kv_offset)
+    shown = ", ".join("tensor" if isinstance(by, Tensor) else str(by) for by in fields.values())
+    name = f"offset({mod_name(mod)}, {shown})"
+    return cast(_Mod, _KINDS[mod_kind(mod)](_offset, name, mod=mod, **fields))
 
 
-def _offset(*args: Tensor, mod: Callable[..., Tensor], q_offset: int | Tensor) -> Tensor:
+def _checked_offset(name: str, given: int | Tensor) -> int | Tensor:
+    advice = "Give the number of tokens before the first one, or a tensor [B] of them."
+    if isinstance(given, Tensor):
+        return tensor_of("integers", name, given, ranks=(0, 1), advice=advice)
+    return whole_number(name, given, advice=advice)
+
+
+def _offset(
+    *args: Tensor,
+    mod: Callable[..., Tensor],
+    q_offset: int | Tensor,
+    kv_offset: int | Tensor = 0,
+) -> Tensor:
     *others, b, h, q_idx, kv_idx = args
-    if isinstance(q_offset, Tensor) and q_offset.ndim == 1:
-        q_offset = q_offset[b]
-    return mod(*others, b, h, q_idx + q_offset, kv_idx)
+    return mod(*others, b, h, q_idx + _entry(q_offset, b), kv_idx + _entry(kv_offset, b))
 
 
-def _as_mask(shown: Tensor | bool, b: Tensor) -> Tensor:
-    """`shown` as a value of the kind that `b` is, also where it is Python's True or False."""
-    if isinstance(shown, bool):
-        return b >= 0 if shown else b < 0
-    return shown
+def _entry(by: int | Tensor, b: Tensor) -> int | Tensor:
+    """The offset of batch entry `b`: one of `by` [B], or `by` itself if it is a single number."""
+    return by[b] if isinstance(by, Tensor) and by.ndim == 1 else by
+
+
+def all_of(*masks: MaskMod | None) -> MaskMod | None:
+    """Return `and_masks` of the masks that are not None; a single mask itself; None without any."""
+    present = [mask for mask in masks if mask is not None]
+    if len(present) < 2:
+        return present[0] if present else None
+    return and_masks(*present)
+
+
+def chain(*score_mods: ScoreMod | None) -> ScoreMod | None:
+    """Return `in_turn` of the mods that are not None; a single mod itself; None without any.
+
+    Unlike `in_turn` it never makes a module: it is used for one call, and owns nothing.
+    """
+    present = [mod for mod in score_mods if mod is not None]
+    if len(present) < 2:
+        return present[0] if present else None
+    check_callables("in_turn", *present)
+    return ScoreChange(_in_turn, _chain_name(present), score_mods=tuple(present))
+
+
+def shift(
+    mod: _MaybeMod, kind: Kind, q_offset: int | Tensor, kv_offset: int | Tensor = 0
+) -> _MaybeMod:
+    """Return `offset(mod, q_offset, kv_offset)` under the name of `mod`, unchecked.
+
+    A `mod` of None, and one that is shifted by the ints 0 and 0, is returned as it is. `kind` says
+    whether `mod` is a mask_mod or a score_mod, which its signature may leave open.
+    """
+    unmoved = not any(isinstance(by, Tensor) or by for by in (q_offset, kv_offset))
+    if mod is None or unmoved:
+        return mod
+    offsets = {"q_offset": q_offset, "kv_offset": kv_offset}
+    return cast(_MaybeMod, _KINDS[kind](_offset, mod_name(mod), mod=mod, **offsets))

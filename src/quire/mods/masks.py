@@ -1,7 +1,7 @@
-"""Masks of one sequence: who may see whom, by where they stand.
+"""Masks of one sequence: which keys a query sees, by their positions.
 
-Each is made of comparisons of `q_idx` and `kv_idx` with numbers and with what captured tensors hold
-there; nothing is computed in advance for each pair of positions.
+Each mask compares `q_idx` and `kv_idx` with numbers or with entries of small tensors. No mask
+computes a table [L, S] in advance.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from quire.mods.compose import Mask
 
 @Mask
 def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-    """Show a query itself and everything before it.
+    """Let a query see itself and every position before it.
 
     causal:
 
@@ -34,7 +34,7 @@ def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
 
 
 def sliding_window(window_size: int) -> Mask:
-    """Show a query itself and the `window_size` positions before it.
+    """Let a query see itself and the `window_size` positions before it.
 
     sliding_window(2):
 
@@ -45,8 +45,8 @@ def sliding_window(window_size: int) -> Mask:
         0 0 1 1 1 0
         0 0 0 1 1 1
 
-    As in attention-gym the window does not count the query: where a model's configuration says
-    that a query sees n keys, itself among them, give n - 1.
+    As in attention-gym, `window_size` does not count the query itself. If the configuration of a
+    model says that a query sees n keys including itself, give n - 1.
     """
     window_size = _window(window_size)
     return Mask(_sliding_window, f"sliding_window_{window_size}", window_size=window_size)
@@ -59,7 +59,7 @@ def _sliding_window(
 
 
 def dilated_sliding_window(window_size: int, dilation: int) -> Mask:
-    """Show every `dilation`-th position up to `window_size` away, on both sides.
+    """Let a query see every `dilation`-th position on both sides, up to `window_size` away.
 
     dilated_sliding_window(4, 2):
 
@@ -89,7 +89,7 @@ def _dilated_sliding_window(
 
 
 def global_sliding_window(window_size: int, is_global: Tensor | Sequence[bool]) -> Mask:
-    """Show `window_size` positions on both sides; global tokens see all and are seen by all.
+    """Let a query see `window_size` positions on both sides, and global tokens (Longformer).
 
     global_sliding_window(1, [True, False, False, False, True, False]):
 
@@ -100,11 +100,12 @@ def global_sliding_window(window_size: int, is_global: Tensor | Sequence[bool]) 
         1 1 1 1 1 1
         1 0 0 0 1 1
 
-    `is_global` says of every position whether it is global (Longformer).
+    `is_global` [S] has a bool for each position. A global token sees all keys, and every query
+    sees it.
     """
     window_size = _window(window_size)
     marks = tensor_of(
-        "truth values", "is_global", is_global, advice="Give True where a token sees all others."
+        "truth values", "is_global", is_global, advice="Give True for a token that sees all others."
     )
 
     name = f"global_sliding_window_{window_size}"
@@ -119,7 +120,7 @@ def _global_sliding_window(
 
 
 def prefix_lm(prefix_length: int) -> Mask:
-    """Show the first `prefix_length` positions to everyone, the rest causally.
+    """Let every query see the first `prefix_length` positions, and the others causally.
 
     prefix_lm(3):
 
@@ -130,7 +131,7 @@ def prefix_lm(prefix_length: int) -> Mask:
         1 1 1 1 1 0
         1 1 1 1 1 1
 
-    Where each sequence has a prefix of its own: `or_masks(padding(prefix_lengths), causal)`.
+    If each sequence of a batch has its own prefix, use `or_masks(padding(prefix_lengths), causal)`.
     """
     prefix_length = prefix_number(prefix_length)
     return Mask(_prefix_lm, f"prefix_lm_{prefix_length}", prefix_length=prefix_length)
@@ -141,7 +142,7 @@ def _prefix_lm(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, prefix_lengt
 
 
 def padding(lengths: Tensor | Sequence[int]) -> Mask:
-    """Hide the keys past the end of each sequence: sequence `b` has `lengths[b]`.
+    """Hide the keys after the end of each sequence: `lengths` [B] has the length of each.
 
     padding([3]):
 
@@ -151,7 +152,7 @@ def padding(lengths: Tensor | Sequence[int]) -> Mask:
         1 1 1 0 0
         1 1 1 0 0
 
-    Queries past the end see what the others see, so that no row is empty.
+    Queries after the end see the same keys as the others, so that no row of the mask is empty.
     """
     sizes = lengths_tensor(lengths, "Give the number of tokens of every sequence of the batch.")
     return Mask(_padding, "padding", lengths=sizes)
@@ -162,7 +163,7 @@ def _padding(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, lengths: Tenso
 
 
 def neighbourhood(canvas: int | Sequence[int], kernel: int | Sequence[int]) -> Mask:
-    """Show the window of `kernel` positions around a query, moved inside where it would stick out.
+    """Let a query see a window of `kernel` positions around it, kept inside of `canvas` (NATTEN).
 
     neighbourhood(6, 3):
 
@@ -185,9 +186,9 @@ def neighbourhood(canvas: int | Sequence[int], kernel: int | Sequence[int]) -> M
         0 0 0 1 1 0 1 1 0
         0 0 0 0 1 1 0 1 1
 
-    As in NATTEN all queries see the same number of keys, also at a border, and an even window
-    reaches one further back than forward. `canvas` has one to three sizes, the last varies
-    fastest: (height, width) or (frames, height, width).
+    At a border the window moves inwards, so every query sees the same number of keys. An even
+    window reaches one position further back than forward. `canvas` and `kernel` have one to three
+    sizes, such as (height, width) or (frames, height, width), of which the last varies fastest.
     """
     sizes = _axes("canvas", canvas)
     windows = _axes("kernel", kernel)
@@ -213,7 +214,7 @@ def _neighbourhood(
 
 
 def block_diffusion(seq_len: int, block_size: int) -> Mask:
-    """Train block diffusion: noised tokens first, the same tokens clean behind them (BD3-LM).
+    """Train block diffusion (BD3-LM) on noised tokens, followed by the same tokens without noise.
 
     block_diffusion(4, 2):
 
@@ -226,8 +227,8 @@ def block_diffusion(seq_len: int, block_size: int) -> Mask:
         0 0 0 0 1 1 1 1
         0 0 0 0 1 1 1 1
 
-    A noised block sees itself and the clean blocks before it; a clean block sees itself and the
-    clean blocks before it. Positions run to `2 * seq_len`.
+    The sequence has `2 * seq_len` positions. A block of `block_size` tokens, noised or clean, sees
+    itself and the clean blocks before it.
     """
     seq_len = whole_number(
         "seq_len", seq_len, minimum=1, advice="Give the length of the clean sequence."
@@ -250,7 +251,7 @@ def _block_diffusion(
 
 
 def _window(window_size: int) -> int:
-    advice = "Give how many positions away a query may see, not counting its own."
+    advice = "Give how many positions away a query sees, not counting its own."
     return whole_number("window_size", window_size, minimum=0, advice=advice)
 
 
@@ -258,20 +259,20 @@ def _axes(name: str, sizes: int | Sequence[int]) -> tuple[int, ...]:
     advice = "Give one to three sizes, such as 64, (16, 16) or (8, 16, 16)."
     axes = tuple(sizes) if isinstance(sizes, Sequence) else (sizes,)
     if not 1 <= len(axes) <= 3:
-        raise ShapeError(f"{name} must have one to three dimensions, got {sizes!r}. {advice}")
+        raise ShapeError(f"{name} must have one to three sizes, but is {sizes!r}. {advice}")
     return tuple(whole_number(name, size, minimum=1, advice=advice) for size in axes)
 
 
 def _check_windows(sizes: tuple[int, ...], windows: tuple[int, ...]) -> None:
     if len(sizes) != len(windows) or any(map(operator.gt, windows, sizes)):
         raise ShapeError(
-            f"kernel must have as many dimensions as canvas and fit into it, got kernel {windows} "
-            f"on canvas {sizes}. Give a window for each dimension, at most its size."
+            f"kernel must have as many sizes as canvas and none that is larger, but is {windows} "
+            f"for canvas {sizes}. Give a window for each dimension, at most its size."
         )
 
 
 def _coordinates(idx: Tensor, sizes: tuple[int, ...]) -> list[Tensor]:
-    """Where position `idx` lies on each axis, the last axis varying fastest."""
+    """The coordinates of position `idx` on a canvas whose last axis varies fastest."""
     coordinates = []
     for size in reversed(sizes[1:]):
         coordinates.append(idx % size)

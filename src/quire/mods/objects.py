@@ -1,17 +1,17 @@
-"""Mods as values: a function and the arguments it is bound to.
+"""Mods as values: a function together with the arguments that it is called with.
 
     >>> from quire.mods import causal, sliding_window
     >>> mask = causal & ~sliding_window(256)
     >>> mask
     and_masks(causal, not_mask(sliding_window(window_size=256)))
 
-Whoever keeps a closure keeps the tensors it was made with, whatever becomes of them. A mod of this
-kind has them as fields instead. So it is copied with the module that keeps it, and its tensors
-become those of the copy; it can be pickled, compared and printed.
+A closure hides the tensors that it captured. A mod of this kind keeps them as fields, so it can be
+pickled, compared and printed, and `copy.deepcopy` of a module that keeps both a mod and its
+parameter gives the copied mod the copied parameter.
 
-What a field does not follow is a parameter that a module exchanges for another one, as in
-`load_state_dict(assign=True)` and `torch.func.functional_call`. The mods that are modules do, such
-as `LearnedDistanceBias`: each looks its own parameters up whenever it is called.
+A field still holds the old tensor after a module replaced its parameter by another one, as
+`load_state_dict(assign=True)` and `torch.func.functional_call` do. For these, use a mod that is a
+module, such as `LearnedDistanceBias`: it reads its own parameters whenever it is called.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ import sys
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
-from quire.block_mask.mask_mods import same_tensor
+from quire.arguments import dtype_name
 from quire.errors import NotCallableError
 from quire.ir.trace import Kind, check_signature, mod_name
 
 
 class Bound:
-    """A function that is called with `fields` behind its other arguments.
+    """A function that is called with `fields` as keyword arguments after its positional ones.
 
-    `function` is one that pickle finds by its name, so not a lambda and not one inside another.
-    Two of a kind are equal if their functions and fields are. A tensor that requires grad equals
-    itself alone, since gradients tell it from its copies; any other is compared by its values.
+    Pickle must find `function` by its name, so it is neither a lambda nor a nested function. Two
+    mods of one class are equal if their functions and fields are equal. Tensors are compared by
+    their values, except that one which requires grad is equal to itself alone.
     """
 
     kind: ClassVar[Kind]
@@ -54,7 +55,7 @@ class Bound:
         return _bound, (type(self), self.function, self.__name__, self.fields)
 
     def _is_global(self) -> bool:
-        """Whether it took the place of its function, as the result of a decorator does."""
+        """Whether the mod is found under its name in its module, as a decorated function is."""
         try:
             found = operator.attrgetter(self.__qualname__)(sys.modules[self.__module__])
         except (AttributeError, KeyError):
@@ -86,12 +87,19 @@ class Bound:
 def _bound(
     kind: type[Bound], function: Callable[..., Any], name: str, fields: dict[str, Any]
 ) -> Bound:
-    """A mod that was pickled or copied."""
+    """Make a mod again from what pickle or copy kept of it."""
     return kind(function, name, **fields)
 
 
+def same_tensor(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same dtype, device, shape and values."""
+    if one is other:
+        return True
+    return one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
+
+
 def _same(one: Any, other: Any) -> bool:
-    """Whether two fields, or dicts or tuples of them, are equal."""
+    """Whether two fields are equal; tuples, lists and dicts are compared entry by entry."""
     match one, other:
         case Tensor(), Tensor():
             learned = one.requires_grad or other.requires_grad
@@ -106,19 +114,19 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _written(value: object) -> str:
-    """A field in a repr: a tensor as its dtype and shape, a function as its name."""
+    """A field as `repr` prints it: a tensor by dtype and shape, a function by its name."""
     if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        return f"{dtype_name(value.dtype)}{list(value.shape)}"
     if callable(value) and not isinstance(value, Bound):
         return mod_name(value)
     return repr(value)
 
 
 def check_callables(composer: str, *mods: object) -> None:
-    """Raise unless every one of `mods` can be called."""
-    for position, mod in enumerate(mods):
+    """Raise if one of `mods`, the arguments of the function `composer`, cannot be called."""
+    for number, mod in enumerate(mods, 1):
         if not callable(mod):
             raise NotCallableError(
-                f"{composer} takes mods, that is functions such as causal or sliding_window(256), "
-                f"got {mod!r} as number {position + 1}. Give each mod as an argument of its own."
+                f"argument {number} of {composer} must be a mod, that is a function such as causal "
+                f"or sliding_window(256), but is {mod!r}. Give each mod as an argument of its own."
             )

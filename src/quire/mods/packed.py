@@ -1,7 +1,7 @@
 """Masks of sequences that hold several texts: documents, answers to one prompt, a tree of drafts.
 
-The factories turn the description into a few vectors, once; the masks compare what these hold at
-`q_idx` and `kv_idx`. That costs memory for a sequence, never for its square.
+Each function turns its arguments into a few vectors [S], once. The mask compares their entries at
+`q_idx` and `kv_idx`, so it never takes memory for a table [S, S].
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 
 from quire.arguments import lengths_tensor, offsets_tensor, prefix_number, tensor_of
-from quire.block_mask.packed import LENGTHS_ADVICE, OFFSETS_ADVICE, ids_of_lengths
 from quire.errors import ArgumentError, ShapeError
 from quire.ir.trace import mod_name
 from quire.mods.compose import Mask, MaskMod
 from quire.mods.objects import check_callables
 
+_LENGTHS_ADVICE = "Give the number of tokens of each document."
+_OFFSETS_ADVICE = "Give where each document starts, and where the last one ends."
 _PREFIX_ADVICE = "Give the number of positions before the nodes, for each sequence of the batch."
-_LARGEST_TILE = 256  # positions that are bounded closely if they are a power of two, and aligned
+_LARGEST_TILE = 256  # aligned blocks of positions up to this power of two have close bounds
 
 
 def document(
@@ -29,7 +30,7 @@ def document(
     offsets: Tensor | Sequence[int] | None = None,
     mask_mod: MaskMod | None = None,
 ) -> Mask:
-    """Keep documents that are packed into one sequence apart.
+    """Let a query see its own document, if several documents are packed into one sequence.
 
     document(lengths=[2, 3, 1]):
 
@@ -50,10 +51,11 @@ def document(
         0 0 0 0 1 1 0
         0 0 0 0 1 1 1
 
-    Give one of `ids`, the number of the document of each position, [S] or [B, S]; `lengths` of the
-    documents; or `offsets`, where they start and the last one ends. `mask_mod` is asked within a
-    document, with positions counted from the document's first token; masks that only compare
-    positions, such as `causal`, mean the same in `and_masks`.
+    Give one of: `ids` [S] or [B, S], the number of the document at each position; `lengths` [N],
+    the tokens of each of N documents; `offsets` [N + 1], where each document starts and the last
+    one ends. `mask_mod` decides within a document and is called with positions that count from the
+    document's first token. For a mask that only compares positions, such as `causal`,
+    `and_masks(document(...), causal)` does the same.
     """
     numbers = _document_ids(ids, lengths, offsets)
     if mask_mod is None:
@@ -86,7 +88,7 @@ def _document(
 def shared_prefix(
     offsets: Tensor | Sequence[int], prefix_document_id: Tensor | Sequence[int]
 ) -> Mask:
-    """Pack answers behind the one prompt they share; each sees the prompt and itself, causally.
+    """Pack several answers after one prompt. Each sees the prompt and itself, causally.
 
     shared_prefix([0, 2, 4, 6], [0, 0, 0]):
 
@@ -97,11 +99,12 @@ def shared_prefix(
         1 1 0 0 1 0
         1 1 0 0 1 1
 
-    Document d lies in `offsets[d]` to `offsets[d + 1]` and continues document
-    `prefix_document_id[d]`; a prompt continues itself.
+    `offsets` [N + 1] says where each of N documents starts and the last one ends. Document d
+    continues document `prefix_document_id[d]` of `prefix_document_id` [N]; a prompt continues
+    itself.
     """
     advice = "Give the document that each document continues, and for a prompt its own number."
-    bounds = offsets_tensor(offsets, OFFSETS_ADVICE)
+    bounds = offsets_tensor(offsets, _OFFSETS_ADVICE)
     prefixes = tensor_of("integers", "prefix_document_id", prefix_document_id, advice=advice).long()
     _check_prefixes(prefixes, num_documents=len(bounds) - 1, advice=advice)
 
@@ -126,7 +129,7 @@ def _shared_prefix(
 def tree(
     parent_indices: Tensor | Sequence[int], prefix_length: int | Tensor | Sequence[int] = 0
 ) -> Mask:
-    """Show each node of a tree its ancestors and itself: many drafts, checked at once.
+    """Let each node of a tree see its ancestors and itself, to verify many drafts in one call.
 
     tree([-1, 0, 0, 1, 1, 2]):
 
@@ -145,12 +148,12 @@ def tree(
         1 1 1 1 0
         1 1 1 0 1
 
-    `parent_indices[i]` is the parent of node i, which comes before it, or -1 for a root; several
-    roots make a forest. The nodes stand behind `prefix_length` positions that are causal and that
-    every node sees. Both positions count from the start of the prefix; where queries are the
-    nodes alone, write `offset(tree(parents, n), n)`. In a batch whose sequences have prefixes of
-    their own `prefix_length` is a tensor [B] or a list; what stands behind the nodes of a shorter
-    one is seen by none of them.
+    `parent_indices` [N] has the parent of each node, which must come before it, or -1 for a root.
+    There may be several roots. The nodes follow `prefix_length` positions, which are causal and
+    which every node sees. `q_idx` and `kv_idx` count from the start of the prefix: if the queries
+    are the nodes alone, use `offset(tree(parents, n), n)`. If the sequences of a batch have
+    prefixes of different lengths, give `prefix_length` as a tensor [B] or a list. No node sees what
+    follows the nodes of a shorter sequence.
     """
     advice = "Order the nodes so that each follows its parent, and give roots the parent -1."
     parents = tensor_of("integers", "parent_indices", parent_indices, advice=advice)
@@ -164,7 +167,8 @@ def tree(
         name += "_prefix_tensor"
     elif prefix_length := prefix_number(prefix_length):
         name += f"_prefix_{prefix_length}"
-        # Node 0 fills the last tile of the prefix, so that tiles of nodes are tiles of the vectors.
+        # Repeat node 0 over the last block of the prefix: then a block of positions that starts at
+        # a multiple of its size is also such a block of `enter` and `leave`, and has close bounds.
         filled = prefix_length % _LARGEST_TILE
         enter, leave = (torch.cat([ends[:1].expand(filled), ends]) for ends in (enter, leave))
     fields = {"enter": enter, "leave": leave, "turn": turn, "filled": filled}
@@ -182,8 +186,8 @@ def _tree(
     prefix_length: int | Tensor,
     filled: int,
 ) -> Tensor:
-    # Positions in the prefix have no node. Node 0 stands in, and its answer is not used. Behind the
-    # nodes of a sequence that is shorter than others the last one does: nodes see nothing later.
+    # A position in the prefix has no node: we read node 0 and do not use the result. A position
+    # after the last node reads the last one, which is right, since nodes see no later position.
     last = None
     if isinstance(prefix_length, Tensor):
         prefix_length, last = prefix_length[b], len(enter) - 1
@@ -199,26 +203,32 @@ def _document_ids(
     lengths: Tensor | Sequence[int] | None,
     offsets: Tensor | Sequence[int] | None,
 ) -> Tensor:
-    """The number of the document at each position, from whichever description was given."""
+    """The number of the document at each position, [S] or [B, S], from the one that is given."""
     given = {"ids": ids, "lengths": lengths, "offsets": offsets}
     names = [name for name, value in given.items() if value is not None]
     if len(names) != 1:
         raise ArgumentError(
-            f"document needs one of ids, lengths and offsets, got {' and '.join(names) or 'none'}. "
-            "Give ids [S] or [B, S], or the documents' lengths, or their offsets."
+            f"document must be given one of ids, lengths and offsets, but is given "
+            f"{' and '.join(names) or 'none'}. Give ids [S] or [B, S], or the lengths of the "
+            f"documents, or their offsets."
         )
     if lengths is not None:
-        return ids_of_lengths(lengths_tensor(lengths, LENGTHS_ADVICE))
+        return _repeated(lengths_tensor(lengths, _LENGTHS_ADVICE))
     if offsets is not None:
-        bounds = offsets_tensor(offsets, OFFSETS_ADVICE)
-        return ids_of_lengths(bounds[1:] - bounds[:-1])
+        return _repeated(offsets_tensor(offsets, _OFFSETS_ADVICE).diff())
     assert ids is not None
     advice = "Give the number of the document of each position, [S] or [B, S]."
     return tensor_of("integers", "ids", ids, ranks=(1, 2), advice=advice)
 
 
+def _repeated(lengths: Tensor) -> Tensor:
+    """The number of each document, repeated for each of its tokens: lengths [N] to int32 [S]."""
+    numbers = torch.arange(len(lengths), dtype=torch.int32, device=lengths.device)
+    return torch.repeat_interleave(numbers, lengths.long())
+
+
 def _first_positions(ids: Tensor) -> Tensor:
-    """At each position, the first position with the same id."""
+    """For each position, the first position with the same id: int32 like `ids` [S] or [B, S]."""
     if ids.ndim == 2:
         return torch.stack([_first_positions(row) for row in ids])
     places = torch.arange(len(ids), device=ids.device)
@@ -228,18 +238,18 @@ def _first_positions(ids: Tensor) -> Tensor:
 
 
 def _seen_ranges(bounds: Tensor, prefixes: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What each position sees: `first` to `last`, but for `gap_start` up to `gap_end`.
+    """The keys that each query sees: from `first` to `last`, without `gap_start` up to `gap_end`.
 
         1 1 1 1 0 0 0 0 1 1 1      the prompt, other answers, the own document up to the query
         first   gap_start   last
                         gap_end
 
-    Where a prompt stands behind the documents that continue it, it is the end of the range. One
-    range with a gap is bounded more closely than two ranges: rows that see the same keys by
-    different ones of two would have to be told apart.
+    If a prompt comes after a document that continues it, the prompt is the end of the range. We use
+    one range with a gap instead of two ranges, because its bounds over a block of queries are
+    closer: with two ranges, neighbouring queries could see the same keys by different ranges.
     """
     starts, ends = bounds[:-1], bounds[1:]
-    owner = ids_of_lengths(ends - starts)
+    owner = _repeated(ends - starts)
     query = torch.arange(len(owner), device=owner.device)
     own_start, start, end = starts[owner], starts[prefixes][owner], ends[prefixes][owner]
     continues = (prefixes[owner] != owner) & (start < end)
@@ -249,7 +259,8 @@ def _seen_ranges(bounds: Tensor, prefixes: Tensor) -> tuple[Tensor, Tensor, Tens
     last = torch.where(after, end - 1, query)
     gap_start = torch.where(before, end, query + 1)
     gap_end = torch.where(before, own_start, start)
-    # No gap is one that starts behind everything and ends before it: bounds then pass over it.
+    # Where there is no gap, let it start after the end and end at 0. Then it hides nothing, also
+    # in the bounds of a block of queries of which some have a gap.
     gap = continues & (gap_start < gap_end)
     gap_start, gap_end = gap_start.where(gap, len(owner)), gap_end.where(gap, 0)
     return first.int(), last.int(), gap_start.int(), gap_end.int()
@@ -259,39 +270,38 @@ def _check_prefixes(prefixes: Tensor, *, num_documents: int, advice: str) -> Non
     if len(prefixes) != num_documents:
         raise ShapeError(
             f"prefix_document_id must have one entry for each of the {num_documents} documents, "
-            f"got {len(prefixes)}. {advice}"
+            f"but has {len(prefixes)}. {advice}"
         )
     for document_id, prefix in enumerate(prefixes.tolist()):
         if not 0 <= prefix < num_documents or int(prefixes[prefix]) != prefix:
             raise ArgumentError(
-                "prefix_document_id must name documents that continue only themselves, "
-                f"got {prefix} for document {document_id}. {advice}"
+                "prefix_document_id must name documents that continue only themselves, but is "
+                f"{prefix} for document {document_id}. {advice}"
             )
 
 
 def _check_forest(parents: Tensor, advice: str) -> None:
     if len(parents) == 0:
-        raise ArgumentError(f"parent_indices must have at least one node, got none. {advice}")
+        raise ArgumentError(f"parent_indices must have at least one node, but has none. {advice}")
     for node, parent in enumerate(parents.tolist()):
         if not -1 <= parent < node:
             raise ArgumentError(
-                f"parent_indices must name an earlier node or -1, got {parent} for node {node}. "
+                f"parent_indices must name an earlier node or -1, but is {parent} for node {node}. "
                 f"{advice}"
             )
 
 
 def _preorder(parents: Tensor) -> tuple[Tensor, Tensor]:
-    """When a walk through the forest enters each node, and when it leaves the last one below it.
+    """Number the nodes in depth-first order: `enter` [N], and `leave` [N], the end of its subtree.
 
              0            node    0  1  2  3  4
            1   2          enter   0  1  4  2  3
           3 4             leave   5  4  5  3  4
 
-    So j is i or an ancestor of i where `enter[j] <= enter[i] < leave[j]`: two vectors say what
-    would else take a matrix.
+    Node j is i or an ancestor of i exactly if `enter[j] <= enter[i] < leave[j]`.
     """
     parent_of, nodes = parents.tolist(), range(len(parents))
-    # One more entry, which is also entry -1, stands for the parent of all roots.
+    # The last entry, which is also entry -1, is for the parent of all roots.
     size, free = [1] * (len(nodes) + 1), [0] * (len(nodes) + 1)
     for node in reversed(nodes):
         size[parent_of[node]] += size[node]
@@ -306,20 +316,20 @@ def _preorder(parents: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _unwound(enter: Tensor, leave: Tensor) -> tuple[Tensor, Tensor, int]:
-    """The walk's numbers as places on a circle of 2**turn, each near the place before it.
+    """Change the depth-first numbers by multiples of 2**turn, so that neighbours stay close.
 
         node    0   1 2   3 4 5  6    7  8  9 10 11 12 13 14
         enter   0   1 8   2 5 9 12    3  4  6  7 10 11 13 14
         place   0   1 8   2 5 9 12   19 20 22 23 26 27 29 30    turn 4
 
-    Trees are often written level by level, and where a level ends the walk's numbers fall. Places
-    go on instead, once more around, so that a range of positions is bounded closely. A place is
-    in the subtree of another, whole circles aside, where one circle more fits between it and
-    `enter` than between it and `leave`.
+    Trees are often written level by level. At the end of a level the numbers fall, so the minimum
+    and maximum over a block of positions say little. The places go on rising instead, modulo
+    2**turn. A node is in the subtree of another if the division by 2**turn of its distance from
+    `enter` gives more than that of its distance from `leave`.
     """
     turn = max(1, (len(enter) - 1).bit_length())
     circle, number, half = 1 << turn, enter.long(), (1 << turn) // 2
     steps = (torch.diff(number, prepend=number[:1]) + half - 1) % circle - half + 1
-    # From the middle of what 32 bits hold with room to spare, all of it whole circles.
+    # Start at a multiple of 2**turn that leaves room in int32 on both sides.
     places = (2**28 + number[0] + steps.cumsum(0)) % 2**29
     return places.int(), (places + leave - enter).int(), turn

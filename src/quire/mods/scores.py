@@ -1,8 +1,8 @@
 """Changes of scores: biases by position, learned or not, and a soft limit.
 
-`score` comes scaled. Tables are captured as they are given: one that requires grad is trained.
-Their drawings show what is added to the scores of head 0. A class whose name begins with Learned is
-the mod as a module, which owns what it learns.
+A score_mod is given the score after scaling. A table is not copied, so one that requires grad is
+trained. The drawings show what is added to the scores of head 0. Each class `Learned...` is the
+mod of that name as a module with a parameter.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from quire.mods.compose import ScoreChange, ScoreModule
 
 
 def alibi(H: int, slopes: Tensor | None = None) -> ScoreChange:
-    """Lower a score in proportion to the distance, each of the `H` heads by a slope of its own.
+    """Lower a score by the distance times a slope, which each of the `H` heads has (ALiBi).
 
     alibi(8):
 
@@ -27,9 +27,9 @@ def alibi(H: int, slopes: Tensor | None = None) -> ScoreChange:
         -1.0 -0.5  0.0  0.5
         -1.5 -1.0 -0.5  0.0
 
-    Made for causal masks: scores of later keys, were they shown, would rise. The slopes are
-    2^(-8 / H), 2^(-16 / H), ..., 2^-8, which is the paper's choice where H is a power of two; give
-    `slopes` [H] for others, or to learn them.
+    Use it with a causal mask: it would raise the scores of later keys. The slopes are 2^(-8 / H),
+    2^(-16 / H), ..., 2^-8, as in the paper if H is a power of two. Give a float tensor `slopes` [H]
+    for other slopes, or to learn them.
     """
     H = whole_number("H", H, minimum=1, advice="Give the number of query heads.")
     if slopes is None:
@@ -38,7 +38,7 @@ def alibi(H: int, slopes: Tensor | None = None) -> ScoreChange:
     slope = tensor_of("floats", "slopes", slopes, ranks=(1,), advice=advice)
     if len(slope) != H:
         raise ShapeError(
-            f"slopes must have one entry for each of {H} heads, got {len(slope)}. {advice}"
+            f"slopes must have one entry for each of {H} heads, but has {len(slope)}. {advice}"
         )
     return ScoreChange(_alibi, f"alibi_{H}", slopes=slope)
 
@@ -50,7 +50,7 @@ def _alibi(
 
 
 class LearnedAlibi(ScoreModule):
-    """`alibi` whose `slopes` [H] are a parameter, at first those of `alibi(num_heads)`."""
+    """`alibi` with a parameter `slopes` [H], which starts with the slopes of `alibi(num_heads)`."""
 
     def __init__(
         self,
@@ -65,27 +65,27 @@ class LearnedAlibi(ScoreModule):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Give the slopes the values that they begin with."""
+        """Set the slopes to their first values."""
         with torch.no_grad():
             self.slopes.copy_(_slopes(len(self.slopes)))
 
     def forward(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        """The score that takes the place of `score`."""
+        """Return the new score."""
         return _alibi(score, b, h, q_idx, kv_idx, self.slopes)
 
     def extra_repr(self) -> str:
-        """The sizes."""
+        """The sizes that `repr` shows."""
         return f"num_heads={len(self.slopes)}"
 
 
 def softcap(soft_cap: float) -> ScoreChange:
-    """Keep every score between -`soft_cap` and `soft_cap`, and small ones as they are (Gemma 2).
+    """Limit scores to between -`soft_cap` and `soft_cap`; small ones hardly change (Gemma 2).
 
     softcap(2) of scores -8 -2 -1 -0.1 0 0.1 1 2 8:
 
         -2.0 -1.5 -0.9 -0.1  0.0  0.1  0.9  1.5  2.0
     """
-    advice = "Give the score that none may pass, or leave the mod out."
+    advice = "Give the largest score that is allowed, or leave the mod out."
     soft_cap = finite_positive("soft_cap", soft_cap, advice=advice)
     return ScoreChange(_softcap, f"softcap_{soft_cap:g}", soft_cap=soft_cap)
 
@@ -99,7 +99,7 @@ def _softcap(
 def relative_position_bias(
     table: Tensor, bidirectional: bool = True, max_distance: int = 128
 ) -> ScoreChange:
-    """Add a learned bias for the distance, in buckets that widen as it grows (T5).
+    """Add a bias for the distance; large distances share an entry of `table` (T5).
 
     relative_position_bias(torch.arange(8.0)[:, None], max_distance=9):
 
@@ -118,9 +118,9 @@ def relative_position_bias(
          3.0  2.0  1.0  0.0  0.0
          3.0  3.0  2.0  1.0  0.0
 
-    `table` is [num_buckets, H], the weight of a T5 model's `relative_attention_bias`; the drawings
-    number its entries. Half of the buckets are for later keys; with `bidirectional=False`, as in a
-    decoder, none are, and later keys share bucket 0. T5 does not scale its scores: give `scale=1`.
+    `table` [num_buckets, H] is the weight of a T5 model's `relative_attention_bias`. Half of the
+    buckets are for later keys. With `bidirectional=False`, as in a decoder, all later keys share
+    bucket 0. T5 does not scale its scores, so call attention with `scale=1`.
     """
     advice = "Give a float tensor [num_buckets, H]."
     bias = tensor_of("floats", "table", table, ranks=(2,), advice=advice)
@@ -148,7 +148,7 @@ def _relative_position_bias(
 
 
 class LearnedRelativePositionBias(ScoreModule):
-    """`relative_position_bias` whose `table` [num_buckets, H] is a parameter, at first 0."""
+    """`relative_position_bias` with a parameter `table` [num_buckets, H], which starts as 0."""
 
     def __init__(
         self,
@@ -161,25 +161,25 @@ class LearnedRelativePositionBias(ScoreModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        num_heads, advice = _num_heads(num_heads), "Give how many distances are told apart."
+        num_heads, advice = _num_heads(num_heads), "Give how many biases each head has."
         num_buckets = whole_number("num_buckets", num_buckets, minimum=1, advice=advice)
         max_distance = _check_buckets(num_buckets, bidirectional, max_distance, advice)
         self.bidirectional, self.max_distance = bidirectional, max_distance
         self.table = nn.Parameter(torch.zeros(num_buckets, num_heads, device=device, dtype=dtype))
-        # No buffer: to_empty would leave nothing in it, and no file brings it back.
+        # Not a buffer: after `to_empty` its values would be lost, and no checkpoint has them.
         self._buckets = _buckets(num_buckets, bidirectional, max_distance, torch.device("cpu"))
 
     def reset_parameters(self) -> None:
-        """Give the table the values that it begins with."""
+        """Set the table to 0."""
         nn.init.zeros_(self.table)
 
     def forward(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        """The score that takes the place of `score`."""
+        """Return the new score."""
         tables = self.table, self._buckets.to(self.table.device)
         return _relative_position_bias(score, b, h, q_idx, kv_idx, *tables, self.max_distance)
 
     def extra_repr(self) -> str:
-        """The sizes."""
+        """The sizes that `repr` shows."""
         num_buckets, num_heads = self.table.shape
         return (
             f"num_heads={num_heads}, num_buckets={num_buckets}, "
@@ -188,14 +188,14 @@ class LearnedRelativePositionBias(ScoreModule):
 
 
 def table_bias(table: Tensor) -> ScoreChange:
-    """Add a bias for each pair of positions: [L, S], [H, L, S] or [B, H, L, S].
+    """Add `table` [L, S], [H, L, S] or [B, H, L, S] to the scores.
 
     table_bias(torch.tensor([[0.0, 1.5, 2.0], [-1.0, 0.0, 0.5]])):
 
          0.0  1.5  2.0
         -1.0  0.0  0.5
 
-    A dimension of size 1 serves all heads, batches or positions, as in PyTorch's broadcasting.
+    A dimension of size 1 is used for all heads, batches or positions, as in broadcasting.
     """
     bias = tensor_of(
         "floats",
@@ -216,7 +216,7 @@ def _table_bias(
 
 
 class LearnedTableBias(ScoreModule):
-    """`table_bias` whose `table`, of the sizes given, is a parameter, at first 0."""
+    """`table_bias` with a parameter `table` of the given sizes, which starts as 0."""
 
     def __init__(
         self,
@@ -228,24 +228,24 @@ class LearnedTableBias(ScoreModule):
         advice = "Give the sizes L, S or H, L, S or B, H, L, S."
         sizes = [whole_number("a size", size, minimum=1, advice=advice) for size in shape]
         if not 2 <= len(sizes) <= 4:
-            raise ShapeError(f"table must be 2-D or 3-D or 4-D, got sizes {sizes}. {advice}")
+            raise ShapeError(f"table must be 2-D or 3-D or 4-D, but has sizes {sizes}. {advice}")
         self.table = nn.Parameter(torch.zeros(sizes, device=device, dtype=dtype))
 
     def reset_parameters(self) -> None:
-        """Give the table the values that it begins with."""
+        """Set the table to 0."""
         nn.init.zeros_(self.table)
 
     def forward(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        """The score that takes the place of `score`."""
+        """Return the new score."""
         return _table_bias(score, b, h, q_idx, kv_idx, self.table)
 
     def extra_repr(self) -> str:
-        """The sizes."""
+        """The sizes that `repr` shows."""
         return ", ".join(map(str, self.table.shape))
 
 
 def distance_bias(table: Tensor) -> ScoreChange:
-    """Add a learned bias for the distance, one for each up to n on both sides.
+    """Add a bias for the distance, with an entry of `table` for each distance from -n to n.
 
     distance_bias(torch.tensor([9.0, 1.0, 0.0, 3.0, 4.0])):
 
@@ -254,16 +254,16 @@ def distance_bias(table: Tensor) -> ScoreChange:
          4.0  3.0  0.0  1.0
          4.0  4.0  3.0  0.0
 
-    `table` is [2n + 1] or, for each head, [H, 2n + 1]. Its middle entry is for the query's own
-    position, the entry d places later for the key d positions before the query. Keys farther than
-    n share the entry of the farthest.
+    `table` is [2n + 1], or [H, 2n + 1] with a row for each head. The middle entry is for the
+    query's own position; the entry d places after it is for the key d positions before the query.
+    Keys that are farther away than n use the first or the last entry.
     """
     advice = "Give a float tensor [2n + 1] or [H, 2n + 1], distance 0 in the middle."
     bias = tensor_of("floats", "table", table, ranks=(1, 2), advice=advice)
     if bias.shape[-1] % 2 == 0:
         raise ShapeError(
             "table must have an odd number of entries, as many for later keys as for earlier ones, "
-            f"got {bias.shape[-1]}. {advice}"
+            f"but has {bias.shape[-1]}. {advice}"
         )
     reach = bias.shape[-1] // 2
     return ScoreChange(_distance_bias, f"distance_bias_{reach}", table=bias, reach=reach)
@@ -276,14 +276,14 @@ def _distance_bias(
     q_idx: Tensor,
     kv_idx: Tensor,
     table: Tensor,
-    reach: int,  # asking the table for its shape would take longer than all the rest of a trace
+    reach: int,  # given, since reading the shape of a tensor would dominate the time of a trace
 ) -> Tensor:
     entry = torch.clamp(q_idx - kv_idx, min=-reach, max=reach) + reach
     return score + (table[entry] if table.ndim == 1 else table[h, entry])
 
 
 class LearnedDistanceBias(ScoreModule):
-    """`distance_bias` whose `table` [H, 2 * reach + 1] is a parameter, at first 0."""
+    """`distance_bias` with a parameter `table` [H, 2 * reach + 1], which starts as 0."""
 
     def __init__(
         self,
@@ -294,76 +294,76 @@ class LearnedDistanceBias(ScoreModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        num_heads, advice = _num_heads(num_heads), "Give the distance from which on all are alike."
+        num_heads, advice = _num_heads(num_heads), "Give the largest distance with its own entry."
         self.reach = whole_number("reach", reach, minimum=0, advice=advice)
         width = 2 * self.reach + 1
         self.table = nn.Parameter(torch.zeros(num_heads, width, device=device, dtype=dtype))
 
     def reset_parameters(self) -> None:
-        """Give the table the values that it begins with."""
+        """Set the table to 0."""
         nn.init.zeros_(self.table)
 
     def forward(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        """The score that takes the place of `score`."""
+        """Return the new score."""
         return _distance_bias(score, b, h, q_idx, kv_idx, self.table, self.reach)
 
     def extra_repr(self) -> str:
-        """The sizes."""
+        """The sizes that `repr` shows."""
         return f"num_heads={len(self.table)}, reach={self.reach}"
 
 
 def _num_heads(num_heads: int) -> int:
-    return whole_number("num_heads", num_heads, minimum=1, advice="Give those of the query.")
+    return whole_number("num_heads", num_heads, minimum=1, advice="Give the heads of the query.")
 
 
 def _slopes(num_heads: int) -> Tensor:
-    """The slopes of the paper, from 2^(-8 / num_heads) down to 2^-8."""
+    """The slopes of the paper [num_heads], from 2^(-8 / num_heads) down to 2^-8."""
     return torch.tensor([2.0 ** (-8 * (head + 1) / num_heads) for head in range(num_heads)])
 
 
 def _check_buckets(num_buckets: int, bidirectional: bool, max_distance: int, advice: str) -> int:
-    """`max_distance`, if it and the number of buckets make sense."""
+    """Return `max_distance`, after checking that it is large enough for `num_buckets`."""
     minimum = 4 if bidirectional else 2
     if num_buckets < minimum:
         raise ShapeError(
-            f"table must have at least {minimum} buckets, so that some are exact and some wide, "
-            f"got {num_buckets}. {advice}"
+            f"table must have at least {minimum} buckets, so that some are for one distance and "
+            f"some for many, but has {num_buckets}. {advice}"
         )
     max_exact = _max_exact(num_buckets, bidirectional)
     return whole_number(
         "max_distance",
         max_distance,
         minimum=max_exact + 1,
-        advice=f"With {num_buckets} buckets, distances below {max_exact} have one each.",
+        advice=f"With {num_buckets} buckets, each distance below {max_exact} has its own.",
     )
 
 
 def _max_exact(num_buckets: int, bidirectional: bool) -> int:
-    """The first distance that shares a bucket with the next."""
+    """The smallest distance that shares a bucket with the next one."""
     return num_buckets // (4 if bidirectional else 2)
 
 
 def _buckets(
     num_buckets: int, bidirectional: bool, max_distance: int, device: torch.device
 ) -> Tensor:
-    """The bucket of every distance from -max_distance to max_distance.
+    """The bucket of every distance from -max_distance to max_distance: int32.
 
-    From there on there is one bucket, so the formula is needed at a few distances only. Looking
-    them up gives the same integers whatever rounding a logarithm has where the mod runs.
+    All larger distances share the last bucket. The mod looks buckets up in this table, so that they
+    do not depend on how a kernel rounds a logarithm.
     """
     reach = torch.arange(-max_distance, max_distance + 1, device=device)
     return _bucket(reach, num_buckets, bidirectional, max_distance).int()
 
 
 def _bucket(distance: Tensor, num_buckets: int, bidirectional: bool, max_distance: int) -> Tensor:
-    """T5's bucket of each `distance` from query to key: exact when near, logarithmic when far."""
+    """T5's bucket of each distance `kv_idx - q_idx`: one each when near, logarithmic when far."""
     max_exact = _max_exact(num_buckets, bidirectional)
     if bidirectional:
         num_buckets = num_buckets // 2
         first, away = (distance > 0) * num_buckets, distance.abs()
     else:
         first, away = torch.zeros_like(distance), (-distance).clamp(min=0)
-    # float32, and in this order: at the edge of a bucket the rounding decides, as in T5 itself.
+    # In float32 and in this order, so that rounding at the edge of a bucket is as in T5 itself.
     ratio = (away.clamp(min=max_exact).float() / max_exact).log()
     step = ratio / math.log(max_distance / max_exact) * (num_buckets - max_exact)
     wide = (max_exact + step.long()).clamp(max=num_buckets - 1)

@@ -1,14 +1,14 @@
-"""Which pages of a cache belong to whom.
+"""Which pages of a cache belong to which sequence.
 
     page_table            2 5 . .       the cache [1, H, n_pages * page_size, D]
                           3 . . .
     physical_to_logical   . . 0 . . 1   page     0     1     2     3     4     5
                           . . . 0 . .   owner    -     -   0: 0  1: 0    -   0: 1
 
-A slot is a row of both tables; `.` is -1. Here slot 0 has two blocks, in pages 2 and 5, and slot 1
-has one. Comes in: slots, lengths and positions as integers. Goes out: the tables that PyTorch's
-class has, which are the only state, so that the methods serve its instances too (`patch.py`). The
-cache is the caller's, and no page of it is ever moved.
+Each sequence has a slot, a row of both tables; `.` is -1. Here slot 0 has two blocks, in pages 2
+and 5, and slot 1 has one. The tables are those of PyTorch's class and the only state, so that the
+methods also work with its instances (`patch.py`). The cache belongs to the caller. Pages never
+move.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from quire.torch_private import paged_assign, paged_convert
 
 
 class PagedAttention:
-    """Which pages of a cache each sequence owns, as PyTorch's experimental `PagedAttention`.
+    """The pages that each sequence has in a cache, as PyTorch's experimental `PagedAttention`.
 
     >>> paged = PagedAttention(n_pages=64, page_size=128, max_batch_size=8, device="cpu")
     >>> paged.reserve(torch.tensor([0, 1]), torch.tensor([300, 150]))    # all of them, or nothing
@@ -45,10 +45,14 @@ class PagedAttention:
     >>> block_mask = paged.convert_logical_block_mask(logical_mask, kv_len=kv_len)
     >>> flex_attention(query, k_cache, v_cache, block_mask=block_mask, enable_gqa=True)
 
-    A sequence is a slot, a row of `page_table` [max_batch_size, n_pages], which has the page of
-    each of its logical blocks; `physical_to_logical` is the way back, `capacity` [max_batch_size]
-    how many positions have a page, and `empty_pages` lists the pages without an owner. Mods read
-    the tables at every call. `device` None is the accelerator if there is one, else the CPU.
+    A sequence has a slot, which is a row of these tensors:
+
+    - `page_table` [max_batch_size, n_pages]: the page of each logical block, or -1
+    - `physical_to_logical` [max_batch_size, n_pages]: the logical block in each page, or -1
+    - `capacity` [max_batch_size]: how many positions have a page
+
+    `empty_pages` is a list of the pages that no slot has. Mods read the tables at every call.
+    `device` None is the accelerator if there is one, else the CPU.
     """
 
     def __init__(
@@ -72,9 +76,10 @@ class PagedAttention:
 
     @never_traced
     def reserve(self, batch_idx: Integers, seq_len: Integers) -> None:
-        """Give slots the pages that they lack for `seq_len` positions: one slot, or many.
+        """Give slots as many pages as they need for `seq_len` positions.
 
-        Both are [N] or 0-d; one length serves all slots. Where pages are short nobody gets any.
+        `batch_idx` is a slot or slots [N]; `seq_len` is a length for all of them or lengths [N]. If
+        there are not enough pages, no slot gets any, and OutOfPages is raised.
         """
         slots = as_slots(self, batch_idx).tolist()
         lengths = as_lengths(seq_len, len(slots))
@@ -101,7 +106,7 @@ class PagedAttention:
 
     @never_traced
     def erase(self, batch_idx: Integers) -> None:
-        """Take back all pages of a slot, or of many: what they held belongs to nobody."""
+        """Take all pages from a slot, or from slots [N]. They become empty pages."""
         for slot in as_slots(self, batch_idx).tolist():
             pages = self.page_table[slot][self.page_table[slot] != NO_PAGE].tolist()
             self.capacity[slot] = 0
@@ -119,11 +124,12 @@ class PagedAttention:
         k_cache: Tensor,
         v_cache: Tensor,
     ) -> None:
-        """Write keys and values of some positions into the pages of their slots.
+        """Write the keys and values of new tokens into the pages of their slots.
 
-        batch_idx [B], input_pos [B, S], k_val [B, H, S, D], v_val [B, H, S, Dv], k_cache
-        [1, H, n_pages * page_size, D] and v_cache the same with Dv. A position without a page is
-        refused, and nothing is written.
+        `batch_idx` [B] has the slots and `input_pos` [B, S] the positions of the tokens; `k_val` is
+        [B, H, S, D] and `v_val` [B, H, S, Dv]; `k_cache` is [1, H, n_pages * page_size, D], and
+        `v_cache` the same with Dv. If a position has no page, UnreservedError is raised and nothing
+        is written.
         """
         slots, positions = as_slots(self, batch_idx), as_positions(input_pos)
         for name, val, cache in (("k", k_val, k_cache), ("v", v_val, v_cache)):
@@ -139,12 +145,13 @@ class PagedAttention:
         batch_idx: Tensor | None = None,
         kv_len: Tensor | None = None,
     ) -> BlockMask:
-        """The mask over physical positions of a mask over logical ones.
+        """Turn a mask over positions of sequences into a mask over rows of the cache.
 
-        Row b of `block_mask` is about slot `batch_idx[b]`, by default b; a mask with B=1 serves
-        every slot in `batch_idx`. Its key blocks have the size of a page. Blocks that have no page
-        do not exist, and positions from `kv_len[b]` on are hidden. Convert again when a sequence
-        has other pages; within those it has, `kv_len` may grow in place.
+        Batch b of `block_mask` is for slot `batch_idx[b]` of `batch_idx` [B], by default slot b. A
+        mask with B=1 is used for every slot in `batch_idx`. Its key blocks must have the size of a
+        page. Blocks without a page are left out, and positions from `kv_len[b]` of `kv_len` [B] on
+        are hidden. Convert the mask again when a sequence gets other pages; while it has the same
+        ones, `kv_len` may grow in place.
         """
         return physical_block_mask(self, BlockMask.from_torch(block_mask), batch_idx, kv_len)
 
@@ -155,11 +162,11 @@ class PagedAttention:
         *,
         batch_idx: Tensor | None = None,
     ) -> MaskMod:
-        """The mask_mod over physical positions of one over logical ones, by default of `noop_mask`.
+        """Turn a mask_mod over positions, by default `noop_mask`, into one over rows of the cache.
 
-        `b` is about slot `batch_idx[b]`, by default b, and hides positions from `kv_len[b]` on.
-        `mask_mod` is given `b` as it comes, and a logical position of the slot even where the page
-        is somebody else's.
+        Batch b is slot `batch_idx[b]` of `batch_idx` [B], by default slot b. Rows of other slots
+        are hidden, and positions from `kv_len[b]` of `kv_len` [B] on. `mask_mod` is given `b`
+        unchanged, and position 0 for a row that is hidden.
         """
         return physical_mask(self, mask_mod, kv_len, batch_idx)
 
@@ -170,17 +177,17 @@ class PagedAttention:
         *,
         batch_idx: Tensor | None = None,
     ) -> ScoreMod:
-        """The score_mod over physical positions of one over logical ones; see `get_mask_mod`."""
+        """Turn a score_mod over positions into one over rows of the cache, as `get_mask_mod`."""
         return physical_score(self, score_mod, kv_len, batch_idx)
 
     def check_integrity(self) -> None:
-        """Prove that each page is empty or has one owner, and that the tables agree about it."""
+        """Raise PageError unless each page is empty or in one slot, and the tables agree."""
         table, back = self.page_table.tolist(), self.physical_to_logical.tolist()
         owner: dict[int, str] = {}
 
         def own_page(page: int, who: str) -> None:
             if not 0 <= page < self.n_pages or page in owner:
-                had = f"owned by {owner[page]}" if page in owner else "no page"
+                had = f"also in {owner[page]}" if page in owner else "not a page"
                 raise _broken(f"page {page} is in {who} and is {had}")
             owner[page] = who
 
@@ -189,7 +196,7 @@ class PagedAttention:
         for slot, capacity in enumerate(self.capacity.tolist()):
             count, rest = divmod(capacity, self.page_size)
             if rest or not 0 <= count <= self.n_pages:
-                raise _broken(f"capacity[{slot}] is {capacity}, which is no number of pages")
+                raise _broken(f"capacity[{slot}] is {capacity}, which is not that of whole pages")
             if any(page != NO_PAGE for page in table[slot][count:]):
                 raise _broken(f"slot {slot} has pages beyond its capacity of {capacity}")
             expected = [NO_PAGE] * self.n_pages
@@ -197,14 +204,14 @@ class PagedAttention:
                 own_page(page, f"block {block} of slot {slot}")
                 expected[page] = block
             if back[slot] != expected:
-                raise _broken(f"physical_to_logical[{slot}] is not the way back of page_table")
+                raise _broken(f"physical_to_logical[{slot}] is not the inverse of page_table")
         if len(owner) < self.n_pages:
             lost = sorted(set(range(self.n_pages)) - owner.keys())
-            raise _broken(f"pages {lost} are neither empty nor owned")
+            raise _broken(f"pages {lost} are neither empty nor in a slot")
 
 
 def _broken(what: str) -> PageError:
     return PageError(
-        f"expected every page in empty_pages or with one owner, but {what}. Change the tables by "
-        f"reserve and erase alone."
+        f"every page must be in empty_pages or in one slot, but {what}. Change the tables with "
+        f"reserve and erase only."
     )

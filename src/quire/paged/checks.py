@@ -1,7 +1,4 @@
-"""What the methods of PagedAttention accept: slots, lengths, positions, new keys and values.
-
-Nothing is written before all of this has passed.
-"""
+"""Checks of what the methods of PagedAttention are given. They run before anything is written."""
 
 from __future__ import annotations
 
@@ -11,10 +8,9 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 import torch
 from torch import Tensor
 
-from quire.arguments import tensor_of
+from quire.arguments import dtype_name, lengths_tensor, tensor_of
 from quire.block_mask import BlockMask
 from quire.errors import (
-    ArgumentError,
     BlockMaskShapeError,
     KVCacheError,
     ShapeError,
@@ -28,47 +24,47 @@ if TYPE_CHECKING:
 Integers: TypeAlias = Tensor | Sequence[int] | int
 
 NO_PAGE: Final = -1
-"""PyTorch's word for it, in both tables."""
+"""Marks an entry without a page in both tables, as in PyTorch."""
 
 
 def as_slots(paged: PagedAttention, batch_idx: object) -> Tensor:
-    """`batch_idx` as rows of the page table: int64 [N], on its device."""
+    """Return `batch_idx`, a number or [N], as rows of the page table: int64 [N] on its device."""
     advice = "Give the slot of each sequence."
     slots = tensor_of("integers", "batch_idx", batch_idx, ranks=(0, 1), advice=advice)
     slots = slots.reshape(-1).to(paged.page_table.device, torch.int64)
     wrong = slots[(slots < 0) | (slots >= len(paged.page_table))]
     if len(wrong):
         raise SlotError(
-            f"expected batch_idx between 0 and {len(paged.page_table) - 1}, as the page table has "
-            f"{len(paged.page_table)} slots, got {int(wrong[0])}. {advice}"
+            f"batch_idx must be between 0 and {len(paged.page_table) - 1}, as the page table has "
+            f"{len(paged.page_table)} slots, but is {int(wrong[0])}. {advice}"
         )
     return slots
 
 
 def as_lengths(seq_len: object, count: int) -> list[int]:
-    """`seq_len` as one number for each of `count` slots."""
-    advice = "Give the number of positions that each sequence is to have."
+    """Return `seq_len`, a number or [N], as a list with a number for each of `count` slots."""
+    advice = "Give the number of positions for each sequence."
     lengths = tensor_of("integers", "seq_len", seq_len, ranks=(0, 1), advice=advice).reshape(-1)
     if len(lengths) not in (1, count):
         raise ShapeError(
-            f"expected one seq_len, or one for each of {count} slots, got {len(lengths)}. {advice}"
+            f"seq_len must be one number, or one for each of {count} slots, but has "
+            f"{len(lengths)}. {advice}"
         )
-    if bool((lengths < 0).any()):
-        raise ArgumentError(f"seq_len must not be negative, got {int(lengths.min())}. {advice}")
+    lengths = lengths_tensor(lengths, advice, name="seq_len")
     return [int(length) for length in lengths.expand(count).tolist()]
 
 
 def as_kv_len(kv_len: object, count: int) -> Tensor:
-    """`kv_len` as a length for each of `count` batches; there may be more."""
+    """Return `kv_len` as a tensor [N] with lengths for at least `count` batches."""
     advice = "Give one length for each batch of the mask."
     lengths = tensor_of("integers", "kv_len", kv_len, advice=advice)
     if len(lengths) < count:
-        raise ShapeError(f"expected kv_len of shape [{count}], got {len(lengths)}. {advice}")
+        raise ShapeError(f"kv_len must have shape [{count}], but has [{len(lengths)}]. {advice}")
     return lengths
 
 
 def slots_of_mask(paged: PagedAttention, mask: BlockMask, batch_idx: object) -> Tensor:
-    """The slot that each batch of a mask is about. One batch may be about many."""
+    """The slot [N] of each batch of a mask. A mask with one batch may be for several slots."""
     if len(mask.grid_shape) != 4 or mask.BLOCK_SIZE[1] != paged.page_size:
         raise BlockMaskShapeError(
             f"Expect block_mask has the same column block size as page_size, and kv_indices "
@@ -79,14 +75,14 @@ def slots_of_mask(paged: PagedAttention, mask: BlockMask, batch_idx: object) -> 
     slots = as_slots(paged, torch.arange(batch) if batch_idx is None else batch_idx)
     if batch not in (1, len(slots)):
         raise ShapeError(
-            f"expected batch_idx of shape [{batch}], since block_mask has B={batch}, got "
-            f"{len(slots)} slots. Give one slot for each batch of the mask."
+            f"batch_idx must have shape [{batch}], since block_mask has B={batch}, but has "
+            f"[{len(slots)}]. Give one slot for each batch of the mask."
         )
     return slots
 
 
 def as_positions(input_pos: object) -> Tensor:
-    """`input_pos` as int64 [B, S]."""
+    """Return `input_pos` [B, S] as int64."""
     advice = "Give the positions of the new tokens, [B, S]."
     return tensor_of("integers", "input_pos", input_pos, ranks=(2,), advice=advice).long()
 
@@ -94,23 +90,26 @@ def as_positions(input_pos: object) -> Tensor:
 def check_new(
     paged: PagedAttention, slots: Tensor, positions: Tensor, name: str, val: Tensor, cache: Tensor
 ) -> None:
-    """Refuse keys or values that do not fit their positions or their cache."""
+    """Raise if new keys or values `val` do not fit their positions or the cache.
+
+    `slots` [B], `positions` [B, S], `val` [B, H, S, D], `cache` [1, H, n_pages * page_size, D].
+    """
     if val.requires_grad:
         raise KVCacheError(
-            f"{name}_val must not require gradient, which does not pass through a cache. Give "
-            f"{name}_val.detach()."
+            f"{name}_val must not require gradient, since no gradient passes through a cache, but "
+            f"does. Give {name}_val.detach()."
         )
     if val.dtype != cache.dtype or val.device != cache.device:
         raise KVCacheError(
-            f"expected {name}_val as its cache, {cache.dtype} on {cache.device}, got {val.dtype} "
-            f"on {val.device}. Convert it with .to({name}_cache)."
+            f"{name}_val must be {dtype_name(cache.dtype)} on {cache.device}, as its cache, but is "
+            f"{dtype_name(val.dtype)} on {val.device}. Convert it with .to({name}_cache)."
         )
     rows = paged.n_pages * paged.page_size
     if val.dim() != 4 or cache.dim() != 4 or cache.shape[2] < rows:
         raise ShapeError(
-            f"expected {name}_val [B, H, S, D] and {name}_cache [1, H, {rows}, D], as there are "
-            f"{paged.n_pages} pages of {paged.page_size}, got shapes {list(val.shape)} and "
-            f"{list(cache.shape)}. Make the cache with a row for each position in a page."
+            f"{name}_val and {name}_cache must have shapes [B, H, S, D] and [1, H, {rows}, D], as "
+            f"there are {paged.n_pages} pages of {paged.page_size}, but have {list(val.shape)} and "
+            f"{list(cache.shape)}. Make the cache with n_pages * page_size rows."
         )
     for axis, one, other, sizes in (
         ("batch size B", f"{name}_val", "batch_idx", (val.shape[0], len(slots))),
@@ -121,13 +120,13 @@ def check_new(
     ):
         if sizes[0] != sizes[1]:
             raise ShapeError(
-                f"expected {one} and {other} to have the same {axis}, got {sizes[0]} and "
-                f"{sizes[1]}. Give values [B, H, S, D] for batch_idx [B] and input_pos [B, S]."
+                f"{one} and {other} must have the same {axis}, but have {sizes[0]} and {sizes[1]}. "
+                f"Give values [B, H, S, D] for batch_idx [B] and input_pos [B, S]."
             )
 
 
 def addresses(paged: PagedAttention, slots: Tensor, positions: Tensor) -> Tensor:
-    """The rows of the cache in which positions [B, S] of slots [B] are."""
+    """The row of the cache for each of `positions` [B, S] of `slots` [B]: int64 [B, S]."""
     blocks = positions // paged.page_size
     known = (blocks >= 0) & (blocks < paged.n_pages)
     pages = torch.full_like(blocks, NO_PAGE)
@@ -138,7 +137,8 @@ def addresses(paged: PagedAttention, slots: Tensor, positions: Tensor) -> Tensor
         b, s = (pages == NO_PAGE).nonzero()[0].tolist()
         slot = int(slots[b])
         raise UnreservedError(
-            f"expected positions below the {int(paged.capacity[slot])} that are reserved for slot "
-            f"{slot}, got {int(positions[b, s])}. Reserve it first: nothing was assigned."
+            f"input_pos must be below {int(paged.capacity[slot])}, the number of positions that "
+            f"slot {slot} has reserved, but is {int(positions[b, s])}. Reserve it first: nothing "
+            f"was assigned."
         )
     return pages * paged.page_size + positions % paged.page_size

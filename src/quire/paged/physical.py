@@ -1,4 +1,7 @@
-"""Masks and mods over logical positions, said over the rows of a cache."""
+"""Masks and mods over positions of sequences, turned into ones over rows of a cache.
+
+A position of a sequence is called logical, a row of the cache physical.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +27,9 @@ if TYPE_CHECKING:
 def physical_block_mask(
     paged: PagedAttention, mask: BlockMask, batch_idx: Tensor | None, kv_len: Tensor | None
 ) -> BlockMask:
-    """The mask over the cache of a mask over logical positions.
+    """Turn a mask over logical positions into a mask over rows of the cache.
 
-    A full block that is longer than `kv_len` becomes partial, so that its mask_mod is asked.
+    A full block that reaches beyond `kv_len` becomes partial, so that the mask_mod is called in it.
     """
     slots = slots_of_mask(paged, mask, batch_idx)
     num_columns = mask.grid_shape[-1]
@@ -39,8 +42,8 @@ def physical_block_mask(
         cut = (cells == FULL) & (ends < stops)
         if cut.any():
             cells = torch.where(cut, PARTIAL, cells)
-            asked = pad(cut, (0, num_columns - cut.shape[-1]))
-            mask_mod = Elements(mask, mask.BLOCK_SIZE).mod_in(asked)
+            cut_blocks = pad(cut, (0, num_columns - cut.shape[-1]))
+            mask_mod = Elements(mask, mask.BLOCK_SIZE).mod_in(cut_blocks)
     partial, full = (_page_lists(cells == kind, pages, paged.n_pages) for kind in (PARTIAL, FULL))
     separate = mask.separates_full_blocks
     return BlockMask.from_kv_blocks(
@@ -55,7 +58,10 @@ def physical_block_mask(
 
 
 def _page_lists(chosen: Tensor, pages: Tensor, room: int) -> tuple[Tensor, Tensor]:
-    """Logical blocks [B, H, R, C] as lists of pages, in logical order: [B, H, R, room]."""
+    """The pages of chosen blocks [B, H, R, C], in the order of the sequence.
+
+    Returns counts [B, H, R] and pages [B, H, R, room], of which a row has the pages of its blocks.
+    """
     counts, blocks = grid_to_lists(chosen)
     listed = torch.arange(chosen.shape[-1], device=chosen.device) < counts.unsqueeze(-1)
     found = torch.where(listed, pages.expand(chosen.shape).gather(-1, blocks.long()), 0)
@@ -68,8 +74,8 @@ def physical_mask(
     kv_len: Tensor | None,
     batch_idx: Tensor | None,
 ) -> MaskMod:
-    """`mask_mod` over rows of the cache; False where they are not `b`'s, or from `kv_len` on."""
-    logical, inner = _way_back(paged, kv_len, batch_idx), mask_mod or noop_mask
+    """`mask_mod` over rows of the cache; False for rows of other slots and from `kv_len` on."""
+    logical, inner = _to_logical(paged, kv_len, batch_idx), mask_mod or noop_mask
 
     @named(f"{mod_name(inner)} in pages")
     def mask(b: Tensor, h: Tensor, q_idx: Tensor, physical_kv_idx: Tensor) -> Tensor:
@@ -85,8 +91,8 @@ def physical_score(
     kv_len: Tensor | None,
     batch_idx: Tensor | None,
 ) -> ScoreMod:
-    """`score_mod` over rows of the cache; -inf where they are not `b`'s, or from `kv_len` on."""
-    logical = _way_back(paged, kv_len, batch_idx)
+    """`score_mod` over rows of the cache; -inf for rows of other slots and from `kv_len` on."""
+    logical = _to_logical(paged, kv_len, batch_idx)
 
     @named("pages" if score_mod is None else f"{mod_name(score_mod)} in pages")
     def score_of(
@@ -99,10 +105,13 @@ def physical_score(
     return score_of
 
 
-def _way_back(
+def _to_logical(
     paged: PagedAttention, kv_len: Tensor | None, batch_idx: Tensor | None
 ) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """From a physical position: whether `b` holds it, and its logical one (0 where it does not)."""
+    """A function from `b` and a row of the cache to whether the slot has it, and its position.
+
+    The position is 0 if the slot does not have the row, or if it is from `kv_len` on.
+    """
     slots = None if batch_idx is None else as_slots(paged, batch_idx)
 
     def logical(b: Tensor, physical: Tensor) -> tuple[Tensor, Tensor]:

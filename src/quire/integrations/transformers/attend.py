@@ -12,10 +12,9 @@ from quire import mods
 from quire.attention import attention
 from quire.errors import ArgumentError
 from quire.integrations.transformers.cache import NewStates
-from quire.integrations.transformers.join import all_of, in_turn, moved
 from quire.integrations.transformers.mask import TokenMask, of_tensor
 from quire.memory import Dense, Memory
-from quire.mods import MaskMod, ScoreMod
+from quire.mods.compose import MaskMod, ScoreMod, all_of, chain, shift
 from quire.warn import warn
 
 ATTRIBUTE = "quire_mods"
@@ -65,15 +64,16 @@ def attend(
     else:
         assert isinstance(value, Tensor), "keys and values come from one cache"
         place = in_tensors(query, key, value, mask)
+    by_model, by_token = place.by_transformers, place.by_first_token
     out = attention(
         place.query,
         place.memory,
-        mask=all_of(*place.masks, moved(added.mask, place.by_first_token)),
-        score_mod=in_turn(
+        mask=all_of(*place.masks, shift(added.mask, "mask", by_token, by_token)),
+        score_mod=chain(
             None if softcap is None else mods.softcap(softcap),
-            moved(table_from(position_bias, mask.q_start), place.by_transformers),
-            moved(table_from(bias, mask.q_start), place.by_transformers),
-            moved(added.score_mod, place.by_first_token),
+            shift(table_from(position_bias, mask.q_start), "score", by_model, by_model),
+            shift(table_from(bias, mask.q_start), "score", by_model, by_model),
+            shift(added.score_mod, "score", by_token, by_token),
         ),
         scale=scaling,
         dropout_p=dropout if module.training else 0.0,
@@ -96,8 +96,8 @@ class Place(NamedTuple):
     query: Tensor
     memory: Memory
     masks: list[MaskMod | None]
-    by_transformers: Tensor | None = None
-    by_first_token: Tensor | None = None
+    by_transformers: Tensor | int = 0
+    by_first_token: Tensor | int = 0
     q_start: int | None = None
     q_offsets: Tensor | None = None
     q_lengths: Tensor | None = None
@@ -110,22 +110,24 @@ def in_tensors(query: Tensor, key: Tensor, value: Tensor, mask: TokenMask) -> Pl
         query,
         Dense(key, value, mask.kv_start),
         [mask.seen, None if padding is None else padding.mask],
-        by_first_token=None if origins is None else -origins,
+        by_first_token=0 if origins is None else -origins,
         q_start=mask.q_start,
     )
 
 
 def in_pages(query: Tensor, states: NewStates, mask: TokenMask) -> Place:
     """Each row is a sequence in pages, without the padding that it began with."""
-    memory, step, origins = states.write(mask.padding)
+    memory, step, found = states.write(mask.padding)
+    origins = 0 if found is None else found
     hides = mask.padding if step.hides else None
     seen: MaskMod | None = mask.seen
     if seen is causal_mask_function or seen is mods.causal:
         # The same wherever a row begins; and a single query is at the last key.
         seen = None if step.count == 1 else mods.causal
     else:
-        seen = moved(seen, origins)
-    masks = [seen, None if hides is None else moved(hides.mask, origins)]
+        seen = shift(seen, "mask", origins, origins)
+    hidden: MaskMod | None = None if hides is None else hides.mask
+    masks = [seen, shift(hidden, "mask", origins, origins)]
     if step.dropped is None:
         return Place(query, memory, masks, by_transformers=origins)
     batch, _, count, _ = query.shape
