@@ -43,8 +43,8 @@ def _shape_of(strides: tuple[int, ...]) -> CaptureShape:
 class ModArguments:
     """The record that a mod function reads its constants and captured tensors from.
 
-    Eight bytes a slot: the address of the mistake flag, the constants (integers as they are,
-    floats as doubles), then for each captured tensor its address, sizes and strides.
+    Each entry takes eight bytes: the address of the mistake flag, the constants (integers as they
+    are, floats as doubles), then for each captured tensor its address, sizes and strides.
     """
 
     constants: tuple[Node, ...]
@@ -77,19 +77,19 @@ class ModArguments:
 
     def read(self, f: Function, record: Value) -> tuple[dict[Node, Value], list[Captured], Value]:
         """The constants, captured tensors and the flag's address, in a function's first lines."""
-        flag, slot = f.load(PTR, record, 0), 1
+        flag, at = f.load(PTR, record, 0), 1
         parameters = {}
         for node in self.constants:
             held = F64 if node.dtype.is_floating_point else I64
-            parameters[node] = f.convert(f.load(held, record, slot), REGISTER[node.dtype])
-            slot += 1
+            parameters[node] = f.convert(f.load(held, record, at), REGISTER[node.dtype])
+            at += 1
         captured = []
         for shape in self.captures:
-            pointer = f.load(PTR, record, slot)
-            numbers = [f.load(I64, record, slot + 1 + i) for i in range(2 * shape.rank)]
+            pointer = f.load(PTR, record, at)
+            numbers = [f.load(I64, record, at + 1 + i) for i in range(2 * shape.rank)]
             sizes, strides = numbers[: shape.rank], numbers[shape.rank :]
             captured.append(Captured(pointer, sizes, strides, shape.unit))
-            slot += 1 + 2 * shape.rank
+            at += 1 + 2 * shape.rank
         return parameters, captured, flag
 
 

@@ -41,10 +41,10 @@ from quire.codegen.gradient_tiles import (
     write_add_queries,
     write_clear,
     write_dot_rows,
-    write_find_spans,
+    write_find_query_ranges,
     write_scale_rows,
 )
-from quire.codegen.items import Arguments, Block, Item, Share
+from quire.codegen.items import KeyBlock, QueryBlock, Record, Share
 from quire.codegen.nest import Nest, entry
 from quire.codegen.softmax import LOG4_E
 from quire.codegen.staging import storage, write_gather, write_pack, write_scatter
@@ -52,7 +52,7 @@ from quire.codegen.tiles import write_multiply_keys
 from quire.codegen.types import I64
 
 
-class _Phases(NamedTuple):
+class _BackwardPhases(NamedTuple):
     """The functions that the loop nest calls."""
 
     gathers: dict[str, Function]
@@ -60,7 +60,7 @@ class _Phases(NamedTuple):
     pack: Function
     multiply: Function
     add_queries: Function
-    find_spans: Function
+    find_query_ranges: Function
     add_keys: Function
     add_masses: Function
     clear: Function
@@ -73,23 +73,23 @@ def write_backward(spec: ForwardSpec) -> Module:
     module = Module()
     phases = _write_phases(module, spec)
     with entry(module) as f:
-        kernel = _Kernel(spec, f, phases)
+        kernel = _BackwardNest(spec, f, phases)
         with kernel.numbers() as number:
             kernel.compute(kernel.work.find_share(number))
     return module
 
 
-def _write_phases(module: Module, spec: ForwardSpec) -> _Phases:
+def _write_phases(module: Module, spec: ForwardSpec) -> _BackwardPhases:
     tile = spec.tile
     kinds = sorted({spec.query, spec.key, spec.value, spec.out})
     gathers = {name: write_gather(module, tile, storage(name)) for name in kinds}
-    return _Phases(
+    return _BackwardPhases(
         gathers,
         write_scatter(module, tile, storage(spec.query)),
         write_pack(module, tile),
         write_multiply_keys(module, tile, maxima=False, row_stride=weights_stride(tile)),
         write_add_queries(module, tile),
-        write_find_spans(module, tile),
+        write_find_query_ranges(module, tile),
         write_add_keys(module, tile),
         write_add_masses(module, tile),
         write_clear(module, tile),
@@ -98,11 +98,11 @@ def _write_phases(module: Module, spec: ForwardSpec) -> _Phases:
     )
 
 
-class _Kernel(Nest):
+class _BackwardNest(Nest):
     """The loop nest."""
 
-    def __init__(self, spec: ForwardSpec, f: Function, phases: _Phases) -> None:
-        def regions(arg: Arguments) -> Iterator[tuple[str, Value]]:
+    def __init__(self, spec: ForwardSpec, f: Function, phases: _BackwardPhases) -> None:
+        def regions(arg: Record) -> Iterator[tuple[str, Value]]:
             return backward_regions(spec.tile, arg["head_dim"], arg["value_dim"], arg["block_q"])
 
         rows = ("query", "key", "value", "out", "grad_out", "grad_query")
@@ -111,15 +111,15 @@ class _Kernel(Nest):
 
     def compute(self, share: Share) -> None:
         """All that a share adds."""
-        with self.work.items_of(share) as item:
-            for name, record in self.rows.items():
-                self.work.describe_rows(item, name, record)
-            self._start(item)
-            with self.work.visit(item) as block:
+        with self.work.query_blocks_of(share) as queries:
+            for name, record in self.placements.items():
+                self.work.describe_placement(queries, name, record)
+            self._start(queries)
+            with self.work.visit(queries) as block:
                 self._stage(block)
-                self._compute_panels(share, item, block)
-                self._add_to_keys(share, item, block)
-            self._finish(item)
+                self._compute_panels(share, queries, block)
+                self._add_to_keys(share, queries, block)
+            self._finish(queries)
         self._close(share)
 
     def _wanted(self, name: str) -> Value:
@@ -127,14 +127,14 @@ class _Kernel(Nest):
 
     def _gather(self, name: str, first: Value, count: Value, into: Value, stride: Value) -> None:
         gather = self.phases.gathers[self.spec.dtype_of(name)]
-        self.f.call(gather, self.rows[name], first, first + count, into, stride)
+        self.f.call(gather, self.placements[name], first, first + count, into, stride)
 
-    # --- the queries of an item
+    # --- the queries of a block
 
-    def _start(self, item: Item) -> None:
+    def _start(self, queries: QueryBlock) -> None:
         """Queries and the gradient of out as rows and as panels, what rows know, and no sums."""
         f, tile, arg, scratch = self.f, self.tile, self.arg, self.scratch
-        first, count, one = item.q_first, item.q_count, f.value(1.0, tile.element)
+        first, count, one = queries.q_first, queries.q_count, f.value(1.0, tile.element)
         scale = f.convert(arg["scale"], tile.element)
         stride, depth = self.stride["key"], self.depth["key"]
         rows = scratch["query_rows"]
@@ -159,7 +159,7 @@ class _Kernel(Nest):
                 grads = f.offset(scratch["grad_rows"], q * step, tile.element)
                 dots = f.offset(scratch["delta"], q, tile.element)
                 f.call(self.phases.dot_rows, outs, grads, step, self.depth["value"], some, dots)
-        self._read_numbers(item)
+        self._read_numbers(queries)
         with f.when(self._wanted("grad_query")):
             self._clear_rows(scratch["grad_query"], self.stride["key"], f.value(0, I64))
 
@@ -171,12 +171,12 @@ class _Kernel(Nest):
             with f.range(0, stride, tile.lanes) as d:
                 tile.store(f, f.value(0.0, tile.vector), row, d)
 
-    def _read_numbers(self, item: Item) -> None:
+    def _read_numbers(self, queries: QueryBlock) -> None:
         """lse to `shift`, the gradient of lse off `delta`, and `delta` to whom wants it."""
         f, arg, scratch, element = self.f, self.arg, self.scratch, self.tile.element
-        start = item.b * arg["lse_batch"] + item.h * arg["lse_head"]
-        first = start + (item.q_row + item.q_first) * arg["lse_row"]
-        with f.range(0, item.q_count) as q:
+        start = queries.b * arg["lse_batch"] + queries.h * arg["lse_head"]
+        first = start + (queries.q_row + queries.q_first) * arg["lse_row"]
+        with f.range(0, queries.q_count) as q:
             at = first + q * arg["lse_row"]
             lse = f.load(element, arg["lse"], at)
             # An infinite lse is that of a row that reads nothing, or of one that is NaN.
@@ -188,14 +188,14 @@ class _Kernel(Nest):
             with f.when(self._wanted("delta")):
                 f.store(f.load(element, scratch["delta"], q), arg["delta"], at)
 
-    def _finish(self, item: Item) -> None:
+    def _finish(self, queries: QueryBlock) -> None:
         """The gradient of the queries to where the caller wants it."""
         f, rows, stride = self.f, self.scratch["grad_query"], self.stride["key"]
         with f.when(self._wanted("grad_query")):
-            self._scale(rows, stride, item.q_count, self.depth["key"], self.arg["slope_scale"])
-            last = item.q_first + item.q_count
-            record = self.rows["grad_query"]
-            f.call(self.phases.scatter_query, record, item.q_first, last, rows, stride)
+            self._scale(rows, stride, queries.q_count, self.depth["key"], self.arg["slope_scale"])
+            last = queries.q_first + queries.q_count
+            record = self.placements["grad_query"]
+            f.call(self.phases.scatter_query, record, queries.q_first, last, rows, stride)
 
     def _scale(
         self, rows: Value, stride: Value, count: Value, columns: Value, scale: Value
@@ -209,7 +209,7 @@ class _Kernel(Nest):
 
     # --- the keys of a block
 
-    def _stage(self, block: Block) -> None:
+    def _stage(self, block: KeyBlock) -> None:
         """A block of keys and values to scratch."""
         count = block.end - block.begin
         for name in ("key", "value"):
@@ -217,14 +217,14 @@ class _Kernel(Nest):
             into = self.f.offset(self.scratch[f"{name}s"], block.begin * stride, self.tile.element)
             self._gather(name, block.origin + block.begin, count, into, stride)
 
-    def _compute_panels(self, share: Share, item: Item, block: Block) -> None:
+    def _compute_panels(self, share: Share, queries: QueryBlock, block: KeyBlock) -> None:
         """Weights and slopes of every panel, and what they add to the gradient of its queries."""
         f, tile, scratch = self.f, self.tile, self.scratch
-        with f.range(0, item.q_count, tile.width) as q:
-            part = self.work.panel_range(item, block, q)
+        with f.range(0, queries.q_count, tile.width) as q:
+            part = self.work.key_range(queries, block, q)
             number = q.udiv(tile.width)
-            f.store(part.first, scratch["reach"], number * 2)
-            f.store(part.end, scratch["reach"], number * 2 + 1)
+            f.store(part.first, scratch["key_ranges"], number * 2)
+            f.store(part.end, scratch["key_ranges"], number * 2 + 1)
             weights, slopes = (
                 f.offset(scratch[name], q, tile.element) for name in ("weights", "slopes")
             )
@@ -246,12 +246,12 @@ class _Kernel(Nest):
                     delta,
                     self.arg["arguments"],
                     self.arg["captured"],
-                    item.b,
-                    item.h,
+                    queries.b,
+                    queries.h,
                     share.key_head,
                     share.slice,
-                    item.q_idx + q,
-                    item.q_count - q,
+                    queries.q_idx + q,
+                    queries.q_count - q,
                     block.origin + part.first,
                     count,
                 )
@@ -271,8 +271,8 @@ class _Kernel(Nest):
                         columns,
                     )
                 with f.when(self._wanted("masses")):
-                    base = self._sums_of(share, item.h, "masses")
-                    row = item.kv_row + block.origin + part.first
+                    base = self._sums_of(share, queries.h, "masses")
+                    row = queries.kv_row + block.origin + part.first
                     masses = f.offset(base, row, tile.element)
                     f.call(self.phases.add_masses, mine[0], masses, count)
             for each in (weights, slopes):
@@ -290,12 +290,18 @@ class _Kernel(Nest):
         depth = (width + 3) & -4
         f.call(self.phases.multiply, rows, stride, panel, depth, into, f.null(), count)
 
-    def _add_to_keys(self, share: Share, item: Item, block: Block) -> None:
+    def _add_to_keys(self, share: Share, queries: QueryBlock, block: KeyBlock) -> None:
         """What all panels add to the gradients of keys and values."""
         f, tile, scratch = self.f, self.tile, self.scratch
-        panels = (item.q_count + (tile.width - 1)).udiv(tile.width)
+        panels = (queries.q_count + (tile.width - 1)).udiv(tile.width)
         ends = (block.begin, block.end)
-        f.call(self.phases.find_spans, scratch["reach"], panels, scratch["spans"], *ends)
+        f.call(
+            self.phases.find_query_ranges,
+            scratch["key_ranges"],
+            panels,
+            scratch["query_ranges"],
+            *ends,
+        )
         for name, tiles, rows, width in (
             ("value", "weights", "grad_rows", "value_dim"),
             ("key", "slopes", "query_rows", "head_dim"),
@@ -303,11 +309,11 @@ class _Kernel(Nest):
             with f.when(self._wanted(f"grad_{name}")):
                 stride, step = self.stride[name], self.arg[f"grad_{name}_row"]
                 base = self._sums_of(share, share.key_head, f"grad_{name}")
-                row = item.kv_row + block.origin
+                row = queries.kv_row + block.origin
                 f.call(
                     self.phases.add_keys,
                     scratch[tiles],
-                    scratch["spans"],
+                    scratch["query_ranges"],
                     scratch[rows],
                     stride,
                     f.offset(base, row * step, tile.element),

@@ -1,26 +1,62 @@
-"""What the forward kernel is told: the calling convention between runtime and generated code.
+"""The calling convention between runtime and generated code, and the words of this folder.
+
+One score matrix: queries go down, keys to the right, a cell is the score of one query and one key.
+
+                       keys -->
+                       |<---- block of keys ---->|<------ block of keys ----->|
+    queries     +----- +-------------------------+----------------------------+
+       |        | panel|   tile: one panel       |            tile            |
+       v        |      |   and one block of keys |                            |
+      block     +----- +------+------------------+----------------------------+
+      of        | panel| strip|      tile        |            tile            |
+      queries   |      |      |                  |                            |
+                +----- +------+------------------+----------------------------+
+
+    row        one query of one head, or its numbers in memory: the scores, the result, ...
+    column     one number of a row of query, key, value or out; in a panel, one query
+    lane       one number of a vector; lanes run over the queries of a panel, in decode over columns
+    panel      as many queries as `Tile.width`: a few vectors side by side
+    block      `block_kv` keys from a multiple of that on; or `block_q` queries of one head
+    tile       what one panel does with one block of keys; its kind is EMPTY, PARTIAL, FULL or PLAIN
+    strip      the keys, queries or columns that the micro kernel multiplies in one go
+    range      first and end of the keys that a panel reads, or of the queries that read some keys
+    span       64 blocks of keys, which are skipped together if the mask is false in all of them
+    placement  where the rows of one tensor are, for one sequence and head
+    group      query heads that read the same key head
+    item       what a thread takes off the counter: in the forward kernel a block of queries of
+               `row_group` heads, in the decode kernel a piece, in the backward kernel a share
+
+Few queries (`decode.py`) are computed row by row, and their keys are cut into pieces:
+
+    piece      `KEYS_OF_PIECE` keys of a sequence, from a multiple of that on
+    member     one of the sequences that a piece is computed for: they begin with the same pages
+    slot       where a piece of one sequence and head leaves its partial result
+    set        up to four rows that share each load of a key and value
+
+The backward kernel (`backward.py`) adds up gradients of keys and values:
+
+    slice      every n-th block of queries; how many slices there are is fixed by lengths and heads
+    share      a slice of the queries of one sequence that read one key head; it has its own sums
 
 A kernel is one function `forward(args)`, run by every thread of a launch with the same `FORWARD`
-record. There are two: `forward.py` computes panels of queries, `decode.py` few queries row by row,
-which is the form of a kernel and of the mods that it calls. It is compiled for dtypes and a target;
-sizes, strides, lengths, masks and mods are arguments. An item is one block of queries of one head,
-or of a few, of one sequence; threads take items off a shared counter. Items of a sequence are
-numbered by head, then by block.
+record. It is compiled for dtypes and a target; sizes, strides, lengths, masks and mods are
+arguments. Its form is "panel", "row" or "backward". Items of a sequence are numbered by head, then
+by block.
 
-The blocks of keys that an item attends to are a row of the tile list:
+The tiles of a block of queries are a row of the tile list:
 
     offsets  i64 [rows + 1]       row r has the entries [offsets[r], offsets[r + 1])
     entries  i32                  tile_entry(block of keys, kind), ascending within a row
 
     row = tile_row of the sequence + b * tile_batch_stride + (h * blocks if tile_per_head) + block
 
-Where there is no list, every block has the kind `tile_kind`, unless there is a `verdict`, which is
-asked about wide spans first, then about blocks, then about panels. What is FULL gets `full_mod`,
-what is PARTIAL `partial_mod`, what is PLAIN `plain_mod`, and null pointers stand for nothing to
-do. Before a panel attends to a PARTIAL block it asks `extent`, if there is one, which keys it reads
-at all; a panel whose queries read every key is PLAIN.
+Without a list, every tile has the kind `tile_kind`, unless there is a `verdict`. It is asked about
+spans first, then about blocks, then about panels. A FULL tile gets `full_mod`, a PARTIAL one
+`partial_mod`, a PLAIN one `plain_mod`; a null pointer means that scores stay as they are. For a
+PARTIAL tile the kernel first calls `extent`, if there is one, to learn which keys the panel reads;
+if every query reads every key, the tile is PLAIN.
 
-`contract.py` holds every launch to what is said here.
+`contract.py` checks every launch against this convention.
 """
 
 from __future__ import annotations
@@ -34,11 +70,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.codegen.row_stream import MOST_AHEAD
-from quire.codegen.staging import ROWS, padded, scratch_stride
+from quire.codegen.staging import PLACEMENT, Number, padded, scratch_stride
 from quire.codegen.target import Target
 from quire.codegen.tiles import SMALL_ROWS, Tile
 from quire.codegen.types import F32, F64, I64, PTR, Layout, Type
-from quire.codegen.values import Signature, Value
+from quire.codegen.values import Signature
 from quire.errors import CodegenError
 
 ENTRY = "forward"
@@ -276,9 +312,6 @@ def decode_scratch_bytes(spec: ForwardSpec, head_dim: int, value_dim: int, rows:
     return regions["end"] * spec.tile.element.size
 
 
-Number = TypeVar("Number", int, Value)
-
-
 def scratch_regions(
     tile: Tile, head_dim: Number, value_dim: Number, block_q: Number
 ) -> Iterator[tuple[str, Number]]:
@@ -289,8 +322,8 @@ def scratch_regions(
     sizes = (
         (
             "records",
-            4 * ROWS.size // tile.element.size,
-        ),  # a ROWS each for query, key, value and out
+            4 * PLACEMENT.size // tile.element.size,
+        ),  # a PLACEMENT each for query, key, value and out
         ("maxima", tile.width),  # of one panel and one block of keys
         ("alpha", tile.width),  # what the running sums are scaled by
         ("scores", (tile.target.block_kv + SMALL_ROWS) * tile.width),
@@ -317,7 +350,7 @@ def decode_regions(
     addresses = more * (PTR.size // tile.element.size)
     rows = rows + 1  # that nobody has, to complete a set
     sizes = (
-        ("records", 4 * ROWS.size // tile.element.size),
+        ("records", 4 * PLACEMENT.size // tile.element.size),
         ("rows", 2 * addresses),  # where the keys and the values of a block are
         ("keys", scratch_stride(tile, head_dim) * keys),
         ("values", scratch_stride(tile, value_dim) * keys),
@@ -358,9 +391,12 @@ def backward_regions(
     keys, values = gradient_stride(tile, head_dim), gradient_stride(tile, value_dim)
     panels = block_q // tile.width if isinstance(block_q, int) else block_q.udiv(tile.width)
     sizes = (
-        ("records", 6 * ROWS.size // tile.element.size),
-        ("reach", panels * (2 * I64.size // tile.element.size)),  # the keys of each panel
-        ("spans", tile.target.block_kv * (2 * I64.size // tile.element.size)),  # queries of keys
+        ("records", 6 * PLACEMENT.size // tile.element.size),
+        ("key_ranges", panels * (2 * I64.size // tile.element.size)),  # the keys of each panel
+        (
+            "query_ranges",
+            tile.target.block_kv * (2 * I64.size // tile.element.size),
+        ),  # queries of keys
         ("shift", block_q),  # lse, and +inf where there is no query
         ("delta", block_q),
         ("keys", keys * tile.target.block_kv),

@@ -33,7 +33,7 @@ from quire.codegen.convention import (
     partial_stride,
     row_stride,
 )
-from quire.codegen.items import Arguments, Block, Item, Member, Piece
+from quire.codegen.items import KeyBlock, Member, Piece, QueryBlock, Record
 from quire.codegen.nest import Nest, entry
 from quire.codegen.row_stream import (
     ASKED,
@@ -64,7 +64,7 @@ from quire.codegen.tiles import across
 from quire.codegen.types import I8, I64, PTR
 
 
-class _Phases(NamedTuple):
+class _DecodePhases(NamedTuple):
     """The functions that the loop nest calls, by dtype or by how many rows take part."""
 
     gather: Function
@@ -86,18 +86,18 @@ def write_decode(spec: ForwardSpec) -> Module:
     module = Module()
     phases = _write_phases(module, spec)
     with entry(module) as f:
-        kernel = _Kernel(spec, f, phases)
+        kernel = _DecodeNest(spec, f, phases)
         with kernel.numbers() as number:
             kernel.attend(kernel.work.find_piece(number))
     return module
 
 
-def _write_phases(module: Module, spec: ForwardSpec) -> _Phases:
+def _write_phases(module: Module, spec: ForwardSpec) -> _DecodePhases:
     tile, sizes = spec.tile, set_sizes(spec.tile)
     key, value = storage(spec.key), storage(spec.value)
     read = {kind.name: kind for kind in (key, value)}
     careful = write_add_read_values(module, tile, value)
-    return _Phases(
+    return _DecodePhases(
         write_gather(module, tile, storage(spec.query)),
         {name: write_point(module, tile, kind) for name, kind in read.items()},
         {name: write_copy(module, tile, kind) for name, kind in read.items()},
@@ -124,11 +124,11 @@ class _Row(NamedTuple):
     q: Value
 
 
-class _Kernel(Nest):
+class _DecodeNest(Nest):
     """The loop nest."""
 
-    def __init__(self, spec: ForwardSpec, f: Function, phases: _Phases) -> None:
-        def regions(arg: Arguments) -> Iterator[tuple[str, Value]]:
+    def __init__(self, spec: ForwardSpec, f: Function, phases: _DecodePhases) -> None:
+        def regions(arg: Record) -> Iterator[tuple[str, Value]]:
             rows = arg["block_q"] * arg["row_group"] * arg["members"]
             return decode_regions(spec.tile, arg["head_dim"], arg["value_dim"], rows)
 
@@ -139,8 +139,8 @@ class _Kernel(Nest):
         """One item, from the queries to the results of those whose last piece it is."""
         f = self.f
         for name in ("key", "value"):
-            self.work.describe_rows(piece.whole, name, self.rows[name])
-        self._ask_for_first(piece.item)
+            self.work.describe_placement(piece.whole, name, self.placements[name])
+        self._ask_for_first(piece.queries)
         with self.work.members_of(piece) as member:
             self._start(member)
         with f.range(0, self.depth["key"], self.tile.lanes) as d:
@@ -150,7 +150,7 @@ class _Kernel(Nest):
         def judge(first: Value, stop: Value) -> Value:
             return self.work.common_verdict(piece, first, stop)
 
-        with self.work.visit(piece.item, judge, BLOCKS_TOGETHER) as block:
+        with self.work.visit(piece.queries, judge, BLOCKS_TOGETHER) as block:
             self._attend_block(piece, block)
         pieces = f.field(SEQUENCE, piece.sequence, "pieces")
 
@@ -186,7 +186,7 @@ class _Kernel(Nest):
             with f.range(0, self.depth["value"], tile.lanes) as d:
                 tile.store(f, tile.load(f, self._at("out", from_row), d), out, d)
 
-        self._each_row(member.item, put_down)
+        self._each_row(member.queries, put_down)
 
     def _arrive(self, member: Member) -> None:
         """Count a piece of a sequence; after the last one, merge them all and write the result."""
@@ -201,9 +201,9 @@ class _Kernel(Nest):
                 f.call(self.phases.merge, *mine, part, self.depth["value"])
 
         with f.when(arrived.equals(member.pieces - 1)):
-            self._each_row(member.item, lambda row: self._clear(row.place))
-            self._each_row(member.item, merge)
-            self._finish(member.item)
+            self._each_row(member.queries, lambda row: self._clear(row.place))
+            self._each_row(member.queries, merge)
+            self._finish(member.queries)
 
     def _each_set(
         self,
@@ -231,19 +231,19 @@ class _Kernel(Nest):
 
     def _count(self, piece: Piece) -> Value:
         """How many rows a piece has."""
-        return self.arg["row_group"] * piece.item.q_count * piece.members
+        return self.arg["row_group"] * piece.queries.q_count * piece.members
 
-    def _each_head(self, item: Item, body: Callable[[Value, Value], None]) -> None:
-        """For every head of the item: its number, and the scratch row of its first query."""
+    def _each_head(self, queries: QueryBlock, body: Callable[[Value, Value], None]) -> None:
+        """For every head of an item: its number, and the scratch row of its first query."""
         with self.f.range(0, self.arg["row_group"]) as g:
-            body(item.h * self.arg["row_group"] + g, g * item.q_count)
+            body(queries.h * self.arg["row_group"] + g, g * queries.q_count)
 
-    def _each_row(self, item: Item, body: Callable[[_Row], None]) -> None:
-        def queries(head: Value, first: Value) -> None:
-            with self.f.range(0, item.q_count) as q:
+    def _each_row(self, queries: QueryBlock, body: Callable[[_Row], None]) -> None:
+        def each_query(head: Value, first: Value) -> None:
+            with self.f.range(0, queries.q_count) as q:
                 body(_Row(first + q, head, q))
 
-        self._each_head(item, queries)
+        self._each_head(queries, each_query)
 
     def _at(self, region: str, row: Value) -> Value:
         """Where a row of scratch begins."""
@@ -258,15 +258,17 @@ class _Kernel(Nest):
 
     def _start(self, member: Member) -> None:
         """Queries to scratch, scaled, and nothing read so far."""
-        f, tile, item = self.f, self.tile, member.item
+        f, tile, queries = self.f, self.tile, member.queries
         scale = f.splat(f.convert(self.arg["scale"], tile.element), tile.vector)
 
         def gather(head: Value, first: Value) -> None:
-            self.work.describe_rows(item._replace(h=head), "query", self.rows["query"])
-            begin, end = item.q_first, item.q_first + item.q_count
+            self.work.describe_placement(
+                queries._replace(h=head), "query", self.placements["query"]
+            )
+            begin, end = queries.q_first, queries.q_first + queries.q_count
             into = self._at("queries", member.first_row + first)
             f.call(
-                *(self.phases.gather, self.rows["query"], begin, end),
+                *(self.phases.gather, self.placements["query"], begin, end),
                 *(into, self.stride["key"]),
             )
 
@@ -278,8 +280,8 @@ class _Kernel(Nest):
             fold_row(f, tile, storage(self.spec.key), self._at("queries", place), self.depth["key"])
             self._clear(place)
 
-        self._each_head(item, gather)
-        self._each_row(item, prepare)
+        self._each_head(queries, gather)
+        self._each_row(queries, prepare)
 
     def _clear(self, row: Value) -> None:
         """Nothing read so far."""
@@ -295,7 +297,7 @@ class _Kernel(Nest):
         """What a row of scratch has for the argmax and the entropy."""
         return [self._at(name, row) for name in ("best", "place", "surprise")]
 
-    def _attend_block(self, piece: Piece, block: Block) -> None:
+    def _attend_block(self, piece: Piece, block: KeyBlock) -> None:
         """All rows and one block of keys."""
         f = self.f
         count = block.end - block.begin
@@ -303,7 +305,7 @@ class _Kernel(Nest):
         values = f.offset(keys, count, PTR)
         self._stage(block, "key", keys)
         self._stage(block, "value", values)
-        self._read_on(piece.item, block)
+        self._read_on(piece.queries, block)
 
         def multiply(function: Function, first: Value, j: Value | int, some: Value) -> None:
             element = self.tile.element
@@ -342,12 +344,12 @@ class _Kernel(Nest):
         most, columns = set_sizes(self.tile)[0], self.depth["value"]
         self._each_set(piece, multiply_keys, multiply_keys_again)
         with self.work.members_of(piece) as member:
-            self._each_row(member.item, lambda row: self._weigh(member, block, row))
+            self._each_row(member.queries, lambda row: self._weigh(member, block, row))
         self._each_set(piece, multiply_values, multiply_columns)
 
-    def _stage(self, block: Block, name: str, rows: Value) -> None:
+    def _stage(self, block: KeyBlock, name: str, rows: Value) -> None:
         """Where the keys or values of a block are; copied to scratch if they lie there oddly."""
-        f, record, kind = self.f, self.rows[name], self.spec.dtype_of(name)
+        f, record, kind = self.f, self.placements[name], self.spec.dtype_of(name)
         begin, end = block.origin + block.begin, block.origin + block.end
         in_place = f.call(self.phases.points[kind], record, begin, end, rows)
         with f.when(in_place.equals(0)):
@@ -357,23 +359,23 @@ class _Kernel(Nest):
             into = self.scratch[f"{name}_scales"]
             f.call(self.phases.gather_scales, record, begin, end, into)
 
-    def _read_on(self, item: Item, block: Block) -> None:
+    def _read_on(self, queries: QueryBlock, block: KeyBlock) -> None:
         """After the keys and values of a block come keys of the next one, or what is at hand."""
         f = self.f
         following = block.origin + block.end
         here = block.origin + block.begin
-        begin = f.select(following < item.kv_end, following, here)
-        end = f.minimum(begin + MOST_AHEAD, item.kv_end)
+        begin = f.select(following < queries.kv_end, following, here)
+        end = f.minimum(begin + MOST_AHEAD, queries.kv_end)
         into = f.offset(self.scratch["rows"], 2 * (block.end - block.begin), PTR)
-        f.call(self.phases.points[self.spec.key], self.rows["key"], begin, end, into)
+        f.call(self.phases.points[self.spec.key], self.placements["key"], begin, end, into)
 
-    def _ask_for_first(self, item: Item) -> None:
+    def _ask_for_first(self, queries: QueryBlock) -> None:
         """Ask for the first keys of all."""
         f, rows = self.f, self.scratch["rows"]
-        row_bytes, begin = self._row_bytes("key"), item.kv_begin
+        row_bytes, begin = self._row_bytes("key"), queries.kv_begin
         count = f.minimum(f.value(ASKED[0], I64).udiv(row_bytes), MOST_AHEAD)
-        end = f.minimum(begin + count, item.kv_end)
-        f.call(self.phases.points[self.spec.key], self.rows["key"], begin, end, rows)
+        end = f.minimum(begin + count, queries.kv_end)
+        f.call(self.phases.points[self.spec.key], self.placements["key"], begin, end, rows)
         with f.range(0, end - begin) as j:
             row = f.load(PTR, rows, j)
             with f.range(0, row_bytes, LINE) as at:
@@ -394,21 +396,21 @@ class _Kernel(Nest):
         size = storage(self.spec.dtype_of(name)).memory.size
         return self.f.maximum(self.depth[name] * size, 1)
 
-    def _weigh(self, member: Member, block: Block, row: _Row) -> None:
+    def _weigh(self, member: Member, block: KeyBlock, row: _Row) -> None:
         """From the products of one row and one block of keys to its weights."""
-        f, arg, item = self.f, self.arg, member.item
+        f, arg, queries = self.f, self.arg, member.queries
         count, place = block.end - block.begin, member.first_row + row.place
         scores = self._at("scores", place)
 
         def rewrite(mod: Value) -> None:
-            where = (item.b, row.h, item.q_idx + row.q, block.origin + block.begin, count)
+            where = (queries.b, row.h, queries.q_idx + row.q, block.origin + block.begin, count)
             with f.when(mod.differs(f.null())):
                 f.call_pointer(mod, ROW_REWRITE, scores, arg["arguments"], *where)
 
         rewrite(self.work.mod(block.kind))
         running = self._at("running_max", place), self._at("running_sum", place)
         with f.when(arg["observe"].differs(f.null())):
-            first = block.origin + block.begin - item.kv_begin
+            first = block.origin + block.begin - queries.kv_begin
             state = (running[1], *self._observed(place))
             f.call_pointer(arg["observe"], OBSERVE, scores, *state, first, count)
         alpha = self._at("alpha", place)
@@ -418,16 +420,16 @@ class _Kernel(Nest):
         if storage(self.spec.value).has_scales:
             f.call(self.phases.scale_weights, scores, self.scratch["value_scales"], count)
 
-    def _finish(self, item: Item) -> None:
+    def _finish(self, queries: QueryBlock) -> None:
         """Divide by the sums and write out, lse and the like."""
-        self._each_head(item, lambda head, first: self._finish_head(item, head, first))
+        self._each_head(queries, lambda head, first: self._finish_head(queries, head, first))
 
-    def _finish_head(self, item: Item, head: Value, first: Value) -> None:
+    def _finish_head(self, queries: QueryBlock, head: Value, first: Value) -> None:
         f, tile, arg = self.f, self.tile, self.arg
         sink = sink_of(f, tile, arg, head)
-        numbers = item.b * arg["lse_batch"] + head * arg["lse_head"]
+        numbers = queries.b * arg["lse_batch"] + head * arg["lse_head"]
 
-        with f.range(0, item.q_count) as q:
+        with f.range(0, queries.q_count) as q:
             row = first + q
             total = across(f, tile.load(f, self._at("running_sum", row)), lambda a, b: a + b)
             closed = close(f, tile.load(f, self._at("running_max", row)), total, sink)
@@ -436,21 +438,21 @@ class _Kernel(Nest):
                 tile.store(f, f.fma(tile.load(f, at), closed.share, 0.0), at)
             kind = storage(self.spec.value)
             unfold_row(f, tile, kind, self._at("out", row), self.depth["value"])
-            place = numbers + (item.q_row + item.q_first + q) * arg["lse_row"]
+            place = numbers + (queries.q_row + queries.q_first + q) * arg["lse_row"]
             for name, value in (("lse", closed.lse), ("max_scores", closed.peak)):
                 with f.when(arg[name].differs(f.null())):
                     f.store(f.extract(value, 0), arg[name], place)
             scores, places, surprises = self._observed(row)
             with f.when(arg["argmax"].differs(f.null())):
                 key = observe.first_of_best(f, tile, scores, places)
-                f.store(observe.position(f, key, item.kv_begin), arg["argmax"], place)
+                f.store(observe.position(f, key, queries.kv_begin), arg["argmax"], place)
             with f.when(arg["entropy"].differs(f.null())):
                 surprise = across(f, tile.load(f, surprises), lambda a, b: a + b)
                 nats = observe.entropy(
                     f, surprise, total, closed.kept, closed.log_share, closed.share
                 )
                 f.store(f.extract(nats, 0), arg["entropy"], place)
-        self.work.describe_rows(item._replace(h=head), "out", self.rows["out"])
-        begin, end = item.q_first, item.q_first + item.q_count
+        self.work.describe_placement(queries._replace(h=head), "out", self.placements["out"])
+        begin, end = queries.q_first, queries.q_first + queries.q_count
         source, stride = self._at("out", first), self.stride["value"]
-        f.call(self.phases.scatter, self.rows["out"], begin, end, source, stride)
+        f.call(self.phases.scatter, self.placements["out"], begin, end, source, stride)

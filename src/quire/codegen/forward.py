@@ -32,11 +32,11 @@ from typing import NamedTuple
 from quire.codegen import observe
 from quire.codegen.builder import Function, Module, Value
 from quire.codegen.convention import OBSERVE, REWRITE, ForwardSpec, scratch_regions
-from quire.codegen.items import Arguments, Block, Item, PanelRange
+from quire.codegen.items import KeyBlock, KeyRange, QueryBlock, Record
 from quire.codegen.nest import Nest, entry
 from quire.codegen.softmax import close, sink_of
 from quire.codegen.staging import (
-    ROWS,
+    PLACEMENT,
     Storage,
     storage,
     write_gather,
@@ -66,7 +66,7 @@ class _Products(NamedTuple):
     multiply_values: Function
 
 
-class _Phases(NamedTuple):
+class _ForwardPhases(NamedTuple):
     """The functions that the loop nest calls; those of memory by the name of an operand."""
 
     gather: dict[str, Function]
@@ -85,19 +85,19 @@ def write_forward(spec: ForwardSpec) -> Module:
     module = Module()
     phases = _write_phases(module, spec)
     with entry(module) as f:
-        kernel = _Kernel(spec, f, phases)
-        with kernel.numbers() as number, kernel.work.find(number) as item:
-            kernel.attend(item)
+        kernel = _ForwardNest(spec, f, phases)
+        with kernel.numbers() as number, kernel.work.find(number) as queries:
+            kernel.attend(queries)
     return module
 
 
-def _write_phases(module: Module, spec: ForwardSpec) -> _Phases:
+def _write_phases(module: Module, spec: ForwardSpec) -> _ForwardPhases:
     tile = spec.tile
     kinds = {name: storage(spec.dtype_of(name)) for name in OPERANDS}
     gathers = {kind: write_gather(module, tile, kind) for kind in _distinct(kinds, READ)}
     near = [name for name in OPERANDS if kinds[name].memory == tile.element]
     places = {kind: write_place(module, tile, kind) for kind in _distinct(kinds, near)}
-    return _Phases(
+    return _ForwardPhases(
         {name: gathers[kinds[name]] for name in READ},
         {name: places[kinds[name]] for name in near},
         write_scatter(module, tile, kinds["out"]),
@@ -123,58 +123,61 @@ def _write_products(module: Module, tile: Tile) -> _Products:
     )
 
 
-class _Rows(NamedTuple):
+class _Strided(NamedTuple):
     """Rows of keys, values or queries: where they begin, and their stride."""
 
     start: Value
     stride: Value
 
 
-class _Kernel(Nest):
+class _ForwardNest(Nest):
     """The loop nest."""
 
-    def __init__(self, spec: ForwardSpec, f: Function, phases: _Phases) -> None:
-        def regions(arg: Arguments) -> Iterator[tuple[str, Value]]:
+    def __init__(self, spec: ForwardSpec, f: Function, phases: _ForwardPhases) -> None:
+        def regions(arg: Record) -> Iterator[tuple[str, Value]]:
             return scratch_regions(spec.tile, arg["head_dim"], arg["value_dim"], arg["block_q"])
 
         super().__init__(spec, f, regions, OPERANDS)
         self.phases = phases
 
-    def attend(self, item: Item) -> None:
-        """One item, from the queries to the results."""
-        for name, record in self.rows.items():
-            self.work.describe_rows(item, name, record)
+    def attend(self, queries: QueryBlock) -> None:
+        """One block of queries, from reading them to the results."""
+        for name, record in self.placements.items():
+            self.work.describe_placement(queries, name, record)
 
         def attempt(careful: Value) -> Value:
-            self._start(item)
-            with self.work.visit(item) as block:
-                keys, values = self._stage(item, block, "key"), self._stage(item, block, "value")
-                with self.f.range(0, item.q_count, self.tile.width) as q:
-                    part = self.work.panel_range(item, block, q)
+            self._start(queries)
+            with self.work.visit(queries) as block:
+                keys, values = (
+                    self._stage(queries, block, "key"),
+                    self._stage(queries, block, "value"),
+                )
+                with self.f.range(0, queries.q_count, self.tile.width) as q:
+                    part = self.work.key_range(queries, block, q)
                     with self.f.when(part.first < part.end):
-                        self._attend_panel(item, block, part, q, careful, keys, values)
-            return self._finish(item)
+                        self._attend_panel(queries, block, part, q, careful, keys, values)
+            return self._finish(queries)
 
         # A value that is not finite reaches queries that do not read it, as 0 times NaN is NaN.
-        # Then all of the item is computed again, carefully.
+        # Then all of the block is computed again, carefully.
         self.f.repeat(
             lambda tried: tried[0] < 2,
             lambda tried: [self.f.select(attempt(tried[0].equals(1)), tried[0] + 1, 2)],
             [self.f.value(0, I64)],
         )
 
-    def _start(self, item: Item) -> None:
+    def _start(self, queries: QueryBlock) -> None:
         """Queries to panels, and nothing read so far."""
         f, tile, scratch, depth = self.f, self.tile, self.scratch, self.depth
         scale = f.convert(self.arg["scale"], tile.element)
-        with f.range(0, item.q_count, self.spec.target.block_kv) as q:
-            count = f.minimum(item.q_count - q, self.spec.target.block_kv)
-            first = item.q_first + q
+        with f.range(0, queries.q_count, self.spec.target.block_kv) as q:
+            count = f.minimum(queries.q_count - q, self.spec.target.block_kv)
+            first = queries.q_first + q
             panels = f.offset(scratch["queries"], q * depth["key"], tile.element)
             where = self._where("query", first, first + count)
             rows = self._read("query", first, first + count, where, scratch["keys"])
             f.call(self.phases.pack, *rows, count, depth["key"], panels, scale)
-        with f.range(0, item.q_count, tile.width) as q:
+        with f.range(0, queries.q_count, tile.width) as q:
             maxima, sums = self._running(q)
             tile.store_row(f, tile.row(f, -math.inf), maxima)
             tile.store_row(f, tile.row(f, 0.0), sums)
@@ -183,7 +186,7 @@ class _Kernel(Nest):
                 tile.store_row(f, tile.row(f, 0.0), panel, d)
         with (
             f.when(self.arg["observe"].differs(f.null())),
-            f.range(0, item.q_count, tile.lanes) as q,
+            f.range(0, queries.q_count, tile.lanes) as q,
         ):
             observe.forget(f, tile, *self._observed(q))
 
@@ -198,31 +201,31 @@ class _Kernel(Nest):
         element = self.tile.element
         return self.f.offset(maxima, q, element), self.f.offset(sums, q, element)
 
-    def _stage(self, item: Item, block: Block, name: str) -> _Rows:
+    def _stage(self, queries: QueryBlock, block: KeyBlock, name: str) -> _Strided:
         """Keys or values of a block; in scratch, unless only half a panel reads them."""
         begin, end = block.origin + block.begin, block.origin + block.end
         where = self._where(name, begin, end)
-        where = self.f.select(self._is_half(item.q_count), where, self.f.null())
+        where = self.f.select(self._is_half(queries.q_count), where, self.f.null())
         return self._read(name, begin, end, where, self.scratch[f"{name}s"])
 
-    def _read(self, name: str, begin: Value, end: Value, where: Value, scratch: Value) -> _Rows:
+    def _read(self, name: str, begin: Value, end: Value, where: Value, scratch: Value) -> _Strided:
         """The rows [begin, end): there, or copied to scratch if that is null."""
         f, stride = self.f, self.stride["value" if name == "value" else "key"]
 
         def copied() -> list[Value]:
-            f.call(self.phases.gather[name], self.rows[name], begin, end, scratch, stride)
+            f.call(self.phases.gather[name], self.placements[name], begin, end, scratch, stride)
             return [scratch, stride]
 
-        return _Rows(*f.choose(where.equals(f.null()), copied, lambda: self._there(name, where)))
+        return _Strided(*f.choose(where.equals(f.null()), copied, lambda: self._there(name, where)))
 
     def _where(self, name: str, begin: Value, end: Value) -> Value:
         """Where the rows [begin, end) are, if phases can read or write them there; else null."""
         if name not in self.phases.place:
             return self.f.null()
-        return self.f.call(self.phases.place[name], self.rows[name], begin, end)
+        return self.f.call(self.phases.place[name], self.placements[name], begin, end)
 
     def _there(self, name: str, where: Value) -> list[Value]:
-        return [where, self.f.field(ROWS, self.rows[name], "row_stride")]
+        return [where, self.f.field(PLACEMENT, self.placements[name], "row_stride")]
 
     def _is_half(self, queries: Value) -> Value:
         """Whether so many queries need no more than the first half of a panel."""
@@ -230,18 +233,18 @@ class _Kernel(Nest):
 
     def _attend_panel(
         self,
-        item: Item,
-        block: Block,
-        part: PanelRange,
+        queries: QueryBlock,
+        block: KeyBlock,
+        part: KeyRange,
         q: Value,
         careful: Value,
-        keys: _Rows,
-        values: _Rows,
+        keys: _Strided,
+        values: _Strided,
     ) -> None:
         """One tile: the panel at query q and some keys of a block."""
         f, tile, arg, scratch, phases = self.f, self.tile, self.arg, self.scratch, self.phases
         count, first = part.end - part.first, part.first - block.begin
-        queries = f.offset(scratch["queries"], q * self.depth["key"], tile.element)
+        query_panel = f.offset(scratch["queries"], q * self.depth["key"], tile.element)
         out = f.offset(scratch["out"], q * self.depth["value"], tile.element)
         scores, maxima, alpha = scratch["scores"], scratch["maxima"], scratch["alpha"]
         running_max, running_sum = self._running(q)
@@ -250,16 +253,16 @@ class _Kernel(Nest):
             (f.offset(rows.start, first * rows.stride, tile.element), rows.stride)
             for rows in (keys, values)
         )
-        queries_left = item.q_count - q
+        queries_left = queries.q_count - q
 
         def rewrite(mod: Value) -> None:
-            q_idx, kv_idx = item.q_idx + q, block.origin + part.first
-            place = (item.b, item.h, q_idx, queries_left, kv_idx, count)
+            q_idx, kv_idx = queries.q_idx + q, block.origin + part.first
+            place = (queries.b, queries.h, q_idx, queries_left, kv_idx, count)
             with f.when(mod.differs(f.null())):
                 f.call_pointer(mod, REWRITE, scores, maxima, arg["arguments"], *place)
 
         def multiply_keys(by: _Products) -> list[Value]:
-            f.call(by.multiply_keys, *key_rows, queries, depth, scores, maxima, count)
+            f.call(by.multiply_keys, *key_rows, query_panel, depth, scores, maxima, count)
             return []
 
         def accumulate(exponentiate: Function, multiply_values: Function) -> list[Value]:
@@ -283,7 +286,7 @@ class _Kernel(Nest):
         fitting(multiply_keys)
         rewrite(self.work.mod(part.kind))
         with f.when(arg["observe"].differs(f.null())):
-            place = block.origin + part.first - item.kv_begin
+            place = block.origin + part.first - queries.kv_begin
             state = (running_sum, *self._observed(q))
             f.call_pointer(arg["observe"], OBSERVE, scores, *state, place, count)
         f.choose(
@@ -299,15 +302,15 @@ class _Kernel(Nest):
         held = [x & (queries > v * lanes) if v else x for v, x in enumerate(odd)]
         return functools.reduce(operator.or_, held)
 
-    def _finish(self, item: Item) -> Value:
+    def _finish(self, queries: QueryBlock) -> Value:
         """Divide by the sums, write out, lse and the like; whether out is not finite."""
         f, tile, scratch = self.f, self.tile, self.scratch
-        self._close_sums(item)
+        self._close_sums(queries)
         depth = self.depth["value"]
 
         def write(q: Value, seen: list[Value]) -> list[Value]:
-            count = f.minimum(item.q_count - q, self.spec.target.block_kv)
-            first = item.q_first + q
+            count = f.minimum(queries.q_count - q, self.spec.target.block_kv)
+            first = queries.q_first + q
             panels = f.offset(scratch["out"], q * depth, tile.element)
             _, factors = self._running(q)
             where = self._where("out", first, first + count)
@@ -315,22 +318,22 @@ class _Kernel(Nest):
             rows = f.choose(absent, lambda: near, lambda: self._there("out", where))
             odd = f.call(self.phases.unpack, panels, factors, count, depth, *rows)
             with f.when(absent):
-                f.call(self.phases.scatter_out, self.rows["out"], first, first + count, *near)
+                f.call(self.phases.scatter_out, self.placements["out"], first, first + count, *near)
             return [seen[0] | odd]
 
         nothing, step = f.value(False, I1), self.spec.target.block_kv
-        (odd,) = f.loop(0, item.q_count, write, carry=[nothing], step=step)
-        self._write_numbers(item, "lse", scratch["lse"])
-        self._write_numbers(item, "max_scores", scratch["running_max"])
-        self._write_numbers(item, "entropy", scratch["surprise"])
-        self._write_numbers(item, "argmax", scratch["place"])
+        (odd,) = f.loop(0, queries.q_count, write, carry=[nothing], step=step)
+        self._write_numbers(queries, "lse", scratch["lse"])
+        self._write_numbers(queries, "max_scores", scratch["running_max"])
+        self._write_numbers(queries, "entropy", scratch["surprise"])
+        self._write_numbers(queries, "argmax", scratch["place"])
         return odd
 
-    def _close_sums(self, item: Item) -> None:
+    def _close_sums(self, queries: QueryBlock) -> None:
         """From the running maximum and sum to lse, to the true maximum, 1 / sum and entropy."""
         f, tile = self.f, self.tile
-        sink = sink_of(f, tile, self.arg, item.h)
-        with f.range(0, item.q_count, tile.lanes) as q:
+        sink = sink_of(f, tile, self.arg, queries.h)
+        with f.range(0, queries.q_count, tile.lanes) as q:
             maxima, sums = self._running(q)
             total = tile.load(f, sums)
             row = close(f, tile.load(f, maxima), total, sink)
@@ -342,16 +345,16 @@ class _Kernel(Nest):
                 nats = observe.entropy(f, surprise, total, row.kept, row.log_share, row.share)
                 tile.store(f, nats, self.scratch["surprise"], q)
 
-    def _write_numbers(self, item: Item, name: str, source: Value) -> None:
+    def _write_numbers(self, queries: QueryBlock, name: str, source: Value) -> None:
         """One number per query, where the caller wants it."""
         f, arg, element = self.f, self.arg, self.tile.element
         with f.when(arg[name].differs(f.null())):
-            start = item.b * arg["lse_batch"] + item.h * arg["lse_head"]
-            first = start + (item.q_row + item.q_first) * arg["lse_row"]
-            with f.range(0, item.q_count) as q:
+            start = queries.b * arg["lse_batch"] + queries.h * arg["lse_head"]
+            first = start + (queries.q_row + queries.q_first) * arg["lse_row"]
+            with f.range(0, queries.q_count) as q:
                 if name == "argmax":
                     number = f.load(element.as_int, source, q)
-                    value = observe.position(f, number, item.kv_begin)
+                    value = observe.position(f, number, queries.kv_begin)
                 else:
                     value = f.load(element, source, q)
                 f.store(value, arg[name], first + q * arg["lse_row"])

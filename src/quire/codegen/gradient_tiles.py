@@ -24,14 +24,14 @@ from quire.codegen.types import I1, I64, PTR
 UNROLLED = 2  # queries at a time where sums are over queries
 
 
-def groups(tile: Tile) -> list[tuple[int, int]]:
+def query_strips(tile: Tile) -> list[tuple[int, int]]:
     """The queries of a panel, (first, count), in about equal parts that a micro kernel takes."""
     parts = -(-tile.width // tile.target.rows)
     ends = [tile.width * part // parts for part in range(parts + 1)]
     return [(first, end - first) for first, end in itertools.pairwise(ends)]
 
 
-def column_groups(f: Function, tile: Tile, columns: Value) -> Iterator[tuple[Tile, Value]]:
+def column_strips(f: Function, tile: Tile, columns: Value) -> Iterator[tuple[Tile, Value]]:
     """The columns of rows as micro kernels take them: panels, and then half of one if it is left.
 
     Gives tiles of so many columns, and the first column of each.
@@ -73,16 +73,16 @@ def write_add_queries(module: Module, tile: Tile) -> Function:
                 target = f.offset(grads, grad_stride * (first + r) + d, tile.element)
                 _add_row(f, tile, row, target)
 
-        for some, d in column_groups(f, tile, columns):
-            for first, rows in groups(tile):
+        for some, d in column_strips(f, tile, columns):
+            for first, rows in query_strips(tile):
                 add(some, first, rows, d)
     return f
 
 
-def key_groups(
+def key_strips(
     f: Function, tile: Tile, first: Value, end: Value
 ) -> Iterator[tuple[Value, list[Value]]]:
-    """The keys from first to end as micro kernels take them: the first of a group, and all.
+    """The keys from first to end as micro kernels take them: the first of a strip, and all.
 
     Past the end it is the last key again.
     """
@@ -93,20 +93,20 @@ def key_groups(
         yield key, [f.minimum(key + r, end - 1) for r in range(SMALL_ROWS)]
 
 
-def write_find_spans(module: Module, tile: Tile) -> Function:
-    """For each group of keys, which queries attend to some of them: from and to, at its first key.
+def write_find_query_ranges(module: Module, tile: Tile) -> Function:
+    """For each strip of keys, which queries attend to some of them: from and to, at its first key.
 
-    `reach` has for each panel the keys that it attends to.
+    `key_ranges` has for each panel the keys that it attends to.
     """
-    parameters = {"reach": PTR, "panels": I64, "spans": PTR, "first": I64, "end": I64}
-    with module.function("find_spans", parameters, internal=True) as f:
-        reach, panels, spans, first, end = f.parameters
-        for key, group in key_groups(f, tile, first, end):
+    parameters = {"key_ranges": PTR, "panels": I64, "query_ranges": PTR, "first": I64, "end": I64}
+    with module.function("find_query_ranges", parameters, internal=True) as f:
+        key_ranges, panels, query_ranges, first, end = f.parameters
+        for key, strip in key_strips(f, tile, first, end):
 
             def widen(
-                p: Value, span: list[Value], key: Value = key, last: Value = group[-1]
+                p: Value, span: list[Value], key: Value = key, last: Value = strip[-1]
             ) -> list[Value]:
-                low, high = (f.load(I64, reach, p * 2 + side) for side in (0, 1))
+                low, high = (f.load(I64, key_ranges, p * 2 + side) for side in (0, 1))
                 reached = (low <= last) & (high > key)
                 start, stop = p * tile.width, p * tile.width + tile.width
                 return [
@@ -116,15 +116,15 @@ def write_find_spans(module: Module, tile: Tile) -> Function:
 
             span = f.loop(0, panels, widen, carry=[f.value(BLOCK_Q, I64), f.value(0, I64)])
             for side in (0, 1):
-                f.store(span[side], spans, key * 2 + side)
+                f.store(span[side], query_ranges, key * 2 + side)
     return f
 
 
 def write_add_keys(module: Module, tile: Tile) -> Function:
-    """grads[key] += weights[key] . rows, for the keys from first to end, over their spans."""
+    """grads[key] += weights[key] . rows, for keys [first, end), each over its range of queries."""
     parameters = {
         "weights": PTR,
-        "spans": PTR,
+        "query_ranges": PTR,
         "rows": PTR,
         "stride": I64,
         "grads": PTR,
@@ -134,14 +134,14 @@ def write_add_keys(module: Module, tile: Tile) -> Function:
         "columns": I64,
     }
     with module.function("add_keys", parameters, internal=True) as f:
-        weights, spans, rows, stride, grads, grad_stride, first, end, columns = f.parameters
+        weights, query_ranges, rows, stride, grads, grad_stride, first, end, columns = f.parameters
 
-        def add(tile: Tile, key: Value, group: list[Value], d: Value) -> None:
-            start, stop = (f.load(I64, spans, key * 2 + side) for side in (0, 1))
+        def add(tile: Tile, key: Value, strip: list[Value], d: Value) -> None:
+            start, stop = (f.load(I64, query_ranges, key * 2 + side) for side in (0, 1))
             step = weights_stride(tile)
-            mine = [f.offset(weights, place * step + start, tile.element) for place in group]
+            mine = [f.offset(weights, place * step + start, tile.element) for place in strip]
             column = f.offset(rows, start * stride + d, tile.element)
-            targets = [f.offset(grads, place * grad_stride + d, tile.element) for place in group]
+            targets = [f.offset(grads, place * grad_stride + d, tile.element) for place in strip]
             for target in targets:  # these are in no near cache
                 f.prefetch(target)
             sums = outer_product(
@@ -150,16 +150,16 @@ def write_add_keys(module: Module, tile: Tile) -> Function:
                 stop - start,
                 lambda q: [f.load(tile.element, each, q) for each in mine],
                 lambda q: tile.load_row(f, f.offset(column, q * stride, tile.element)),
-                rows=len(group),
+                rows=len(strip),
                 unroll=UNROLLED,
             )
             for r, row in enumerate(tile.rows(sums)):
                 with f.when(key + r < end):
                     _add_row(f, tile, row, targets[r])
 
-        for some, d in column_groups(f, tile, columns):
-            for key, group in key_groups(f, tile, first, end):
-                add(some, key, group, d)
+        for some, d in column_strips(f, tile, columns):
+            for key, strip in key_strips(f, tile, first, end):
+                add(some, key, strip, d)
     return f
 
 

@@ -24,13 +24,13 @@ from quire.codegen.convention import (
     VERDICT,
     ForwardSpec,
 )
-from quire.codegen.staging import ENDLESS, ROWS, storage
+from quire.codegen.staging import ENDLESS, PLACEMENT, storage
 from quire.codegen.types import F32, I32, I64, Layout
 
 SPAN = 64  # blocks of keys that are skipped at once
 
 
-class Item(NamedTuple):
+class QueryBlock(NamedTuple):
     """One block of queries of one head of one sequence."""
 
     b: Value
@@ -47,7 +47,7 @@ class Item(NamedTuple):
 
 
 class Share(NamedTuple):
-    """Some of the items of a sequence that read one key head: those of one slice out of several."""
+    """The query blocks of one slice of a sequence, in all heads that read one key head."""
 
     sequence: Value  # its record
     b: Value
@@ -59,11 +59,11 @@ class Share(NamedTuple):
 class Piece(NamedTuple):
     """A piece of the keys of one sequence, or of several that have it in common.
 
-    `item` attends to it alone and `whole` to all keys, both of the first sequence.
+    `queries` attend to this piece alone and `whole` to all keys, both of the first sequence.
     """
 
-    item: Item
-    whole: Item
+    queries: QueryBlock
+    whole: QueryBlock
     sequence: Value  # the record of the first
     members: Value
     place: Value  # among the pieces
@@ -72,14 +72,14 @@ class Piece(NamedTuple):
 class Member(NamedTuple):
     """A sequence that a piece is computed for: all of its keys, and where its pieces are left."""
 
-    item: Item
+    queries: QueryBlock
     first_row: Value  # among the rows of the piece
     first_slot: Value
     pieces: Value
 
 
-class Block(NamedTuple):
-    """A block of keys that an item visits: positions [origin + begin, origin + end) exist."""
+class KeyBlock(NamedTuple):
+    """A block of keys to be attended to: positions [origin + begin, origin + end) exist."""
 
     origin: Value
     begin: Value
@@ -87,7 +87,7 @@ class Block(NamedTuple):
     kind: Value
 
 
-class PanelRange(NamedTuple):
+class KeyRange(NamedTuple):
     """The keys [first, end) of a block that one panel attends to, and whether to ask the mask."""
 
     first: Value
@@ -99,7 +99,7 @@ Judge: TypeAlias = Callable[[Value, Value], Value]
 """What is known of the keys from a first one up to another."""
 
 
-class Arguments:
+class Record:
     """A kernel's record. Each use loads its field again, which keeps registers free."""
 
     def __init__(self, f: Function, layout: Layout, args: Value) -> None:
@@ -116,7 +116,7 @@ class Work:
         self, f: Function, spec: ForwardSpec, args: Value, layout: Layout = FORWARD
     ) -> None:
         self.f, self.spec = f, spec
-        self.arg = Arguments(f, layout, args)
+        self.arg = Record(f, layout, args)
 
     def goes_on(self) -> Value:
         """Whether the results are still wanted."""
@@ -125,15 +125,15 @@ class Work:
     # --- items
 
     @contextmanager
-    def find(self, number: Value) -> Iterator[Item]:
-        """Which sequence and queries an item is: one head after the other of its `row_group`."""
+    def find(self, number: Value) -> Iterator[QueryBlock]:
+        """Which sequence, heads and queries an item is: one head after the other."""
         b, place, sequence = self._locate(number, lambda s: self._blocks(s) * self.arg["heads"])
         blocks, size = self._blocks(sequence), self.arg["row_group"]
         group = place.udiv(blocks)
         # The last block first: under a causal mask it is the longest one.
         block = blocks - 1 - (place - group * blocks)
         with self.f.range(group * size, (group + 1) * size) as h:
-            yield self._item(sequence, b, h, block)
+            yield self._query_block(sequence, b, h, block)
 
     def find_share(self, number: Value) -> Share:
         """Which sequence, key head and slice of its items a share is."""
@@ -162,13 +162,13 @@ class Work:
         place = f.select(by_another, mine + field["shared"], mine)
         common = place < field["shared"]
         members = f.select(common & (field["members"] > 1), field["members"], 1)
-        whole = self._item(sequence, b, h, f.value(0, I64))
+        whole = self._query_block(sequence, b, h, f.value(0, I64))
         begin = (whole.kv_begin.udiv(KEYS_OF_PIECE) + place) * KEYS_OF_PIECE
-        item = whole._replace(
+        queries = whole._replace(
             kv_begin=f.maximum(whole.kv_begin, begin),
             kv_end=f.minimum(whole.kv_end, begin + KEYS_OF_PIECE),
         )
-        return Piece(item, whole, sequence, members, place)
+        return Piece(queries, whole, sequence, members, place)
 
     @contextmanager
     def members_of(self, piece: Piece) -> Iterator[Member]:
@@ -178,15 +178,15 @@ class Work:
             sequence = f.offset(piece.sequence, m * len(SEQUENCE), I64)
             field = self.sequence_fields(sequence)
             b = f.select(m.equals(0), whole.b, field["b"])
-            item = self._item(sequence, b, whole.h, f.value(0, I64))
+            queries = self._query_block(sequence, b, whole.h, f.value(0, I64))
             # One record stands for all batches, or every sequence has its own.
             entry = whole.b * (1 - arg["sequence_stride"]) * arg["heads"] + whole.h
             slot = field["first_slot"] + entry * field["pieces"]
-            yield Member(item, m * (arg["row_group"] * item.q_count), slot, field["pieces"])
+            yield Member(queries, m * (arg["row_group"] * queries.q_count), slot, field["pieces"])
 
     @contextmanager
-    def items_of(self, share: Share) -> Iterator[Item]:
-        """The items of a share: every so many blocks of queries of all heads that read its keys."""
+    def query_blocks_of(self, share: Share) -> Iterator[QueryBlock]:
+        """The query blocks of a share: every so many of all heads that read its keys."""
         f, group = self.f, self.arg["group"]
         blocks = self._blocks(share.sequence)
         with f.range(
@@ -196,7 +196,7 @@ class Work:
             head = place.udiv(blocks)
             h = share.key_head * group + head
             with f.when(self.goes_on()):
-                yield self._item(share.sequence, share.b, h, place - head * blocks)
+                yield self._query_block(share.sequence, share.b, h, place - head * blocks)
 
     def _locate(self, number: Value, count: Callable[[Value], Value]) -> tuple[Value, Value, Value]:
         """The sequence that something is part of, which has `count`: b, place in it, its record."""
@@ -216,11 +216,11 @@ class Work:
         b, place, at = f.choose(arg["sequence_stride"].equals(0), divide, search)
         return b, place, self._sequence(at)
 
-    def _item(self, sequence: Value, b: Value, h: Value, block: Value) -> Item:
+    def _query_block(self, sequence: Value, b: Value, h: Value, block: Value) -> QueryBlock:
         f, arg, field = self.f, self.arg, self.sequence_fields(sequence)
         first = block * arg["block_q"]
         tile_row = field["tile_row"] + b * arg["tile_batch_stride"] + block
-        return Item(
+        return QueryBlock(
             b=b,
             h=h,
             key_head=h.udiv(arg["group"]),
@@ -260,14 +260,14 @@ class Work:
 
     # --- where rows live
 
-    def describe_rows(self, item: Item, name: str, record: Value) -> None:
-        """Fill in the ROWS record of `name`: query, key, value, out or a gradient of one."""
+    def describe_placement(self, queries: QueryBlock, name: str, record: Value) -> None:
+        """Fill in the PLACEMENT record of `name`: query, key, value, out or a gradient of one."""
         f, arg = self.f, self.arg
         in_memory = name in ("key", "value")
-        head, row = (item.key_head, item.kv_row) if in_memory else (item.h, item.q_row)
-        start = item.b * arg[f"{name}_batch"] + head * arg[f"{name}_head"]
+        head, row = (queries.key_head, queries.kv_row) if in_memory else (queries.h, queries.q_row)
+        start = queries.b * arg[f"{name}_batch"] + head * arg[f"{name}_head"]
         kind = storage(self.spec.dtype_of(name))
-        pages = f.offset(arg["page_table"], item.b * arg["page_table_stride"], I32)
+        pages = f.offset(arg["page_table"], queries.b * arg["page_table_stride"], I32)
         paged = arg["page_table"].differs(f.null())
         for field, value in {
             "base": f.offset(arg[name], start + row * arg[f"{name}_row"], kind.memory),
@@ -278,34 +278,36 @@ class Work:
             "column_stride": arg[f"{name}_column"],
             "width": arg["head_dim" if name.endswith(("query", "key")) else "value_dim"],
         }.items():
-            f.set_field(ROWS, record, field, value)
+            f.set_field(PLACEMENT, record, field, value)
         if in_memory and kind.has_scales:
             at = f.offset(arg[f"{name}_scale"], head * arg[f"{name}_scale_head"], F32)
-            f.set_field(ROWS, record, "scales", at)
-            f.set_field(ROWS, record, "scale_page_stride", arg[f"{name}_scale_page"])
-            f.set_field(ROWS, record, "scale_row_stride", arg[f"{name}_scale_row"])
+            f.set_field(PLACEMENT, record, "scales", at)
+            f.set_field(PLACEMENT, record, "scale_page_stride", arg[f"{name}_scale_page"])
+            f.set_field(PLACEMENT, record, "scale_row_stride", arg[f"{name}_scale_row"])
 
     # --- blocks of keys
 
     @contextmanager
-    def visit(self, item: Item, judge: Judge | None = None, together: int = 1) -> Iterator[Block]:
-        """The blocks of keys that an item attends to, in ascending order.
+    def visit(
+        self, queries: QueryBlock, judge: Judge | None = None, together: int = 1
+    ) -> Iterator[KeyBlock]:
+        """The blocks of keys that a block of queries attends to, in ascending order.
 
         This is all that knows the tile list, and asks the bounds of the mask, by `judge` if an
-        item is more than one sequence's. Where there is no list, `together` blocks, a power of two,
+        item has several sequences. Where there is no list, `together` blocks, a power of two,
         are one; those at its ends that are EMPTY are left out.
         """
         f, arg, size = self.f, self.arg, self.spec.target.block_kv
         listed = arg["tile_offsets"].differs(f.null())
 
         def listed_places() -> list[Value]:
-            return [f.load(I64, arg["tile_offsets"], item.tile_row + k) for k in (0, 1)]
+            return [f.load(I64, arg["tile_offsets"], queries.tile_row + k) for k in (0, 1)]
 
         def all_places() -> list[Value]:
-            return [item.kv_begin.udiv(size), (item.kv_end + (size - 1)).udiv(size)]
+            return [queries.kv_begin.udiv(size), (queries.kv_end + (size - 1)).udiv(size)]
 
         asked = arg["verdict"].differs(f.null())
-        judge = judge or (lambda first, stop: self.verdict(item, first, stop))
+        judge = judge or (lambda first, stop: self.verdict(queries, first, stop))
 
         def about(first: Value, last: Value) -> list[Value]:
             return [judge(first * size, last * size)]
@@ -342,25 +344,25 @@ class Work:
                 with f.when(leads):
                     low, high, kind = f.choose(listed, listed_block, blocks)
                     origin = low * size
-                    begin = f.maximum(item.kv_begin - origin, 0)
-                    stop_at = f.minimum(item.kv_end - origin, (high - low) * size)
+                    begin = f.maximum(queries.kv_begin - origin, 0)
+                    stop_at = f.minimum(queries.kv_end - origin, (high - low) * size)
                     with f.when((begin < stop_at) & kind.differs(EMPTY)):
-                        yield Block(origin, begin, stop_at, kind)
+                        yield KeyBlock(origin, begin, stop_at, kind)
 
-    def verdict(self, item: Item, kv_first: Value, kv_stop: Value) -> Value:
-        """What is known of all queries of an item and some keys."""
-        queries = (item.q_idx, item.q_idx + (item.q_count - 1))
-        return self._verdict(item, queries, kv_first, kv_stop)
+    def verdict(self, queries: QueryBlock, kv_first: Value, kv_stop: Value) -> Value:
+        """What is known of all queries of a block and some keys."""
+        ends = (queries.q_idx, queries.q_idx + (queries.q_count - 1))
+        return self._verdict(queries, ends, kv_first, kv_stop)
 
     def common_verdict(self, piece: Piece, kv_first: Value, kv_stop: Value) -> Value:
         """What is known of all sequences of a piece: PARTIAL where they differ."""
-        f, ends = self.f, (piece.item.kv_begin, piece.item.kv_end)
+        f, ends = self.f, (piece.queries.kv_begin, piece.queries.kv_end)
 
         def of(m: Value) -> Value:
             sequence = f.offset(piece.sequence, m * len(SEQUENCE), I64)
             b = f.select(m.equals(0), piece.whole.b, f.field(SEQUENCE, sequence, "b"))
-            item = self._item(sequence, b, piece.whole.h, f.value(0, I64))
-            mine = item._replace(kv_begin=ends[0], kv_end=ends[1])
+            queries = self._query_block(sequence, b, piece.whole.h, f.value(0, I64))
+            mine = queries._replace(kv_begin=ends[0], kv_end=ends[1])
             return self.verdict(mine, kv_first, kv_stop)
 
         def add(m: Value, known: list[Value]) -> list[Value]:
@@ -370,24 +372,24 @@ class Work:
         return f.loop(1, piece.members, add, carry=[of(f.value(0, I64))])[0]
 
     def _verdict(
-        self, item: Item, queries: tuple[Value, Value], kv_first: Value, kv_stop: Value
+        self, queries: QueryBlock, ends: tuple[Value, Value], kv_first: Value, kv_stop: Value
     ) -> Value:
         """What is known of some queries and the keys from kv_first up to kv_stop."""
         f, arg = self.f, self.arg
-        low = f.maximum(kv_first, item.kv_begin)
-        high = f.minimum(kv_stop, item.kv_end) - 1
-        place = (arg["arguments"], item.b, item.h, *queries, low, high)
+        low = f.maximum(kv_first, queries.kv_begin)
+        high = f.minimum(kv_stop, queries.kv_end) - 1
+        place = (arg["arguments"], queries.b, queries.h, *ends, low, high)
         return f.call_pointer(arg["verdict"], VERDICT, *place)
 
-    def panel_range(self, item: Item, block: Block, q: Value) -> PanelRange:
-        """The part of a block that the panel at query q of an item attends to."""
+    def key_range(self, queries: QueryBlock, block: KeyBlock, q: Value) -> KeyRange:
+        """The part of a block that the panel at query q attends to."""
         f, arg = self.f, self.arg
-        queries = f.minimum(item.q_count - q, self.spec.tile.width)
-        q_idx, kv_idx = item.q_idx + q, block.origin + block.begin
+        count = f.minimum(queries.q_count - q, self.spec.tile.width)
+        q_idx, kv_idx = queries.q_idx + q, block.origin + block.begin
         whole = [block.begin, block.end, block.kind]
 
         def look() -> list[Value]:
-            place = (item.b, item.h, q_idx, queries, kv_idx, block.end - block.begin)
+            place = (queries.b, queries.h, q_idx, count, kv_idx, block.end - block.begin)
             answer = f.call_pointer(arg["extent"], EXTENT, arg["arguments"], *place)
             first, last = answer & 0xFFFF, (answer >> 16) & 0xFFFF
             every = (answer >> 32).differs(0)
@@ -395,8 +397,8 @@ class Work:
             return [block.begin + first, block.begin + last, kind]
 
         def judge() -> list[Value]:
-            ends = (q_idx, q_idx + (queries - 1))
-            return [self._verdict(item, ends, kv_idx, block.origin + block.end)]
+            ends = (q_idx, q_idx + (count - 1))
+            return [self._verdict(queries, ends, kv_idx, block.origin + block.end)]
 
         (kind,) = f.choose(
             block.kind.equals(PARTIAL) & arg["verdict"].differs(f.null()),
@@ -405,7 +407,7 @@ class Work:
         )
         asked = kind.equals(PARTIAL) & arg["extent"].differs(f.null())
         first, last, kind = f.choose(asked, look, lambda: [*whole[:2], kind])
-        return PanelRange(first, f.select(kind.equals(EMPTY), first, last), kind)
+        return KeyRange(first, f.select(kind.equals(EMPTY), first, last), kind)
 
     def mod(self, kind: Value) -> Value:
         """The code that rewrites the scores of a tile."""

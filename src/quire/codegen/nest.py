@@ -8,12 +8,12 @@ from typing import TypeAlias
 
 from quire.codegen.builder import Function, Module, Value
 from quire.codegen.convention import ENTRY, FORWARD, ForwardSpec
-from quire.codegen.items import Arguments, Work
-from quire.codegen.staging import ROWS, padded, scratch_stride
+from quire.codegen.items import Record, Work
+from quire.codegen.staging import PLACEMENT, padded, scratch_stride
 from quire.codegen.tiles import Tile
 from quire.codegen.types import I8, I64, PTR, Layout
 
-Regions: TypeAlias = Callable[[Arguments], Iterator[tuple[str, Value]]]
+Regions: TypeAlias = Callable[[Record], Iterator[tuple[str, Value]]]
 """The parts of a thread's scratch and where they start, from a kernel's arguments."""
 
 
@@ -27,8 +27,9 @@ def entry(module: Module) -> Iterator[Function]:
 class Nest:
     """A loop nest, being written into one function.
 
-    `rows` are ROWS records in scratch for the operands and results that are read and written by
-    rows, `stride` is from row to row of keys and values in scratch and `depth` how wide one is.
+    `placements` are PLACEMENT records in scratch for the operands and results that are read and
+    written by rows. `stride` is the distance between rows of keys and values in scratch, `depth`
+    the width of a row.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class Nest:
         spec: ForwardSpec,
         f: Function,
         regions: Regions,
-        rows: Sequence[str],
+        operands: Sequence[str],
         *,
         layout: Layout = FORWARD,
         stride: Callable[[Tile, Value], Value] = scratch_stride,
@@ -44,12 +45,12 @@ class Nest:
         self.spec, self.f, self.tile = spec, f, spec.tile
         self.work = Work(f, spec, f.parameters[0], layout)
         self.arg = arg = self.work.arg
-        slot = f.atomic_add(f.offset(arg["counters"], 8, I64), 1)
-        base = f.offset(arg["scratch"], slot * arg["scratch_bytes"], I8)
+        thread = f.atomic_add(f.offset(arg["counters"], 8, I64), 1)
+        base = f.offset(arg["scratch"], thread * arg["scratch_bytes"], I8)
         self.scratch = {name: f.offset(base, at, self.tile.element) for name, at in regions(arg)}
-        self.rows = {
-            name: f.offset(self.scratch["records"], place * ROWS.size, I8)
-            for place, name in enumerate(rows)
+        self.placements = {
+            name: f.offset(self.scratch["records"], place * PLACEMENT.size, I8)
+            for place, name in enumerate(operands)
         }
         widths = {"key": arg["head_dim"], "value": arg["value_dim"]}
         self.stride = {name: stride(self.tile, width) for name, width in widths.items()}

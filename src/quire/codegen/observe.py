@@ -26,10 +26,10 @@ from typing import TypeAlias
 from quire.codegen import vecmath
 from quire.codegen.builder import Function, Module, Value
 from quire.codegen.convention import OBSERVE, Form
+from quire.codegen.softmax import LN_4
 from quire.codegen.tiles import Tile, across
 from quire.codegen.types import I64, Type
 
-LN_4 = math.log(4.0)
 PARAMETERS = ("scores", "running_sum", "best", "place", "surprise", "first", "keys")
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 from quire.codegen.builder import Function, Module, Value
-from quire.codegen.staging import ROWS, Run, Storage, each_run, padded, page_start, scale_start
+from quire.codegen.staging import PLACEMENT, Run, Storage, each_run, padded, page_start, scale_start
 from quire.codegen.tiles import Tile
 from quire.codegen.types import F32, I1, I8, I64, PTR
 
@@ -18,22 +18,22 @@ ASKED = (3072, 1536, 768)  # bytes between what is read and what is asked for: f
 MOST_AHEAD = 32  # rows that the table has after those of a block
 LINE = 64  # bytes that come from memory together
 
-Place: TypeAlias = Value | int
+Index: TypeAlias = Value | int
 """A column, or bytes: known when the kernel is written, or not."""
 
 
-def write_point(module: Module, tile: Tile, kind: Storage) -> Function:
+def write_point(module: Module, tile: Tile, stored: Storage) -> Function:
     """Addresses of the rows at positions [begin, end). Returns whether vectors fit there."""
     parameters = {"rows": PTR, "begin": I64, "end": I64, "into": PTR}
-    with module.function(f"point_{kind.name}", parameters, I1, internal=True) as f:
+    with module.function(f"point_{stored.name}", parameters, I1, internal=True) as f:
         rows, begin, end, into = f.parameters
-        width = f.field(ROWS, rows, "width")
-        row_bytes = f.field(ROWS, rows, "row_stride") * kind.memory.size
+        width = f.field(PLACEMENT, rows, "width")
+        row_bytes = f.field(PLACEMENT, rows, "row_stride") * stored.memory.size
         several = I64.vector(4)
         steps = f.iota(several) * f.splat(row_bytes, several)
 
         def point_run(run: Run) -> None:
-            start = f.address(page_start(f, kind, rows, run.page))
+            start = f.address(page_start(f, stored, rows, run.page))
             first = start + (run.offset - run.begin) * row_bytes
             with f.range(run.begin, run.end, 4) as p:
                 several_rows = f.splat(first + p * row_bytes, several) + steps
@@ -41,63 +41,63 @@ def write_point(module: Module, tile: Tile, kind: Storage) -> Function:
 
         each_run(f, rows, begin, end, point_run)
         in_vectors = padded(tile, width).equals(width)
-        f.give_back(f.field(ROWS, rows, "column_stride").equals(1) & in_vectors)
+        f.give_back(f.field(PLACEMENT, rows, "column_stride").equals(1) & in_vectors)
     return f
 
 
-def write_copy(module: Module, tile: Tile, kind: Storage) -> Function:
+def write_copy(module: Module, tile: Tile, stored: Storage) -> Function:
     """Rows whose addresses are given to scratch, as they are, with zeros up to whole vectors.
 
     The addresses become those of the copies.
     """
     parameters = {"rows": PTR, "addresses": PTR, "count": I64, "into": PTR, "stride": I64}
-    with module.function(f"copy_{kind.name}", parameters, internal=True) as f:
+    with module.function(f"copy_{stored.name}", parameters, internal=True) as f:
         rows, addresses, count, into, stride = f.parameters
-        column_stride = f.field(ROWS, rows, "column_stride")
-        width = f.field(ROWS, rows, "width")
+        column_stride = f.field(PLACEMENT, rows, "column_stride")
+        width = f.field(PLACEMENT, rows, "width")
         by_vector = f.select(column_stride.equals(1), width & -tile.lanes, 0)
-        memory = kind.memory.vector(tile.lanes)
+        memory = stored.memory.vector(tile.lanes)
         with f.range(0, count) as j:
-            source, target = f.load(PTR, addresses, j), f.offset(into, j * stride, kind.memory)
+            source, target = f.load(PTR, addresses, j), f.offset(into, j * stride, stored.memory)
             with f.range(0, by_vector, tile.lanes) as c:
                 f.store(f.load(memory, source, c), target, c)
             with f.range(by_vector, width) as c:
-                f.store(f.load(kind.memory, source, c * column_stride), target, c)
+                f.store(f.load(stored.memory, source, c * column_stride), target, c)
             with f.range(width, padded(tile, width)) as c:
-                f.store(f.value(0, kind.memory), target, c)
+                f.store(f.value(0, stored.memory), target, c)
             f.store(target, addresses, j)
     return f
 
 
-def columns_of_line(tile: Tile, kind: Storage) -> int:
+def columns_of_line(tile: Tile, stored: Storage) -> int:
     """How many columns a line of memory has, and at least two vectors."""
-    return max(2 * tile.lanes, LINE // kind.memory.size)
+    return max(2 * tile.lanes, LINE // stored.memory.size)
 
 
-def fold_row(f: Function, tile: Tile, kind: Storage, row: Value, width: Value) -> None:
+def fold_row(f: Function, tile: Tile, stored: Storage, row: Value, width: Value) -> None:
     """Put the columns of a row into the order in which `read_pair` gives them."""
     low = [2 * lane for lane in range(tile.lanes)]
-    _reorder(f, tile, kind, row, width, low, [lane + 1 for lane in low])
+    _reorder(f, tile, stored, row, width, low, [lane + 1 for lane in low])
 
 
-def unfold_row(f: Function, tile: Tile, kind: Storage, row: Value, width: Value) -> None:
+def unfold_row(f: Function, tile: Tile, stored: Storage, row: Value, width: Value) -> None:
     """Put the columns of a row back into their own order."""
     pairs = [x for lane in range(tile.lanes) for x in (lane, tile.lanes + lane)]
-    _reorder(f, tile, kind, row, width, pairs[: tile.lanes], pairs[tile.lanes :])
+    _reorder(f, tile, stored, row, width, pairs[: tile.lanes], pairs[tile.lanes :])
 
 
 def _reorder(
     f: Function,
     tile: Tile,
-    kind: Storage,
+    stored: Storage,
     row: Value,
     width: Value,
     low: list[int],
     high: list[int],
 ) -> None:
-    if not kind.folds(tile.element):
+    if not stored.folds(tile.element):
         return
-    with f.range(0, width & -columns_of_line(tile, kind), 2 * tile.lanes) as d:
+    with f.range(0, width & -columns_of_line(tile, stored), 2 * tile.lanes) as d:
         here, there = tile.load(f, row, d), tile.load(f, row, d + tile.lanes)
         tile.store(f, f.shuffle(here, there, low), row, d)
         tile.store(f, f.shuffle(here, there, high), row, d + tile.lanes)
@@ -111,11 +111,11 @@ class Ahead:
     """
 
     def __init__(
-        self, f: Function, rows: Value, kind: Storage, width: Place, together: int = 1
+        self, f: Function, rows: Value, stored: Storage, width: Index, together: int = 1
     ) -> None:
         self._f, self._rows, self._together = f, rows, together
-        most, row_bytes = MOST_AHEAD - together, width * kind.memory.size
-        asked = ASKED[:2] if kind.is_narrow else ASKED
+        most, row_bytes = MOST_AHEAD - together, width * stored.memory.size
+        asked = ASKED[:2] if stored.is_narrow else ASKED
         if isinstance(row_bytes, int):
             self._whole = max(row_bytes & -LINE, LINE)
             self._away = [min(distance, most * self._whole) for distance in asked]
@@ -124,7 +124,7 @@ class Ahead:
             far = [f.value(distance, I64).udiv(some) for distance in asked]
             self._rows_away = [f.minimum(f.maximum(count, 1), most) for count in far]
 
-    def ask(self, j: Value, at: Place, size: int) -> None:
+    def ask(self, j: Value, at: Index, size: int) -> None:
         """Ask for as much as bytes [at, at + size) of rows from j on have."""
         for number in range(size // LINE * self._together):
             for row, offset in self._places(at, number):
@@ -136,10 +136,10 @@ class Ahead:
         row = place.udiv(self._whole)
         self._prefetch(row, place - row * self._whole)
 
-    def _prefetch(self, row: Value, offset: Place) -> None:
+    def _prefetch(self, row: Value, offset: Index) -> None:
         self._f.prefetch(self._f.offset(self._f.load(PTR, self._rows, row), offset, I8))
 
-    def _places(self, at: Place, number: int) -> Iterator[tuple[Place, Place]]:
+    def _places(self, at: Index, number: int) -> Iterator[tuple[Index, Index]]:
         """Where lines are asked for: in the order of memory, if the width is known.
 
         Otherwise in the order in which they will be read.
@@ -155,10 +155,10 @@ class Ahead:
 
 def over_columns(
     f: Function,
-    begin: Place,
-    end: Place,
+    begin: Index,
+    end: Index,
     step: int,
-    body: Callable[[Place, list[Value]], list[Value]],
+    body: Callable[[Index, list[Value]], list[Value]],
     carry: list[Value],
 ) -> list[Value]:
     """`f.loop`, written out where both ends are known."""
@@ -174,7 +174,7 @@ def write_gather_scales(module: Module, tile: Tile) -> Function:
     parameters = {"rows": PTR, "begin": I64, "end": I64, "into": PTR}
     with module.function("gather_scales", parameters, internal=True) as f:
         rows, begin, end, into = f.parameters
-        row_stride = f.field(ROWS, rows, "scale_row_stride")
+        row_stride = f.field(PLACEMENT, rows, "scale_row_stride")
 
         def copy_run(run: Run) -> None:
             first = f.offset(scale_start(f, rows, run.page), run.offset * row_stride, F32)

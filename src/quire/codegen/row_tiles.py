@@ -20,7 +20,7 @@ from typing import ClassVar
 from quire.codegen import observe, vecmath
 from quire.codegen.builder import Function, Module, Value
 from quire.codegen.convention import row_stride
-from quire.codegen.row_stream import Ahead, Place, columns_of_line, over_columns
+from quire.codegen.row_stream import Ahead, Index, columns_of_line, over_columns
 from quire.codegen.staging import Storage
 from quire.codegen.tiles import UNREAD, Tile, across
 from quire.codegen.types import I64, PTR
@@ -40,7 +40,7 @@ def set_sizes(tile: Tile) -> list[int]:
 
 
 def write_multiply_keys(
-    module: Module, tile: Tile, kind: Storage, rows: int, width: int, *, again: bool = False
+    module: Module, tile: Tile, stored: Storage, rows: int, width: int, *, again: bool = False
 ) -> Function:
     """scores[row, key] = keys[key] . queries[row], -inf past the last key up to whole vectors.
 
@@ -56,36 +56,36 @@ def write_multiply_keys(
         "scores": PTR,
         "count": I64,
     }
-    name = f"multiply_keys_{kind.name}_{rows}" + "_again" * again
+    name = f"multiply_keys_{stored.name}_{rows}" + "_again" * again
     with module.function(name, parameters, internal=True) as f:
         keys, scales, queries, query_stride, depth, scores, count = f.parameters
-        columns: Place = width or depth
+        columns: Index = width or depth
         together = SUMS // rows
-        line, size = columns_of_line(tile, kind), kind.memory.size
-        ahead = None if again else Ahead(f, keys, kind, columns, together)
+        line, size = columns_of_line(tile, stored), stored.memory.size
+        ahead = None if again else Ahead(f, keys, stored, columns, together)
         starts = [f.offset(queries, r * query_stride, tile.element) for r in range(rows)]
 
         with f.range(0, count, together) as j:
             here = [f.load(PTR, keys, f.minimum(j + t, count - 1)) for t in range(together)]
 
-            def add(d: Place, parts: Sequence[Value], sums: list[Value]) -> list[Value]:
+            def add(d: Index, parts: Sequence[Value], sums: list[Value]) -> list[Value]:
                 result = []
                 for r, start in enumerate(starts):
                     query, mine = tile.load(f, start, d), sums[r * together : (r + 1) * together]
                     result += [f.fma(x, query, y) for x, y in zip(parts, mine, strict=True)]
                 return result
 
-            def add_line(d: Place, sums: list[Value]) -> list[Value]:
+            def add_line(d: Index, sums: list[Value]) -> list[Value]:
                 if ahead is not None:
                     ahead.ask(j, d * size, line * size)
                 for step in range(0, line, 2 * tile.lanes):
-                    pairs = [kind.read_pair(f, key, d + step, tile.vector) for key in here]
+                    pairs = [stored.read_pair(f, key, d + step, tile.vector) for key in here]
                     for v, parts in enumerate(zip(*pairs, strict=True)):
                         sums = add(d + (step + v * tile.lanes), parts, sums)
                 return sums
 
-            def add_rest(d: Place, sums: list[Value]) -> list[Value]:
-                return add(d, [kind.read_columns(f, key, d, tile.vector) for key in here], sums)
+            def add_rest(d: Index, sums: list[Value]) -> list[Value]:
+                return add(d, [stored.read_columns(f, key, d, tile.vector) for key in here], sums)
 
             whole = columns & -line
             sums = [f.value(0.0, tile.vector)] * (together * rows)
@@ -93,7 +93,7 @@ def write_multiply_keys(
             sums = over_columns(f, whole, columns, tile.lanes, add_rest, sums)
             for place, products in _side_by_side(f, sums, together):
                 r, t = divmod(place, together)
-                if kind.has_scales:
+                if stored.has_scales:
                     products = products * f.load(products.type, scales, j + t)
                 f.store(products, scores, j + (r * row_stride(tile) + t))
 
@@ -154,7 +154,7 @@ def write_scale_weights(module: Module, tile: Tile) -> Function:
     return f
 
 
-def write_exponentiate(module: Module, tile: Tile, kind: Storage, width: int) -> Function:
+def write_exponentiate(module: Module, tile: Tile, stored: Storage, width: int) -> Function:
     """scores become weights; the row's running maximum and sums move on, all in vectors.
 
     Meanwhile a line of values, from those at `rows` on, is asked for with every vector.
@@ -170,7 +170,7 @@ def write_exponentiate(module: Module, tile: Tile, kind: Storage, width: int) ->
     with module.function("exponentiate_row", parameters, internal=True) as f:
         scores, running_max, running_sum, alpha, count, rows = f.parameters
 
-        ahead = Ahead(f, rows, kind, width) if width else None
+        ahead = Ahead(f, rows, stored, width) if width else None
 
         def higher(j: Value, best: list[Value]) -> list[Value]:
             return [f.maximum(best[0], tile.load(f, scores, j))]
@@ -221,9 +221,9 @@ class _Weighted:
     }
 
     def __init__(
-        self, f: Function, tile: Tile, kind: Storage, rows: int, careful: Function
+        self, f: Function, tile: Tile, stored: Storage, rows: int, careful: Function
     ) -> None:
-        self._f, self._tile, self._kind, self._rows, self._careful = f, tile, kind, rows, careful
+        self._f, self._tile, self._kind, self._rows, self._careful = f, tile, stored, rows, careful
         self.values, self.weights, self.sums, self._out = f.parameters[:4]
         self._out_stride, self._alpha, self.count, self.columns = f.parameters[4:8]
 
@@ -233,13 +233,13 @@ class _Weighted:
         places = [j + r * row_stride(tile) for r in range(self._rows)]
         return [f.splat(f.load(tile.element, self.weights, at), tile.vector) for at in places]
 
-    def read(self, row: Value, d: Place, vectors: int) -> list[Value]:
+    def read(self, row: Value, d: Index, vectors: int) -> list[Value]:
         """One or two vectors of a row of values."""
-        f, kind, vector = self._f, self._kind, self._tile.vector
+        f, stored, vector = self._f, self._kind, self._tile.vector
         return (
-            list(kind.read_pair(f, row, d, vector))
+            list(stored.read_pair(f, row, d, vector))
             if vectors == 2
-            else [kind.read_columns(f, row, d, vector)]
+            else [stored.read_columns(f, row, d, vector)]
         )
 
     def add(self, values: list[Value], weights: list[Value], sums: list[Value]) -> list[Value]:
@@ -247,7 +247,7 @@ class _Weighted:
         cells = [(value, weight) for value in values for weight in weights]
         return [self._f.fma(*cell, total) for cell, total in zip(cells, sums, strict=True)]
 
-    def sums_at(self, d: Place) -> Value:
+    def sums_at(self, d: Index) -> Value:
         """Where the sums of a vector of columns are, those of all rows together."""
         return self._f.offset(self.sums, d * self._rows, self._tile.element)
 
@@ -276,15 +276,15 @@ class _Weighted:
 
 
 def write_multiply_values(
-    module: Module, tile: Tile, kind: Storage, rows: int, width: int, careful: Function
+    module: Module, tile: Tile, stored: Storage, rows: int, width: int, careful: Function
 ) -> Function:
     """out[row] = out[row] * alpha[row] + weights[row] . values, key by key, as they are read."""
-    name = f"multiply_values_{kind.name}_{rows}"
+    name = f"multiply_values_{stored.name}_{rows}"
     with module.function(name, _Weighted.parameters, internal=True) as f:
-        of = _Weighted(f, tile, kind, rows, careful)
-        line, size = columns_of_line(tile, kind), kind.memory.size
+        of = _Weighted(f, tile, stored, rows, careful)
+        line, size = columns_of_line(tile, stored), stored.memory.size
 
-        def add_some(j: Value, keys: int, columns: Place, ahead: Ahead) -> None:
+        def add_some(j: Value, keys: int, columns: Index, ahead: Ahead) -> None:
             """The values of some keys, in their order."""
             whole = columns & -line
             here = [f.load(PTR, of.values, j + k) for k in range(keys)]
@@ -307,18 +307,18 @@ def write_multiply_values(
                 for place, total in zip(places, sums, strict=True):
                     tile.store(f, total, at, place)
 
-            def add(d: Place, vectors: int) -> None:
+            def add(d: Index, vectors: int) -> None:
                 places = range(0, vectors * rows * tile.lanes, tile.lanes)
                 values = [of.read(row, d, vectors) for row in here]
                 (add_by_row if known else add_by_key)(of.sums_at(d), places, values)
 
-            def add_line(d: Place, nothing: list[Value]) -> list[Value]:
+            def add_line(d: Index, nothing: list[Value]) -> list[Value]:
                 for step in range(0, line, 2 * tile.lanes):
                     add(d + step, 2)
                 ahead.ask(j, d * size, line * size)
                 return nothing
 
-            def add_rest(d: Place, nothing: list[Value]) -> list[Value]:
+            def add_rest(d: Index, nothing: list[Value]) -> list[Value]:
                 add(d, 1)
                 return nothing
 
@@ -327,13 +327,13 @@ def write_multiply_values(
 
         with f.range(0, of.columns * rows, tile.lanes) as d:
             tile.store(f, f.value(0.0, tile.vector), of.sums, d)
-        together = min(WEIGHTS, (WEIGHTS_OF_NARROW if kind.is_narrow else WEIGHTS) // rows)
+        together = min(WEIGHTS, (WEIGHTS_OF_NARROW if stored.is_narrow else WEIGHTS) // rows)
         some = of.count & -together
         for begin, end, keys, columns in (
             (0, some, together, width or of.columns),
             (some, of.count, 1, of.columns),
         ):
-            ahead = Ahead(f, of.values, kind, columns, keys)
+            ahead = Ahead(f, of.values, stored, columns, keys)
             with f.range(begin, end, keys) as j:
                 add_some(j, keys, columns, ahead)
         with f.range(0, of.columns, tile.lanes) as d:
@@ -342,15 +342,15 @@ def write_multiply_values(
 
 
 def write_multiply_columns(
-    module: Module, tile: Tile, kind: Storage, rows: int, careful: Function
+    module: Module, tile: Tile, stored: Storage, rows: int, careful: Function
 ) -> Function:
     """The same for columns [begin, end) of values that were read before, two vectors at a time.
 
     Sums stay in registers. `begin` is a multiple of two vectors, and so is `end`, but for the last.
     """
     parameters = _Weighted.parameters | {"begin": I64, "end": I64}
-    with module.function(f"multiply_columns_{kind.name}_{rows}", parameters, internal=True) as f:
-        of = _Weighted(f, tile, kind, rows, careful)
+    with module.function(f"multiply_columns_{stored.name}_{rows}", parameters, internal=True) as f:
+        of = _Weighted(f, tile, stored, rows, careful)
         begin, end = f.parameters[-2:]
 
         def add_all(d: Value, vectors: int) -> None:
@@ -361,7 +361,7 @@ def write_multiply_columns(
             for place, total in enumerate(f.loop(0, of.count, add, carry=nothing)):
                 tile.store(f, total, of.sums_at(d), place * tile.lanes)
 
-        whole = f.minimum(end, of.columns & -columns_of_line(tile, kind))
+        whole = f.minimum(end, of.columns & -columns_of_line(tile, stored))
         with f.range(begin, whole, 2 * tile.lanes) as d:
             add_all(d, 2)
         with f.range(f.maximum(begin, whole), end, tile.lanes) as d:
@@ -371,11 +371,11 @@ def write_multiply_columns(
     return f
 
 
-def write_add_read_values(module: Module, tile: Tile, kind: Storage) -> Function:
+def write_add_read_values(module: Module, tile: Tile, stored: Storage) -> Function:
     """weights . values[:, column], a vector wide, without the keys that are not read."""
     parameters = {"values": PTR, "weights": PTR, "column": I64, "columns": I64, "count": I64}
     with module.function(
-        f"add_read_values_{kind.name}", parameters, tile.vector, internal=True
+        f"add_read_values_{stored.name}", parameters, tile.vector, internal=True
     ) as f:
         values, weights, column, columns, count = f.parameters
         bits = tile.element.as_int
@@ -384,11 +384,11 @@ def write_add_read_values(module: Module, tile: Tile, kind: Storage) -> Function
         def numbers(row: Value) -> Value:
             def of_pair() -> list[Value]:
                 first = column & -(2 * tile.lanes)
-                even, odd = kind.read_pair(f, row, first, tile.vector)
+                even, odd = stored.read_pair(f, row, first, tile.vector)
                 return [f.select(column.equals(first), even, odd)]
 
-            paired = column < (columns & -columns_of_line(tile, kind))
-            alone = kind.read_columns
+            paired = column < (columns & -columns_of_line(tile, stored))
+            alone = stored.read_columns
             return f.choose(paired, of_pair, lambda: [alone(f, row, column, tile.vector)])[0]
 
         def add(j: Value, sums: list[Value]) -> list[Value]:

@@ -13,7 +13,7 @@ import torch
 
 from quire.codegen import vecmath
 from quire.codegen.builder import Function, Value
-from quire.codegen.items import Arguments
+from quire.codegen.items import Record
 from quire.codegen.tiles import Tile
 from quire.codegen.types import F32, F64
 
@@ -59,7 +59,7 @@ def in_nats(f: Function, x: Value) -> Value:
     return f.select(size.equals(math.inf), x, bounded)
 
 
-def sink_of(f: Function, tile: Tile, arg: Arguments, head: Value) -> Value:
+def sink_of(f: Function, tile: Tile, arg: Record, head: Value) -> Value:
     """The sink of a head in all lanes; -inf where there is none."""
     (sink,) = f.choose(
         arg["sink"].differs(f.null()),

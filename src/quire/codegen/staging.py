@@ -1,6 +1,6 @@
 """Between the user's tensors and scratch memory.
 
-A `ROWS` record answers where the rows of one sequence live; nothing after `gather` knows whether
+A `PLACEMENT` record says where the rows of one sequence live; nothing after `gather` knows whether
 they were dense, ragged or paged, strided, or of another dtype:
 
     row at position p  =  base + table[p // page_size] * page_stride
@@ -23,7 +23,7 @@ from quire.codegen.tiles import SMALL_ROWS, Tile
 from quire.codegen.types import F16, F32, F64, I1, I8, I16, I32, I64, PTR, Layout, Type
 from quire.errors import CodegenError
 
-ROWS = Layout(
+PLACEMENT = Layout(
     "rows",
     {
         "base": PTR,
@@ -135,8 +135,8 @@ class Run(NamedTuple):
 def each_run(
     f: Function, rows: Value, begin: Value, end: Value, body: Callable[[Run], None]
 ) -> None:
-    """The positions [begin, end) of a ROWS record, page by page."""
-    page_size = f.field(ROWS, rows, "page_size")
+    """The positions [begin, end) of a PLACEMENT record, page by page."""
+    page_size = f.field(PLACEMENT, rows, "page_size")
 
     def one(carried: list[Value]) -> list[Value]:
         (position,) = carried
@@ -149,27 +149,27 @@ def each_run(
     f.repeat(lambda carried: carried[0] < end, one, [begin])
 
 
-def write_gather(module: Module, tile: Tile, kind: Storage) -> Function:
+def write_gather(module: Module, tile: Tile, stored: Storage) -> Function:
     """Copy the rows at positions [begin, end) into scratch."""
     parameters = {"rows": PTR, "begin": I64, "end": I64, "into": PTR, "stride": I64}
-    with module.function(f"gather_{kind.name}", parameters, internal=True) as f:
+    with module.function(f"gather_{stored.name}", parameters, internal=True) as f:
         rows, begin, end, into, stride = f.parameters
-        row_stride = f.field(ROWS, rows, "row_stride")
-        column_stride = f.field(ROWS, rows, "column_stride")
-        width = f.field(ROWS, rows, "width")
+        row_stride = f.field(PLACEMENT, rows, "row_stride")
+        column_stride = f.field(PLACEMENT, rows, "column_stride")
+        width = f.field(PLACEMENT, rows, "width")
         by_vector = f.select(column_stride.equals(1), width & -tile.lanes, 0)
 
         def copy(source: Value, target: Value, column: Value, type: Type, scale: Value) -> None:
-            raw = f.load(kind.memory.like(type), source, column * column_stride)
-            number = kind.read(f, raw, tile.element)
-            if kind.has_scales:
+            raw = f.load(stored.memory.like(type), source, column * column_stride)
+            number = stored.read(f, raw, tile.element)
+            if stored.has_scales:
                 number = number * (f.splat(scale, type) if type.lanes else scale)
             f.store(number, target, column)
 
         def copy_row(source: Value, target: Value, scale: Value) -> None:
             with f.range(0, by_vector, tile.lanes) as c:
                 # What lies behind is read soon: the next row, or that of the next head.
-                f.prefetch(f.offset(source, c + width, kind.memory))
+                f.prefetch(f.offset(source, c + width, stored.memory))
                 copy(source, target, c, tile.vector, scale)
             with f.range(by_vector, width) as c:
                 copy(source, target, c, tile.element, scale)
@@ -177,14 +177,14 @@ def write_gather(module: Module, tile: Tile, kind: Storage) -> Function:
                 f.store(f.value(0.0, tile.element), target, c)
 
         def copy_run(run: Run) -> None:
-            source = page_start(f, kind, rows, run.page)
-            scales = scale_start(f, rows, run.page) if kind.has_scales else f.null()
+            source = page_start(f, stored, rows, run.page)
+            scales = scale_start(f, rows, run.page) if stored.has_scales else f.null()
             with f.range(run.begin, run.end) as p:
                 place = p - run.begin + run.offset
-                row = f.offset(source, place * row_stride, kind.memory)
+                row = f.offset(source, place * row_stride, stored.memory)
                 scale = f.value(1.0, tile.element)
-                if kind.has_scales:
-                    step = f.field(ROWS, rows, "scale_row_stride")
+                if stored.has_scales:
+                    step = f.field(PLACEMENT, rows, "scale_row_stride")
                     scale = f.convert(f.load(F32, scales, place * step), tile.element)
                 copy_row(row, f.offset(into, (p - begin) * stride, tile.element), scale)
 
@@ -195,38 +195,38 @@ def write_gather(module: Module, tile: Tile, kind: Storage) -> Function:
 def scale_start(f: Function, rows: Value, page: Value) -> Value:
     """Where the factors of the rows of a page start."""
     number = _page_number(f, rows, page)
-    scales = f.field(ROWS, rows, "scales")
-    return f.offset(scales, number * f.field(ROWS, rows, "scale_page_stride"), F32)
+    scales = f.field(PLACEMENT, rows, "scales")
+    return f.offset(scales, number * f.field(PLACEMENT, rows, "scale_page_stride"), F32)
 
 
-def write_place(module: Module, tile: Tile, kind: Storage) -> Function:
+def write_place(module: Module, tile: Tile, stored: Storage) -> Function:
     """Where the rows at [begin, end) are, if they lie there as in scratch; else null."""
     parameters = {"rows": PTR, "begin": I64, "end": I64}
-    with module.function(f"place_{kind.name}", parameters, PTR, internal=True) as f:
+    with module.function(f"place_{stored.name}", parameters, PTR, internal=True) as f:
         rows, begin, end = f.parameters
-        page_size, width = f.field(ROWS, rows, "page_size"), f.field(ROWS, rows, "width")
+        page_size, width = f.field(PLACEMENT, rows, "page_size"), f.field(PLACEMENT, rows, "width")
         page = begin.udiv(page_size)
         whole = padded(tile, width).equals(width)
-        readable = f.field(ROWS, rows, "column_stride").equals(1) & whole
+        readable = f.field(PLACEMENT, rows, "column_stride").equals(1) & whole
         alone = page.equals((end - 1).udiv(page_size))
 
         def found() -> list[Value]:
-            row = (begin - page * page_size) * f.field(ROWS, rows, "row_stride")
-            return [f.offset(page_start(f, kind, rows, page), row, kind.memory)]
+            row = (begin - page * page_size) * f.field(PLACEMENT, rows, "row_stride")
+            return [f.offset(page_start(f, stored, rows, page), row, stored.memory)]
 
         f.give_back(f.choose(readable & alone, found, lambda: [f.null()])[0])
     return f
 
 
-def page_start(f: Function, kind: Storage, rows: Value, page: Value) -> Value:
+def page_start(f: Function, stored: Storage, rows: Value, page: Value) -> Value:
     """Where page number `page` of a sequence starts."""
     number = _page_number(f, rows, page)
-    base = f.field(ROWS, rows, "base")
-    return f.offset(base, number * f.field(ROWS, rows, "page_stride"), kind.memory)
+    base = f.field(PLACEMENT, rows, "base")
+    return f.offset(base, number * f.field(PLACEMENT, rows, "page_stride"), stored.memory)
 
 
 def _page_number(f: Function, rows: Value, page: Value) -> Value:
-    table = f.field(ROWS, rows, "table")
+    table = f.field(PLACEMENT, rows, "table")
 
     def look_up() -> list[Value]:
         return [f.convert(f.load(I32, table, page), I64)]
@@ -235,21 +235,24 @@ def _page_number(f: Function, rows: Value, page: Value) -> Value:
     return number
 
 
-def write_scatter(module: Module, tile: Tile, kind: Storage) -> Function:
+def write_scatter(module: Module, tile: Tile, stored: Storage) -> Function:
     """Copy rows from scratch to the positions [begin, end) of the user's tensor."""
     parameters = {"rows": PTR, "begin": I64, "end": I64, "source": PTR, "stride": I64}
-    with module.function(f"scatter_{kind.name}", parameters, internal=True) as f:
+    with module.function(f"scatter_{stored.name}", parameters, internal=True) as f:
         rows, begin, end, source, stride = f.parameters
-        base, row_stride = f.field(ROWS, rows, "base"), f.field(ROWS, rows, "row_stride")
-        column_stride, width = f.field(ROWS, rows, "column_stride"), f.field(ROWS, rows, "width")
+        base, row_stride = f.field(PLACEMENT, rows, "base"), f.field(PLACEMENT, rows, "row_stride")
+        column_stride, width = (
+            f.field(PLACEMENT, rows, "column_stride"),
+            f.field(PLACEMENT, rows, "width"),
+        )
         by_vector = f.select(column_stride.equals(1), width & -tile.lanes, 0)
         with f.range(begin, end) as p:
-            target = f.offset(base, p * row_stride, kind.memory)
+            target = f.offset(base, p * row_stride, stored.memory)
             row = f.offset(source, (p - begin) * stride, tile.element)
             with f.range(0, by_vector, tile.lanes) as c:
-                f.store(kind.write(f, f.load(tile.vector, row, c)), target, c)
+                f.store(stored.write(f, f.load(tile.vector, row, c)), target, c)
             with f.range(by_vector, width) as c:
-                x = kind.write(f, f.load(tile.element, row, c))
+                x = stored.write(f, f.load(tile.element, row, c))
                 f.store(x, target, c * column_stride)
     return f
 

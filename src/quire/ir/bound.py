@@ -84,7 +84,7 @@ def bound(
     sizes, pyramids, unknown = Sizes(ranges), dict[Pyramid, int](), dict[Node, None]()
     can, must = FALSE, TRUE
     for part in parts_of(root):
-        tile = _Tile(shapes, sizes, levels, part.ends, pyramids)
+        tile = _Bounder(shapes, sizes, levels, part.ends, pyramids)
         here = tile.truth(root)
         can = either(can, both(part.exists, either(here.can, denied(tile.sure))))
         must = both(must, either(denied(part.exists), both(here.must, tile.sure)))
@@ -93,7 +93,7 @@ def bound(
 
 
 @dataclass
-class _Tile:
+class _Bounder:
     """The bounds of all nodes of one graph, each found once."""
 
     shapes: Sequence[Sequence[int]]
