@@ -56,9 +56,8 @@ def _address(module: Module, name: str, target: Target) -> int:
 def mod_code(tile: Tile, rewrite: Callable[[Function, Value, Value, Value], Value]) -> int:
     """The address of a mod that rewrites (q_idx vector, kv_idx, score) to a score in log4."""
     module = Module()
-    names = ("scores", "maxima", "arguments", "b", "h", "q_idx", "queries", "kv_idx", "keys")
-    with module.function("mod", dict(zip(names, REWRITE.parameters, strict=True))) as f:
-        scores, maxima, _, _, _, q_idx, _, kv_idx, keys = f.parameters
+    with module.function("mod", REWRITE.parameters) as f:
+        scores, q_idx, kv_idx, keys = (f.given[x] for x in ("scores", "q_idx", "kv_idx", "keys"))
         positions = I64.vector(tile.lanes)
         queries = [
             f.splat(q_idx + v * tile.lanes, positions) + f.iota(positions)
@@ -72,7 +71,7 @@ def mod_code(tile: Tile, rewrite: Callable[[Function, Value, Value, Value], Valu
             return [f.maximum(a, b) for a, b in zip(best, row, strict=True)]
 
         best = f.loop(0, keys, one_key, carry=tile.row(f, -math.inf))
-        tile.store_row(f, best, maxima)
+        tile.store_row(f, best, f.given["maxima"])
     return _address(module, "mod", tile.target)
 
 
@@ -83,9 +82,10 @@ def extent_code(
 ) -> int:
     """The address of an extent: (first and last q_idx, kv_idx) to (first, last, every)."""
     module = Module()
-    names = ("arguments", "b", "h", "q_idx", "queries", "kv_idx", "keys")
-    with module.function("extent", dict(zip(names, EXTENT.parameters, strict=True)), I64) as f:
-        _, _, _, q_idx, queries, kv_idx, keys = f.parameters
+    with module.function("extent", EXTENT.parameters, EXTENT.returns) as f:
+        q_idx, queries, kv_idx, keys = (
+            f.given[name] for name in ("q_idx", "queries", "kv_idx", "keys")
+        )
         last_q = q_idx + f.minimum(queries, tile.width) - 1
         first, last, every = bounds(f, q_idx, last_q, kv_idx)
         first = f.maximum(f.minimum(first, keys), 0)

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from quire import reference
 from quire.codegen import vecmath
-from quire.codegen.builder import Function, Value
+from quire.codegen.arguments import ModArguments
+from quire.codegen.builder import Function, Module, Value
 from quire.codegen.convention import (
     FULL,
     PARTIAL,
@@ -23,7 +24,7 @@ from quire.codegen.convention import (
     choose_heads,
     scratch_bytes,
 )
-from quire.codegen.mods import PARAMETERS
+from quire.codegen.mods import write_rewrite
 from quire.codegen.target import Target
 from quire.codegen.types import I1, I64
 from quire.errors import CodegenError
@@ -582,7 +583,11 @@ def test_launches_from_many_threads_do_not_meet() -> None:
 
 
 def test_mods_are_called_as_they_are_written() -> None:
-    assert tuple(PARAMETERS.values()) == REWRITE.parameters
+    spec = ForwardSpec(Target.named("x86-64-v3"))
+    module, nothing = Module(), ModArguments.of([], [])
+    write_rewrite(module, "rewrite", spec.tile, nothing, None, [])
+    declared = ", ".join(f"{type} %{name}" for name, type in REWRITE.parameters.items())
+    assert f"define void @rewrite({declared})" in module.text
 
 
 def test_scratch_and_blocks() -> None:

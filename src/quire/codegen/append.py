@@ -13,7 +13,7 @@ long.
 
 from __future__ import annotations
 
-from quire.codegen.builder import Function, Module, Signature, Value
+from quire.codegen.builder import Function, Module, Value
 from quire.codegen.staging import Storage, storage
 from quire.codegen.target import Target
 from quire.codegen.types import F32, F64, I8, I32, I64, PTR, Layout, Type
@@ -59,7 +59,7 @@ def write_append(target: Target, source: str, pages: str) -> Module:
     """A kernel over APPEND, for rows of one dtype and pages of another, by torch's names."""
     module = Module()
     with module.function(NAME, {"argument": PTR}) as f:
-        writer = _Writer(f, module, target, storage(source), pages)
+        writer = _Writer(f, target, storage(source), pages)
         (argument,) = f.parameters
         tokens, block = (f.field(APPEND, argument, name) for name in ("tokens", "block"))
         blocks = (tokens + block - 1).udiv(block)
@@ -82,14 +82,11 @@ def write_append(target: Target, source: str, pages: str) -> Module:
 class _Writer:
     """What the rows of one kernel go through."""
 
-    def __init__(
-        self, f: Function, module: Module, target: Target, source: Storage, pages: str
-    ) -> None:
+    def __init__(self, f: Function, target: Target, source: Storage, pages: str) -> None:
         self.f, self.source = f, source
         self.pages = None if pages == INT8 else storage(pages)
         self.lanes = target.lanes(F32)
         self.whole_lanes = target.lanes(source.memory.as_int)
-        self.module = module
 
     def write(self, argument: Value, record: Value, side: str, begin: Value, end: Value) -> None:
         """Some tokens of one layer: its keys, or its values."""
@@ -197,10 +194,7 @@ class _Writer:
 
         carry = [f.splat(than, bits)]
         (most,) = f.loop(begin, end, larger, carry=carry, step=max(1, count))
-        if not count:
-            return most
-        largest = Signature(f"llvm.vector.reduce.smax.{bits.suffix}", (bits,), I32)
-        return f.call(self.module.declare(largest), most)
+        return f.reduce("smax", most) if count else most
 
     def _runs(self, width: Value) -> list[tuple[int, Value, Value]]:
         """How many numbers of a row are taken at once, 0 for one alone; from where to where."""

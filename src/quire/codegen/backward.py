@@ -84,17 +84,17 @@ def _write_phases(module: Module, spec: ForwardSpec) -> _BackwardPhases:
     kinds = sorted({spec.query, spec.key, spec.value, spec.out})
     gathers = {name: write_gather(module, tile, storage(name)) for name in kinds}
     return _BackwardPhases(
-        gathers,
-        write_scatter(module, tile, storage(spec.query)),
-        write_pack(module, tile),
-        write_multiply_keys(module, tile, maxima=False, row_stride=weights_stride(tile)),
-        write_add_queries(module, tile),
-        write_find_query_ranges(module, tile),
-        write_add_keys(module, tile),
-        write_add_masses(module, tile),
-        write_clear(module, tile),
-        write_dot_rows(module, tile),
-        write_scale_rows(module, tile),
+        gathers=gathers,
+        scatter_query=write_scatter(module, tile, storage(spec.query)),
+        pack=write_pack(module, tile),
+        multiply=write_multiply_keys(module, tile, maxima=False, row_stride=weights_stride(tile)),
+        add_queries=write_add_queries(module, tile),
+        find_query_ranges=write_find_query_ranges(module, tile),
+        add_keys=write_add_keys(module, tile),
+        add_masses=write_add_masses(module, tile),
+        clear=write_clear(module, tile),
+        dot_rows=write_dot_rows(module, tile),
+        scale_rows=write_scale_rows(module, tile),
     )
 
 
@@ -127,7 +127,21 @@ class _BackwardNest(Nest):
 
     def _gather(self, name: str, first: Value, count: Value, into: Value, stride: Value) -> None:
         gather = self.phases.gathers[self.spec.dtype_of(name)]
-        self.f.call(gather, self.placements[name], first, first + count, into, stride)
+        rows = {"rows": self.placements[name], "begin": first, "end": first + count}
+        self.f.call(gather, **rows, into=into, stride=stride)
+
+    def _pack(self, name: str, into: str, count: Value, scale: Value) -> None:
+        """Rows of queries, or of the gradient of out, to panels."""
+        side = "key" if name == "query_rows" else "value"
+        self.f.call(
+            self.phases.pack,
+            rows=self.scratch[name],
+            stride=self.stride[side],
+            count=count,
+            depth=self.depth[side],
+            panels=self.scratch[into],
+            scale=scale,
+        )
 
     # --- the queries of a block
 
@@ -136,20 +150,19 @@ class _BackwardNest(Nest):
         f, tile, arg, scratch = self.f, self.tile, self.arg, self.scratch
         first, count, one = queries.q_first, queries.q_count, f.value(1.0, tile.element)
         scale = f.convert(arg["scale"], tile.element)
-        stride, depth = self.stride["key"], self.depth["key"]
-        rows = scratch["query_rows"]
+        rows, stride = scratch["query_rows"], self.stride["key"]
         whole = (count + (tile.width - 1)) & -tile.width  # panels: what is in no row is zero
         self._gather("query", first, count, rows, stride)
         self._clear_rows(rows, stride, count)
-        f.call(self.phases.pack, rows, stride, whole, depth, scratch["queries"], scale)
+        self._pack("query_rows", "queries", whole, scale)
         with f.range(0, arg["block_q"], tile.lanes) as q:
             tile.store(f, f.value(math.inf, tile.vector), scratch["shift"], q)
             tile.store(f, f.value(0.0, tile.vector), scratch["delta"], q)
         with f.when(self._wanted("grad_out")):
-            rows, stride, depth = scratch["grad_rows"], self.stride["value"], self.depth["value"]
+            rows, stride = scratch["grad_rows"], self.stride["value"]
             self._gather("grad_out", first, count, rows, stride)
             self._clear_rows(rows, stride, count)
-            f.call(self.phases.pack, rows, stride, whole, depth, scratch["grads"], one)
+            self._pack("grad_rows", "grads", whole, one)
         with f.when(self._wanted("delta")):
             # Where values will be is room for the rows of out.
             outs, step = scratch["values"], self.stride["value"]
@@ -158,7 +171,15 @@ class _BackwardNest(Nest):
                 self._gather("out", first + q, some, outs, step)
                 grads = f.offset(scratch["grad_rows"], q * step, tile.element)
                 dots = f.offset(scratch["delta"], q, tile.element)
-                f.call(self.phases.dot_rows, outs, grads, step, self.depth["value"], some, dots)
+                f.call(
+                    self.phases.dot_rows,
+                    a=outs,
+                    b=grads,
+                    stride=step,
+                    depth=self.depth["value"],
+                    count=some,
+                    dots=dots,
+                )
         self._read_numbers(queries)
         with f.when(self._wanted("grad_query")):
             self._clear_rows(scratch["grad_query"], self.stride["key"], f.value(0, I64))
@@ -194,8 +215,8 @@ class _BackwardNest(Nest):
         with f.when(self._wanted("grad_query")):
             self._scale(rows, stride, queries.q_count, self.depth["key"], self.arg["slope_scale"])
             last = queries.q_first + queries.q_count
-            record = self.placements["grad_query"]
-            f.call(self.phases.scatter_query, record, queries.q_first, last, rows, stride)
+            place = {"rows": self.placements["grad_query"], "begin": queries.q_first, "end": last}
+            f.call(self.phases.scatter_query, **place, source=rows, stride=stride)
 
     def _scale(
         self, rows: Value, stride: Value, count: Value, columns: Value, scale: Value
@@ -203,7 +224,8 @@ class _BackwardNest(Nest):
         """Rows times a number; takes a note if some are not finite."""
         f = self.f
         number = f.convert(scale, self.tile.element)
-        odd = f.call(self.phases.scale_rows, rows, stride, count, columns, number)
+        size = {"count": count, "columns": columns}
+        odd = f.call(self.phases.scale_rows, rows=rows, stride=stride, **size, scale=number)
         with f.when(odd):
             f.store(f.value(1, I64), self.arg["odd"])
 
@@ -241,19 +263,20 @@ class _BackwardNest(Nest):
                 f.call_pointer(
                     self.work.mod(part.kind),
                     DERIVE,
-                    *mine,
-                    shift,
-                    delta,
-                    self.arg["arguments"],
-                    self.arg["captured"],
-                    queries.b,
-                    queries.h,
-                    share.key_head,
-                    share.slice,
-                    queries.q_idx + q,
-                    queries.q_count - q,
-                    block.origin + part.first,
-                    count,
+                    scores=mine[0],
+                    slopes=mine[1],
+                    shift=shift,
+                    delta=delta,
+                    arguments=self.arg["arguments"],
+                    captured=self.arg["captured"],
+                    b=queries.b,
+                    h=queries.h,
+                    key_head=share.key_head,
+                    slice=share.slice,
+                    q_idx=queries.q_idx + q,
+                    queries=queries.q_count - q,
+                    kv_idx=block.origin + part.first,
+                    keys=count,
                 )
                 with f.when(self._wanted("grad_query")):
                     stride = self.stride["key"]
@@ -262,13 +285,13 @@ class _BackwardNest(Nest):
                     columns = gradient_columns(tile, self.arg["head_dim"])
                     f.call(
                         self.phases.add_queries,
-                        mine[1],
-                        keys,
-                        stride,
-                        count,
-                        grads,
-                        stride,
-                        columns,
+                        slopes=mine[1],
+                        keys=keys,
+                        stride=stride,
+                        count=count,
+                        grads=grads,
+                        grad_stride=stride,
+                        columns=columns,
                     )
                 with f.when(self._wanted("masses")):
                     base = self._sums_of(share, queries.h, "masses")
@@ -288,20 +311,24 @@ class _BackwardNest(Nest):
         panel = f.offset(panels, q * self.depth[name], tile.element)
         width = self.arg["head_dim" if name == "key" else "value_dim"]
         depth = (width + 3) & -4
-        f.call(self.phases.multiply, rows, stride, panel, depth, into, f.null(), count)
+        f.call(
+            self.phases.multiply,
+            keys=rows,
+            stride=stride,
+            queries=panel,
+            depth=depth,
+            scores=into,
+            maxima=f.null(),
+            count=count,
+        )
 
     def _add_to_keys(self, share: Share, queries: QueryBlock, block: KeyBlock) -> None:
         """What all panels add to the gradients of keys and values."""
         f, tile, scratch = self.f, self.tile, self.scratch
         panels = (queries.q_count + (tile.width - 1)).udiv(tile.width)
-        ends = (block.begin, block.end)
-        f.call(
-            self.phases.find_query_ranges,
-            scratch["key_ranges"],
-            panels,
-            scratch["query_ranges"],
-            *ends,
-        )
+        ends = {"first": block.begin, "end": block.end}
+        ranges = {name: scratch[name] for name in ("key_ranges", "query_ranges")}
+        f.call(self.phases.find_query_ranges, **ranges, panels=panels, **ends)
         for name, tiles, rows, width in (
             ("value", "weights", "grad_rows", "value_dim"),
             ("key", "slopes", "query_rows", "head_dim"),
@@ -312,14 +339,14 @@ class _BackwardNest(Nest):
                 row = queries.kv_row + block.origin
                 f.call(
                     self.phases.add_keys,
-                    scratch[tiles],
-                    scratch["query_ranges"],
-                    scratch[rows],
-                    stride,
-                    f.offset(base, row * step, tile.element),
-                    step,
-                    *ends,
-                    gradient_columns(tile, self.arg[width]),
+                    weights=scratch[tiles],
+                    query_ranges=scratch["query_ranges"],
+                    rows=scratch[rows],
+                    stride=stride,
+                    grads=f.offset(base, row * step, tile.element),
+                    grad_stride=step,
+                    **ends,
+                    columns=gradient_columns(tile, self.arg[width]),
                 )
 
     def _sums_of(self, share: Share, head: Value, name: str) -> Value:

@@ -33,16 +33,20 @@ class _Loop(NamedTuple):
 class Blocks:
     """The text of one function while it is written."""
 
-    def __init__(self, signature: Signature, names: Sequence[str]) -> None:
+    def __init__(self, signature: Signature) -> None:
         self.signature = signature
         self._lines: list[str] = ["entry:"]
         self._block = "entry"
         self._scopes: list[int] = [0]
         self._count = 0
-        self.parameters = [
-            Value(self, type, f"%{name}", 0)
-            for name, type in zip(names, signature.parameters, strict=True)
-        ]
+        self.given = {
+            name: Value(self, type, f"%{name}", 0) for name, type in signature.parameters.items()
+        }
+
+    @property
+    def parameters(self) -> list[Value]:
+        """The parameters in their order; `given` has them by name."""
+        return list(self.given.values())
 
     # --- lines
 

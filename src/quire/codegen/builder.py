@@ -31,8 +31,8 @@ __all__ = ["Function", "Module", "Operand", "Signature", "Value"]
 class Function(Blocks):
     """The function being written: instructions here, loops and branches in `Blocks`."""
 
-    def __init__(self, module: Module, signature: Signature, names: Sequence[str]) -> None:
-        super().__init__(signature, names)
+    def __init__(self, module: Module, signature: Signature) -> None:
+        super().__init__(signature)
         self._module = module
 
     # --- numbers
@@ -104,13 +104,12 @@ class Function(Blocks):
     def intrinsic(self, name: str, *operands: Value) -> Value:
         """An LLVM intrinsic whose result has the type of its operands: fma, sqrt, fabs, ..."""
         type = operands[0].type
-        signature = Signature(f"llvm.{name}.{type.suffix}", (type,) * len(operands), type)
-        return self.call(self._module.declare(signature), *operands)
+        return self._library(f"{name}.{type.suffix}", (type,) * len(operands), type, operands)
 
     def leading_zeros(self, x: Value) -> Value:
         """How many bits of an integer are 0 before the first that is not."""
-        signature = Signature(f"llvm.ctlz.{x.type.suffix}", (x.type, I1), x.type)
-        return self.call(self._module.declare(signature), x, self.value(False, I1))
+        operands = (x, self.value(False, I1))
+        return self._library(f"ctlz.{x.type.suffix}", (x.type, I1), x.type, operands)
 
     def fma(self, a: Value, b: Operand, c: Operand) -> Value:
         """`a * b + c`, rounded once."""
@@ -160,8 +159,12 @@ class Function(Blocks):
         """True if the condition holds in some lane."""
         if not condition.type.lanes:
             return self.value(condition, I1)
-        name = f"llvm.vector.reduce.or.{condition.type.suffix}"
-        return self.call(self._module.declare(Signature(name, (condition.type,), I1)), condition)
+        return self.reduce("or", condition)
+
+    def reduce(self, op: str, vector: Value) -> Value:
+        """All lanes of a vector of integers combined by "or", "smax" and the like."""
+        type = vector.type
+        return self._library(f"vector.reduce.{op}.{type.suffix}", (type,), type.scalar, (vector,))
 
     def _check_lane(self, vector: Value, lane: int) -> None:
         if not 0 <= lane < vector.type.lanes:
@@ -196,9 +199,9 @@ class Function(Blocks):
 
     def prefetch(self, pointer: Value, near: int = 3) -> None:
         """Ask for what is at an address, which will be read: at once (3), or soon (2)."""
-        signature = self._module.declare(Signature("llvm.prefetch.p0", (PTR, I32, I32, I32)))
         reading, locality, data = (self.value(number, I32) for number in (0, near, 1))
-        self.call(signature, self.value(pointer, PTR), reading, locality, data)
+        operands = (self.value(pointer, PTR), reading, locality, data)
+        self._library("prefetch.p0", (PTR, I32, I32, I32), VOID, operands)
 
     def atomic_add(self, pointer: Value, amount: int, *, publish: bool = False) -> Value:
         """Add to an i64 that threads share; returns the value before.
@@ -226,21 +229,31 @@ class Function(Blocks):
 
     # --- calls
 
-    def call(self, callee: Signature | Function, *arguments: Value) -> Value:
-        """Call a function of this module, or an intrinsic."""
+    def call(self, callee: Signature | Function, /, *arguments: Value, **named: Value) -> Value:
+        """Call a function of this module; arguments come in order, by name, or both."""
         signature = callee.signature if isinstance(callee, Function) else callee
         if not self._module.knows(signature):
             raise CodegenError(f"expected a function of this module, got {signature.name}")
-        return self._call(f"@{signature.name}", signature, arguments)
+        return self._call(f"@{signature.name}", signature, signature.in_order(arguments, named))
 
-    def call_pointer(self, pointer: Value, signature: Signature, *arguments: Value) -> Value:
-        """Call whatever a pointer points at."""
+    def call_pointer(
+        self, pointer: Value, signature: Signature, /, *arguments: Value, **named: Value
+    ) -> Value:
+        """Call the function at an address."""
         self._check([self.value(pointer, PTR)])
-        return self._call(pointer.text, signature, arguments)
+        return self._call(pointer.text, signature, signature.in_order(arguments, named))
+
+    def _library(
+        self, name: str, types: Sequence[Type], returns: Type, operands: Sequence[Value]
+    ) -> Value:
+        """Call an intrinsic of LLVM."""
+        parameters = {f"operand{place}": type for place, type in enumerate(types)}
+        signature = self._module.declare(Signature(f"llvm.{name}", parameters, returns))
+        return self.call(signature, *operands)
 
     def _call(self, target: str, signature: Signature, arguments: Sequence[Value]) -> Value:
         types = tuple(argument.type for argument in arguments)
-        if types != signature.parameters:
+        if types != tuple(signature.parameters.values()):
             raise CodegenError(f"expected {signature}, got {types}; convert the arguments")
         text = f"call {signature.returns} {target}({', '.join(map(repr, arguments))})"
         if signature.returns != VOID:
@@ -266,11 +279,11 @@ class Module:
         internal: bool = False,
     ) -> Iterator[Function]:
         """Write a function; `internal` ones are called from this module only."""
-        signature = Signature(name, tuple(parameters.values()), returns)
+        signature = Signature(name, parameters, returns)
         if name in self._signatures:
             raise CodegenError(f"expected a new name, got a second function {name}")
         self._signatures[name] = signature
-        function = Function(self, signature, list(parameters))
+        function = Function(self, signature)
         yield function
         linkage = "internal " if internal else ""
         arguments = ", ".join(map(repr, function.parameters))
@@ -293,7 +306,7 @@ class Module:
         """The module as LLVM reads it: declarations, then functions in the order written."""
         declared = sorted(self._signatures.keys() - self._written.keys())
         lines = [
-            f"declare {x.returns} @{x.name}({', '.join(map(repr, x.parameters))})"
+            f"declare {x.returns} @{x.name}({', '.join(map(repr, x.parameters.values()))})"
             for x in map(self._signatures.__getitem__, declared)
         ]
         return "\n".join([*lines, "", *self._written.values()])

@@ -73,7 +73,7 @@ from quire.codegen.row_stream import MOST_AHEAD
 from quire.codegen.staging import PLACEMENT, Number, padded, scratch_stride
 from quire.codegen.target import Target
 from quire.codegen.tiles import SMALL_ROWS, Tile
-from quire.codegen.types import F32, F64, I64, PTR, Layout, Type
+from quire.codegen.types import F32, F64, I64, PTR, Layout, Type, fields
 from quire.codegen.values import Signature
 from quire.errors import CodegenError
 
@@ -85,32 +85,34 @@ BLOCKS_TOGETHER = 4  # of keys, that are computed at once for such a query
 KEYS_OF_PIECE = 1024  # that one item reads for such a query; pieces begin at multiples
 EMPTY, PARTIAL, FULL, PLAIN = range(4)  # kinds of tiles: nothing to do, all masks, some, none
 
-REWRITE = Signature("rewrite", (PTR, PTR, PTR, I64, I64, I64, I64, I64, I64))
-"""A mod: (scores, maxima, arguments, b, h, q_idx, queries, kv_idx, keys), see `mods.py`."""
+_PLACE = fields(I64, "b h q_idx queries kv_idx keys")
+_ROW_PLACE = fields(I64, "b h q_idx kv_idx keys")
+_ENDS = fields(I64, "b h q_low q_high kv_low kv_high")
+
+REWRITE = Signature("rewrite", fields(PTR, "scores maxima arguments") | _PLACE)
+"""A mod: rewrites a panel of scores, see `mods.py`."""
+
+ROW_REWRITE = Signature("rewrite_row", fields(PTR, "scores arguments") | _ROW_PLACE)
+"""A mod: rewrites the scores of one query, see `mods.py`."""
+
+EXTENT = Signature("extent", fields(PTR, "arguments") | _PLACE, I64)
+"""Which keys a panel reads, see `mods.py`."""
+
+VERDICT = Signature("verdict", fields(PTR, "arguments") | _ENDS, I64)
+"""Which kind a tile has, see `mods.py`."""
+
+_OBSERVED = fields(PTR, "scores running_sum best place surprise")
+OBSERVE = Signature("observe", _OBSERVED | fields(I64, "first keys"))
+"""Keeps track of the argmax and the entropy, see `observe.py`."""
+
+_DERIVED = fields(PTR, "scores slopes shift delta arguments captured")
+_OF_SHARE = fields(I64, "b h key_head slice q_idx queries kv_idx keys")
+DERIVE = Signature("derive", _DERIVED | _OF_SHARE)
+"""From scores to weights and slopes, see `derive.py`."""
 
 
-ROW_REWRITE = Signature("rewrite_row", (PTR, PTR, I64, I64, I64, I64, I64))
-"""The same for one query: (scores, arguments, b, h, q_idx, kv_idx, keys), see `mods.py`."""
-
-
-EXTENT = Signature("extent", (PTR, I64, I64, I64, I64, I64, I64), I64)
-"""Which keys: (arguments, b, h, q_idx, queries, kv_idx, keys), see `mods.py`."""
-
-VERDICT = Signature("verdict", (PTR, I64, I64, I64, I64, I64, I64), I64)
-"""What a tile is: (arguments, b, h, q_low, q_high, kv_low, kv_high), see `mods.py`."""
-
-
-OBSERVE = Signature("observe", (PTR, PTR, PTR, PTR, PTR, I64, I64))
-"""Sees scores: (scores, running_sum, best, place, surprise, first, keys), see `observe.py`."""
-
-
-DERIVE = Signature("derive", (PTR,) * 6 + (I64,) * 8)
-"""From scores to weights and slopes: (scores, slopes, shift, delta, arguments, captured, b, h,
-key_head, slice, q_idx, queries, kv_idx, keys), see `derive.py`."""
-
-
-def _strides(name: str, *axes: str) -> dict[str, Type]:
-    return {f"{name}_{axis}": I64 for axis in axes}
+def _strides(name: str, axes: str) -> dict[str, Type]:
+    return fields(I64, " ".join(f"{name}_{axis}" for axis in axes.split()))
 
 
 CALL = {
@@ -146,13 +148,13 @@ STOPPED = 2**62
 
 PLAN = {
     # What a plan knows. Strides are in elements; paged keys and values have one for pages.
-    **_strides("query", "batch", "head", "row", "column"),
-    **_strides("key", "batch", "head", "page", "row", "column"),
-    **_strides("value", "batch", "head", "page", "row", "column"),
-    **_strides("key_scale", "head", "page", "row"),
-    **_strides("value_scale", "head", "page", "row"),
-    **_strides("out", "batch", "head", "row", "column"),
-    **_strides("lse", "batch", "head", "row"),
+    **_strides("query", "batch head row column"),
+    **_strides("key", "batch head page row column"),
+    **_strides("value", "batch head page row column"),
+    **_strides("key_scale", "head page row"),
+    **_strides("value_scale", "head page row"),
+    **_strides("out", "batch head row column"),
+    **_strides("lse", "batch head row"),
     "scale": F64,  # times log4(e), unless the mods do that
     "heads": I64,  # of items: query heads, or groups of `row_group` of them
     "group": I64,  # heads per key head: query heads, or items' where items are rows
@@ -182,17 +184,17 @@ CALL_PART, PLAN_PART = Layout("call", CALL), Layout("plan", PLAN)
 GRADIENTS = {
     # What the backward pass is told besides, reading out and lse. Null: not wanted.
     "grad_out": PTR,
-    **_strides("grad_out", "batch", "head", "row", "column"),
+    **_strides("grad_out", "batch head row column"),
     "grad_lse": PTR,  # this and delta have the strides of lse
     "delta": PTR,
     "grad_query": PTR,
-    **_strides("grad_query", "batch", "head", "row", "column"),
+    **_strides("grad_query", "batch head row column"),
     "grad_key": PTR,  # sums of each slice, in the type that is accumulated in
-    **_strides("grad_key", "slice", "batch", "head", "row"),
+    **_strides("grad_key", "slice batch head row"),
     "grad_value": PTR,
-    **_strides("grad_value", "slice", "batch", "head", "row"),
+    **_strides("grad_value", "slice batch head row"),
     "masses": PTR,  # of query heads
-    **_strides("masses", "slice", "batch", "head"),
+    **_strides("masses", "slice batch head"),
     "captured": PTR,  # a CAPTURED record for each load that has a gradient
     "wants_slopes": I64,  # 1 or 0
     "slope_scale": F64,  # of products with slopes

@@ -95,21 +95,26 @@ def write_decode(spec: ForwardSpec) -> Module:
 def _write_phases(module: Module, spec: ForwardSpec) -> _DecodePhases:
     tile, sizes = spec.tile, set_sizes(spec.tile)
     key, value = storage(spec.key), storage(spec.value)
-    read = {kind.name: kind for kind in (key, value)}
+    read = {stored.name: stored for stored in (key, value)}
     careful = write_add_read_values(module, tile, value)
     return _DecodePhases(
-        write_gather(module, tile, storage(spec.query)),
-        {name: write_point(module, tile, kind) for name, kind in read.items()},
-        {name: write_copy(module, tile, kind) for name, kind in read.items()},
-        write_scatter(module, tile, storage(spec.out)),
-        {n: write_multiply_keys(module, tile, key, n, spec.head_dim) for n in sizes},
-        {n: write_multiply_values(module, tile, value, n, spec.value_dim, careful) for n in sizes},
-        write_multiply_keys(module, tile, key, sizes[0], spec.head_dim, again=True),
-        write_multiply_columns(module, tile, value, sizes[0], careful),
-        write_gather_scales(module, tile),
-        write_scale_weights(module, tile),
-        write_exponentiate(module, tile, value, spec.value_dim),
-        write_merge(module, tile),
+        gather=write_gather(module, tile, storage(spec.query)),
+        points={name: write_point(module, tile, stored) for name, stored in read.items()},
+        copies={name: write_copy(module, tile, stored) for name, stored in read.items()},
+        scatter=write_scatter(module, tile, storage(spec.out)),
+        multiply_keys={n: write_multiply_keys(module, tile, key, n, spec.head_dim) for n in sizes},
+        multiply_values={
+            n: write_multiply_values(module, tile, value, n, careful, width=spec.value_dim)
+            for n in sizes
+        },
+        multiply_keys_again=write_multiply_keys(
+            module, tile, key, sizes[0], spec.head_dim, again=True
+        ),
+        multiply_columns=write_multiply_columns(module, tile, value, sizes[0], careful),
+        gather_scales=write_gather_scales(module, tile),
+        scale_weights=write_scale_weights(module, tile),
+        exponentiate=write_exponentiate(module, tile, value, spec.value_dim),
+        merge=write_merge(module, tile),
     )
 
 
@@ -195,10 +200,10 @@ class _DecodeNest(Nest):
         arrived = f.atomic_add(arrivals, 1, publish=True)
 
         def merge(row: _Row) -> None:
-            mine = [self._at(name, row.place) for name in (*PARTIAL_STATES, "out")]
+            mine = {name: self._at(name, row.place) for name in (*PARTIAL_STATES, "out")}
             with f.range(0, member.pieces) as place:  # in this order, whoever came last
                 part = self._partial(member.first_slot + place, row.place)
-                f.call(self.phases.merge, *mine, part, self.depth["value"])
+                f.call(self.phases.merge, **mine, part=part, columns=self.depth["value"])
 
         with f.when(arrived.equals(member.pieces - 1)):
             self._each_row(member.queries, lambda row: self._clear(row.place))
@@ -267,10 +272,8 @@ class _DecodeNest(Nest):
             )
             begin, end = queries.q_first, queries.q_first + queries.q_count
             into = self._at("queries", member.first_row + first)
-            f.call(
-                *(self.phases.gather, self.placements["query"], begin, end),
-                *(into, self.stride["key"]),
-            )
+            placement, stride = self.placements["query"], self.stride["key"]
+            f.call(self.phases.gather, placement, begin, end, into=into, stride=stride)
 
         def prepare(row: _Row) -> None:
             place = member.first_row + row.place
@@ -291,11 +294,11 @@ class _DecodeNest(Nest):
         tile.store(f, f.value(-math.inf, tile.vector), self._at("running_max", row))
         tile.store(f, f.value(0.0, tile.vector), self._at("running_sum", row))
         with f.when(self.arg["observe"].differs(f.null())):
-            observe.forget(f, tile, *self._observed(row))
+            observe.forget(f, tile, self._observed(row))
 
-    def _observed(self, row: Value) -> list[Value]:
+    def _observed(self, row: Value) -> observe.State:
         """What a row of scratch has for the argmax and the entropy."""
-        return [self._at(name, row) for name in ("best", "place", "surprise")]
+        return observe.State(*(self._at(name, row) for name in observe.State._fields))
 
     def _attend_block(self, piece: Piece, block: KeyBlock) -> None:
         """All rows and one block of keys."""
@@ -311,10 +314,13 @@ class _DecodeNest(Nest):
             element = self.tile.element
             f.call(
                 function,
-                f.offset(keys, j, PTR),
-                f.offset(self.scratch["key_scales"], j, element),
-                *(self._at("queries", first), self.stride["key"], self.depth["key"]),
-                *(f.offset(self._at("scores", first), j, element), some),
+                keys=f.offset(keys, j, PTR),
+                scales=f.offset(self.scratch["key_scales"], j, element),
+                queries=self._at("queries", first),
+                query_stride=self.stride["key"],
+                depth=self.depth["key"],
+                scores=f.offset(self._at("scores", first), j, element),
+                count=some,
             )
 
         def multiply_keys(first: Value, size: int) -> None:
@@ -326,20 +332,25 @@ class _DecodeNest(Nest):
                     self.phases.multiply_keys_again, first, j, f.minimum(count - j, KEYS_AGAIN)
                 )
 
-        def operands(first: Value) -> tuple[Value, ...]:
-            return (
-                *(values, self._at("scores", first), self.scratch["sums"]),
-                *(self._at("out", first), self.stride["value"], self._at("alpha", first)),
-                *(count, columns),
-            )
+        def operands(first: Value) -> dict[str, Value]:
+            return {
+                "values": values,
+                "weights": self._at("scores", first),
+                "sums": self.scratch["sums"],
+                "out": self._at("out", first),
+                "out_stride": self.stride["value"],
+                "alpha": self._at("alpha", first),
+                "count": count,
+                "columns": columns,
+            }
 
         def multiply_values(first: Value, size: int) -> None:
-            f.call(self.phases.multiply_values[size], *operands(first))
+            f.call(self.phases.multiply_values[size], **operands(first))
 
         def multiply_columns(begin: Value, end: Value) -> None:
             with f.range(0, columns, COLUMNS_AGAIN) as d, f.range(begin, end, most) as first:
                 stop = f.minimum(d + COLUMNS_AGAIN, columns)
-                f.call(self.phases.multiply_columns, *operands(first), d, stop)
+                f.call(self.phases.multiply_columns, **operands(first), begin=d, end=stop)
 
         most, columns = set_sizes(self.tile)[0], self.depth["value"]
         self._each_set(piece, multiply_keys, multiply_keys_again)
@@ -354,7 +365,8 @@ class _DecodeNest(Nest):
         in_place = f.call(self.phases.points[kind], record, begin, end, rows)
         with f.when(in_place.equals(0)):
             into, stride = self.scratch[f"{name}s"], self.stride[name]
-            f.call(self.phases.copies[kind], record, rows, end - begin, into, stride)
+            copy, count = self.phases.copies[kind], end - begin
+            f.call(copy, record, addresses=rows, count=count, into=into, stride=stride)
         if storage(kind).has_scales:
             into = self.scratch[f"{name}_scales"]
             f.call(self.phases.gather_scales, record, begin, end, into)
@@ -403,19 +415,45 @@ class _DecodeNest(Nest):
         scores = self._at("scores", place)
 
         def rewrite(mod: Value) -> None:
-            where = (queries.b, row.h, queries.q_idx + row.q, block.origin + block.begin, count)
+            q_idx, kv_idx = queries.q_idx + row.q, block.origin + block.begin
             with f.when(mod.differs(f.null())):
-                f.call_pointer(mod, ROW_REWRITE, scores, arg["arguments"], *where)
+                f.call_pointer(
+                    mod,
+                    ROW_REWRITE,
+                    scores=scores,
+                    arguments=arg["arguments"],
+                    b=queries.b,
+                    h=row.h,
+                    q_idx=q_idx,
+                    kv_idx=kv_idx,
+                    keys=count,
+                )
 
         rewrite(self.work.mod(block.kind))
-        running = self._at("running_max", place), self._at("running_sum", place)
+        running_max, running_sum = (self._at(f"running_{x}", place) for x in ("max", "sum"))
         with f.when(arg["observe"].differs(f.null())):
             first = block.origin + block.begin - queries.kv_begin
-            state = (running[1], *self._observed(place))
-            f.call_pointer(arg["observe"], OBSERVE, scores, *state, first, count)
+            state = self._observed(place)._asdict()
+            f.call_pointer(
+                arg["observe"],
+                OBSERVE,
+                scores=scores,
+                running_sum=running_sum,
+                **state,
+                first=first,
+                keys=count,
+            )
         alpha = self._at("alpha", place)
         values = self._not_asked_for(count, place)
-        f.call(self.phases.exponentiate, scores, *running, alpha, count, values)
+        f.call(
+            self.phases.exponentiate,
+            scores=scores,
+            running_max=running_max,
+            running_sum=running_sum,
+            alpha=alpha,
+            count=count,
+            rows=values,
+        )
         rewrite(arg["weights_mod"])
         if storage(self.spec.value).has_scales:
             f.call(self.phases.scale_weights, scores, self.scratch["value_scales"], count)
@@ -442,17 +480,16 @@ class _DecodeNest(Nest):
             for name, value in (("lse", closed.lse), ("max_scores", closed.peak)):
                 with f.when(arg[name].differs(f.null())):
                     f.store(f.extract(value, 0), arg[name], place)
-            scores, places, surprises = self._observed(row)
+            observed = self._observed(row)
             with f.when(arg["argmax"].differs(f.null())):
-                key = observe.first_of_best(f, tile, scores, places)
+                key = observe.first_of_best(f, tile, observed)
                 f.store(observe.position(f, key, queries.kv_begin), arg["argmax"], place)
             with f.when(arg["entropy"].differs(f.null())):
-                surprise = across(f, tile.load(f, surprises), lambda a, b: a + b)
-                nats = observe.entropy(
-                    f, surprise, total, closed.kept, closed.log_share, closed.share
-                )
+                surprise = across(f, tile.load(f, observed.surprise), lambda a, b: a + b)
+                nats = observe.entropy(f, surprise, total, closed)
                 f.store(f.extract(nats, 0), arg["entropy"], place)
         self.work.describe_placement(queries._replace(h=head), "out", self.placements["out"])
         begin, end = queries.q_first, queries.q_first + queries.q_count
         source, stride = self._at("out", first), self.stride["value"]
-        f.call(self.phases.scatter, self.placements["out"], begin, end, source, stride)
+        placement = self.placements["out"]
+        f.call(self.phases.scatter, placement, begin, end, source=source, stride=stride)

@@ -35,17 +35,6 @@ from quire.codegen.tiles import Tile
 from quire.codegen.types import I8
 from quire.ir.graph import Node
 
-PARAMETERS = dict(
-    zip(
-        (
-            *("scores", "slopes", "shift", "delta", "arguments", "captured"),
-            *("b", "h", "key_head", "slice", "q_idx", "queries", "kv_idx", "keys"),
-        ),
-        DERIVE.parameters,
-        strict=True,
-    )
-)
-
 
 @dataclass(frozen=True)
 class Derived:
@@ -71,7 +60,7 @@ def write_derive(
     module: Module, name: str, tile: Tile, arguments: ModArguments, derived: Derived
 ) -> None:
     """The function for one kind of tile."""
-    with module.function(name, PARAMETERS) as f:
+    with module.function(name, DERIVE.parameters) as f:
         _Derive(f, tile, arguments, derived).write()
 
 
@@ -80,17 +69,15 @@ class _Derive:
 
     def __init__(self, f: Function, tile: Tile, arguments: ModArguments, derived: Derived) -> None:
         self.f, self.tile, self.derived = f, tile, derived
-        self.at = dict(zip(PARAMETERS, f.parameters, strict=True))
-        place = (self.at["arguments"], self.at["b"], self.at["h"])
-        queries = queries_of_panel(tile, self.at["q_idx"])
-        rows, _ = scopes_of_rows(f, tile, arguments, place, queries)
-        self.panel = Panel(f, tile, derived.score, LOG4_E, derived.masks, rows)
+        self.given = f.given
+        rows, _ = scopes_of_rows(f, tile, arguments, queries_of_panel(f, tile))
+        self.panel = Panel(f, tile, rows, masks=derived.masks, score=derived.score, unit=LOG4_E)
         self.panel.compute_rows()
         for row in rows:
             row.lower_all([*derived.roots, *self._index_roots], [UNIFORM, ROW])
-        self.exists = existing(f, tile, self.at["queries"])
-        self.shift = tile.load_row(f, self.at["shift"])
-        self.delta = tile.load_row(f, self.at["delta"])
+        self.exists = existing(f, tile)
+        self.shift = tile.load_row(f, self.given["shift"])
+        self.delta = tile.load_row(f, self.given["delta"])
         self.sums = [self._sums(number, load) for number, (load, _) in enumerate(derived.loads)]
 
     @property
@@ -99,11 +86,11 @@ class _Derive:
 
     def write(self) -> None:
         """Every key, and then what was summed over all of them."""
-        f, at = self.f, self.at
+        f, given = self.f, self.given
         kept = [load for load, _ in self.derived.loads if not self._rate(load) & KEY]
         nothing = [f.value(0.0, self.tile.vector)] * (len(kept) * self.tile.target.vectors)
-        ends = Lanes(at["kv_idx"]), Lanes(at["kv_idx"] + (at["keys"] - 1))
-        totals = self.panel.choose(ends, lambda: f.loop(0, at["keys"], self._key, carry=nothing))
+        ends = Lanes(given["kv_idx"]), Lanes(given["kv_idx"] + (given["keys"] - 1))
+        totals = self.panel.choose(ends, lambda: f.loop(0, given["keys"], self._key, carry=nothing))
         for load, vectors in zip(kept, self.tile.rows(totals), strict=True):
             self._add(load, self.panel.rows, vectors)
 
@@ -116,10 +103,10 @@ class _Derive:
 
     def _sums(self, number: int, load: Node) -> Captured:
         """Where the gradient of a load is summed in this share."""
-        f, at, scope = self.f, self.at, self.panel.rows[0]
-        record = f.offset(at["captured"], number * CAPTURED.size, I8)
+        f, given, scope = self.f, self.given, self.panel.rows[0]
+        record = f.offset(given["captured"], number * CAPTURED.size, I8)
         base, batch, head, slice = (f.field(CAPTURED, record, name) for name in CAPTURED.fields)
-        offset = at["b"] * batch + at["key_head"] * head + at["slice"] * slice
+        offset = given["b"] * batch + given["key_head"] * head + given["slice"] * slice
         assert isinstance(load.payload, int)
         pointer = f.offset(base, offset, self.tile.element)
         return densely(scope, scope.captures[load.payload], pointer)
@@ -135,10 +122,10 @@ class _Derive:
 
     def _key(self, j: Value, totals: list[Value]) -> list[Value]:
         """One key of the panel."""
-        f, tile, at, derived = self.f, self.tile, self.at, self.derived
+        f, tile, given, derived = self.f, self.tile, self.given, self.derived
         step = weights_stride(tile)
-        before, products = (tile.load_row(f, at[name], j, step) for name in ("scores", "slopes"))
-        scopes = list(self.panel.at_key(Lanes(at["kv_idx"] + j), before))
+        before, products = (tile.load_row(f, given[name], j, step) for name in ("scores", "slopes"))
+        scopes = list(self.panel.at_key(Lanes(given["kv_idx"] + j), before))
         scores, live = self._scores(scopes, before)
         weights, slopes, by_load = [], [], []
         for v, scope in enumerate(scopes):
@@ -154,8 +141,8 @@ class _Derive:
             by_load.append([self._times(scope, slope, node, live[v]) for _, node in derived.loads])
             weights.append(self._times(scope, kept, None, live[v]))
             slopes.append(self._times(scope, slope, derived.slope, live[v]))
-        tile.store_row(f, weights, at["scores"], j, step)
-        tile.store_row(f, slopes, at["slopes"], j, step)
+        tile.store_row(f, weights, given["scores"], j, step)
+        tile.store_row(f, slopes, given["slopes"], j, step)
         return self._gather(scopes, by_load, totals)
 
     def _scores(

@@ -98,15 +98,15 @@ def _write_phases(module: Module, spec: ForwardSpec) -> _ForwardPhases:
     near = [name for name in OPERANDS if kinds[name].memory == tile.element]
     places = {kind: write_place(module, tile, kind) for kind in _distinct(kinds, near)}
     return _ForwardPhases(
-        {name: gathers[kinds[name]] for name in READ},
-        {name: places[kinds[name]] for name in near},
-        write_scatter(module, tile, kinds["out"]),
-        write_pack(module, tile),
-        write_unpack(module, tile),
-        _write_products(module, tile),
-        [_write_products(module, part) for part in tile.parts()],
-        write_exponentiate(module, tile, careful=True),
-        write_multiply_values(module, tile, careful=True),
+        gather={name: gathers[kinds[name]] for name in READ},
+        place={name: places[kinds[name]] for name in near},
+        scatter_out=write_scatter(module, tile, kinds["out"]),
+        pack=write_pack(module, tile),
+        unpack=write_unpack(module, tile),
+        whole=_write_products(module, tile),
+        parts=[_write_products(module, part) for part in tile.parts()],
+        exponentiate_carefully=write_exponentiate(module, tile, careful=True),
+        multiply_values_carefully=write_multiply_values(module, tile, careful=True),
     )
 
 
@@ -176,7 +176,15 @@ class _ForwardNest(Nest):
             panels = f.offset(scratch["queries"], q * depth["key"], tile.element)
             where = self._where("query", first, first + count)
             rows = self._read("query", first, first + count, where, scratch["keys"])
-            f.call(self.phases.pack, *rows, count, depth["key"], panels, scale)
+            f.call(
+                self.phases.pack,
+                rows=rows.start,
+                stride=rows.stride,
+                count=count,
+                depth=depth["key"],
+                panels=panels,
+                scale=scale,
+            )
         with f.range(0, queries.q_count, tile.width) as q:
             maxima, sums = self._running(q)
             tile.store_row(f, tile.row(f, -math.inf), maxima)
@@ -188,12 +196,12 @@ class _ForwardNest(Nest):
             f.when(self.arg["observe"].differs(f.null())),
             f.range(0, queries.q_count, tile.lanes) as q,
         ):
-            observe.forget(f, tile, *self._observed(q))
+            observe.forget(f, tile, self._observed(q))
 
-    def _observed(self, q: Value) -> list[Value]:
+    def _observed(self, q: Value) -> observe.State:
         """What the queries from q on have for the argmax and the entropy."""
-        regions = [self.scratch[name] for name in ("best", "place", "surprise")]
-        return [self.f.offset(region, q, self.tile.element) for region in regions]
+        regions = (self.scratch[name] for name in observe.State._fields)
+        return observe.State(*(self.f.offset(x, q, self.tile.element) for x in regions))
 
     def _running(self, q: Value) -> tuple[Value, Value]:
         """The running maximum and sum of the queries from q on."""
@@ -213,7 +221,8 @@ class _ForwardNest(Nest):
         f, stride = self.f, self.stride["value" if name == "value" else "key"]
 
         def copied() -> list[Value]:
-            f.call(self.phases.gather[name], self.placements[name], begin, end, scratch, stride)
+            gather, placement = self.phases.gather[name], self.placements[name]
+            f.call(gather, placement, begin, end, into=scratch, stride=stride)
             return [scratch, stride]
 
         return _Strided(*f.choose(where.equals(f.null()), copied, lambda: self._there(name, where)))
@@ -250,25 +259,62 @@ class _ForwardNest(Nest):
         running_max, running_sum = self._running(q)
         depth, columns = ((arg[name] + 3) & -4 for name in ("head_dim", "value_dim"))
         key_rows, value_rows = (
-            (f.offset(rows.start, first * rows.stride, tile.element), rows.stride)
+            _Strided(f.offset(rows.start, first * rows.stride, tile.element), rows.stride)
             for rows in (keys, values)
         )
         queries_left = queries.q_count - q
 
         def rewrite(mod: Value) -> None:
             q_idx, kv_idx = queries.q_idx + q, block.origin + part.first
-            place = (queries.b, queries.h, q_idx, queries_left, kv_idx, count)
             with f.when(mod.differs(f.null())):
-                f.call_pointer(mod, REWRITE, scores, maxima, arg["arguments"], *place)
+                f.call_pointer(
+                    mod,
+                    REWRITE,
+                    scores=scores,
+                    maxima=maxima,
+                    arguments=arg["arguments"],
+                    b=queries.b,
+                    h=queries.h,
+                    q_idx=q_idx,
+                    queries=queries_left,
+                    kv_idx=kv_idx,
+                    keys=count,
+                )
 
         def multiply_keys(by: _Products) -> list[Value]:
-            f.call(by.multiply_keys, *key_rows, query_panel, depth, scores, maxima, count)
+            f.call(
+                by.multiply_keys,
+                keys=key_rows.start,
+                stride=key_rows.stride,
+                queries=query_panel,
+                depth=depth,
+                scores=scores,
+                maxima=maxima,
+                count=count,
+            )
             return []
 
         def accumulate(exponentiate: Function, multiply_values: Function) -> list[Value]:
-            f.call(exponentiate, scores, maxima, running_max, running_sum, alpha, count)
+            f.call(
+                exponentiate,
+                scores=scores,
+                maxima=maxima,
+                running_max=running_max,
+                running_sum=running_sum,
+                alpha=alpha,
+                count=count,
+            )
             rewrite(arg["weights_mod"])
-            f.call(multiply_values, *value_rows, scores, out, alpha, count, columns)
+            f.call(
+                multiply_values,
+                values=value_rows.start,
+                stride=value_rows.stride,
+                weights=scores,
+                out=out,
+                alpha=alpha,
+                count=count,
+                columns=columns,
+            )
             return []
 
         def accumulate_quickly(by: _Products) -> list[Value]:
@@ -287,8 +333,16 @@ class _ForwardNest(Nest):
         rewrite(self.work.mod(part.kind))
         with f.when(arg["observe"].differs(f.null())):
             place = block.origin + part.first - queries.kv_begin
-            state = (running_sum, *self._observed(q))
-            f.call_pointer(arg["observe"], OBSERVE, scores, *state, place, count)
+            state = self._observed(q)._asdict()
+            f.call_pointer(
+                arg["observe"],
+                OBSERVE,
+                scores=scores,
+                running_sum=running_sum,
+                **state,
+                first=place,
+                keys=count,
+            )
         f.choose(
             careful | self._odd(running_max, queries_left) | self._odd(maxima, queries_left),
             lambda: accumulate(phases.exponentiate_carefully, phases.multiply_values_carefully),
@@ -314,11 +368,27 @@ class _ForwardNest(Nest):
             panels = f.offset(scratch["out"], q * depth, tile.element)
             _, factors = self._running(q)
             where = self._where("out", first, first + count)
-            absent, near = where.equals(f.null()), [scratch["values"], self.stride["value"]]
-            rows = f.choose(absent, lambda: near, lambda: self._there("out", where))
-            odd = f.call(self.phases.unpack, panels, factors, count, depth, *rows)
+            absent = where.equals(f.null())
+            near = _Strided(scratch["values"], self.stride["value"])
+            rows = _Strided(*f.choose(absent, lambda: near, lambda: self._there("out", where)))
+            odd = f.call(
+                self.phases.unpack,
+                panels=panels,
+                scales=factors,
+                count=count,
+                depth=depth,
+                rows=rows.start,
+                stride=rows.stride,
+            )
             with f.when(absent):
-                f.call(self.phases.scatter_out, self.placements["out"], first, first + count, *near)
+                f.call(
+                    self.phases.scatter_out,
+                    self.placements["out"],
+                    begin=first,
+                    end=first + count,
+                    source=near.start,
+                    stride=near.stride,
+                )
             return [seen[0] | odd]
 
         nothing, step = f.value(False, I1), self.spec.target.block_kv
@@ -342,7 +412,7 @@ class _ForwardNest(Nest):
             tile.store(f, row.share, sums)
             with f.when(self.arg["entropy"].differs(f.null())):
                 surprise = tile.load(f, self.scratch["surprise"], q)
-                nats = observe.entropy(f, surprise, total, row.kept, row.log_share, row.share)
+                nats = observe.entropy(f, surprise, total, row)
                 tile.store(f, nats, self.scratch["surprise"], q)
 
     def _write_numbers(self, queries: QueryBlock, name: str, source: Value) -> None:

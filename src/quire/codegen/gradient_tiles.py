@@ -56,7 +56,8 @@ def write_add_queries(module: Module, tile: Tile) -> Function:
         "columns": I64,
     }
     with module.function("add_queries", parameters, internal=True) as f:
-        slopes, keys, stride, count, grads, grad_stride, columns = f.parameters
+        given = f.given
+        slopes, keys, stride = given["slopes"], given["keys"], given["stride"]
 
         def add(tile: Tile, first: int, rows: int, d: Value) -> None:
             column = f.offset(keys, d, tile.element)
@@ -68,12 +69,13 @@ def write_add_queries(module: Module, tile: Tile) -> Function:
             def vectors(j: Value) -> list[Value]:
                 return tile.load_row(f, f.offset(column, j * stride, tile.element))
 
-            sums = outer_product(f, tile, count, numbers, vectors, rows=rows)
+            sums = outer_product(f, tile, given["count"], numbers, vectors, rows=rows)
             for r, row in enumerate(tile.rows(sums)):
-                target = f.offset(grads, grad_stride * (first + r) + d, tile.element)
+                place = given["grad_stride"] * (first + r) + d
+                target = f.offset(given["grads"], place, tile.element)
                 _add_row(f, tile, row, target)
 
-        for some, d in column_strips(f, tile, columns):
+        for some, d in column_strips(f, tile, given["columns"]):
             for first, rows in query_strips(tile):
                 add(some, first, rows, d)
     return f
@@ -134,14 +136,18 @@ def write_add_keys(module: Module, tile: Tile) -> Function:
         "columns": I64,
     }
     with module.function("add_keys", parameters, internal=True) as f:
-        weights, query_ranges, rows, stride, grads, grad_stride, first, end, columns = f.parameters
+        given = f.given
+        stride, end = given["stride"], given["end"]
 
         def add(tile: Tile, key: Value, strip: list[Value], d: Value) -> None:
-            start, stop = (f.load(I64, query_ranges, key * 2 + side) for side in (0, 1))
+            start, stop = (f.load(I64, given["query_ranges"], key * 2 + side) for side in (0, 1))
             step = weights_stride(tile)
-            mine = [f.offset(weights, place * step + start, tile.element) for place in strip]
-            column = f.offset(rows, start * stride + d, tile.element)
-            targets = [f.offset(grads, place * grad_stride + d, tile.element) for place in strip]
+            mine = [f.offset(given["weights"], at * step + start, tile.element) for at in strip]
+            column = f.offset(given["rows"], start * stride + d, tile.element)
+            targets = [
+                f.offset(given["grads"], at * given["grad_stride"] + d, tile.element)
+                for at in strip
+            ]
             for target in targets:  # these are in no near cache
                 f.prefetch(target)
             sums = outer_product(
@@ -157,8 +163,8 @@ def write_add_keys(module: Module, tile: Tile) -> Function:
                 with f.when(key + r < end):
                     _add_row(f, tile, row, targets[r])
 
-        for some, d in column_strips(f, tile, columns):
-            for key, strip in key_strips(f, tile, first, end):
+        for some, d in column_strips(f, tile, given["columns"]):
+            for key, strip in key_strips(f, tile, given["first"], end):
                 add(some, key, strip, d)
     return f
 
@@ -196,9 +202,11 @@ def write_dot_rows(module: Module, tile: Tile) -> Function:
     """dots[q] = a[q] . b[q] for rows in scratch, `depth` being whole vectors."""
     parameters = {"a": PTR, "b": PTR, "stride": I64, "depth": I64, "count": I64, "dots": PTR}
     with module.function("dot_rows", parameters, internal=True) as f:
-        a, b, stride, depth, count, dots = f.parameters
-        with f.range(0, count) as q:
-            first, second = (f.offset(x, q * stride, tile.element) for x in (a, b))
+        given = f.given
+        with f.range(0, given["count"]) as q:
+            first, second = (
+                f.offset(given[side], q * given["stride"], tile.element) for side in ("a", "b")
+            )
 
             def add(
                 d: Value, sums: list[Value], first: Value = first, second: Value = second
@@ -206,8 +214,8 @@ def write_dot_rows(module: Module, tile: Tile) -> Function:
                 return [f.fma(tile.load(f, first, d), tile.load(f, second, d), sums[0])]
 
             nothing = [f.value(0.0, tile.vector)]
-            (total,) = f.loop(0, depth, add, carry=nothing, step=tile.lanes)
-            f.store(f.extract(across(f, total, lambda x, y: x + y), 0), dots, q)
+            (total,) = f.loop(0, given["depth"], add, carry=nothing, step=tile.lanes)
+            f.store(f.extract(across(f, total, lambda x, y: x + y), 0), given["dots"], q)
     return f
 
 

@@ -378,8 +378,18 @@ class Work:
         f, arg = self.f, self.arg
         low = f.maximum(kv_first, queries.kv_begin)
         high = f.minimum(kv_stop, queries.kv_end) - 1
-        place = (arg["arguments"], queries.b, queries.h, *ends, low, high)
-        return f.call_pointer(arg["verdict"], VERDICT, *place)
+        arguments, pointer = arg["arguments"], arg["verdict"]
+        return f.call_pointer(
+            pointer,
+            VERDICT,
+            arguments=arguments,
+            b=queries.b,
+            h=queries.h,
+            q_low=ends[0],
+            q_high=ends[1],
+            kv_low=low,
+            kv_high=high,
+        )
 
     def key_range(self, queries: QueryBlock, block: KeyBlock, q: Value) -> KeyRange:
         """The part of a block that the panel at query q attends to."""
@@ -389,8 +399,18 @@ class Work:
         whole = [block.begin, block.end, block.kind]
 
         def look() -> list[Value]:
-            place = (queries.b, queries.h, q_idx, count, kv_idx, block.end - block.begin)
-            answer = f.call_pointer(arg["extent"], EXTENT, arg["arguments"], *place)
+            keys, pointer = block.end - block.begin, arg["extent"]
+            answer = f.call_pointer(
+                pointer,
+                EXTENT,
+                arguments=arg["arguments"],
+                b=queries.b,
+                h=queries.h,
+                q_idx=q_idx,
+                queries=count,
+                kv_idx=kv_idx,
+                keys=keys,
+            )
             first, last = answer & 0xFFFF, (answer >> 16) & 0xFFFF
             every = (answer >> 32).differs(0)
             kind = f.select(every, PLAIN, block.kind)

@@ -37,7 +37,7 @@ from dataclasses import dataclass, field, replace
 
 from quire.codegen.arguments import ModArguments
 from quire.codegen.builder import Function, Module, Value
-from quire.codegen.convention import EMPTY, PARTIAL, PLAIN
+from quire.codegen.convention import EMPTY, EXTENT, PARTIAL, PLAIN, REWRITE, ROW_REWRITE, VERDICT
 from quire.codegen.loads import Lanes
 from quire.codegen.lower import (
     ELEMENT,
@@ -49,34 +49,8 @@ from quire.codegen.lower import (
 from quire.codegen.proofs import proof, provable
 from quire.codegen.softmax import LOG4_E
 from quire.codegen.tiles import Tile
-from quire.codegen.types import I1, I64, PTR, Type
+from quire.codegen.types import I1, I64, Type
 from quire.ir.graph import Node
-
-PARAMETERS: dict[str, Type] = {
-    "scores": PTR,
-    "maxima": PTR,
-    "arguments": PTR,
-    "b": I64,
-    "h": I64,
-    "q_idx": I64,
-    "queries": I64,
-    "kv_idx": I64,
-    "keys": I64,
-}
-
-
-EXTENT_PARAMETERS: dict[str, Type] = {
-    name: type for name, type in PARAMETERS.items() if name not in ("scores", "maxima")
-}
-
-VERDICT_PARAMETERS: dict[str, Type] = {
-    "arguments": PTR,
-    **dict.fromkeys(("b", "h", "q_low", "q_high", "kv_low", "kv_high"), I64),
-}
-
-ROW_PARAMETERS: dict[str, Type] = {
-    name: type for name, type in PARAMETERS.items() if name not in ("maxima", "queries")
-}
 
 
 def write_rewrite(
@@ -90,13 +64,11 @@ def write_rewrite(
     unit: float = LOG4_E,
 ) -> None:
     """A function that applies a score_mod, if any, times `unit`, and the masks."""
-    with module.function(name, PARAMETERS) as f:
-        scores, maxima, record, b, h, q_idx, queries, kv_idx, keys = f.parameters
-        rows, flag = scopes_of_rows(
-            f, tile, arguments, (record, b, h), queries_of_panel(tile, q_idx)
-        )
-        panel = Panel(f, tile, score, unit, tuple(masks), rows)
-        exists = existing(f, tile, queries)
+    with module.function(name, REWRITE.parameters) as f:
+        scores, kv_idx, keys = (f.given[name] for name in ("scores", "kv_idx", "keys"))
+        rows, flag = scopes_of_rows(f, tile, arguments, queries_of_panel(f, tile))
+        panel = Panel(f, tile, rows, masks=tuple(masks), score=score, unit=unit)
+        exists = existing(f, tile)
         wrong_at_once = panel.compute_rows()
 
         def rewrite_key(j: Value, carried: list[Value]) -> list[Value]:
@@ -109,7 +81,7 @@ def write_rewrite(
         carry = [*tile.row(f, -math.inf), *panel.nothing_wrong()]
         ends = Lanes(kv_idx), Lanes(kv_idx + (keys - 1))
         carried = panel.choose(ends, lambda: f.loop(0, keys, rewrite_key, carry=carry))
-        tile.store_row(f, carried[: len(rows)], maxima)
+        tile.store_row(f, carried[: len(rows)], f.given["maxima"])
         _report(f, flag, wrong_at_once, carried[len(rows) :])
 
 
@@ -124,10 +96,10 @@ def write_row_rewrite(
     unit: float = LOG4_E,
 ) -> None:
     """The same for the scores of one query."""
-    with module.function(name, ROW_PARAMETERS) as f:
-        scores, record, b, h, q_idx, kv_idx, keys = f.parameters
-        rows, flag = scopes_of_rows(f, tile, arguments, (record, b, h), [Lanes(q_idx)])
-        panel = Panel(f, tile, score, unit, tuple(masks), rows)
+    with module.function(name, ROW_REWRITE.parameters) as f:
+        scores, kv_idx, keys = (f.given[name] for name in ("scores", "kv_idx", "keys"))
+        rows, flag = scopes_of_rows(f, tile, arguments, [Lanes(f.given["q_idx"])])
+        panel = Panel(f, tile, rows, masks=tuple(masks), score=score, unit=unit)
         wrong_at_once = panel.compute_rows()
 
         def rewrite_keys(j: Value, wrong: list[Value]) -> list[Value]:
@@ -148,11 +120,11 @@ def write_extent(
     module: Module, name: str, tile: Tile, arguments: ModArguments, masks: Sequence[Node]
 ) -> None:
     """A function that says which keys of a panel are read at all, and whether every one is."""
-    with module.function(name, EXTENT_PARAMETERS, I64) as f:
-        record, b, h, q_idx, queries, kv_idx, keys = f.parameters
-        rows, _ = scopes_of_rows(f, tile, arguments, (record, b, h), queries_of_panel(tile, q_idx))
-        panel = Panel(f, tile, None, 1.0, tuple(masks), rows)
-        exists = existing(f, tile, queries)
+    with module.function(name, EXTENT.parameters, EXTENT.returns) as f:
+        kv_idx, keys = f.given["kv_idx"], f.given["keys"]
+        rows, _ = scopes_of_rows(f, tile, arguments, queries_of_panel(f, tile))
+        panel = Panel(f, tile, rows, masks=tuple(masks))
+        exists = existing(f, tile)
         wrong_at_once = panel.compute_rows()
 
         def one_key(j: Value, carried: list[Value]) -> list[Value]:
@@ -174,11 +146,9 @@ def write_verdict(
     module: Module, name: str, tile: Tile, arguments: ModArguments, can: Node, must: Node
 ) -> None:
     """A function that says what is known of a tile."""
-    with module.function(name, VERDICT_PARAMETERS, I64) as f:
-        record, *places = f.parameters
-        parameters, captured, _ = arguments.read(f, record)
-        names = list(VERDICT_PARAMETERS)[1:]
-        inputs = {name: Lanes(place) for name, place in zip(names, places, strict=True)}
+    with module.function(name, VERDICT.parameters, VERDICT.returns) as f:
+        parameters, captured, _ = arguments.read(f, f.given["arguments"])
+        inputs = {name: Lanes(end) for name, end in f.given.items() if name != "arguments"}
         scope = Scope(f, tile.lanes, inputs, parameters.get, captured)
         some, every = (scope.as_scalar(scope.lower(node)) for node in (can, must))
         f.give_back(
@@ -186,22 +156,18 @@ def write_verdict(
         )
 
 
-def queries_of_panel(tile: Tile, q_idx: Value) -> list[Lanes]:
+def queries_of_panel(f: Function, tile: Tile) -> list[Lanes]:
     """The positions of a panel's queries, vector by vector."""
-    return [Lanes(q_idx + v * tile.lanes, 1) for v in range(tile.target.vectors)]
+    return [Lanes(f.given["q_idx"] + v * tile.lanes, 1) for v in range(tile.target.vectors)]
 
 
 def scopes_of_rows(
-    f: Function,
-    tile: Tile,
-    arguments: ModArguments,
-    place: tuple[Value, Value, Value],
-    queries: Sequence[Lanes],
+    f: Function, tile: Tile, arguments: ModArguments, queries: Sequence[Lanes]
 ) -> tuple[list[Scope], Value]:
     """A scope for each vector of queries, and the address of the mistake flag."""
-    record, b, h = place
-    parameters, captured, flag = arguments.read(f, record)
-    scope = Scope(f, tile.lanes, {"b": Lanes(b), "h": Lanes(h)}, parameters.get, captured)
+    parameters, captured, flag = arguments.read(f, f.given["arguments"])
+    inputs = {name: Lanes(f.given[name]) for name in ("b", "h")}
+    scope = Scope(f, tile.lanes, inputs, parameters.get, captured)
     return [scope.inside({"q_idx": q_idx}, ROW, KEY, ELEMENT) for q_idx in queries], flag
 
 
@@ -215,8 +181,9 @@ def lane_mask(tile: Tile) -> Type:
     return tile.element.as_int.vector(tile.lanes)
 
 
-def existing(f: Function, tile: Tile, queries: Value) -> list[Value]:
+def existing(f: Function, tile: Tile) -> list[Value]:
     """For each vector of a panel, which lanes hold a query."""
+    queries = f.given["queries"]
     return [_lanes_below(f, tile, queries - v) for v in range(0, tile.width, tile.lanes)]
 
 
@@ -246,10 +213,10 @@ class Panel:
 
     f: Function
     tile: Tile
-    score: Node | None
-    unit: float
-    masks: tuple[Node, ...]
     rows: Sequence[Scope]
+    masks: tuple[Node, ...]
+    score: Node | None = None
+    unit: float = 1.0
     _mask_mistakes: list[int] = field(default_factory=list)
     _proven: frozenset[Node] = frozenset()
 

@@ -21,23 +21,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import NamedTuple
 
 from quire.codegen import vecmath
 from quire.codegen.builder import Function, Module, Value
 from quire.codegen.convention import OBSERVE, Form
-from quire.codegen.softmax import LN_4
+from quire.codegen.softmax import LN_4, Closed
 from quire.codegen.tiles import Tile, across
 from quire.codegen.types import I64, Type
-
-PARAMETERS = ("scores", "running_sum", "best", "place", "surprise", "first", "keys")
 
 
 def write_observe(form: Form, tile: Tile) -> Module:
     """A module that exports an OBSERVE function for a form of kernel."""
     module = Module()
     write = _write_panel if form == "panel" else _write_row
-    with module.function(OBSERVE.name, dict(zip(PARAMETERS, OBSERVE.parameters, strict=True))) as f:
+    with module.function(OBSERVE.name, OBSERVE.parameters) as f:
         write(f, tile)
     return module
 
@@ -55,7 +53,7 @@ def _write_panel(f: Function, tile: Tile) -> None:
             place = f.convert(first + j, tile.element.as_int)
             return f.splat(place, places(tile))
 
-        _observe(f, tile, keys, 1, state, score, number, lambda best: best)
+        _observe(f, tile, state, score, number, keys=keys)
 
 
 def _write_row(f: Function, tile: Tile) -> None:
@@ -71,18 +69,19 @@ def _write_row(f: Function, tile: Tile) -> None:
     def best_of_row(best: Value) -> Value:
         return across(f, best, f.maximum)
 
-    _observe(f, tile, keys, tile.lanes, state, score, number, best_of_row)
+    _observe(f, tile, state, score, number, keys=keys, step=tile.lanes, of_softmax=best_of_row)
 
 
 def _observe(
     f: Function,
     tile: Tile,
-    keys: Value,
-    step: int,
     state: list[Value],
     score: Callable[[Value], Value],
     number: Callable[[Value], Value],
-    of_softmax: Callable[[Value], Value],
+    *,
+    keys: Value,
+    step: int = 1,
+    of_softmax: Callable[[Value], Value] = lambda best: best,
 ) -> None:
     """Bring the state of one vector up to date; `of_softmax` is the maximum that weights are of."""
     running_sum, best, place, surprise = state
@@ -124,46 +123,50 @@ def _load_places(f: Function, tile: Tile, pointer: Value) -> Value:
     return f.load(places(tile), pointer, align=tile.target.vector_bits // 8)
 
 
-def forget(f: Function, tile: Tile, best: Value, place: Value, surprise: Value) -> None:
-    """Let one vector of rows have seen nothing."""
-    tile.store(f, f.value(-math.inf, tile.vector), best)
-    tile.store(f, f.value(-1, places(tile)), place)
-    tile.store(f, f.value(0.0, tile.vector), surprise)
+class State(NamedTuple):
+    """The addresses of what a row has for the argmax and the entropy."""
+
+    best: Value
+    place: Value
+    surprise: Value
 
 
-State: TypeAlias = tuple[Value, Value, Value]
-"""Where a row's best, place and surprise are."""
+class Part(NamedTuple):
+    """Some keys of a row: their state, and by how much their weights shrink as parts are merged."""
 
-Weights: TypeAlias = tuple[Value, Value, Value]
-"""The sum of the weights of some keys, their maximum less the common one, and exp4 of that."""
+    state: State
+    total: Value  # the sum of their weights
+    below: Value  # their maximum less the common one
+    factor: Value  # exp4 of that
 
 
-def merge(
-    f: Function, tile: Tile, mine: State, theirs: State, here: Weights, there: Weights
-) -> None:
-    """Let a row have seen later keys as well, whose state is `theirs`."""
-    best, other = tile.load(f, mine[0]), tile.load(f, theirs[0])
+def forget(f: Function, tile: Tile, state: State) -> None:
+    """Reset the state of one vector of rows: no key has been seen."""
+    tile.store(f, f.value(-math.inf, tile.vector), state.best)
+    tile.store(f, f.value(-1, places(tile)), state.place)
+    tile.store(f, f.value(0.0, tile.vector), state.surprise)
+
+
+def merge(f: Function, tile: Tile, mine: Part, theirs: Part) -> None:
+    """Add what later keys have seen to the state of the keys before."""
+    state = mine.state
+    best, other = tile.load(f, state.best), tile.load(f, theirs.state.best)
     higher = (other > best) | (f.is_nan(other) & ~f.is_nan(best))
-    tile.store(f, f.select(higher, other, best), mine[0])
-    places = [_load_places(f, tile, state[1]) for state in (theirs, mine)]
-    tile.store(f, f.select(higher, *places), mine[1])
+    tile.store(f, f.select(higher, other, best), state.best)
+    there, here = (_load_places(f, tile, part.state.place) for part in (theirs, mine))
+    tile.store(f, f.select(higher, there, here), state.place)
     total = f.value(0.0, tile.vector)
-    for state, (weights, below, factor) in ((mine, here), (theirs, there)):
-        moved = factor * f.fma(weights, below, tile.load(f, state[2]))
-        total = total + f.select(factor.equals(0.0), 0.0, moved)
-    tile.store(f, total, mine[2])
+    for part in (mine, theirs):
+        surprise = tile.load(f, part.state.surprise)
+        moved = part.factor * f.fma(part.total, part.below, surprise)
+        total = total + f.select(part.factor.equals(0.0), 0.0, moved)
+    tile.store(f, total, state.surprise)
 
 
-def entropy(
-    f: Function, surprise: Value, total: Value, kept: Value, level: Value, share: Value
-) -> Value:
-    """That of the probabilities, in nats.
-
-    `total` is the sum of the weights, `kept` what remains of them as a sink joins, `level` the log4
-    of the largest probability and `share` the factor from weights to probabilities.
-    """
-    terms = f.select(kept.equals(0.0), 0.0, f.fma(total, level, surprise))
-    nats = 0.0 - share * terms * LN_4
+def entropy(f: Function, surprise: Value, total: Value, row: Closed) -> Value:
+    """The entropy of a row's probabilities, in nats; `total` is the sum of its weights."""
+    terms = f.select(row.kept.equals(0.0), 0.0, f.fma(total, row.log_share, surprise))
+    nats = 0.0 - row.share * terms * LN_4
     return f.select(nats < 0.0, 0.0, nats)
 
 
@@ -173,9 +176,9 @@ def position(f: Function, number: Value, kv_begin: Value) -> Value:
     return f.select(wide < 0, wide, wide + kv_begin)
 
 
-def first_of_best(f: Function, tile: Tile, scores: Value, numbers: Value) -> Value:
+def first_of_best(f: Function, tile: Tile, state: State) -> Value:
     """The number of the key with the largest score of all lanes, of equals the first."""
-    best, place = tile.load(f, scores), _load_places(f, tile, numbers)
+    best, place = tile.load(f, state.best), _load_places(f, tile, state.place)
     step = 1
     while step < tile.lanes:
         picks = [lane ^ step for lane in range(tile.lanes)]

@@ -20,21 +20,19 @@ import torch
 
 from quire.codegen.builder import Function, Module, Value
 from quire.codegen.rules import MEMORY, RULES
-from quire.codegen.types import I64, PTR, Type
+from quire.codegen.types import I64, PTR, Type, fields
 from quire.ir.graph import Node
 
 NAMES = ("min", "max")
-DTYPES = (
-    *(torch.bool, torch.int8, torch.int16, torch.int32, torch.int64),
-    *(torch.float32, torch.float64),
-)
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
+DTYPES = (torch.bool, *_INTEGERS, torch.float32, torch.float64)
 """What pyramids are built of here."""
 
 PARAMETERS: dict[str, Type] = {
     "source": PTR,
-    **dict.fromkeys(("rows", "columns", "row_stride", "column_stride"), I64),
-    **dict.fromkeys(("row_leaves", "column_leaves", "row_grain", "column_grain"), I64),
-    **dict.fromkeys(("missing", "into", "spare"), PTR),
+    **fields(I64, "rows columns row_stride column_stride"),
+    **fields(I64, "row_leaves column_leaves row_grain column_grain"),
+    **fields(PTR, "missing into spare"),
 }
 
 _VECTOR_BYTES = 32
@@ -45,10 +43,10 @@ def write_pyramid(dtype: torch.dtype) -> Module:
     module = Module()
     for name in NAMES:
         with module.function(name, PARAMETERS) as f:
-            source, rows, columns, row_stride, column_stride, *shape, missing, into, spare = (
-                f.parameters
-            )
-            row_leaves, column_leaves, row_grain, column_grain = shape
+            given = f.given
+            into, spare = given["into"], given["spare"]
+            row_leaves, row_grain = given["row_leaves"], given["row_grain"]
+            column_leaves, column_grain = given["column_leaves"], given["column_grain"]
             extremes = _Extremes(f, name, dtype)
             entries = column_leaves * 2  # of a row
             halvings = f.value(63, I64) - f.leading_zeros(column_leaves)
@@ -57,12 +55,12 @@ def write_pyramid(dtype: torch.dtype) -> Module:
                 leaves = f.offset(row, column_leaves, extremes.element)
                 coarse = column_grain.differs(0)
                 wide = f.select(coarse, spare, leaves)
-                extremes.fill(wide, column_leaves << column_grain, missing)
+                extremes.fill(wide, column_leaves << column_grain, given["missing"])
                 first = i << row_grain
-                stop = f.minimum((i + 1) << row_grain, rows)
+                stop = f.minimum((i + 1) << row_grain, given["rows"])
                 with f.range(first, stop) as r:
-                    line = f.offset(source, r * row_stride, extremes.element)
-                    extremes.add(wide, line, columns, column_stride)
+                    line = f.offset(given["source"], r * given["row_stride"], extremes.element)
+                    extremes.add(wide, line, given["columns"], given["column_stride"])
                 with f.range(0, column_grain) as k:
                     left = column_grain - k - 1
                     shorter = f.select(left.equals(0), leaves, spare)

@@ -6,7 +6,7 @@ left to right and in the order of that table, and asked for likewise, some time 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 from quire.codegen.builder import Function, Module, Value
@@ -77,13 +77,15 @@ def columns_of_line(tile: Tile, stored: Storage) -> int:
 def fold_row(f: Function, tile: Tile, stored: Storage, row: Value, width: Value) -> None:
     """Put the columns of a row into the order in which `read_pair` gives them."""
     low = [2 * lane for lane in range(tile.lanes)]
-    _reorder(f, tile, stored, row, width, low, [lane + 1 for lane in low])
+    picks = low, [lane + 1 for lane in low]
+    _reorder(f, tile, stored, row, width=width, picks=picks)
 
 
 def unfold_row(f: Function, tile: Tile, stored: Storage, row: Value, width: Value) -> None:
     """Put the columns of a row back into their own order."""
     pairs = [x for lane in range(tile.lanes) for x in (lane, tile.lanes + lane)]
-    _reorder(f, tile, stored, row, width, pairs[: tile.lanes], pairs[tile.lanes :])
+    picks = pairs[: tile.lanes], pairs[tile.lanes :]
+    _reorder(f, tile, stored, row, width=width, picks=picks)
 
 
 def _reorder(
@@ -91,16 +93,16 @@ def _reorder(
     tile: Tile,
     stored: Storage,
     row: Value,
+    *,
     width: Value,
-    low: list[int],
-    high: list[int],
+    picks: tuple[list[int], list[int]],
 ) -> None:
     if not stored.folds(tile.element):
         return
     with f.range(0, width & -columns_of_line(tile, stored), 2 * tile.lanes) as d:
         here, there = tile.load(f, row, d), tile.load(f, row, d + tile.lanes)
-        tile.store(f, f.shuffle(here, there, low), row, d)
-        tile.store(f, f.shuffle(here, there, high), row, d + tile.lanes)
+        tile.store(f, f.shuffle(here, there, picks[0]), row, d)
+        tile.store(f, f.shuffle(here, there, picks[1]), row, d + tile.lanes)
 
 
 class Ahead:
@@ -157,11 +159,13 @@ def over_columns(
     f: Function,
     begin: Index,
     end: Index,
-    step: int,
     body: Callable[[Index, list[Value]], list[Value]],
-    carry: list[Value],
+    *,
+    step: int,
+    carry: Sequence[Value] = (),
 ) -> list[Value]:
     """`f.loop`, written out where both ends are known."""
+    carry = list(carry)
     if isinstance(begin, Value) or isinstance(end, Value):
         return f.loop(begin, end, body, carry=carry, step=step)
     for d in range(begin, end, step):

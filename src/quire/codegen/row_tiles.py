@@ -19,11 +19,11 @@ from typing import ClassVar
 
 from quire.codegen import observe, vecmath
 from quire.codegen.builder import Function, Module, Value
-from quire.codegen.convention import row_stride
+from quire.codegen.convention import PARTIAL_STATES, row_stride
 from quire.codegen.row_stream import Ahead, Index, columns_of_line, over_columns
 from quire.codegen.staging import Storage
 from quire.codegen.tiles import UNREAD, Tile, across
-from quire.codegen.types import I64, PTR
+from quire.codegen.types import I64, PTR, fields
 
 SUMS = 8  # vectors that are summed at once
 MOST_TOGETHER = 4
@@ -58,12 +58,14 @@ def write_multiply_keys(
     }
     name = f"multiply_keys_{stored.name}_{rows}" + "_again" * again
     with module.function(name, parameters, internal=True) as f:
-        keys, scales, queries, query_stride, depth, scores, count = f.parameters
-        columns: Index = width or depth
+        given = f.given
+        keys, scores, count = given["keys"], given["scores"], given["count"]
+        columns: Index = width or given["depth"]
         together = SUMS // rows
         line, size = columns_of_line(tile, stored), stored.memory.size
         ahead = None if again else Ahead(f, keys, stored, columns, together)
-        starts = [f.offset(queries, r * query_stride, tile.element) for r in range(rows)]
+        queries, stride = given["queries"], given["query_stride"]
+        starts = [f.offset(queries, r * stride, tile.element) for r in range(rows)]
 
         with f.range(0, count, together) as j:
             here = [f.load(PTR, keys, f.minimum(j + t, count - 1)) for t in range(together)]
@@ -89,12 +91,12 @@ def write_multiply_keys(
 
             whole = columns & -line
             sums = [f.value(0.0, tile.vector)] * (together * rows)
-            sums = over_columns(f, 0, whole, line, add_line, sums)
-            sums = over_columns(f, whole, columns, tile.lanes, add_rest, sums)
+            sums = over_columns(f, 0, whole, add_line, step=line, carry=sums)
+            sums = over_columns(f, whole, columns, add_rest, step=tile.lanes, carry=sums)
             for place, products in _side_by_side(f, sums, together):
                 r, t = divmod(place, together)
                 if stored.has_scales:
-                    products = products * f.load(products.type, scales, j + t)
+                    products = products * f.load(products.type, given["scales"], j + t)
                 f.store(products, scores, j + (r * row_stride(tile) + t))
 
         last = count & -tile.lanes
@@ -168,14 +170,14 @@ def write_exponentiate(module: Module, tile: Tile, stored: Storage, width: int) 
         "rows": PTR,
     }
     with module.function("exponentiate_row", parameters, internal=True) as f:
-        scores, running_max, running_sum, alpha, count, rows = f.parameters
-
-        ahead = Ahead(f, rows, stored, width) if width else None
+        given = f.given
+        scores, count = given["scores"], given["count"]
+        ahead = Ahead(f, given["rows"], stored, width) if width else None
 
         def higher(j: Value, best: list[Value]) -> list[Value]:
             return [f.maximum(best[0], tile.load(f, scores, j))]
 
-        before = tile.load(f, running_max)
+        before = tile.load(f, given["running_max"])
         lowest = f.value(-math.inf, tile.vector)
         (best,) = f.loop(0, count, higher, carry=[lowest], step=tile.lanes)
         best = across(f, best, f.maximum)
@@ -200,9 +202,10 @@ def write_exponentiate(module: Module, tile: Tile, stored: Storage, width: int) 
             lambda: weigh_all(vecmath.exp4),
             lambda: weigh_all(vecmath.exp4_nonpositive),
         )
-        tile.store(f, after, running_max)
+        running_sum = given["running_sum"]
+        tile.store(f, after, given["running_max"])
         tile.store(f, f.fma(tile.load(f, running_sum), moved, total), running_sum)
-        tile.store(f, moved, alpha)
+        tile.store(f, moved, given["alpha"])
     return f
 
 
@@ -224,8 +227,10 @@ class _Weighted:
         self, f: Function, tile: Tile, stored: Storage, rows: int, careful: Function
     ) -> None:
         self._f, self._tile, self._kind, self._rows, self._careful = f, tile, stored, rows, careful
-        self.values, self.weights, self.sums, self._out = f.parameters[:4]
-        self._out_stride, self._alpha, self.count, self.columns = f.parameters[4:8]
+        given = f.given
+        self.values, self.weights, self.sums = given["values"], given["weights"], given["sums"]
+        self.count, self.columns = given["count"], given["columns"]
+        self._out, self._out_stride, self._alpha = given["out"], given["out_stride"], given["alpha"]
 
     def weigh(self, j: Value) -> list[Value]:
         """What every row gives to key j, in all lanes."""
@@ -265,8 +270,8 @@ class _Weighted:
 
         def carefully() -> list[Value]:
             mine = [f.offset(self.weights, r * row_stride(tile), tile.element) for r in rows]
-            where = (d, self.columns, self.count)
-            return [f.call(self._careful, self.values, weights, *where) for weights in mine]
+            shared = {"values": self.values, "columns": self.columns, "count": self.count}
+            return [f.call(self._careful, weights=x, column=d, **shared) for x in mine]
 
         found = f.choose(f.any_lane(odd.differs(0.0)), carefully, lambda: found)
         for r, total in enumerate(found):
@@ -276,7 +281,7 @@ class _Weighted:
 
 
 def write_multiply_values(
-    module: Module, tile: Tile, stored: Storage, rows: int, width: int, careful: Function
+    module: Module, tile: Tile, stored: Storage, rows: int, careful: Function, *, width: int
 ) -> Function:
     """out[row] = out[row] * alpha[row] + weights[row] . values, key by key, as they are read."""
     name = f"multiply_values_{stored.name}_{rows}"
@@ -322,8 +327,8 @@ def write_multiply_values(
                 add(d, 1)
                 return nothing
 
-            over_columns(f, 0, whole, line, add_line, [])
-            over_columns(f, whole, columns, tile.lanes, add_rest, [])
+            over_columns(f, 0, whole, add_line, step=line)
+            over_columns(f, whole, columns, add_rest, step=tile.lanes)
 
         with f.range(0, of.columns * rows, tile.lanes) as d:
             tile.store(f, f.value(0.0, tile.vector), of.sums, d)
@@ -351,7 +356,7 @@ def write_multiply_columns(
     parameters = _Weighted.parameters | {"begin": I64, "end": I64}
     with module.function(f"multiply_columns_{stored.name}_{rows}", parameters, internal=True) as f:
         of = _Weighted(f, tile, stored, rows, careful)
-        begin, end = f.parameters[-2:]
+        begin, end = f.given["begin"], f.given["end"]
 
         def add_all(d: Value, vectors: int) -> None:
             def add(j: Value, sums: list[Value]) -> list[Value]:
@@ -407,12 +412,13 @@ def write_add_read_values(module: Module, tile: Tile, stored: Storage) -> Functi
 
 def write_merge(module: Module, tile: Tile) -> Function:
     """Add to a row's state what a piece of its keys has left, lane by lane."""
-    names = ("running_max", "running_sum", "best", "place", "surprise", "out", "part")
-    parameters = dict.fromkeys(names, PTR) | {"columns": I64}
+    state = fields(PTR, "running_max running_sum best place surprise out part")
+    parameters = state | {"columns": I64}
     with module.function("merge", parameters, internal=True) as f:
-        running_max, running_sum, best, place, surprise, out, part, columns = f.parameters
-        theirs = [f.offset(part, k * tile.lanes, tile.element) for k in range(6)]
-        before, other = tile.load(f, running_max), tile.load(f, theirs[0])
+        given, part = f.given, f.given["part"]
+        names = (*PARTIAL_STATES, "out")
+        theirs = {x: f.offset(part, k * tile.lanes, tile.element) for k, x in enumerate(names)}
+        before, other = (tile.load(f, of["running_max"]) for of in (given, theirs))
         after = f.maximum(before, other)
         shift = f.select(f.intrinsic("fabs", after).equals(math.inf), 0.0, after)
         moved, joined = vecmath.exp4(f, before - shift), vecmath.exp4(f, other - shift)
@@ -420,13 +426,16 @@ def write_merge(module: Module, tile: Tile) -> Function:
         def add(mine: Value, its: Value) -> Value:
             return f.fma(mine, moved, its * joined)
 
-        mine, its = tile.load(f, running_sum), tile.load(f, theirs[1])
-        tile.store(f, after, running_max)
-        tile.store(f, add(mine, its), running_sum)
-        here, there = (mine, before - shift, moved), (its, other - shift, joined)
-        their_state = (theirs[2], theirs[3], theirs[4])
-        observe.merge(f, tile, (best, place, surprise), their_state, here, there)
-        with f.range(0, columns, tile.lanes) as d:
-            total = add(tile.load(f, out, d), tile.load(f, theirs[5], d))
-            tile.store(f, total, out, d)
+        mine, its = (tile.load(f, of["running_sum"]) for of in (given, theirs))
+        tile.store(f, after, given["running_max"])
+        tile.store(f, add(mine, its), given["running_sum"])
+        my_state, their_state = (
+            observe.State(*(of[name] for name in observe.State._fields)) for of in (given, theirs)
+        )
+        here = observe.Part(my_state, mine, before - shift, moved)
+        there = observe.Part(their_state, its, other - shift, joined)
+        observe.merge(f, tile, here, there)
+        with f.range(0, given["columns"], tile.lanes) as d:
+            total = add(tile.load(f, given["out"], d), tile.load(f, theirs["out"], d))
+            tile.store(f, total, given["out"], d)
     return f

@@ -286,12 +286,15 @@ def write_pack(module: Module, tile: Tile) -> Function:
         "scale": tile.element,
     }
     with module.function("pack_queries", parameters, internal=True) as f:
-        rows, stride, count, depth, panels, scale = f.parameters
-        wide = f.splat(scale, tile.vector)
+        given = f.given
+        count, depth = given["count"], given["depth"]
+        wide = f.splat(given["scale"], tile.vector)
         with f.range(0, count, tile.lanes) as first:
             places = [f.minimum(first + r, count - 1) for r in range(tile.lanes)]
-            starts = [f.offset(rows, place * stride, tile.element) for place in places]
-            panel = _column_start(f, tile, panels, first, depth)
+            starts = [
+                f.offset(given["rows"], place * given["stride"], tile.element) for place in places
+            ]
+            panel = _column_start(f, tile, given["panels"], first, depth)
             with f.range(0, depth, tile.lanes) as d:
                 _expect(f, tile, starts, d + depth)
                 square = transpose(f, [f.load(tile.vector, start, d) for start in starts])
@@ -314,7 +317,8 @@ def write_unpack(module: Module, tile: Tile) -> Function:
         "stride": I64,
     }
     with module.function("unpack_out", parameters, I1, internal=True) as f:
-        panels, scales, count, depth, rows, stride = f.parameters
+        given = f.given
+        count, depth = given["count"], given["depth"]
         bits = tile.element.as_int
 
         def columns(
@@ -335,9 +339,11 @@ def write_unpack(module: Module, tile: Tile) -> Function:
         def queries(first: Value, seen: list[Value]) -> list[Value]:
             # What is past the last query goes to its row, which is written after it.
             places = [f.minimum(first + r, count - 1) for r in range(tile.lanes)]
-            starts = [f.offset(rows, place * stride, tile.element) for place in places]
-            scale = tile.load(f, scales, first)
-            panel = _column_start(f, tile, panels, first, depth)
+            starts = [
+                f.offset(given["rows"], place * given["stride"], tile.element) for place in places
+            ]
+            scale = tile.load(f, given["scales"], first)
+            panel = _column_start(f, tile, given["panels"], first, depth)
             return f.loop(
                 0,
                 depth,

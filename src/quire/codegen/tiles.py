@@ -184,7 +184,8 @@ def write_multiply_keys(
         "count": I64,
     }
     with module.function(tile.named("multiply_keys"), parameters, internal=True) as f:
-        keys, stride, queries, depth, scores, best_scores, count = f.parameters
+        given = f.given
+        depth, count = given["depth"], given["count"]
         last = count - 1
 
         def product(
@@ -195,7 +196,7 @@ def write_multiply_keys(
                 tile,
                 number,
                 lambda d: [f.load(tile.element, start, begin + d) for start in starts],
-                lambda d: tile.load_row(f, queries, begin + d),
+                lambda d: tile.load_row(f, given["queries"], begin + d),
                 rows=len(starts),
                 unroll=1 if tile.narrow else 2,
                 sums=sums,
@@ -213,14 +214,16 @@ def write_multiply_keys(
             places = [first + r for r in range(rows)]
             if rows == SMALL_ROWS:  # past the end: the last key again, its scores never read
                 places = [f.minimum(place, last) for place in places]
-            starts = [f.offset(keys, place * stride, tile.element) for place in places]
+            starts = [
+                f.offset(given["keys"], place * given["stride"], tile.element) for place in places
+            ]
             nothing = tile.row(f, 0.0) * rows
             if tile.narrow:
                 sums = product_in_place(starts, nothing)
             else:
                 sums = product(starts, f.value(0, I64), depth, nothing)
             for r, row in enumerate(tile.rows(sums)):
-                tile.store_row(f, row, scores, first + r, row_stride)
+                tile.store_row(f, row, given["scores"], first + r, row_stride)
                 if maxima:
                     best = [f.maximum(a, b) for a, b in zip(best, row, strict=True)]
             return best
@@ -232,7 +235,7 @@ def write_multiply_keys(
             large, count, lambda j, m: multiply(j, m, SMALL_ROWS), carry=best, step=SMALL_ROWS
         )
         if maxima:
-            tile.store_row(f, best, best_scores)
+            tile.store_row(f, best, given["maxima"])
     return f
 
 
@@ -249,7 +252,7 @@ def write_exponentiate(module: Module, tile: Tile, *, careful: bool = False) -> 
     name = "exponentiate_carefully" if careful else "exponentiate"
     exp4 = vecmath.exp4 if careful else vecmath.exp4_nonpositive
     with module.function(tile.named(name), parameters, internal=True) as f:
-        *pointers, count = f.parameters
+        *pointers, count = f.parameters  # the names are those of the loop below
 
         def weigh(scores: Value, j: Value, total: Value, shift: Value) -> Value:
             at = f.offset(scores, j * tile.width, tile.element)
@@ -302,22 +305,24 @@ def write_multiply_values(module: Module, tile: Tile, *, careful: bool = False) 
     }
     name = "multiply_values_carefully" if careful else "multiply_values"
     with module.function(tile.named(name), parameters, internal=True) as f:
-        values, stride, weights, out, alpha, count, columns = f.parameters
-        scale = tile.load_row(f, alpha)
+        given = f.given
+        out, columns = given["out"], given["columns"]
+        scale = tile.load_row(f, given["alpha"])
 
         def multiply(d: Value, rows: int) -> None:
-            start = f.offset(values, d, tile.element)
+            start = f.offset(given["values"], d, tile.element)
 
             def column(j: Value) -> list[Value]:
-                at = f.offset(start, j * stride, tile.element)
+                at = f.offset(start, j * given["stride"], tile.element)
                 if tile.narrow:
                     f.prefetch(f.offset(at, columns, tile.element))
                 return [f.load(tile.element, at, r) for r in range(rows)]
 
+            def weights(j: Value) -> list[Value]:
+                return tile.load_row(f, given["weights"], j)
+
             product = _selecting_product if careful else outer_product
-            sums = product(
-                f, tile, count, column, lambda j: tile.load_row(f, weights, j), rows=rows
-            )
+            sums = product(f, tile, given["count"], column, weights, rows=rows)
             for r, row in enumerate(tile.rows(sums)):
                 old = tile.load_row(f, out, d + r)
                 moved = [f.fma(o, a, s) for o, a, s in zip(old, scale, row, strict=True)]

@@ -123,6 +123,15 @@ def _float_literal(type: Type, number: float) -> str:
     return f"0x{struct.unpack('<Q', struct.pack('<d', number))[0]:016X}"
 
 
+def fields(type: Type, names: str) -> dict[str, Type]:
+    """Parameters, or fields of a record, that have one type.
+
+    >>> fields(I64, "first last")
+    {'first': i64, 'last': i64}
+    """
+    return dict.fromkeys(names.split(), type)
+
+
 class Layout:
     """The fields of a record in memory, eight bytes each, in order."""
 

@@ -6,7 +6,9 @@ either side and become constants of the value's type; two values must have the s
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from quire.codegen.types import I1, VOID, Type
 from quire.errors import CodegenError
@@ -15,12 +17,27 @@ if TYPE_CHECKING:
     from quire.codegen.blocks import Blocks
 
 
-class Signature(NamedTuple):
-    """What a call needs to know of the function called."""
+@dataclass(frozen=True)
+class Signature:
+    """What a call needs to know of a function: its name, its parameters and what it returns."""
 
     name: str
-    parameters: tuple[Type, ...]
+    parameters: Mapping[str, Type]
     returns: Type = VOID
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "parameters", dict(self.parameters))
+
+    def in_order(self, arguments: Sequence[Value], named: Mapping[str, Value]) -> list[Value]:
+        """One value for each parameter: the first ones by position, all others by name."""
+        expected = list(self.parameters)
+        given = {**dict(zip(expected, arguments, strict=False)), **named}
+        if len(arguments) + len(named) != len(expected) or given.keys() != set(expected):
+            raise CodegenError(
+                f"expected the arguments {expected} of {self.name}, got {len(arguments)} without a "
+                f"name and {sorted(named)}"
+            )
+        return [given[name] for name in expected]
 
 
 class Value:

@@ -326,15 +326,13 @@ def _refuse_random(func: Callable[..., Any]) -> None:
         raise random_numbers(f"torch.{name}" if hasattr(torch, name) else f"Tensor.{name}")
 
 
-RANDOM = frozenset(
-    (
-        *("rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "randperm"),
-        *("bernoulli", "binomial", "cauchy", "exponential", "geometric", "log_normal"),
-        *("multinomial", "normal", "poisson", "random", "uniform", "gumbel_softmax", "rrelu"),
-        *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "native_dropout"),
-        *("feature_dropout", "feature_alpha_dropout"),
-    )
-)
+_RANDOM = """
+    rand rand_like randint randint_like randn randn_like randperm bernoulli binomial cauchy
+    exponential geometric log_normal multinomial normal poisson random uniform gumbel_softmax rrelu
+    dropout dropout1d dropout2d dropout3d alpha_dropout native_dropout feature_dropout
+    feature_alpha_dropout
+"""
+RANDOM = frozenset(_RANDOM.split())
 """Torch's functions that draw; those in place have an underscore more."""
 
 _OF_WHOLE_TENSORS = ("getitem", "embedding")
