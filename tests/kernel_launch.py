@@ -24,10 +24,10 @@ from quire.codegen.convention import (
     SEQUENCE,
     ForwardSpec,
     num_items,
-    scratch_bytes,
     tile_entry,
 )
 from quire.codegen.forward import write_forward
+from quire.codegen.scratch import scratch_bytes
 from quire.codegen.staging import ENDLESS
 from quire.codegen.target import Target
 from quire.codegen.tiles import Tile
@@ -186,7 +186,8 @@ class Call:
             self.out = guarded(torch.full(shape, 7.0, dtype=self.out_dtype or self.query.dtype))
         self.lse = guarded(torch.full(shape[:3], 7.0, dtype=wide))
         self.max_scores = guarded(torch.full(shape[:3], 7.0, dtype=wide))
-        size = scratch_bytes(self.spec, self.query.shape[3], self.value.shape[3], self.block_q)
+        widths = self.query.shape[3], self.value.shape[3]
+        size = scratch_bytes("panel", self.spec.tile, *widths, self.block_q)
         self._scratch = WatchedScratch(self.threads, size, 0, 0).__enter__()
         self._scratch.fill(255, torch.uint8)
         self._counters = torch.zeros(16, dtype=torch.int64)

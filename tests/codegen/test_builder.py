@@ -27,6 +27,7 @@ from quire.codegen.types import (
     Layout,
     Type,
     literal,
+    typed,
 )
 from quire.errors import CodegenError
 
@@ -221,6 +222,12 @@ def test_arguments_that_do_not_fit_are_refused(arguments: int, named: str) -> No
     one = {"x": I64}
     with pytest.raises(CodegenError, match=match), module.function("main", one) as f:
         f.call(minus, *f.parameters * arguments, **dict.fromkeys(named, f.given["x"]))
+
+
+def test_types_are_declared_before_names() -> None:
+    assert typed("ptr rows, i64 begin end") == {"rows": PTR, "begin": I64, "end": I64}
+    with pytest.raises(CodegenError, match="expected types before names, got 'rows ptr'"):
+        typed("rows ptr")
 
 
 def test_the_text_is_stable() -> None:

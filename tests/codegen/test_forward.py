@@ -22,9 +22,9 @@ from quire.codegen.convention import (
     ForwardSpec,
     choose_block_q,
     choose_heads,
-    scratch_bytes,
 )
 from quire.codegen.mods import write_rewrite
+from quire.codegen.scratch import scratch_bytes
 from quire.codegen.target import Target
 from quire.codegen.types import I1, I64
 from quire.errors import CodegenError
@@ -592,8 +592,8 @@ def test_mods_are_called_as_they_are_written() -> None:
 
 def test_scratch_and_blocks() -> None:
     spec = ForwardSpec(Target.named("x86-64-v3"))
-    assert scratch_bytes(spec, 64, 64, 128) % 64 == 0
-    assert scratch_bytes(spec, 512, 512, 64) < 2**20
+    assert scratch_bytes("panel", spec.tile, 64, 64, 128) % 64 == 0
+    assert scratch_bytes("panel", spec.tile, 512, 512, 64) < 2**20
     assert choose_block_q(spec.tile, 64, 64, rows=8 * 8192, threads=2) == 512
     assert choose_block_q(spec.tile, 512, 512, rows=8 * 8192, threads=2) == 256
     assert choose_block_q(spec.tile, 64, 64, rows=8 * 512, threads=16) == 64

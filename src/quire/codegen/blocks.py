@@ -228,10 +228,10 @@ class Blocks:
     def choose(
         self,
         condition: Value,
-        yes: Callable[[], Sequence[Value]],
-        no: Callable[[], Sequence[Value]],
+        yes: Callable[[], Sequence[Value] | None],
+        no: Callable[[], Sequence[Value] | None],
     ) -> list[Value]:
-        """`yes() if condition else no()`, running only one; both return the same types."""
+        """`yes() if condition else no()`, running only one; both return the same types, or None."""
         label = self._label("choose")
         self._branch(condition, f"{label}.yes", f"{label}.no")
         first, after_yes = self._side(f"{label}.yes", yes, f"{label}.end")
@@ -245,10 +245,10 @@ class Blocks:
         ]
 
     def _side(
-        self, label: str, body: Callable[[], Sequence[Value]], end: str
+        self, label: str, body: Callable[[], Sequence[Value] | None], end: str
     ) -> tuple[list[Value], str]:
         self._begin(label)
         with self._scope():
-            results = list(body())
+            results = list(body() or ())
             self.emit_void(f"br label %{end}", *results)
         return results, self._block

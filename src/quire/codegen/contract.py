@@ -17,11 +17,11 @@ from quire.codegen.convention import (
     CALL,
     EMPTY,
     PLAIN,
-    SCRATCH_BYTES,
     Form,
     ForwardSpec,
     gradient_columns,
 )
+from quire.codegen.scratch import scratch_bytes
 from quire.codegen.staging import ENDLESS, storage
 from quire.errors import CodegenError
 
@@ -72,7 +72,7 @@ class Terms:
             judges=plan["verdict"] != 0,
             has_pages=plan["page_size"] != ENDLESS,
             has_scales=storage(spec.key).has_scales or storage(spec.value).has_scales,
-            scratch_of_one=SCRATCH_BYTES[form](spec, head_dim, value_dim, rows),
+            scratch_of_one=scratch_bytes(form, spec.tile, head_dim, value_dim, rows),
         )
 
     def scratch_bytes(self, members: int) -> int:
@@ -82,7 +82,7 @@ class Terms:
     @functools.lru_cache(maxsize=1024)  # noqa: B019  they hold on to little
     def _scratch_bytes(self, members: int) -> int:
         rows = self.rows * members
-        return SCRATCH_BYTES[self.form](self.spec, self.head_dim, self.value_dim, rows)
+        return scratch_bytes(self.form, self.spec.tile, self.head_dim, self.value_dim, rows)
 
     def check_call(self, call: tuple[int, ...]) -> None:
         """Hold the CALL fields, in their order, to these terms.
@@ -94,7 +94,7 @@ class Terms:
         (
             query, key, value, out, lse, _, argmax, entropy, _, sequences, num_sequences,
             num_items, page_table, key_scale, value_scale, tile_offsets, _, _,
-            scratch, scratch_bytes, members, partials, arrivals, counters,
+            scratch, scratch_size, members, partials, arrivals, counters,
         ) = call
         # fmt: on
         if not query and self.head_dim:
@@ -114,14 +114,14 @@ class Terms:
             self._check_scales((key, key_scale), (value, value_scale))
         if tile_offsets and self.judges:
             raise _broken("a tile list or a verdict", "both")
-        if not scratch or (scratch | scratch_bytes) % ALIGNED:
-            got = f"{scratch_bytes} at {scratch}"
+        if not scratch or (scratch | scratch_size) % ALIGNED:
+            got = f"{scratch_size} at {scratch}"
             raise _broken(f"scratch and scratch_bytes in multiples of {ALIGNED}", got)
         if members != 1:
             self._check_members(members, partials, arrivals)
-        if scratch_bytes < self.scratch_bytes(members):
+        if scratch_size < self.scratch_bytes(members):
             needed = f"scratch_bytes of at least {self.scratch_bytes(members)}"
-            raise _broken(needed, scratch_bytes)
+            raise _broken(needed, scratch_size)
         if partials % ALIGNED or arrivals % 8:
             got = f"{partials} and {arrivals}"
             raise _broken(f"partials in multiples of {ALIGNED}, arrivals of 8", got)

@@ -25,11 +25,12 @@ from dataclasses import dataclass
 from quire.codegen import vecmath
 from quire.codegen.arguments import ModArguments
 from quire.codegen.builder import Function, Module, Value
-from quire.codegen.convention import CAPTURED, DERIVE, weights_stride
+from quire.codegen.convention import CAPTURED, DERIVE
 from quire.codegen.loads import Captured, Lanes
 from quire.codegen.lower import ELEMENT, KEY, ROW, UNIFORM, Scope
 from quire.codegen.mods import Panel, existing, queries_of_panel, scopes_of_rows
 from quire.codegen.scatter import add, densely
+from quire.codegen.scratch import weights_stride
 from quire.codegen.softmax import LOG4_E
 from quire.codegen.tiles import Tile
 from quire.codegen.types import I8

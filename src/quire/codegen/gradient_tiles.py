@@ -17,9 +17,10 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from quire.codegen.builder import Function, Module, Value
-from quire.codegen.convention import BLOCK_Q, weights_stride
+from quire.codegen.convention import BLOCK_Q
+from quire.codegen.scratch import weights_stride
 from quire.codegen.tiles import SMALL_ROWS, Tile, across, large_rows, outer_product
-from quire.codegen.types import I1, I64, PTR
+from quire.codegen.types import I1, I64, typed
 
 UNROLLED = 2  # queries at a time where sums are over queries
 
@@ -46,15 +47,7 @@ def column_strips(f: Function, tile: Tile, columns: Value) -> Iterator[tuple[Til
 
 def write_add_queries(module: Module, tile: Tile) -> Function:
     """grads[query] += slopes[:, query] . keys, over `count` keys, for the queries of a panel."""
-    parameters = {
-        "slopes": PTR,
-        "keys": PTR,
-        "stride": I64,
-        "count": I64,
-        "grads": PTR,
-        "grad_stride": I64,
-        "columns": I64,
-    }
+    parameters = typed("ptr slopes keys, i64 stride count, ptr grads, i64 grad_stride columns")
     with module.function("add_queries", parameters, internal=True) as f:
         given = f.given
         slopes, keys, stride = given["slopes"], given["keys"], given["stride"]
@@ -100,7 +93,7 @@ def write_find_query_ranges(module: Module, tile: Tile) -> Function:
 
     `key_ranges` has for each panel the keys that it attends to.
     """
-    parameters = {"key_ranges": PTR, "panels": I64, "query_ranges": PTR, "first": I64, "end": I64}
+    parameters = typed("ptr key_ranges, i64 panels, ptr query_ranges, i64 first end")
     with module.function("find_query_ranges", parameters, internal=True) as f:
         key_ranges, panels, query_ranges, first, end = f.parameters
         for key, strip in key_strips(f, tile, first, end):
@@ -124,17 +117,8 @@ def write_find_query_ranges(module: Module, tile: Tile) -> Function:
 
 def write_add_keys(module: Module, tile: Tile) -> Function:
     """grads[key] += weights[key] . rows, for keys [first, end), each over its range of queries."""
-    parameters = {
-        "weights": PTR,
-        "query_ranges": PTR,
-        "rows": PTR,
-        "stride": I64,
-        "grads": PTR,
-        "grad_stride": I64,
-        "first": I64,
-        "end": I64,
-        "columns": I64,
-    }
+    parameters = typed("ptr weights query_ranges rows, i64 stride, ptr grads, i64 grad_stride")
+    parameters |= typed("i64 first end columns")
     with module.function("add_keys", parameters, internal=True) as f:
         given = f.given
         stride, end = given["stride"], given["end"]
@@ -176,7 +160,7 @@ def _add_row(f: Function, tile: Tile, row: Sequence[Value], target: Value) -> No
 
 def write_clear(module: Module, tile: Tile) -> Function:
     """Rows [first, end) of a panel become zero."""
-    parameters = {"panel": PTR, "first": I64, "end": I64}
+    parameters = typed("ptr panel, i64 first end")
     with module.function("clear", parameters, internal=True) as f:
         panel, first, end = f.parameters
         with f.range(first, end) as j:
@@ -186,7 +170,7 @@ def write_clear(module: Module, tile: Tile) -> Function:
 
 def write_add_masses(module: Module, tile: Tile) -> Function:
     """masses[key] += the sum of the weights of a key."""
-    parameters = {"weights": PTR, "masses": PTR, "count": I64}
+    parameters = typed("ptr weights masses, i64 count")
     with module.function("add_masses", parameters, internal=True) as f:
         weights, masses, count = f.parameters
         with f.range(0, count) as j:
@@ -200,7 +184,7 @@ def write_add_masses(module: Module, tile: Tile) -> Function:
 
 def write_dot_rows(module: Module, tile: Tile) -> Function:
     """dots[q] = a[q] . b[q] for rows in scratch, `depth` being whole vectors."""
-    parameters = {"a": PTR, "b": PTR, "stride": I64, "depth": I64, "count": I64, "dots": PTR}
+    parameters = typed("ptr a b, i64 stride depth count, ptr dots")
     with module.function("dot_rows", parameters, internal=True) as f:
         given = f.given
         with f.range(0, given["count"]) as q:
@@ -221,13 +205,7 @@ def write_dot_rows(module: Module, tile: Tile) -> Function:
 
 def write_scale_rows(module: Module, tile: Tile) -> Function:
     """rows *= scale, `columns` being whole vectors; returns whether one is not finite."""
-    parameters = {
-        "rows": PTR,
-        "stride": I64,
-        "count": I64,
-        "columns": I64,
-        "scale": tile.element,
-    }
+    parameters = typed("ptr rows, i64 stride count columns") | {"scale": tile.element}
     with module.function("scale_rows", parameters, I1, internal=True) as f:
         rows, stride, count, columns, scale = f.parameters
         bits, wide = tile.element.as_int, f.splat(scale, tile.vector)

@@ -20,7 +20,7 @@ import torch
 
 from quire.codegen.builder import Function, Module, Value
 from quire.codegen.rules import MEMORY, RULES
-from quire.codegen.types import I64, PTR, Type, fields
+from quire.codegen.types import I64, Type, typed
 from quire.ir.graph import Node
 
 NAMES = ("min", "max")
@@ -28,11 +28,9 @@ _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 DTYPES = (torch.bool, *_INTEGERS, torch.float32, torch.float64)
 """What pyramids are built of here."""
 
-PARAMETERS: dict[str, Type] = {
-    "source": PTR,
-    **fields(I64, "rows columns row_stride column_stride"),
-    **fields(I64, "row_leaves column_leaves row_grain column_grain"),
-    **fields(PTR, "missing into spare"),
+PARAMETERS = {
+    **typed("ptr source, i64 rows columns row_stride column_stride"),
+    **typed("i64 row_leaves column_leaves row_grain column_grain, ptr missing into spare"),
 }
 
 _VECTOR_BYTES = 32

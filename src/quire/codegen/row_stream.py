@@ -12,7 +12,7 @@ from typing import TypeAlias
 from quire.codegen.builder import Function, Module, Value
 from quire.codegen.staging import PLACEMENT, Run, Storage, each_run, padded, page_start, scale_start
 from quire.codegen.tiles import Tile
-from quire.codegen.types import F32, I1, I8, I64, PTR
+from quire.codegen.types import F32, I1, I8, I64, PTR, typed
 
 ASKED = (3072, 1536, 768)  # bytes between what is read and what is asked for: first, and again
 MOST_AHEAD = 32  # rows that the table has after those of a block
@@ -24,7 +24,7 @@ Index: TypeAlias = Value | int
 
 def write_point(module: Module, tile: Tile, stored: Storage) -> Function:
     """Addresses of the rows at positions [begin, end). Returns whether vectors fit there."""
-    parameters = {"rows": PTR, "begin": I64, "end": I64, "into": PTR}
+    parameters = typed("ptr rows, i64 begin end, ptr into")
     with module.function(f"point_{stored.name}", parameters, I1, internal=True) as f:
         rows, begin, end, into = f.parameters
         width = f.field(PLACEMENT, rows, "width")
@@ -50,7 +50,7 @@ def write_copy(module: Module, tile: Tile, stored: Storage) -> Function:
 
     The addresses become those of the copies.
     """
-    parameters = {"rows": PTR, "addresses": PTR, "count": I64, "into": PTR, "stride": I64}
+    parameters = typed("ptr rows addresses, i64 count, ptr into, i64 stride")
     with module.function(f"copy_{stored.name}", parameters, internal=True) as f:
         rows, addresses, count, into, stride = f.parameters
         column_stride = f.field(PLACEMENT, rows, "column_stride")
@@ -175,7 +175,7 @@ def over_columns(
 
 def write_gather_scales(module: Module, tile: Tile) -> Function:
     """The factors of the rows at positions [begin, end), one after the other."""
-    parameters = {"rows": PTR, "begin": I64, "end": I64, "into": PTR}
+    parameters = typed("ptr rows, i64 begin end, ptr into")
     with module.function("gather_scales", parameters, internal=True) as f:
         rows, begin, end, into = f.parameters
         row_stride = f.field(PLACEMENT, rows, "scale_row_stride")

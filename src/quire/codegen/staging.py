@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeVar
 
 from quire.codegen.builder import Function, Module, Value
 from quire.codegen.tiles import SMALL_ROWS, Tile
-from quire.codegen.types import F16, F32, F64, I1, I8, I16, I32, I64, PTR, Layout, Type
+from quire.codegen.types import F16, F32, F64, I1, I8, I16, I32, I64, PTR, Layout, Type, typed
 from quire.errors import CodegenError
 
 PLACEMENT = Layout(
@@ -151,7 +151,7 @@ def each_run(
 
 def write_gather(module: Module, tile: Tile, stored: Storage) -> Function:
     """Copy the rows at positions [begin, end) into scratch."""
-    parameters = {"rows": PTR, "begin": I64, "end": I64, "into": PTR, "stride": I64}
+    parameters = typed("ptr rows, i64 begin end, ptr into, i64 stride")
     with module.function(f"gather_{stored.name}", parameters, internal=True) as f:
         rows, begin, end, into, stride = f.parameters
         row_stride = f.field(PLACEMENT, rows, "row_stride")
@@ -201,7 +201,7 @@ def scale_start(f: Function, rows: Value, page: Value) -> Value:
 
 def write_place(module: Module, tile: Tile, stored: Storage) -> Function:
     """Where the rows at [begin, end) are, if they lie there as in scratch; else null."""
-    parameters = {"rows": PTR, "begin": I64, "end": I64}
+    parameters = typed("ptr rows, i64 begin end")
     with module.function(f"place_{stored.name}", parameters, PTR, internal=True) as f:
         rows, begin, end = f.parameters
         page_size, width = f.field(PLACEMENT, rows, "page_size"), f.field(PLACEMENT, rows, "width")
@@ -237,7 +237,7 @@ def _page_number(f: Function, rows: Value, page: Value) -> Value:
 
 def write_scatter(module: Module, tile: Tile, stored: Storage) -> Function:
     """Copy rows from scratch to the positions [begin, end) of the user's tensor."""
-    parameters = {"rows": PTR, "begin": I64, "end": I64, "source": PTR, "stride": I64}
+    parameters = typed("ptr rows, i64 begin end, ptr source, i64 stride")
     with module.function(f"scatter_{stored.name}", parameters, internal=True) as f:
         rows, begin, end, source, stride = f.parameters
         base, row_stride = f.field(PLACEMENT, rows, "base"), f.field(PLACEMENT, rows, "row_stride")
@@ -277,14 +277,7 @@ def write_pack(module: Module, tile: Tile) -> Function:
 
     Lanes past the last query repeat it.
     """
-    parameters = {
-        "rows": PTR,
-        "stride": I64,
-        "count": I64,
-        "depth": I64,
-        "panels": PTR,
-        "scale": tile.element,
-    }
+    parameters = typed("ptr rows, i64 stride count depth, ptr panels") | {"scale": tile.element}
     with module.function("pack_queries", parameters, internal=True) as f:
         given = f.given
         count, depth = given["count"], given["depth"]
@@ -308,14 +301,7 @@ def write_unpack(module: Module, tile: Tile) -> Function:
 
     Returns whether one of them is not finite.
     """
-    parameters = {
-        "panels": PTR,
-        "scales": PTR,
-        "count": I64,
-        "depth": I64,
-        "rows": PTR,
-        "stride": I64,
-    }
+    parameters = typed("ptr panels scales, i64 count depth, ptr rows, i64 stride")
     with module.function("unpack_out", parameters, I1, internal=True) as f:
         given = f.given
         count, depth = given["count"], given["depth"]

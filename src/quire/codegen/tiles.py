@@ -29,7 +29,7 @@ from typing import NamedTuple
 from quire.codegen import vecmath
 from quire.codegen.builder import Function, Module, Operand, Value
 from quire.codegen.target import Target
-from quire.codegen.types import I64, PTR, Type
+from quire.codegen.types import I64, Type, typed
 
 SMALL_ROWS = 4  # the rows of a second micro kernel, which takes what the large one leaves
 NARROW_ROWS = 8  # the rows of the large one for narrow tiles
@@ -174,15 +174,7 @@ def write_multiply_keys(
     module: Module, tile: Tile, *, maxima: bool = True, row_stride: int = 0
 ) -> Function:
     """scores[key] = keys[key] . queries for `count` keys, and perhaps each column's maximum."""
-    parameters = {
-        "keys": PTR,
-        "stride": I64,
-        "queries": PTR,
-        "depth": I64,
-        "scores": PTR,
-        "maxima": PTR,
-        "count": I64,
-    }
+    parameters = typed("ptr keys, i64 stride, ptr queries, i64 depth, ptr scores maxima, i64 count")
     with module.function(tile.named("multiply_keys"), parameters, internal=True) as f:
         given = f.given
         depth, count = given["depth"], given["count"]
@@ -241,14 +233,7 @@ def write_multiply_keys(
 
 def write_exponentiate(module: Module, tile: Tile, *, careful: bool = False) -> Function:
     """scores become weights; the running maximum and sum of every column move on."""
-    parameters = {
-        "scores": PTR,
-        "maxima": PTR,
-        "running_max": PTR,
-        "running_sum": PTR,
-        "alpha": PTR,
-        "count": I64,
-    }
+    parameters = typed("ptr scores maxima running_max running_sum alpha, i64 count")
     name = "exponentiate_carefully" if careful else "exponentiate"
     exp4 = vecmath.exp4 if careful else vecmath.exp4_nonpositive
     with module.function(tile.named(name), parameters, internal=True) as f:
@@ -294,15 +279,7 @@ def write_exponentiate(module: Module, tile: Tile, *, careful: bool = False) -> 
 
 def write_multiply_values(module: Module, tile: Tile, *, careful: bool = False) -> Function:
     """out[d] = out[d] * alpha + values[:, d] . weights, `columns` being a multiple of 4."""
-    parameters = {
-        "values": PTR,
-        "stride": I64,
-        "weights": PTR,
-        "out": PTR,
-        "alpha": PTR,
-        "count": I64,
-        "columns": I64,
-    }
+    parameters = typed("ptr values, i64 stride, ptr weights out alpha, i64 count columns")
     name = "multiply_values_carefully" if careful else "multiply_values"
     with module.function(tile.named(name), parameters, internal=True) as f:
         given = f.given

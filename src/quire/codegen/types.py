@@ -123,13 +123,16 @@ def _float_literal(type: Type, number: float) -> str:
     return f"0x{struct.unpack('<Q', struct.pack('<d', number))[0]:016X}"
 
 
-def fields(type: Type, names: str) -> dict[str, Type]:
-    """Parameters, or fields of a record, that have one type.
+def typed(declarations: str) -> dict[str, Type]:
+    """Types by name, written as in C: each type stands before its names.
 
-    >>> fields(I64, "first last")
-    {'first': i64, 'last': i64}
+    >>> typed("ptr rows, i64 begin end")
+    {'rows': ptr, 'begin': i64, 'end': i64}
     """
-    return dict.fromkeys(names.split(), type)
+    declared = [part.split() for part in declarations.split(",")]
+    if any(kind not in _BITS for kind, *_ in declared):
+        raise CodegenError(f"expected types before names, got {declarations!r}")
+    return {name: Type(kind) for kind, *names in declared for name in names}
 
 
 class Layout:

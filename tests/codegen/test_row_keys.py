@@ -9,7 +9,7 @@ import torch
 
 from quire.codegen import jit
 from quire.codegen.builder import Module
-from quire.codegen.row_tiles import add_lanes
+from quire.codegen.row_keys import add_lanes
 from quire.codegen.target import Target
 from quire.codegen.types import F32, F64, PTR, Type
 
