@@ -39,11 +39,10 @@ from quire.ir.intervals import (
     number_choice,
     remainder,
 )
-from quire.ir.narrow import Range
 from quire.ir.parts import parts_of
 from quire.ir.pyramid import Pyramid, axes_of, entries_of
+from quire.ir.ranges import FAR, LARGEST, Range, Ranges
 from quire.ir.simplify import simplest
-from quire.ir.sizes import FAR, LARGEST, Sizes
 from quire.ir.sums import Sum, added, plus, sum_of
 from quire.ir.terms import (
     BOOL,
@@ -81,7 +80,7 @@ def bound(
 
     With `levels` ranges of loads are exact up to 2**levels elements, wherever they begin.
     """
-    sizes, pyramids, unknown = Sizes(ranges), dict[Pyramid, int](), dict[Node, None]()
+    sizes, pyramids, unknown = Ranges(ranges, sure=True), dict[Pyramid, int](), dict[Node, None]()
     can, must = FALSE, TRUE
     for part in parts_of(root):
         tile = _Bounder(shapes, sizes, levels, part.ends, pyramids)
@@ -97,7 +96,7 @@ class _Bounder:
     """The bounds of all nodes of one graph, each found once."""
 
     shapes: Sequence[Sequence[int]]
-    sizes: Sizes
+    sizes: Ranges
     levels: int
     ends: Mapping[str, Interval]
     pyramids: dict[Pyramid, int]

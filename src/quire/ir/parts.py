@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from quire.ir.graph import Node, walk
 from quire.ir.intervals import Interval
-from quire.ir.sizes import FAR
+from quire.ir.ranges import FAR
 from quire.ir.terms import I64, TRUE, both, term, whole
 
 
