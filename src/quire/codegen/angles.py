@@ -1,13 +1,13 @@
-"""Angles of any size: how many quarter turns they are, and what is left.
+"""Reduces large angles: the number of quarter turns, and what is left.
 
-An angle is m * 2**e with a whole number m. Of m * 2**e * 2 / pi only what is below four counts,
-since four quarters are a turn. So the bits of 2 / pi from the one of weight 2 on are enough:
+An angle is m * 2**e with a whole number m, and has m * 2**e * 2 / pi quarter turns. Four are a full
+turn, so only the part below four is needed, and only the bits of 2 / pi from weight 2 on:
 
     2 / pi = 0.b1 b2 b3 ...        2**e * 2 / pi  =  ... b(e-1) b(e) . b(e+1) b(e+2) ...
                                                        |<- 96 bits, found by shifting words
 
-Integers of 64 bits hold the product, two bits before the point and 62 behind it; what overflows
-are whole turns.
+64-bit integers hold the product, two bits before the point and 62 behind it. What overflows are
+full turns.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BEHIND_THE_POINT = 62
 
 
 def _inverse_arctangent(number: int, unit: int) -> int:
-    """atan(1 / number) in units."""
+    """atan(1 / number), times `unit`."""
     term, total, n = unit // number, 0, 1
     while term:
         total += term // n if n % 4 == 1 else -(term // n)
@@ -34,7 +34,7 @@ def _inverse_arctangent(number: int, unit: int) -> int:
 
 
 def _words_of_two_over_pi(count: int) -> list[int]:
-    """A word of zeros before the point, then its bits, `count` words in all."""
+    """2 / pi in words of 32 bits: a word of zeros before the point, then its bits."""
     bits = WORD * count
     pi = 16 * _inverse_arctangent(5, 1 << bits) - 4 * _inverse_arctangent(239, 1 << bits)
     fixed = (2 << 2 * bits) // pi >> WORD
@@ -42,11 +42,11 @@ def _words_of_two_over_pi(count: int) -> list[int]:
 
 
 _LEVELS = {23: (4, 2, 1), 52: (16, 8, 4, 2, 1)}
-"""For the bits of a mantissa, the steps in which words are shifted: their sum is the farthest."""
+"""For float32 and float64, by mantissa bits: powers of two that add up to any shift in words."""
 
 
 def quarter_turns(f: Function, x: Value, mantissa: int, bias: int) -> tuple[Value, Value]:
-    """What is left of a large angle, as a double, and the number of quarter turns, modulo 4."""
+    """The rest of a large angle, as a double, and its number of quarter turns, modulo 4."""
     bits = f.bitcast(f.intrinsic("fabs", x), x.type.as_int)
     exponent = f.convert(bits >> mantissa, I64) - (bias + mantissa)
     whole = (f.convert(bits, I64) & (2**mantissa - 1)) + 2**mantissa
@@ -65,7 +65,7 @@ def quarter_turns(f: Function, x: Value, mantissa: int, bias: int) -> tuple[Valu
 
 
 def _shifted(f: Function, place: Value, levels: tuple[int, ...]) -> list[Value]:
-    """Five words of 2 / pi from a place on, which differs from lane to lane."""
+    """Five words of 2 / pi from `place` on; each lane has its own place."""
     constants = _words_of_two_over_pi(sum(levels) + 5)
     words = [f.value(word, place.type) for word in constants]
     for level in levels:
@@ -75,7 +75,7 @@ def _shifted(f: Function, place: Value, levels: tuple[int, ...]) -> list[Value]:
 
 
 def _product(number: Value, words: list[Value], shift: Value) -> Value:
-    """A whole number of at most 32 bits times the 96 bits that begin within the first word."""
+    """A whole number of at most 32 bits times the 96 bits from `shift` in the first word on."""
     windows: list[Value] = [
         ((a << WORD | b) >> (WORD - shift)) & _MASK for a, b in itertools.pairwise(words)
     ]

@@ -1,14 +1,13 @@
-"""New rows of keys and values, copied to their slots in pages: converted, or quantised, on the way.
+"""Copies new rows of keys and values to their pages, and converts or quantises them.
 
-    slot    page * page_size + the row in it
+    slot    page * page_size + row of the page
     rows    [layers, tokens, heads, width], any strides but the last
     pages   [pages, heads, page_size, width], for each layer
     scales  [pages, heads, page_size], where pages are of int8: row = int8 * scale
 
-One call writes keys and values of one layer or of many. Threads take a block of tokens of a layer
-at a time. Where the record says so, rows are streamed past the caches: they are whole cache lines
-of pages that are too many to be there, and to read those only to overwrite them takes twice as
-long.
+One call writes the keys and values of one layer or of many. Threads take a block of tokens of one
+layer at a time. If the record says so, rows are streamed past the caches: a normal store would
+first read the line that it overwrites, which takes twice as long if the pages are in no cache.
 """
 
 from __future__ import annotations
@@ -20,26 +19,26 @@ from quire.codegen.types import F32, F64, I8, I32, I64, PTR, Layout, Type
 
 NAME = "append"
 INT8 = "int8"
-LARGEST = 127  # of int8, on both sides of 0
+LARGEST = 127  # the largest int8; -128 is not used
 SIDES = ("key", "value")
-PACKED = 4  # vectors of floats become one of int8, at once
+PACKED = 4  # vectors of floats that become one vector of int8
 
 _STRIDES: dict[str, Type] = {"layer_stride": I64, "token_stride": I64, "head_stride": I64}
-_FIXED: dict[str, Type] = {"width": I64, "streamed": I64}  # 1: whole lines, and not cached
+_FIXED: dict[str, Type] = {"width": I64, "streamed": I64}  # 1: rows are whole cache lines, streamed
 APPEND = Layout(
     "append",
     {
-        # of one call
-        "next": I64,  # the block that the next thread begins with
+        # Of one call:
+        "next": I64,  # the counter that threads take blocks off
         "layers": I64,
-        "pages": PTR,  # a record for each layer
+        "pages": PTR,  # a LAYER record for each layer
         **{f"{side}_rows": PTR for side in SIDES},
-        # of all calls of a step
+        # Of all calls of a step:
         "slots": PTR,
         "tokens": I64,
         "block": I64,  # tokens that a thread takes at a time
         **{f"{side}_{name}": type for side in SIDES for name, type in _STRIDES.items()},
-        # of the pages
+        # Of the pages:
         "heads": I64,
         "page_size": I64,
         **{f"{side}_{name}": type for side in SIDES for name, type in _FIXED.items()},
@@ -48,7 +47,7 @@ APPEND = Layout(
 LAYER = Layout(
     "layer",
     {
-        "layer": I64,  # its place in the rows
+        "layer": I64,  # its index in the rows
         **dict.fromkeys(SIDES, PTR),
         **{f"{side}_scale": PTR for side in SIDES},
     },
@@ -75,12 +74,12 @@ def write_append(target: Target, source: str, pages: str) -> Module:
             record = f.offset(table, layer * len(LAYER), I64)
             for side in SIDES:
                 writer.write(argument, record, side, begin, end)
-        f.emit_void("fence seq_cst")  # what was streamed is there before anybody is told so
+        f.emit_void("fence seq_cst")  # streamed rows must be in memory before the call returns
     return module
 
 
 class _Writer:
-    """What the rows of one kernel go through."""
+    """Writes the code that copies rows of one dtype to pages of another."""
 
     def __init__(self, f: Function, target: Target, source: Storage, pages: str) -> None:
         self.f, self.source = f, source
@@ -89,7 +88,7 @@ class _Writer:
         self.whole_lanes = target.lanes(source.memory.as_int)
 
     def write(self, argument: Value, record: Value, side: str, begin: Value, end: Value) -> None:
-        """Some tokens of one layer: its keys, or its values."""
+        """Copy the keys or the values of some tokens of one layer."""
         f = self.f
         heads, page_size, slots = (
             f.field(APPEND, argument, name) for name in ("heads", "page_size", "slots")
@@ -117,40 +116,37 @@ class _Writer:
     def _copy(
         self, pages: Storage, read: Value, into: Value, width: Value, streamed: Value
     ) -> None:
-        """One head of one token: whole vectors, then what is left."""
+        """Copy one head of one token: whole vectors, then the rest."""
         f, source = self.f, self.source
-        # Torch converts between double and the narrow dtypes by way of float, too.
+        # PyTorch also converts between float64 and narrow dtypes by way of float32.
         element = F64 if pages.memory == F64 else F32
         lanes = self.whole_lanes if source == pages else self.lanes * F32.bits // element.bits
 
         def number(column: Value, count: int) -> Value:
-            if source == pages:  # as bits, so that NaNs stay the very ones
+            if source == pages:  # as bits, so that the bits of a NaN are kept
                 return f.load(source.memory.as_int.vector(count), read, column)
             return pages.write(f, f.convert(self._number(read, column, count), element))
 
-        def stream() -> list[Value]:
+        def stream() -> None:
             with f.range(0, width, lanes) as column:
                 _stream(f, number(column, lanes), into, column)
-            return []
 
-        def store() -> list[Value]:
+        def store() -> None:
             whole = width & -lanes
             with f.range(0, whole, lanes) as column:
                 f.store(number(column, lanes), into, column)
             with f.range(whole, width) as column:
                 f.store(number(column, 0), into, column)
-            return []
 
         f.choose(streamed.equals(1), stream, store)
 
     def _quantise(
         self, read: Value, into: Value, scale_at: Value, width: Value, streamed: Value
     ) -> None:
-        """One head of one token in int8, and beside it its scale: the largest of it / LARGEST.
+        """Copy one head of one token as int8, with the scale max(abs(row)) / LARGEST.
 
-        The bits of a float without its sign are ordered as the floats are, infinity and then NaN at
-        the end. Where the scale is 0 or not finite, so that no number can be divided by it, all of
-        the row is 0.
+        The bits of floats without their sign have the order of the floats; infinity and NaN come
+        last. If the scale is 0 or not finite, the row becomes 0.
         """
         f = self.f
         peak = self._peak(read, width)
@@ -164,22 +160,20 @@ class _Writer:
             ratio = f.maximum(f.minimum(ratio, float(LARGEST)), -float(LARGEST))
             return f.convert(f.convert(f.intrinsic("rint", ratio), I32), I8)  # to even
 
-        def stream() -> list[Value]:
+        def stream() -> None:
             many = self.lanes * PACKED
             with f.range(0, width, many) as column:
                 _stream(f, number(column, many), into, column)
-            return []
 
-        def store() -> list[Value]:
+        def store() -> None:
             for count, begin, end in self._runs(width):
                 with f.range(begin, end, max(1, count)) as column:
                     f.store(number(column, count), into, column)
-            return []
 
         f.choose(streamed.equals(1), stream, store)
 
     def _peak(self, read: Value, width: Value) -> Value:
-        """The largest of a row, as bits."""
+        """The largest magnitude of a row, as bits."""
         peak = self.f.value(0, I32)
         for count, begin, end in self._runs(width):
             peak = self._larger(read, count, begin, end, peak)
@@ -197,7 +191,7 @@ class _Writer:
         return f.reduce("smax", most) if count else most
 
     def _runs(self, width: Value) -> list[tuple[int, Value, Value]]:
-        """How many numbers of a row are taken at once, 0 for one alone; from where to where."""
+        """A row in runs (count, begin, end): `count` numbers at a time, 0 for a scalar."""
         many = self.lanes * PACKED
         packed, whole = width & -many, width & -self.lanes
         nothing = self.f.value(0, I64)
@@ -209,7 +203,7 @@ class _Writer:
 
 
 def _stream(f: Function, value: Value, pointer: Value, index: Value) -> None:
-    """Write a vector to memory, past the caches; whole lines of it come one after the other."""
+    """Write a vector to memory, past the caches."""
     address = f.offset(pointer, index, value.type)
     aligned = value.type.lanes * value.type.size
     text = f"store {value!r}, ptr {address.text}, align {aligned}, !nontemporal !{{i32 1}}"

@@ -22,14 +22,14 @@ from quire.ir.graph import Node, constants
 
 
 class CaptureShape(NamedTuple):
-    """What generated code knows of a captured tensor: its rank, and which stride is 1."""
+    """What code depends on: the rank of a captured tensor, and its dimension with stride 1."""
 
     rank: int
     unit: int | None
 
     @staticmethod
     def of(tensor: Tensor) -> CaptureShape:
-        """Read off a tensor."""
+        """The shape of a tensor."""
         return _shape_of(tensor.stride())
 
 
@@ -52,7 +52,7 @@ class ModArguments:
 
     @staticmethod
     def of(roots: Sequence[Node], captures: Sequence[CaptureShape]) -> ModArguments:
-        """The record for some graphs that share their captured tensors."""
+        """The record for some graphs over one list of captured tensors."""
         variable = tuple(node for node in constants(*roots) if not is_literal(node))
         return ModArguments(variable, tuple(captures))
 
@@ -63,12 +63,12 @@ class ModArguments:
 
     @functools.cached_property
     def _numbers(self) -> bytes:
-        """The constants, which are the same in every record of these graphs."""
+        """The packed constants."""
         format = "".join("d" if node.dtype.is_floating_point else "q" for node in self.constants)
         return struct.pack(f"={format}", *(node.payload for node in self.constants))
 
     def pack(self, captures: Sequence[Tensor], flag: int) -> bytes:
-        """The bytes of the record: these constants, and tensors of these shapes."""
+        """The record as bytes: the flag's address, the constants, and these tensors."""
         head = flag.to_bytes(8, sys.byteorder) + self._numbers
         if not captures:
             return head
@@ -76,7 +76,7 @@ class ModArguments:
         return head + struct.pack(f"={len(tensors)}q", *tensors)
 
     def read(self, f: Function, record: Value) -> tuple[dict[Node, Value], list[Captured], Value]:
-        """The constants, captured tensors and the flag's address, in a function's first lines."""
+        """Load the record in generated code: constants, captured tensors, the flag's address."""
         flag, at = f.load(PTR, record, 0), 1
         parameters = {}
         for node in self.constants:
@@ -94,7 +94,7 @@ class ModArguments:
 
 
 def _describe(tensor: Tensor) -> tuple[int, ...]:
-    """Where a captured tensor is, its sizes and its strides. Any index of an empty one is wrong."""
+    """The address, sizes and strides of a tensor; every index into an empty one is wrong."""
     address = tensor.data_ptr()
     if address == 0:
         return (ctypes.addressof(_NOWHERE), *(0,) * (2 * tensor.dim()))
@@ -102,9 +102,9 @@ def _describe(tensor: Tensor) -> tuple[int, ...]:
 
 
 _NOWHERE = ctypes.create_string_buffer(8)
-"""What a load with a wrong index reads where there is nothing to read."""
+"""A load with a wrong index from an empty tensor reads this."""
 
 
 def is_literal(node: Node) -> bool:
-    """Whether a constant is part of the code: truth values, 0, 1, -1 and infinities are."""
+    """Whether a constant is written into the code: truth values, 0, 1, -1 and infinities are."""
     return node.dtype == torch.bool or node.payload in (0, 1, -1, math.inf, -math.inf)

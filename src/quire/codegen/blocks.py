@@ -1,12 +1,12 @@
-"""Structured control flow: the lines of one function, and loops and branches around them.
+"""The lines of one function, and loops and branches around them.
 
-`range`, `when` and `forever` are `with` blocks. Where values flow around a loop or out of a
-branch, `loop`, `repeat` and `choose` take functions and return what those returned:
+`range`, `when` and `forever` are `with` blocks. Where values flow around a loop or out of a branch,
+`loop`, `repeat` and `choose` take functions, and return what those returned:
 
     total, = f.loop(0, n, lambda i, carried: [carried[0] + f.load(F32, x, i)], carry=[zero])
 
-A value that is made inside a block lives until the block ends; using it later is an error here,
-not in LLVM. Blocks end by construction, each exactly once.
+A value that is made inside a block lives until the block ends. Using it later raises an error here,
+before LLVM sees it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from quire.errors import CodegenError
 
 
 class _Loop(NamedTuple):
-    """A loop that is being written: where it starts and what goes around."""
+    """A loop while it is written: its label, and the values that are carried around."""
 
     label: str
     before: str
@@ -51,7 +51,7 @@ class Blocks:
     # --- lines
 
     def emit(self, text: str, type: Type, *used: Value) -> Value:
-        """One instruction with a result. `used` are its operands, checked to be usable here."""
+        """Append an instruction with a result. `used` are its operands, which must be live here."""
         self._check(used)
         self._count += 1
         name = f"%v{self._count}"
@@ -59,12 +59,12 @@ class Blocks:
         return Value(self, type, name, self._scopes[-1])
 
     def emit_void(self, text: str, *used: Value) -> None:
-        """One instruction without a result."""
+        """Append an instruction without a result."""
         self._check(used)
         self._lines.append(f"  {text}")
 
     def comment(self, text: str) -> None:
-        """A line for whoever reads the generated text."""
+        """Append a comment for readers of the generated text."""
         self._lines.append(f"  ; {text}")
 
     def value(self, operand: Operand, type: Type) -> Value:
@@ -76,7 +76,7 @@ class Blocks:
         return operand
 
     def give_back(self, value: Value) -> None:
-        """Return a value from the function, which ends here."""
+        """Return a value from the function, and end it."""
         if len(self._scopes) != 1:
             raise CodegenError("expected to return at the end of the function, got a nested block")
         self.value(value, self.signature.returns)
@@ -174,7 +174,7 @@ class Blocks:
         carry: Sequence[Value],
         step: int = 1,
     ) -> list[Value]:
-        """`for i in range(start, stop, step): carried = body(i, carried)`; the last carried."""
+        """`for i in range(start, stop, step): carried = body(i, carried)`; returns the last."""
         end = self.value(stop, I64)
 
         def once(values: list[Value]) -> list[Value]:
@@ -199,7 +199,7 @@ class Blocks:
 
     @contextmanager
     def forever(self) -> Iterator[Callable[[Value], None]]:
-        """`while True`; the yielded function leaves the loop where its condition holds."""
+        """`while True`; the yielded function leaves the loop if its condition holds."""
         loop = self._open_loop("forever", [])
 
         def leave(condition: Value) -> None:

@@ -7,12 +7,12 @@
             f.store(a * f.load(F32, x, i) + f.load(F32, y, i), y, i)
     module.text
 
-In: Python numbers and `Value`s, which carry a type and know the function they belong to. Out: the
-text of an LLVM module, nothing else; no file but `jit.py` and `target.py` imports llvmlite.
+What goes in are Python numbers and `Value`s, which carry a type and know their function. What comes
+out is the text of an LLVM module. Only `jit.py` and `target.py` import llvmlite.
 
-LLVM as shipped ends the process when it meets malformed code, so everything is checked while it
-is written: operands have one type, a value is used only in its own function and only inside the
-loop or branch that made it, every block ends once. A violation is a `CodegenError`.
+LLVM ends the process when it meets malformed code. So everything is checked while it is written:
+operands have one type, a value is used only in its own function and only inside the loop or branch
+that made it, every block ends once. A violation raises a `CodegenError`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["Function", "Module", "Operand", "Signature", "Value"]
 
 
 class Function(Blocks):
-    """The function being written: instructions here, loops and branches in `Blocks`."""
+    """A function while it is written: instructions here, loops and branches in `Blocks`."""
 
     def __init__(self, module: Module, signature: Signature) -> None:
         super().__init__(signature)
@@ -42,7 +42,7 @@ class Function(Blocks):
         return Value(self, PTR, "null", 0)
 
     def convert(self, value: Value, to: Type) -> Value:
-        """The same number in the scalar type of `to`; i1 counts as 0 and 1, floats truncate."""
+        """The same number in the scalar type of `to`; i1 is 0 or 1, and floats are truncated."""
         source, target = value.type, to.like(value.type)
         if source == target:
             return value
@@ -67,7 +67,7 @@ class Function(Blocks):
         return self.emit(f"zext {value!r} to {target}", target, value)
 
     def join_lanes(self, value: Value, to: Type) -> Value:
-        """Every two lanes as one of a wider integer, the first being its low half."""
+        """Pairs of lanes as wider integers; the first lane of a pair is the low half."""
         target = to.vector(value.type.lanes // 2)
         if target.scalar.bits != 2 * value.type.scalar.bits or value.type.lanes % 2:
             raise CodegenError(f"expected a type twice as wide as a lane of {value!r}, got {to}")
@@ -98,7 +98,7 @@ class Function(Blocks):
         return self.select(a > b, a, b)
 
     def is_nan(self, x: Value) -> Value:
-        """True where x is not a number."""
+        """True where x is NaN."""
         return x.differs(x)
 
     def intrinsic(self, name: str, *operands: Value) -> Value:
@@ -107,7 +107,7 @@ class Function(Blocks):
         return self._library(f"{name}.{type.suffix}", (type,) * len(operands), type, operands)
 
     def leading_zeros(self, x: Value) -> Value:
-        """How many bits of an integer are 0 before the first that is not."""
+        """How many zero bits an integer has before its first one bit."""
         operands = (x, self.value(False, I1))
         return self._library(f"ctlz.{x.type.suffix}", (x.type, I1), x.type, operands)
 
@@ -136,7 +136,7 @@ class Function(Blocks):
         return self.lanes(type, range(type.lanes))
 
     def shuffle(self, a: Value, b: Value, picks: Sequence[int]) -> Value:
-        """Lanes picked from `a` and, counting on, `b`."""
+        """A vector of lanes picked from `a`, and from `b` by numbers from len(a) on."""
         self.value(b, a.type)
         if not picks or not all(0 <= lane < 2 * a.type.lanes for lane in picks):
             raise CodegenError(f"expected lanes below {2 * a.type.lanes}, got {list(picks)}")
@@ -173,7 +173,7 @@ class Function(Blocks):
     # --- memory
 
     def offset(self, pointer: Value, index: Operand, element: Type) -> Value:
-        """The address of `pointer[index]`, counting in lanes of `element`."""
+        """The address of `pointer[index]`; the index counts elements of the scalar type."""
         self.value(pointer, PTR)
         if not isinstance(index, Value) and index == 0:
             return pointer
@@ -198,7 +198,7 @@ class Function(Blocks):
         self.emit_void(text, value, address)
 
     def prefetch(self, pointer: Value, near: int = 3) -> None:
-        """Ask for what is at an address, which will be read: at once (3), or soon (2)."""
+        """Prefetch the cache line at an address, which will be read at once (3) or soon (2)."""
         reading, locality, data = (self.value(number, I32) for number in (0, near, 1))
         operands = (self.value(pointer, PTR), reading, locality, data)
         self._library("prefetch.p0", (PTR, I32, I32, I32), VOID, operands)
@@ -206,14 +206,14 @@ class Function(Blocks):
     def atomic_add(self, pointer: Value, amount: int, *, publish: bool = False) -> Value:
         """Add to an i64 that threads share; returns the value before.
 
-        With `publish`, who adds later sees what was written before.
+        With `publish`, a thread that adds later sees what this one wrote to memory before.
         """
         order = "acq_rel" if publish else "monotonic"
         text = f"atomicrmw add ptr {pointer.text}, i64 {amount} {order}"
         return self.emit(text, I64, self.value(pointer, PTR))
 
     def atomic_load(self, pointer: Value) -> Value:
-        """An i64 that threads share, as it is now."""
+        """Read an i64 that threads share."""
         text = f"load atomic i64, ptr {pointer.text} monotonic, align 8"
         return self.emit(text, I64, self.value(pointer, PTR))
 
@@ -263,7 +263,7 @@ class Function(Blocks):
 
 
 class Module:
-    """A set of functions that is compiled together."""
+    """Functions that are compiled together."""
 
     def __init__(self) -> None:
         self._written: dict[str, str] = {}
@@ -278,7 +278,7 @@ class Module:
         *,
         internal: bool = False,
     ) -> Iterator[Function]:
-        """Write a function; `internal` ones are called from this module only."""
+        """Write a function; an `internal` one is called from this module only."""
         signature = Signature(name, parameters, returns)
         if name in self._signatures:
             raise CodegenError(f"expected a new name, got a second function {name}")
@@ -291,7 +291,7 @@ class Module:
         self._written[name] = f"{head}\n{function.finish()}\n}}\n"
 
     def declare(self, signature: Signature) -> Signature:
-        """Make an intrinsic known to the module; returns it, for calls."""
+        """Declare an intrinsic in the module, and return it."""
         known = self._signatures.setdefault(signature.name, signature)
         if known != signature:
             raise CodegenError(f"expected {known}, got {signature}; the name is taken")

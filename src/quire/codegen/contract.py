@@ -1,9 +1,9 @@
-"""What a record must hold before a kernel may run: `convention.py`, checked.
+"""Checks a record against `convention.py` before a kernel runs.
 
-A kernel believes its record. One that breaks the convention makes it write past its scratch, so it
-is refused here, by a CodegenError: it is a bug of ours, whatever the user has asked for.
+A kernel trusts its record, and a wrong one would make it write to memory that is not its own. So a
+record that breaks the convention raises a CodegenError: it is a bug of quire, not of the user.
 
-A plan is checked once, as its `Terms` are made; a call is held to them by a few comparisons.
+The PLAN fields are checked once, when `Terms` are made; the CALL fields before every launch.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ Fields = Mapping[str, int | float]
 
 @dataclass(frozen=True, eq=False)
 class Terms:
-    """What a plan has fixed, as far as a call must keep to it."""
+    """What the CALL fields are checked against: it follows from the PLAN fields."""
 
     form: Form
     spec: ForwardSpec
     head_dim: int
     value_dim: int
-    rows: int  # that a thread computes at a time, for each member of an item
+    rows: int  # queries that a thread computes at a time, for each member
     observes: bool
-    judges: bool  # by a verdict
+    judges: bool  # there is a verdict
     has_pages: bool
     has_scales: bool
-    scratch_of_one: int
+    scratch_of_one: int  # bytes that a thread needs for pieces of one member
 
     @staticmethod
     def of(form: Form, spec: ForwardSpec, plan: Fields) -> Terms:
-        """The terms of the PLAN fields, which are checked."""
+        """Check the PLAN fields, and return what calls are checked against."""
         _check_blocks(form, spec, plan)
         _check_heads(form, plan)
         _check_code(form, plan)
@@ -76,19 +76,19 @@ class Terms:
         )
 
     def scratch_bytes(self, members: int) -> int:
-        """What each thread needs for items of so many sequences."""
+        """The bytes of scratch that a thread needs for pieces of so many members."""
         return self.scratch_of_one if members == 1 else self._scratch_bytes(members)
 
-    @functools.lru_cache(maxsize=1024)  # noqa: B019  they hold on to little
+    @functools.lru_cache(maxsize=1024)  # noqa: B019  Terms are small
     def _scratch_bytes(self, members: int) -> int:
         rows = self.rows * members
         return scratch_bytes(self.form, self.spec.tile, self.head_dim, self.value_dim, rows)
 
     def check_call(self, call: tuple[int, ...]) -> None:
-        """Hold the CALL fields, in their order, to these terms.
+        """Check the CALL fields, given in their order.
 
-        This runs before every launch, so what is usual takes few comparisons. Tensors without
-        elements have no address, so that pointers to what is not read may be null.
+        This runs before every launch, so it does few comparisons. A tensor without elements has no
+        address, so the address of a tensor that is not read may be null.
         """
         # fmt: off
         (
@@ -129,13 +129,13 @@ class Terms:
             raise _broken("an address of counters", counters)
 
     def _check_scales(self, *sides: tuple[int, int]) -> None:
-        """What is of int8 has factors."""
+        """Keys and values of int8 need factors."""
         for name, (rows, scales) in zip(("key", "value"), sides, strict=True):
             if rows and not scales and storage(self.spec.dtype_of(name)).has_scales:
                 raise _broken(f"an address of {name}_scale for int8", scales)
 
     def _check_members(self, members: int, partials: int, arrivals: int) -> None:
-        """Items of several sequences."""
+        """Pieces of several members need slots."""
         if members < 1 or self.form != "row":
             raise _broken("members of at least 1, and of 1 where items are not rows", members)
         if not (partials and arrivals):
@@ -143,7 +143,7 @@ class Terms:
             raise _broken(f"partials and arrivals for {members} members", got)
 
     def check_gradients(self, fields: Fields) -> None:
-        """Hold the GRADIENTS fields of a backward pass to these terms."""
+        """Check the GRADIENTS fields of a backward pass."""
         tile, slopes = self.spec.tile, fields["wants_slopes"]
         _expect(slopes in (0, 1), "wants_slopes of 0 or 1", slopes)
         for name in ("delta", "wants_slopes"):
@@ -158,7 +158,7 @@ class Terms:
         for name, width in (("grad_key", self.head_dim), ("grad_value", self.value_dim)):
             if not fields[name]:
                 continue
-            # Sums are read and written panel by panel.
+            # Sums are read and written in aligned vectors.
             _expect(fields[name] % vector == 0, f"{name} in multiples of {vector}", fields[name])
             whole, row = gradient_columns(tile, width), fields[f"{name}_row"]
             _expect(row >= whole, f"{name}_row of at least {whole}", row)
@@ -168,7 +168,7 @@ class Terms:
 
 
 def check(form: Form, spec: ForwardSpec, record: Fields) -> None:
-    """Refuse a whole record, FORWARD or BACKWARD, that breaks the convention."""
+    """Check a whole record, FORWARD or BACKWARD."""
     terms = Terms.of(form, spec, record)
     terms.check_call(tuple(int(record[name]) for name in CALL))
     if form == "backward":
@@ -176,7 +176,7 @@ def check(form: Form, spec: ForwardSpec, record: Fields) -> None:
 
 
 def _check_blocks(form: Form, spec: ForwardSpec, plan: Fields) -> None:
-    """Of queries: whole panels, as many as the kernel reckons with."""
+    """Blocks of queries are whole panels."""
     block_q, panel = plan["block_q"], spec.tile.width
     if form == "row":
         _expect(block_q >= 1, "a block_q of at least 1", block_q)
@@ -190,12 +190,12 @@ def _check_blocks(form: Form, spec: ForwardSpec, plan: Fields) -> None:
 
 
 def _check_heads(form: Form, plan: Fields) -> None:
-    """Items and groups of heads divide them."""
+    """The number of heads is a multiple of the groups."""
     heads, group, row_group = plan["heads"], plan["group"], plan["row_group"]
     _expect(
         group >= 1 and row_group >= 1, "a group and a row_group of at least 1", (group, row_group)
     )
-    # Where items are rows, both are counted in items.
+    # In the decode kernel both are counted in items.
     all_heads = heads if form == "row" else heads * row_group
     _expect(heads >= 0 and all_heads % group == 0, f"heads in groups of {group}", all_heads)
     if form == "backward":
@@ -205,7 +205,7 @@ def _check_heads(form: Form, plan: Fields) -> None:
 
 
 def _check_code(form: Form, plan: Fields) -> None:
-    """What a form calls without asking, and what it never calls."""
+    """Functions that a form always calls have an address, those that it never calls have none."""
     if form == "backward":
         for name in ("partial_mod", "full_mod", "plain_mod"):
             _expect(plan[name] != 0, f"an address of {name}, which derives", plan[name])

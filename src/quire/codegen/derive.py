@@ -1,19 +1,18 @@
-"""The derivative of the user's code as a function that the backward kernel calls.
+"""The function that the backward kernel calls for the derivative of a user's mods.
 
     derive(scores, slopes, shift, delta, arguments, captured, b, h, key_head, slice,
            q_idx, queries, kv_idx, keys)
 
-    scores[key, query]   comes in as the product of keys and queries, leaves as the weight that a
-                         value was multiplied by: exp4(mod(score) - shift), after dropout
-    slopes[key, query]   comes in as the product of values and the gradient of out, leaves as the
-                         gradient of the score
-    captured             for each load that has a gradient, where it is summed
+    scores[key, query]   in: the product of keys and queries; out: the weight that the value was
+                         multiplied by, exp4(mod(score) - shift), after dropout
+    slopes[key, query]   in: the product of values and grad_out; out: the gradient of the score
+    captured             a CAPTURED record for each load that has a gradient
 
-With P the weight before dropout, z what dropout multiplies it by and dP what came in:
+With P the weight before dropout, z the factor of dropout and dP the incoming slope:
 
     dS = P (dP z - delta)          slope = dS d mod / d score          captured += dS d mod / d load
 
-All of them are 0 where a score is not read.
+All of them are 0 if the query does not read the key.
 """
 
 from __future__ import annotations
@@ -39,9 +38,10 @@ from quire.ir.graph import Node
 
 @dataclass(frozen=True)
 class Derived:
-    """A score_mod with its derivatives, the masks around it, and dropout.
+    """A score_mod with its derivatives, the masks, and dropout.
 
-    `slope` is that along the score, None for 1. `loads` have a gradient, each with its slope.
+    `slope` is the derivative by the score; None means 1. `loads` are those with a gradient, each
+    with the derivative by it.
     """
 
     score: Node | None
@@ -52,7 +52,7 @@ class Derived:
 
     @property
     def roots(self) -> list[Node]:
-        """All graphs but those of the masks."""
+        """All graphs except the masks."""
         nodes = (self.score, self.slope, self.drop, *(slope for _, slope in self.loads))
         return [node for node in nodes if node is not None]
 
@@ -60,13 +60,13 @@ class Derived:
 def write_derive(
     module: Module, name: str, tile: Tile, arguments: ModArguments, derived: Derived
 ) -> None:
-    """The function for one kind of tile."""
+    """Write the function for one kind of tile."""
     with module.function(name, DERIVE.parameters) as f:
         _Derive(f, tile, arguments, derived).write()
 
 
 class _Derive:
-    """One function, being written."""
+    """The function while it is written."""
 
     def __init__(self, f: Function, tile: Tile, arguments: ModArguments, derived: Derived) -> None:
         self.f, self.tile, self.derived = f, tile, derived
@@ -86,7 +86,7 @@ class _Derive:
         return [index for load, _ in self.derived.loads for index in load.args]
 
     def write(self) -> None:
-        """Every key, and then what was summed over all of them."""
+        """Compute every key, then add what was summed over all keys."""
         f, given = self.f, self.given
         kept = [load for load, _ in self.derived.loads if not self._rate(load) & KEY]
         nothing = [f.value(0.0, self.tile.vector)] * (len(kept) * self.tile.target.vectors)
@@ -96,14 +96,14 @@ class _Derive:
             self._add(load, self.panel.rows, vectors)
 
     def _rate(self, load: Node) -> int:
-        """On what the place of a load depends."""
+        """The rate of a load's indices: whether they depend on queries and keys."""
         rate = UNIFORM
         for arg in load.args:
             rate |= self.panel.rows[0].rate(arg)
         return rate
 
     def _sums(self, number: int, load: Node) -> Captured:
-        """Where the gradient of a load is summed in this share."""
+        """The sums of a load's gradient in this share."""
         f, given, scope = self.f, self.given, self.panel.rows[0]
         record = f.offset(given["captured"], number * CAPTURED.size, I8)
         base, batch, head, slice = (f.field(CAPTURED, record, name) for name in CAPTURED.fields)
@@ -113,7 +113,7 @@ class _Derive:
         return densely(scope, scope.captures[load.payload], pointer)
 
     def _add(self, load: Node, scopes: Sequence[Scope], amounts: Sequence[Value]) -> None:
-        """Amounts of all vectors of the panel, to where they belong."""
+        """Add the amounts of all vectors of the panel to the gradient of a load."""
         number = [each for each, _ in self.derived.loads].index(load)
         if self._rate(load) & ROW:
             for scope, amount in zip(scopes, amounts, strict=True):
@@ -122,7 +122,7 @@ class _Derive:
             add(scopes[0], load, self.sums[number], amounts)
 
     def _key(self, j: Value, totals: list[Value]) -> list[Value]:
-        """One key of the panel."""
+        """Compute one key of the panel; `totals` are sums over keys."""
         f, tile, given, derived = self.f, self.tile, self.given, self.derived
         step = weights_stride(tile)
         before, products = (tile.load_row(f, given[name], j, step) for name in ("scores", "slopes"))
@@ -130,11 +130,13 @@ class _Derive:
         scores, live = self._scores(scopes, before)
         weights, slopes, by_load = [], [], []
         for v, scope in enumerate(scopes):
-            below = f.minimum(f.value(0.0, tile.vector), scores[v] - self.shift[v])  # as rounded
+            below = f.minimum(
+                f.value(0.0, tile.vector), scores[v] - self.shift[v]
+            )  # above 0 only by rounding
             weight = vecmath.exp4_nonpositive(f, below)
             product, kept = products[v], weight
             if derived.drop is not None:
-                # Dropout of the weight 1 is what it multiplies any weight by.
+                # The factor of dropout is what it makes of the weight 1.
                 one = scope.inside({"score": Lanes(vector=f.value(1.0, tile.vector))}, ELEMENT)
                 factor = one.as_vector(one.lower(derived.drop))
                 product, kept = product * factor, weight * factor
@@ -149,7 +151,7 @@ class _Derive:
     def _scores(
         self, scopes: Sequence[Scope], before: Sequence[Value]
     ) -> tuple[list[Value], list[Value | None]]:
-        """Modified scores, and where they are read; None for everywhere."""
+        """Scores after the mods, and where they are read; None means everywhere."""
         derived = self.derived
         if derived.score is None and not derived.masks:
             return list(before), [None] * len(before)
@@ -160,7 +162,7 @@ class _Derive:
         return scores, [x & s.differs(-math.inf) for x, s in zip(live, scores, strict=True)]
 
     def _times(self, scope: Scope, slope: Value, node: Node | None, live: Value | None) -> Value:
-        """A number times a derivative, if any, and 0 where the score is not read."""
+        """A number times a derivative, if any; 0 where the score is not read."""
         if node is not None:
             slope = slope * self.f.convert(scope.as_vector(scope.lower(node)), self.tile.element)
         return slope if live is None else self.f.select(live, slope, 0.0)
@@ -168,7 +170,7 @@ class _Derive:
     def _gather(
         self, scopes: Sequence[Scope], by_load: Sequence[Sequence[Value]], totals: list[Value]
     ) -> list[Value]:
-        """Add what belongs to this key, and carry on what does not."""
+        """Add gradients of loads that depend on the key; carry on the sums of all others."""
         result = []
         for number, (load, _) in enumerate(self.derived.loads):
             amounts = [vector[number] for vector in by_load]

@@ -7,8 +7,8 @@ gradients are summed:
     add_keys       grad_key[key]     += sum_query slopes[key, query] queries[query]
                    grad_value[key]   += sum_query weights[key, query] grad_out[query]
 
-Weights and slopes are panels [key, query] that are read number by number, and nothing is
-transposed. All sums start at zero in every tile, and rows are whole pairs of vectors wide.
+Weights and slopes are panels [key, query] whose numbers are broadcast one by one, so nothing is
+transposed. Sums start at zero in every tile. Rows are padded to whole pairs of vectors.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from quire.codegen.scratch import weights_stride
 from quire.codegen.tiles import SMALL_ROWS, Tile, across, large_rows, outer_product
 from quire.codegen.types import I1, I64, typed
 
-UNROLLED = 2  # queries at a time where sums are over queries
+UNROLLED = 2  # queries at a time in sums over queries
 
 
 def query_strips(tile: Tile) -> list[tuple[int, int]]:
-    """The queries of a panel, (first, count), in about equal parts that a micro kernel takes."""
+    """The queries of a panel in strips of about equal size: (first, count)."""
     parts = -(-tile.width // tile.target.rows)
     ends = [tile.width * part // parts for part in range(parts + 1)]
     return [(first, end - first) for first, end in itertools.pairwise(ends)]
 
 
 def column_strips(f: Function, tile: Tile, columns: Value) -> Iterator[tuple[Tile, Value]]:
-    """The columns of rows as micro kernels take them: panels, and then half of one if it is left.
+    """The columns of rows in strips: as wide as a panel, and at the end perhaps half as wide.
 
-    Gives tiles of so many columns, and the first column of each.
+    Yields a Tile as wide as the strip, and the first column.
     """
     whole = columns & -tile.width
     with f.range(0, whole, tile.width) as d:
@@ -46,7 +46,7 @@ def column_strips(f: Function, tile: Tile, columns: Value) -> Iterator[tuple[Til
 
 
 def write_add_queries(module: Module, tile: Tile) -> Function:
-    """grads[query] += slopes[:, query] . keys, over `count` keys, for the queries of a panel."""
+    """The function that adds slopes[:, query] . keys to grads[query], for a panel of queries."""
     parameters = typed("ptr slopes keys, i64 stride count, ptr grads, i64 grad_stride columns")
     with module.function("add_queries", parameters, internal=True) as f:
         given = f.given
@@ -77,9 +77,9 @@ def write_add_queries(module: Module, tile: Tile) -> Function:
 def key_strips(
     f: Function, tile: Tile, first: Value, end: Value
 ) -> Iterator[tuple[Value, list[Value]]]:
-    """The keys from first to end as micro kernels take them: the first of a strip, and all.
+    """The keys [first, end) in strips: the first key of a strip, and all its keys.
 
-    Past the end it is the last key again.
+    Past the end the last key is repeated.
     """
     large = first + large_rows(tile, end - first)
     with f.range(first, large, tile.target.rows) as key:
@@ -89,9 +89,10 @@ def key_strips(
 
 
 def write_find_query_ranges(module: Module, tile: Tile) -> Function:
-    """For each strip of keys, which queries attend to some of them: from and to, at its first key.
+    """The function that finds for each strip of keys the range of queries that read some of them.
 
-    `key_ranges` has for each panel the keys that it attends to.
+    `key_ranges` has the range of keys that each panel reads. A strip's range of queries is stored
+    at the place of its first key.
     """
     parameters = typed("ptr key_ranges, i64 panels, ptr query_ranges, i64 first end")
     with module.function("find_query_ranges", parameters, internal=True) as f:
@@ -116,7 +117,10 @@ def write_find_query_ranges(module: Module, tile: Tile) -> Function:
 
 
 def write_add_keys(module: Module, tile: Tile) -> Function:
-    """grads[key] += weights[key] . rows, for keys [first, end), each over its range of queries."""
+    """The function that adds weights[key] . rows to grads[key], for the keys [first, end).
+
+    Each strip of keys sums over its range of queries.
+    """
     parameters = typed("ptr weights query_ranges rows, i64 stride, ptr grads, i64 grad_stride")
     parameters |= typed("i64 first end columns")
     with module.function("add_keys", parameters, internal=True) as f:
@@ -132,7 +136,7 @@ def write_add_keys(module: Module, tile: Tile) -> Function:
                 f.offset(given["grads"], at * given["grad_stride"] + d, tile.element)
                 for at in strip
             ]
-            for target in targets:  # these are in no near cache
+            for target in targets:  # they are in memory, or in a far cache
                 f.prefetch(target)
             sums = outer_product(
                 f,
@@ -159,7 +163,7 @@ def _add_row(f: Function, tile: Tile, row: Sequence[Value], target: Value) -> No
 
 
 def write_clear(module: Module, tile: Tile) -> Function:
-    """Rows [first, end) of a panel become zero."""
+    """The function that sets the keys [first, end) of a panel to zero."""
     parameters = typed("ptr panel, i64 first end")
     with module.function("clear", parameters, internal=True) as f:
         panel, first, end = f.parameters
@@ -169,7 +173,7 @@ def write_clear(module: Module, tile: Tile) -> Function:
 
 
 def write_add_masses(module: Module, tile: Tile) -> Function:
-    """masses[key] += the sum of the weights of a key."""
+    """The function that adds the sum of a key's weights to masses[key]."""
     parameters = typed("ptr weights masses, i64 count")
     with module.function("add_masses", parameters, internal=True) as f:
         weights, masses, count = f.parameters
@@ -183,7 +187,7 @@ def write_add_masses(module: Module, tile: Tile) -> Function:
 
 
 def write_dot_rows(module: Module, tile: Tile) -> Function:
-    """dots[q] = a[q] . b[q] for rows in scratch, `depth` being whole vectors."""
+    """The function that gives dots[q] = a[q] . b[q] for rows in scratch of whole vectors."""
     parameters = typed("ptr a b, i64 stride depth count, ptr dots")
     with module.function("dot_rows", parameters, internal=True) as f:
         given = f.given
@@ -204,7 +208,7 @@ def write_dot_rows(module: Module, tile: Tile) -> Function:
 
 
 def write_scale_rows(module: Module, tile: Tile) -> Function:
-    """rows *= scale, `columns` being whole vectors; returns whether one is not finite."""
+    """The function that multiplies rows by `scale`, and returns whether some are not finite."""
     parameters = typed("ptr rows, i64 stride count columns") | {"scale": tile.element}
     with module.function("scale_rows", parameters, I1, internal=True) as f:
         rows, stride, count, columns, scale = f.parameters
@@ -216,7 +220,7 @@ def write_scale_rows(module: Module, tile: Tile) -> Function:
             def vector(d: Value, seen: list[Value]) -> list[Value]:
                 x = tile.load(f, row, d) * wide
                 tile.store(f, x, row, d)
-                # x * 0 is NaN where x is not finite, and else a zero
+                # x * 0 is NaN if x is not finite, else a zero
                 return [seen[0] | f.bitcast(x * 0.0, seen[0].type)]
 
             return f.loop(0, columns, vector, carry=seen, step=tile.lanes)

@@ -1,17 +1,15 @@
-"""Text to object, object to code that can be called.
+"""From LLVM text to an object file, and from an object file to code that can be called.
 
     code = load(compile_object(module.text, Target.host()), ["axpy"])
     ctypes.CFUNCTYPE(None, ...)(code.address("axpy"))
 
-LLVM's own optimisation passes do not run: the text is written in the shape we want, and they
-would double the time for nothing. The objects need no symbol from outside, so that bytes from a
-disk load like bytes just compiled. Code lives as long as its `Code`; whoever keeps an address
-must keep that too.
+LLVM's own optimisation passes do not run: the text is written as we want it, and they would double
+the compile time. Objects need no symbols from outside, so an object from the disk loads like one
+just compiled. Code lives as long as its `Code` object: keep that together with its addresses.
 
-Code refers to its constants by distances of 32 bits, and on aarch64 by no more either, whatever the
-code model. So all sections of an object have to lie close together. LLVM's newer linker, JITLink,
-gives an object one piece of memory; the older one asks for each section by itself, and ends the
-process if the holes that are left in the address space are too far apart.
+Code refers to its constants by 32-bit distances, on aarch64 whatever the code model. So all
+sections of an object have to lie close together. LLVM's newer linker, JITLink, allocates them
+together. The older one allocates each by itself, and ends the process if they are too far apart.
 """
 
 from __future__ import annotations
@@ -27,12 +25,12 @@ from quire.codegen.target import Target, is_windows
 from quire.errors import CodegenError
 from quire.locks import lock
 
-_lock = lock()  # one thread at a time in LLVM: a few of its globals are not guarded
+_lock = lock()  # LLVM has globals that are not thread-safe
 _serial = itertools.count()
 
 
 class Code:
-    """Machine code in memory, unloaded when the last reference to this object goes."""
+    """Machine code in memory; it is unloaded when this object is deleted."""
 
     def __init__(self, addresses: dict[str, int], tracker: Any) -> None:
         self._addresses = addresses
@@ -43,7 +41,7 @@ class Code:
             self._tracker.close()  # frees the memory
 
     def address(self, name: str) -> int:
-        """Where an exported function starts."""
+        """The address of an exported function."""
         if name not in self._addresses:
             raise CodegenError(f"expected one of {sorted(self._addresses)}, got {name!r}")
         return self._addresses[name]
@@ -91,12 +89,12 @@ module asm "  subq $4096, %r11"
 module asm "  ja 1b"
 module asm "  retq"
 """
-"""What a function calls on Windows if its frame, of rax bytes, is larger than a page: memory of a
-stack exists there only once the page above it was touched. r10 and r11 are free to be used."""
+"""On Windows a function calls this if its frame, of rax bytes, is larger than a page: a page of the
+stack exists only once the page above it was touched. The code may overwrite r10 and r11."""
 
 
 def _module(text: str, target: Target) -> Any:
-    """A verified module. LLVM reports what is wrong here; later it would end the process."""
+    """A verified module. Here LLVM reports a mistake; later it would end the process."""
     if is_windows(target.triple):
         text += _STACK_PROBE
     try:
@@ -118,7 +116,7 @@ def _refuse_unknown_functions(module: Any) -> None:
 def _machine(target: Target) -> Any:
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
-    llvm.initialize_native_asmparser()  # for the probe
+    llvm.initialize_native_asmparser()  # for _STACK_PROBE
     description = llvm.Target.from_triple(target.triple)
     # Windows may put code and its constants too far apart for an offset of 32 bits.
     reloc, codemodel = ("static", "large") if is_windows(target.triple) else ("pic", "default")

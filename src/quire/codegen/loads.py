@@ -1,7 +1,7 @@
-"""How generated code reads captured tensors: one number, a vector, or lane by lane.
+"""Loads from captured tensors: one number, a vector, or lane by lane.
 
-Indices count from the end where they are negative, and one that is out of range is a mistake,
-which the scope notes; the load goes on with index 0.
+A negative index counts from the end. An index out of range is a mistake, which the scope notes; the
+load goes on with index 0.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Lanes(NamedTuple):
 
 
 class Captured(NamedTuple):
-    """A captured tensor as generated code sees it: where it is, and each dimension's extent.
+    """A captured tensor in generated code: its address, sizes and strides.
 
-    `unit` is the dimension whose elements lie side by side, known when the code is generated.
+    `unit` is the dimension with stride 1, which is known when the code is written.
     """
 
     pointer: Value
@@ -46,13 +46,13 @@ class Captured(NamedTuple):
     unit: int | None
 
     def only(self, dims: Sequence[int]) -> Captured:
-        """The same tensor with some of its dimensions; the others are at index 0."""
+        """The tensor with only some of its dimensions; the others have index 0."""
         sizes, strides = ([values[dim] for dim in dims] for values in (self.sizes, self.strides))
         return Captured(self.pointer, sizes, strides, None)
 
 
 def load(scope: Scope, node: Node) -> Lanes:
-    """captured[i, j, ...], each lane at its own index."""
+    """captured[i, j, ...], for every lane at its own indices."""
     assert isinstance(node.payload, int)
     captured = scope.captures[node.payload]
     indices = [scope.lower(arg) for arg in node.args]
@@ -74,7 +74,7 @@ def load(scope: Scope, node: Node) -> Lanes:
 
 
 def widened(f: Function, value: Value, dtype: torch.dtype) -> Value:
-    """What was loaded, as registers hold it."""
+    """A number that was loaded, in the type in which its dtype is computed."""
     if dtype == torch.bool:
         return value.differs(0)
     if dtype == torch.uint8:
@@ -87,7 +87,7 @@ def widened(f: Function, value: Value, dtype: torch.dtype) -> Value:
 def uniform_offset(
     scope: Scope, captured: Captured, indices: Sequence[Lanes]
 ) -> tuple[Value, Value]:
-    """Where an element lies, and whether an index was out of range."""
+    """The offset of an element, and whether an index was out of range."""
     f = scope.f
     offset, wrong = f.value(0, I64), f.value(False, I1)
     for index, size, stride in zip(indices, captured.sizes, captured.strides, strict=True):
@@ -103,23 +103,34 @@ def wrapped(f: Function, index: Value, size: Value) -> tuple[Value, Value]:
     return f.select(outside, 0, from_start), outside
 
 
-def _contiguous(
-    scope: Scope, captured: Captured, indices: Sequence[Lanes], dim: int, memory: Type
-) -> tuple[Value, Value]:
-    """Lanes that lie side by side: one vector load, or lane by lane at a tensor's edges."""
-    f, lanes = scope.f, scope.lanes
-    index = indices[dim]
+def neighbours(
+    scope: Scope, captured: Captured, indices: Sequence[Lanes], dim: int
+) -> tuple[Value, Value, Value, Value]:
+    """Lanes with neighbouring indices in one dimension: the lowest, and whether all are in range.
+
+    Then the offset of the other dimensions' indices, and whether one of those is out of range.
+    """
+    f, lanes, index = scope.f, scope.lanes, indices[dim]
     assert index.scalar is not None, "a contiguous index has a first lane"
     first = f.convert(index.scalar, I64)
     low = first if index.step == 1 else first - (lanes - 1)
     inside = (low >= 0) & (low + lanes <= captured.sizes[dim])
     rest = [other for other in range(len(indices)) if other != dim]
     base, wrong = uniform_offset(scope, captured.only(rest), [indices[i] for i in rest])
+    return low, inside, base, wrong
+
+
+def _contiguous(
+    scope: Scope, captured: Captured, indices: Sequence[Lanes], dim: int, memory: Type
+) -> tuple[Value, Value]:
+    """Lanes with neighbouring indices: one vector load, or lane by lane at a tensor's edges."""
+    f, lanes, step = scope.f, scope.lanes, indices[dim].step
+    low, inside, base, wrong = neighbours(scope, captured, indices, dim)
     condition = scope.vector_type(I1)
 
     def at_once() -> list[Value]:
         vector = f.load(memory.vector(lanes), captured.pointer, base + low)
-        if index.step == -1:
+        if step == -1:
             vector = f.shuffle(vector, vector, list(reversed(range(lanes))))
         return [vector, f.splat(wrong, condition)]
 
@@ -128,7 +139,7 @@ def _contiguous(
 
 
 def _proven(scope: Scope, captured: Captured, indices: Sequence[Lanes], memory: Type) -> Value:
-    """Lanes whose indices are known to be in range, none of them counted from the end."""
+    """A load whose indices are proven to be in range and not negative."""
     f = scope.f
     offset, steps = f.value(0, I64), []
     for dim, index in enumerate(indices):
@@ -157,7 +168,7 @@ def _proven(scope: Scope, captured: Captured, indices: Sequence[Lanes], memory: 
 def _gather(
     scope: Scope, captured: Captured, indices: Sequence[Lanes], memory: Type
 ) -> tuple[Value, Value]:
-    """Each lane from its own place."""
+    """Load each lane by itself."""
     f, wide = scope.f, scope.vector_type(I64)
     offsets, wrong = f.value(0, wide), f.value(False, scope.vector_type(I1))
     for index, size, stride in zip(indices, captured.sizes, captured.strides, strict=True):

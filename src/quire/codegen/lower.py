@@ -1,12 +1,12 @@
-"""From graphs to vector code: which nodes are computed where, and how wide.
+"""From graphs to vector code: how often each node is computed, and how wide.
 
 Lanes run over queries. A node's value is a `Lanes`: one scalar for all lanes (`b`, `h`, `kv_idx`
-and what follows from them), a scalar that grows by a fixed step from lane to lane (`q_idx` and its
-sums), or a vector. Nodes stay scalar as long as they can, so `slopes[h]` and `doc[kv_idx]` are
-scalar loads, `doc[q_idx]` and `table[q_idx - kv_idx]` contiguous ones, and only an index that is
-irregular is loaded lane by lane.
+and what is computed from them), a scalar that grows by a fixed step from lane to lane (`q_idx` and
+its sums), or a vector. Nodes stay scalar as long as they can. So `slopes[h]` and `doc[kv_idx]` are
+scalar loads, `doc[q_idx]` and `table[q_idx - kv_idx]` are vector loads, and only an irregular index
+is loaded lane by lane.
 
-The graph splits by rate, and since no LLVM pass hoists for us this split is what does:
+Every node has a rate. No LLVM pass hoists code out of loops for us; computing nodes by rate does:
 
     UNIFORM   depends on b and h        once per call of the generated function
     ROW       also on q_idx             once per vector of queries
@@ -33,11 +33,13 @@ from quire.ir.graph import Node, inputs, walk
 RATES = UNIFORM, ROW, KEY, ELEMENT = 0, 1, 2, 3
 _INPUT_RATE = {"q_idx": ROW, "kv_idx": KEY, "score": ELEMENT}  # all others are UNIFORM
 
-FASTEST = 2**16  # what moves no faster from key to key, or lane to lane, does not wrap around
+FASTEST = (
+    2**16
+)  # an index with at most this step from key to key, or lane to lane, cannot wrap around
 
 
 def rate(node: Node, known: dict[Node, int]) -> int:
-    """How often a node has to be computed. `known` remembers."""
+    """How often a node has to be computed; `known` caches the rates of nodes."""
     if node not in known:
         if node.op == "input":
             known[node] = _INPUT_RATE.get(str(node.payload), UNIFORM)
@@ -50,12 +52,11 @@ def rate(node: Node, known: dict[Node, int]) -> int:
 
 @dataclass
 class Scope:
-    """What the nodes of one piece of code can refer to, and what has been computed already.
+    """The inputs of some code, and the nodes that it has computed, by rate.
 
-    `mistakes` are the conditions under which an index into a captured tensor is out of range or an
-    integer is divided by 0, by the rate of the node: an i1 for all lanes, or one per lane. Loads
-    go on with index 0, divisions with divisor 1. Proven loads are in range, and
-    proven clamps do nothing.
+    `mistakes` are conditions, by rate: an index into a captured tensor is out of range, or an
+    integer is divided by 0. Each is an i1 for all lanes, or one for each lane. Then the load uses
+    index 0 and the division divisor 1. Loads in `proven` are in range; clamps in it do nothing.
     """
 
     f: Function
@@ -75,7 +76,7 @@ class Scope:
         return rate(node, self.rates)
 
     def inside(self, inputs: Mapping[str, Lanes], *anew: int) -> Scope:
-        """A scope with more inputs known, in which the values of some rates are computed anew."""
+        """A scope with more inputs, in which nodes of some rates are computed anew."""
         return replace(
             self,
             inputs={**self.inputs, **inputs},
@@ -108,14 +109,14 @@ class Scope:
     # --- nodes
 
     def lower(self, node: Node) -> Lanes:
-        """The lanes of a node; computed once in each scope of its rate."""
+        """The value of a node, computed once in each scope of its rate."""
         values = self.values[self.rate(node)]
         if node not in values:
             values[node] = self._lower(node)
         return values[node]
 
     def lower_all(self, roots: Sequence[Node], rates: Sequence[int]) -> None:
-        """Compute every node below `roots` that has one of `rates`, here and now."""
+        """Compute all nodes of `roots` that have one of `rates`, here."""
         for node in walk(*roots):
             if self.rate(node) in rates:
                 self.lower(node)
@@ -141,7 +142,7 @@ class Scope:
         return Lanes(vector=self._apply(node, [self.as_vector(arg) for arg in args]))
 
     def _note_zero_divisor(self, node: Node, divisor: Lanes) -> None:
-        """Dividing an integer by 0 is a mistake like an index out of range."""
+        """Note a mistake where an integer is divided by 0."""
         constant = node.args[1].op == "const" and node.args[1].payload != 0
         if not constant and not node.dtype.is_floating_point:
             value = self.as_scalar(divisor) if divisor.is_uniform else self.as_vector(divisor)
@@ -164,7 +165,7 @@ class Scope:
         return Lanes(vector=changed) if lanes.scalar is None else Lanes(changed, lanes.step)
 
     def _stepped(self, node: Node, args: list[Lanes]) -> Lanes | None:
-        """Sums of integers that grow by a fixed step grow by a fixed step."""
+        """The sum of integers with fixed steps, which has a fixed step itself; or None."""
         if node.op not in ("add", "sub", "neg", "cast") or all(arg.is_uniform for arg in args):
             return None
         if any(arg.scalar is None for arg in args) or not REGISTER[node.dtype].is_int:
@@ -184,7 +185,7 @@ class Scope:
 
 
 def rounded(f: Function, value: Value, dtype: torch.dtype) -> Value:
-    """A result as its dtype holds it, where registers hold more."""
+    """A result rounded to its dtype, if it is computed in a wider one."""
     if dtype == torch.uint8:
         return value & 0xFF
     if dtype == torch.float16:
@@ -196,12 +197,12 @@ def rounded(f: Function, value: Value, dtype: torch.dtype) -> Value:
 
 
 def depends_on_key(node: Node) -> bool:
-    """Whether a node is another one at another key."""
+    """Whether the value of a node differs from key to key."""
     return "kv_idx" in inputs(node)
 
 
 def clamped(node: Node) -> tuple[Node, Node]:
-    """What a min or max clamps, and the limit."""
+    """The operands of a min or max: the one that depends on the key, and the limit."""
     first, second = node.args
     return (first, second) if depends_on_key(first) else (second, first)
 

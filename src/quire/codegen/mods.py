@@ -1,32 +1,32 @@
-"""The user's code as functions that the kernel calls through pointers.
+"""The functions that a kernel calls for a user's score_mod and mask_mod.
 
-A mod function rewrites one panel of scores in place, once the keys have been multiplied:
+A mod function rewrites one panel of scores in place, after keys and queries were multiplied:
 
     rewrite(scores, maxima, arguments, b, h, q_idx, queries, kv_idx, keys)
 
-    scores[key, query]   the panel, `keys` rows; becomes -inf where the mask does not hold
-    maxima[query]        the maximum of each column, for the running softmax
-    arguments            what `ModArguments` packs: constants and captured tensors
-    q_idx, kv_idx        positions of the panel's first query and key
-    queries              how many queries of the panel exist; the other lanes are never read
+    scores[key, query]   the panel, `keys` rows; set to -inf where the mask is false
+    maxima[query]        set to the maximum of each query, for the running softmax
+    arguments            constants and captured tensors, packed by `ModArguments`
+    q_idx, kv_idx        the positions of the first query and the first key
+    queries              how many queries exist; nobody reads the lanes after them
 
-A row function does the same for one query, its lanes running over keys:
+A row function does the same for one query; its lanes run over keys:
 
     rewrite_row(scores, arguments, b, h, q_idx, kv_idx, keys)
 
-An extent function says which keys of a panel any query reads, before anything is multiplied:
+An extent function tells which keys of a panel are read at all, before anything is multiplied:
 
     extent(arguments, b, h, q_idx, queries, kv_idx, keys) -> first | last << 16 | every << 32
 
 where `every` is 1 if every query reads every key, so that no mask is needed.
 
-A verdict function says from the mask's bounds (`ir/bound.py`) what all elements of a tile have in
-common, the ends being part of it: EMPTY, PARTIAL or PLAIN.
+A verdict function computes the bounds of the mask (`ir/bound.py`) over the positions from low to
+high, both included, and returns EMPTY, PARTIAL or PLAIN:
 
     verdict(arguments, b, h, q_low, q_high, kv_low, kv_high)
 
-Constants and captured tensors are arguments, so that another window or bias runs the same code.
-Scores leave in units of log 4, as the kernel computes powers of four.
+Constants and captured tensors are arguments, so another window or bias runs the same code. Scores
+are multiplied by log4(e) at the end, since the kernel computes powers of four.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def write_rewrite(
     *,
     unit: float = LOG4_E,
 ) -> None:
-    """A function that applies a score_mod, if any, times `unit`, and the masks."""
+    """Write a function that applies a score_mod, if any, multiplies by `unit`, and masks."""
     with module.function(name, REWRITE.parameters) as f:
         scores, kv_idx, keys = (f.given[name] for name in ("scores", "kv_idx", "keys"))
         rows, flag = scopes_of_rows(f, tile, arguments, queries_of_panel(f, tile))
@@ -95,7 +95,7 @@ def write_row_rewrite(
     *,
     unit: float = LOG4_E,
 ) -> None:
-    """The same for the scores of one query."""
+    """Write the same function for the scores of one query."""
     with module.function(name, ROW_REWRITE.parameters) as f:
         scores, kv_idx, keys = (f.given[name] for name in ("scores", "kv_idx", "keys"))
         rows, flag = scopes_of_rows(f, tile, arguments, [Lanes(f.given["q_idx"])])
@@ -119,7 +119,7 @@ def write_row_rewrite(
 def write_extent(
     module: Module, name: str, tile: Tile, arguments: ModArguments, masks: Sequence[Node]
 ) -> None:
-    """A function that says which keys of a panel are read at all, and whether every one is."""
+    """Write a function that tells which keys of a panel are read at all, and whether all are."""
     with module.function(name, EXTENT.parameters, EXTENT.returns) as f:
         kv_idx, keys = f.given["kv_idx"], f.given["keys"]
         rows, _ = scopes_of_rows(f, tile, arguments, queries_of_panel(f, tile))
@@ -136,7 +136,7 @@ def write_extent(
         carry = [keys, f.value(0, I64), f.value(0, lane_mask(tile))]
         first, last, missed = f.loop(0, keys, one_key, carry=carry)
         every = f.convert(~f.any_lane(missed.differs(0)), I64)
-        for wrong in wrong_at_once:  # `rewrite` has to see it
+        for wrong in wrong_at_once:  # report all keys as read, so that `rewrite` sets the flag
             first, last = f.select(wrong, 0, first), f.select(wrong, keys, last)
             every = f.select(wrong, 0, every)
         f.give_back(first | (last << 16) | (every << 32))
@@ -145,7 +145,7 @@ def write_extent(
 def write_verdict(
     module: Module, name: str, tile: Tile, arguments: ModArguments, can: Node, must: Node
 ) -> None:
-    """A function that says what is known of a tile."""
+    """Write a function that tells the kind of a tile, from the bounds of its mask."""
     with module.function(name, VERDICT.parameters, VERDICT.returns) as f:
         parameters, captured, _ = arguments.read(f, f.given["arguments"])
         inputs = {name: Lanes(end) for name, end in f.given.items() if name != "arguments"}
@@ -171,13 +171,8 @@ def scopes_of_rows(
     return [scope.inside({"q_idx": q_idx}, ROW, KEY, ELEMENT) for q_idx in queries], flag
 
 
-def tile_condition(tile: Tile) -> Type:
-    """One truth value per lane."""
-    return I1.vector(tile.lanes)
-
-
 def lane_mask(tile: Tile) -> Type:
-    """Truth values as vector registers hold them, as wide as scores: 0 and -1."""
+    """The type of truth values as vector registers hold them, as wide as scores: 0 or -1."""
     return tile.element.as_int.vector(tile.lanes)
 
 
@@ -195,7 +190,7 @@ def _lanes_below(f: Function, tile: Tile, count: Value) -> Value:
 
 
 def _report(f: Function, flag: Value, at_once: Sequence[Value], in_lanes: Sequence[Value]) -> None:
-    """Set the mistake flag where something went wrong."""
+    """Set the mistake flag if something went wrong."""
     wrong = f.value(False, I1)
     for condition in (*at_once, *(f.any_lane(lanes.differs(0)) for lanes in in_lanes)):
         wrong = wrong | condition
@@ -205,10 +200,10 @@ def _report(f: Function, flag: Value, at_once: Sequence[Value], in_lanes: Sequen
 
 @dataclass
 class Panel:
-    """Scores vector by vector, each in the scope of its queries.
+    """Applies mods to a panel, vector by vector, each in the scope of its queries.
 
-    An index of a mask may be out of range for no query that exists, one of the score_mod for none
-    whose masks hold. So masks are computed first, and what went wrong is looked at in between.
+    The indices of a mask must be in range for every query that exists; those of a score_mod only
+    where the masks hold. So masks are computed first, and mistakes are counted in between.
     """
 
     f: Function
@@ -221,7 +216,7 @@ class Panel:
     _proven: frozenset[Node] = frozenset()
 
     def compute_rows(self) -> list[Value]:
-        """Compute what does not depend on keys; returns the mistakes that concern every query."""
+        """Compute what does not depend on keys; returns the mistakes that concern all queries."""
         for row in self.rows:
             row.lower_all(self.masks, [UNIFORM, ROW])
             self._mask_mistakes.append(len(row.mistakes[ROW]))
@@ -237,7 +232,7 @@ class Panel:
         return [self.f.value(0, lane_mask(self.tile))] * len(self.rows)
 
     def choose(self, ends: tuple[Lanes, Lanes], loop: Callable[[], list[Value]]) -> list[Value]:
-        """`loop` twice: without looking at indices, where both ends prove them, and looking."""
+        """Write `loop` twice: without bounds checks, if both ends prove them, and with them."""
         nodes = provable([*self.masks, *self._scores])
         scopes = [
             replace(row.inside({"kv_idx": end}, KEY, ELEMENT), proven=frozenset(nodes))
@@ -253,13 +248,13 @@ class Panel:
         if not nodes:
             return loop()
 
-        def without_looking() -> list[Value]:
+        def unchecked() -> list[Value]:
             self._proven = frozenset(nodes)
             results = loop()
             self._proven = frozenset()
             return results
 
-        return self.f.choose(safe, without_looking, loop)
+        return self.f.choose(safe, unchecked, loop)
 
     def rewrite(
         self,
@@ -268,7 +263,7 @@ class Panel:
         exists: Sequence[Value],
         wrong: Sequence[Value],
     ) -> tuple[list[Value], list[Value]]:
-        """Scores after the mods, and which lanes went wrong so far."""
+        """The scores after the mods, and the lanes with mistakes so far."""
         f = self.f
         scopes = list(self.at_key(kv_idx, before))
         live = self.mask(scopes, exists)
@@ -285,12 +280,12 @@ class Panel:
     def reads(self, kv_idx: Lanes, exists: Sequence[Value]) -> tuple[Value, Value]:
         """Whether any query of the panel reads a key, and which queries do not (a lane mask).
 
-        A key whose mask went wrong is read, and by no query for sure: `rewrite` has to see it.
+        On a bad index in a mask the key counts as partly read, so that `rewrite` sets the flag.
         """
         f = self.f
         scopes = list(self.at_key(kv_idx, None))
         live = self.mask(scopes, exists)
-        some, unread = f.value(False, tile_condition(self.tile)), f.value(0, lane_mask(self.tile))
+        some, unread = f.value(False, I1.vector(self.tile.lanes)), f.value(0, lane_mask(self.tile))
         for v, (holds, there) in enumerate(zip(live, exists, strict=True)):
             some = some | holds
             unread = unread | self._lane_mask(there & ~holds)
@@ -299,7 +294,7 @@ class Panel:
         return f.any_lane(some), unread
 
     def at_key(self, kv_idx: Lanes, scores: Sequence[Value] | None) -> Iterator[Scope]:
-        """The scope of each vector at one key; what depends on the key alone is shared."""
+        """The scope of each vector at one key; they share what depends on the key alone."""
         shared: Scope | None = None
         for v, row in enumerate(self.rows):
             inputs = {"kv_idx": kv_idx}
@@ -321,11 +316,11 @@ class Panel:
         return live
 
     def _lane_mask(self, condition: Value) -> Value:
-        """A condition that goes around a loop: as truth values it would be unpacked each time."""
+        """A condition to be carried around a loop; LLVM would unpack truth values each time."""
         return self.f.select(condition, self.f.value(-1, lane_mask(self.tile)), 0)
 
     def modified(self, scope: Scope) -> Value:
-        """A score after the score_mod, in units of log 4."""
+        """A score after the score_mod, times `unit`."""
         assert self.score is not None, "there is a score_mod"
         score = scope.as_vector(scope.lower(self.score))
         return score if self.unit == 1.0 else score * self.unit
@@ -337,7 +332,7 @@ class Panel:
         row_mistakes: Sequence[int],
         live: Sequence[Value],
     ) -> list[Value]:
-        """`wrong` with the live lanes that have had an index out of range so far."""
+        """`wrong`, and the live lanes in which an index was out of range so far."""
         result = []
         for known, scope, count, lanes in zip(wrong, scopes, row_mistakes, live, strict=True):
             for mistake in self._mistakes(scope, count, lanes):
@@ -346,7 +341,7 @@ class Panel:
         return result
 
     def _mistakes(self, scope: Scope, row_mistakes: int, lanes: Value) -> Iterator[Value]:
-        """The mistakes of a scope so far, in some lanes."""
+        """The mistakes of a scope so far, restricted to some lanes."""
         of_rows = scope.mistakes[ROW][:row_mistakes]
         for mistake in (*of_rows, *scope.mistakes[KEY], *scope.mistakes[ELEMENT]):
             yield (mistake if mistake.type.lanes else self.f.splat(mistake, lanes.type)) & lanes

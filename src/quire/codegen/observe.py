@@ -1,20 +1,20 @@
-"""A function that watches scores go by, for the argmax and the entropy of each row.
+"""The function that computes the argmax and the entropy of each row, tile by tile.
 
     observe(scores, running_sum, best, place, surprise, first, keys)
 
-It is code of its own that a kernel calls through a pointer, and only where someone asks: after the
-mods and before scores become weights. Scores are in units of log 4, `first` is the number of the
-tile's first key among the row's, and the rest is a row's state:
+A kernel calls it through a pointer, if the caller wants an argmax or an entropy: after the mods and
+before scores become weights. Scores are multiplied by log4(e). `first` is the number of the tile's
+first key, counted from the first key of the row. The rest is the state of a row:
 
-    running_sum   of the weights exp4(score - best) of the tiles before
-    best, place   the largest score so far and the number of its key; of equals the first, NaN is
-                  larger than all. They start at -inf and -1
-    surprise      the sum of weight * (score - best), from which the entropy follows
+    running_sum   the sum of the weights exp4(score - best) of the tiles before
+    best, place   the largest score so far and the number of its key, the first of equals; NaN
+                  counts as larger than all. They start at -inf and -1
+    surprise      the sum of weight * (score - best), from which the entropy is computed
 
-In a panel the state is a vector per vector of queries. For a single row lanes run over keys, each
-lane has a state of its own, and `first_of_best` makes one of them at the end.
+In a panel every vector of queries has a vector of state. In the decode kernel lanes run over keys,
+and each lane has its own state; `first_of_best` combines them at the end.
 
-A key that is not read adds 0, so neither result depends on what is skipped.
+A key that is not read adds 0, so results do not depend on which tiles are skipped.
 """
 
 from __future__ import annotations
@@ -83,7 +83,11 @@ def _observe(
     step: int = 1,
     of_softmax: Callable[[Value], Value] = lambda best: best,
 ) -> None:
-    """Bring the state of one vector up to date; `of_softmax` is the maximum that weights are of."""
+    """Update the state of one vector by the scores of some keys.
+
+    `score(j)` and `number(j)` are those of the keys from j on. `of_softmax` turns the largest score
+    of each lane into the maximum that the softmax subtracts.
+    """
     running_sum, best, place, surprise = state
 
     def look(j: Value, carried: list[Value]) -> list[Value]:
@@ -115,7 +119,7 @@ def _observe(
 
 
 def places(tile: Tile) -> Type:
-    """A vector of numbers of keys, as wide as scores."""
+    """The type of a vector of key numbers, with as many lanes as scores."""
     return tile.element.as_int.vector(tile.lanes)
 
 
@@ -171,13 +175,13 @@ def entropy(f: Function, surprise: Value, total: Value, row: Closed) -> Value:
 
 
 def position(f: Function, number: Value, kv_begin: Value) -> Value:
-    """The position of a key of a row, whose first is at `kv_begin`; -1 stays -1."""
+    """The position of a key by its number in the row; -1 stays -1."""
     wide = f.convert(number, I64)
     return f.select(wide < 0, wide, wide + kv_begin)
 
 
 def first_of_best(f: Function, tile: Tile, state: State) -> Value:
-    """The number of the key with the largest score of all lanes, of equals the first."""
+    """The number of the key with the largest score of all lanes; the first of equals."""
     best, place = tile.load(f, state.best), _load_places(f, tile, state.place)
     step = 1
     while step < tile.lanes:

@@ -1,9 +1,9 @@
-"""How generated code enters a parallel region of LLVM's and Intel's OpenMP.
+"""Runs a kernel on the threads of LLVM's or Intel's OpenMP.
 
     run(thread_number, push_num_threads, fork_call, threads, kernel, argument)
 
-The first three are functions of the library. The last of these takes a variable number of
-arguments, which each system passes in its own way: LLVM knows them all, and ctypes does not.
+The first three arguments are addresses of LIBRARY_FUNCTIONS. `fork_call` takes a variable number of
+arguments. Each system passes these in its own way, which LLVM knows and ctypes does not.
 """
 
 from __future__ import annotations
@@ -27,4 +27,4 @@ define void @run(ptr %number, ptr %push, ptr %fork, i32 %threads, ptr %kernel, p
   ret void
 }
 """
-"""The module. An ident says where in a source a region is, and that a compiler made it."""
+"""The module. OpenMP wants to know from which line of source a region comes: `ident`."""

@@ -1,7 +1,8 @@
-"""Which loads need no look at their indices, and which clamps nothing to clamp.
+"""Which loads need no bounds check, and which clamps can be dropped.
 
-An index that is a sum moves evenly from key to key: in range at the first and the last key of a
-loop, it is in range at all of them. Both ends are asked before the loop.
+An index that is a sum of positions moves by the same step from key to key. If it is in range at the
+first and the last key of a loop, it is in range at all of them. Both ends are checked before the
+loop.
 """
 
 from __future__ import annotations
@@ -19,10 +20,9 @@ from quire.ir.graph import Node, walk
 
 
 def provable(roots: Sequence[Node]) -> list[Node]:
-    """The loads at every key whose indices are in range for all keys if they are at both ends.
+    """Loads whose indices are in range at all keys if they are in range at the first and the last.
 
-    With them the clamps within their indices, which do nothing at any key if they do nothing at
-    both ends.
+    Also the clamps in these indices: they do nothing at any key if they do nothing at both ends.
     """
     known: dict[Node, int] = {}
     paces: dict[Node, float] = {}
@@ -40,9 +40,9 @@ def provable(roots: Sequence[Node]) -> list[Node]:
 
 
 def _pace(node: Node, known: dict[Node, float]) -> float:
-    """How much an index moves from key to key, at most; infinite unless it moves evenly.
+    """The largest step of an index from key to key; infinite if its steps differ.
 
-    It does where it is a sum of inputs, perhaps clamped, and of what does not depend on the key.
+    Steps are equal for a sum of positions, perhaps clamped, and of what does not depend on the key.
     """
     if node not in known:
         known[node] = math.inf
@@ -65,7 +65,7 @@ def _integer_pace(node: Node, known: dict[Node, float]) -> float:
 
 
 def proof(scope: Scope, node: Node) -> Value | None:
-    """Whether a load is in range, or a clamp does nothing, in all lanes; None if none can say."""
+    """Whether a load is in range, or a clamp does nothing, in all lanes; None if unknown."""
     f, result = scope.f, scope.f.value(True, I1)
     if node.op != "load":
         inner, limit = map(scope.lower, clamped(node))
@@ -85,7 +85,7 @@ def proof(scope: Scope, node: Node) -> Value | None:
 
 
 def _ends(scope: Scope, lanes: Lanes) -> tuple[Value, Value]:
-    """The lowest and the highest of numbers that grow, or fall, by a step."""
+    """The smallest and the largest of numbers with a fixed step."""
     assert lanes.scalar is not None, "irregular lanes have no ends"
     first = scope.f.convert(lanes.scalar, I64)
     last = first + lanes.step * (scope.lanes - 1)

@@ -1,14 +1,15 @@
-"""Pyramids of minima and maxima (`ir/pyramid.py`), built as fast as a tensor can be read.
+"""Builds pyramids of minima and maxima (`ir/pyramid.py`) at the speed of reading a tensor.
 
     min(source, sizes.., strides.., leaves.., grains.., missing, into, spare)
 
     source[row, column]   a tensor of two dimensions, or of one as a single row
     into[i, j]            its pyramid: 2 * leaves of rows by 2 * leaves of columns
-    missing               what changes no minimum
-    spare                 a row of the source, as long as its leaves, if they have several elements
+    missing               a number that is never the minimum, for leaves without elements
+    spare                 memory for a row of the source, if leaves have several elements
 
-A row of leaves is the extremes of 2**grain rows, in which neighbours are then combined until it is
-as short as it has to be, and on, for the entries above it. Rows of entries are combined last.
+A row of leaves is first the extremes of 2**grain rows of the source. Then neighbours are combined:
+until the row has as many entries as leaves, and further for the entries above. Rows are combined
+last.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from quire.ir.graph import Node
 NAMES = ("min", "max")
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 DTYPES = (torch.bool, *_INTEGERS, torch.float32, torch.float64)
-"""What pyramids are built of here."""
+"""The dtypes that pyramids are built for."""
 
 PARAMETERS = {
     **typed("ptr source, i64 rows columns row_stride column_stride"),
@@ -37,7 +38,7 @@ _VECTOR_BYTES = 32
 
 
 def write_pyramid(dtype: torch.dtype) -> Module:
-    """Functions min and max, see above."""
+    """A module with the functions min and max, see above."""
     module = Module()
     for name in NAMES:
         with module.function(name, PARAMETERS) as f:
@@ -89,7 +90,7 @@ class _Extremes:
 
     @property
     def element(self) -> Type:
-        """What a number is in memory."""
+        """The type of a number in memory."""
         return MEMORY[self.dtype]
 
     @property
@@ -97,7 +98,7 @@ class _Extremes:
         return self.element.vector(_VECTOR_BYTES // self.element.size)
 
     def _across(self, count: Value, body: Callable[[Value, Type], None]) -> None:
-        """`body(i, type)` for all of `count` places: vectors first, then what is left."""
+        """Call `body(i, type)` for `count` numbers: vectors first, then scalars."""
         f, lanes = self.f, self._vector.lanes
         whole = count & -lanes
         with f.range(0, whole, lanes) as i:
@@ -106,13 +107,13 @@ class _Extremes:
             body(i, self.element)
 
     def fill(self, row: Value, count: Value, number: Value) -> None:
-        """A row of one number."""
+        """Set a row to one number."""
         f = self.f
         same = f.load(self.element, number, 0)
         self._across(count, lambda i, type: f.store(f.splat(same, type), row, i))
 
     def combine(self, into: Value, a: Value, b: Value, count: Value) -> None:
-        """The extremes of two rows."""
+        """The extremes of two rows, element by element."""
         f = self.f
 
         def body(i: Value, type: Type) -> None:
@@ -121,7 +122,7 @@ class _Extremes:
         self._across(count, body)
 
     def add(self, row: Value, other: Value, count: Value, stride: Value) -> None:
-        """The extremes of a row and another, whose elements may lie apart."""
+        """Combine a row with another one, which may have a stride."""
         f, apart = self.f, stride.differs(1)
         with f.when(~apart):
             self.combine(row, row, other, count)
@@ -130,7 +131,7 @@ class _Extremes:
             f.store(self._extreme(*pair), row, i)
 
     def halve(self, row: Value, into: Value, count: Value) -> None:
-        """The extremes of neighbours, also in place: `count` of them."""
+        """Combine `count` pairs of neighbours; `into` may be the row itself."""
         f = self.f
 
         def body(i: Value, type: Type) -> None:

@@ -1,7 +1,7 @@
-"""How the kernel for few queries reads: rows of keys and values, wherever they are.
+"""How the decode kernel reads rows of keys and values.
 
-A table holds the address of every row, so that products know nothing of pages. Rows are read from
-left to right and in the order of that table, and asked for likewise, some time before.
+A table holds the address of every row, so products know nothing about pages. Rows are read from
+left to right in the order of that table, and prefetched before in the same order.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ from quire.codegen.staging import PLACEMENT, Run, Storage, each_run, padded, pag
 from quire.codegen.tiles import Tile
 from quire.codegen.types import F32, I1, I8, I64, PTR, typed
 
-ASKED = (3072, 1536, 768)  # bytes between what is read and what is asked for: first, and again
-MOST_AHEAD = 32  # rows that the table has after those of a block
-LINE = 64  # bytes that come from memory together
+ASKED = (3072, 1536, 768)  # how many bytes ahead a line is prefetched: three times
+MOST_AHEAD = 32  # rows of the next block that the table has after those of a block
+LINE = 64  # bytes of a cache line
 
 Index: TypeAlias = Value | int
-"""A column, or bytes: known when the kernel is written, or not."""
+"""A column or a number of bytes: an int if it is known when the kernel is written."""
 
 
 def write_point(module: Module, tile: Tile, stored: Storage) -> Function:
-    """Addresses of the rows at positions [begin, end). Returns whether vectors fit there."""
+    """The function that writes the addresses of the rows at positions [begin, end) to a table.
+
+    It returns whether products can read the rows there: columns side by side, in whole vectors.
+    """
     parameters = typed("ptr rows, i64 begin end, ptr into")
     with module.function(f"point_{stored.name}", parameters, I1, internal=True) as f:
         rows, begin, end, into = f.parameters
@@ -46,9 +49,10 @@ def write_point(module: Module, tile: Tile, stored: Storage) -> Function:
 
 
 def write_copy(module: Module, tile: Tile, stored: Storage) -> Function:
-    """Rows whose addresses are given to scratch, as they are, with zeros up to whole vectors.
+    """The function that copies rows to scratch, given a table of their addresses.
 
-    The addresses become those of the copies.
+    Rows keep their dtype and are filled up with zeros to whole vectors. The table then has the
+    addresses of the copies.
     """
     parameters = typed("ptr rows addresses, i64 count, ptr into, i64 stride")
     with module.function(f"copy_{stored.name}", parameters, internal=True) as f:
@@ -70,19 +74,19 @@ def write_copy(module: Module, tile: Tile, stored: Storage) -> Function:
 
 
 def columns_of_line(tile: Tile, stored: Storage) -> int:
-    """How many columns a line of memory has, and at least two vectors."""
+    """How many columns a cache line has, but at least two vectors."""
     return max(2 * tile.lanes, LINE // stored.memory.size)
 
 
 def fold_row(f: Function, tile: Tile, stored: Storage, row: Value, width: Value) -> None:
-    """Put the columns of a row into the order in which `read_pair` gives them."""
+    """Reorder the columns of a row in scratch as `read_pair` gives them: even, then odd."""
     low = [2 * lane for lane in range(tile.lanes)]
     picks = low, [lane + 1 for lane in low]
     _reorder(f, tile, stored, row, width=width, picks=picks)
 
 
 def unfold_row(f: Function, tile: Tile, stored: Storage, row: Value, width: Value) -> None:
-    """Put the columns of a row back into their own order."""
+    """Undo `fold_row`."""
     pairs = [x for lane in range(tile.lanes) for x in (lane, tile.lanes + lane)]
     picks = pairs[: tile.lanes], pairs[tile.lanes :]
     _reorder(f, tile, stored, row, width=width, picks=picks)
@@ -106,10 +110,10 @@ def _reorder(
 
 
 class Ahead:
-    """Asks for rows that will be read, line after line, while `together` rows are being read.
+    """Prefetches rows that will be read, line by line, while `together` rows are being read.
 
-    A processor may ignore who asks while many lines are on their way; hence it is asked again, once
-    more where numbers take longer to read than to add.
+    A processor may ignore a prefetch while many lines are on their way. So every line is prefetched
+    again at half the distance, and if numbers are not narrow again at a quarter.
     """
 
     def __init__(
@@ -127,13 +131,13 @@ class Ahead:
             self._rows_away = [f.minimum(f.maximum(count, 1), most) for count in far]
 
     def ask(self, j: Value, at: Index, size: int) -> None:
-        """Ask for as much as bytes [at, at + size) of rows from j on have."""
+        """Prefetch as many lines as the rows from j on have in bytes [at, at + size)."""
         for number in range(size // LINE * self._together):
             for row, offset in self._places(at, number):
                 self._prefetch(j + row, offset)
 
     def ask_line(self, number: Value) -> None:
-        """Ask for a line of all rows, whose width is known."""
+        """Prefetch a line, counting from the first row; the width of rows is known."""
         place = number * LINE
         row = place.udiv(self._whole)
         self._prefetch(row, place - row * self._whole)
@@ -142,7 +146,7 @@ class Ahead:
         self._f.prefetch(self._f.offset(self._f.load(PTR, self._rows, row), offset, I8))
 
     def _places(self, at: Index, number: int) -> Iterator[tuple[Index, Index]]:
-        """Where lines are asked for: in the order of memory, if the width is known.
+        """The rows and offsets to prefetch: in the order of memory, if the width is known.
 
         Otherwise in the order in which they will be read.
         """
@@ -164,7 +168,7 @@ def over_columns(
     step: int,
     carry: Sequence[Value] = (),
 ) -> list[Value]:
-    """`f.loop`, written out where both ends are known."""
+    """`f.loop`, unrolled if both ends are known."""
     carry = list(carry)
     if isinstance(begin, Value) or isinstance(end, Value):
         return f.loop(begin, end, body, carry=carry, step=step)
@@ -174,7 +178,7 @@ def over_columns(
 
 
 def write_gather_scales(module: Module, tile: Tile) -> Function:
-    """The factors of the rows at positions [begin, end), one after the other."""
+    """The function that copies the factors of int8 rows at [begin, end) to scratch."""
     parameters = typed("ptr rows, i64 begin end, ptr into")
     with module.function("gather_scales", parameters, internal=True) as f:
         rows, begin, end, into = f.parameters

@@ -1,6 +1,6 @@
-"""What each op becomes in vector code: one rule per op, and what each dtype is held in.
+"""The vector code of each op, one rule for each, and the LLVM type of each dtype.
 
-A rule is given operands of one shape, all scalars or all vectors, and emits code for that shape.
+A rule gets operands of one shape, all scalars or all vectors, and gives a result of that shape.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ REGISTER: dict[torch.dtype, Type] = {
     torch.float32: F32,
     torch.float64: F64,
 }
-"""What a dtype is computed in. Narrow floats and uint8 are rounded back after every op."""
+"""The type in which a dtype is computed. float16, bfloat16 and uint8 are rounded after every op."""
 
 MEMORY: dict[torch.dtype, Type] = {
     **REGISTER,
@@ -36,11 +36,11 @@ MEMORY: dict[torch.dtype, Type] = {
     torch.float16: F16,
     torch.bfloat16: I16,
 }
-"""What a dtype is loaded as."""
+"""The type of a dtype in memory."""
 
 
 Rule: TypeAlias = Callable[..., Value]
-"""(function, node, *operands) -> result; operands have one shape, that of the result."""
+"""(function, node, *operands) -> result."""
 
 
 def _is_bool(value: Value) -> bool:
@@ -88,7 +88,7 @@ def _mod(f: Function, node: Node, a: Value, b: Value) -> Value:
 
 
 def _quotient_and_remainder(f: Function, node: Node, a: Value, b: Value) -> tuple[Value, Value]:
-    """The quotient rounded down and what is left, which has the sign of b."""
+    """The quotient rounded down, and the remainder, which has the sign of b."""
     if a.type.is_float:
         return _float_division(f, a, b)
     divisor = _safe_divisor(f, node, a, b)
@@ -102,10 +102,10 @@ def _quotient_and_remainder(f: Function, node: Node, a: Value, b: Value) -> tupl
 
 
 def _safe_divisor(f: Function, node: Node, a: Value, b: Value) -> Value:
-    """A divisor for which code does not trap.
+    """The divisor, replaced by 1 where the processor would trap.
 
-    0 is noted as a mistake, and becomes 1. So does -1 below the lowest integer: that quotient
-    wraps around to the lowest integer itself, and nothing is left.
+    It traps for a divisor of 0, which is noted as a mistake, and for the lowest integer / -1. That
+    quotient wraps around to the lowest integer itself, and the remainder is 0, as for 1.
     """
     if node.args[1].op == "const" and node.args[1].payload not in (0, -1):
         return b
@@ -114,16 +114,18 @@ def _safe_divisor(f: Function, node: Node, a: Value, b: Value) -> Value:
 
 
 def _divide_by_doubles(f: Function, a: Value, b: Value) -> Value:
-    """Integers of at most 32 bits, exactly: (a + 1/2) / b is at least 1 / 2b away from any
-    integer, far more than doubles can be wrong by, so rounding it down gives a // b. For b < 0
-    the half is taken away: both signs change together."""
+    """a // b of integers of at most 32 bits, in doubles, exactly.
+
+    (a + 1/2) / b is at least 1 / 2b away from any integer, which is far more than the error of a
+    double. So rounding it down gives a // b. For b < 0 it is (a - 1/2) / b, by symmetry.
+    """
     numerator, denominator = f.convert(a, F64), f.convert(b, F64)
     half = f.select(b < 0, f.value(-0.5, numerator.type), 0.5)
     return f.convert(f.intrinsic("floor", (numerator + half) / denominator), a.type)
 
 
 def _float_division(f: Function, a: Value, b: Value) -> tuple[Value, Value]:
-    """As PyTorch reckons: both from the remainder that has the sign of a, which is exact."""
+    """As PyTorch does it: from the exact remainder that has the sign of a."""
     left = vecmath.fmod(f, a, b)
     other_sign = left.differs(0.0) & ((b < 0.0) ^ (left < 0.0))
     quotient = (a - left) / b
@@ -141,11 +143,11 @@ def _power(f: Function, node: Node, a: Value, b: Value) -> Value:
 
 
 SMALL_EXPONENT = 6
-"""How many bits an exponent has whose power is written out."""
+"""Exponents of at most so many bits need no loop."""
 
 
 def _integer_power(f: Function, a: Value, b: Value) -> Value:
-    """By squaring; products wrap around. A negative power is 0, unless it is one of 1 or -1."""
+    """By squaring; products wrap around. A negative power is 0, except for base 1 and -1."""
 
     def step(bit: Operand, carried: list[Value]) -> list[Value]:
         result, base = carried
@@ -205,10 +207,11 @@ def _intrinsic(name: str) -> Rule:
     return lambda f, node, a: f.intrinsic(name, a)
 
 
-def _math(function: Callable[[Function, Value], Value]) -> Rule:
-    return lambda f, node, a: function(f, a)
+def _math(name: str) -> Rule:
+    return lambda f, node, a: getattr(vecmath, name)(f, a)
 
 
+_FUNCTIONS = ("exp", "exp2", "log", "log2", "tanh", "sigmoid", "erf", "sin", "cos")
 RULES: dict[str, Rule] = {
     "cast": _cast,
     "add": _add,
@@ -238,15 +241,7 @@ RULES: dict[str, Rule] = {
     "shr": _shr,
     "bits": lambda f, node, a: f.select(a < 1, 0, a.type.bits - f.leading_zeros(a)),
     "where": lambda f, node, condition, a, b: f.select(condition, a, b),
-    "exp": _math(vecmath.exp),
-    "exp2": _math(vecmath.exp2),
-    "log": _math(vecmath.log),
-    "log2": _math(vecmath.log2),
     "sqrt": _intrinsic("sqrt"),
-    "tanh": _math(vecmath.tanh),
-    "sigmoid": _math(vecmath.sigmoid),
-    "erf": _math(vecmath.erf),
-    "sin": _math(vecmath.sin),
-    "cos": _math(vecmath.cos),
+    **{name: _math(name) for name in _FUNCTIONS},
 }
-"""What each op becomes; `input`, `const` and `load` are handled by `Scope`."""
+"""The code of each op; `Scope` handles `input`, `const` and `load`."""

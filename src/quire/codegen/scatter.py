@@ -1,7 +1,7 @@
-"""How generated code adds to the gradients of captured tensors: where `loads.py` reads, it adds.
+"""Adds to the gradients of captured tensors, at the indices at which `loads.py` reads.
 
-Lanes that add to one place are added one after the other, so any index will do, and lanes that lie
-side by side are added as a vector. An index out of range has an amount of 0 and goes to index 0.
+Several lanes may have the same index: they are added one after the other. Lanes with neighbouring
+indices are added as a vector. An index out of range adds 0 at index 0.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire.codegen.builder import Value
-from quire.codegen.loads import Captured, Lanes, uniform_offset, wrapped
+from quire.codegen.loads import Captured, Lanes, neighbours, uniform_offset, wrapped
 from quire.codegen.lower import Scope
 from quire.codegen.tiles import across
 from quire.codegen.types import I64, Type
@@ -17,7 +17,7 @@ from quire.ir.graph import Node
 
 
 def densely(scope: Scope, captured: Captured, pointer: Value) -> Captured:
-    """The sums for a captured tensor: its sizes, one number after the other."""
+    """The gradient of a captured tensor: contiguous, with the tensor's sizes."""
     strides: list[Value] = []
     step = scope.f.value(1, I64)
     for size in reversed(captured.sizes):
@@ -28,9 +28,9 @@ def densely(scope: Scope, captured: Captured, pointer: Value) -> Captured:
 
 
 def add(scope: Scope, node: Node, into: Captured, amounts: Sequence[Value]) -> None:
-    """into[i, j, ...] += amount, each lane at its own index of a load.
+    """into[i, j, ...] += amount, for every lane at its own indices of the load `node`.
 
-    Where all lanes have one index there may be several vectors of amounts.
+    If all lanes have the same indices, there may be several vectors of amounts.
     """
     f, element = scope.f, amounts[0].type.scalar
     indices = [scope.lower(arg) for arg in node.args]
@@ -53,26 +53,19 @@ def add(scope: Scope, node: Node, into: Captured, amounts: Sequence[Value]) -> N
 def _add_contiguously(
     scope: Scope, into: Captured, indices: Sequence[Lanes], dim: int, amount: Value
 ) -> None:
-    """Lanes that lie side by side: as a vector, or lane by lane at a tensor's edges."""
-    f, lanes, index = scope.f, scope.lanes, indices[dim]
-    assert index.scalar is not None, "a contiguous index has a first lane"
-    first = f.convert(index.scalar, I64)
-    low = first if index.step == 1 else first - (lanes - 1)
-    inside = (low >= 0) & (low + lanes <= into.sizes[dim])
-    rest = [other for other in range(len(indices)) if other != dim]
-    base, _ = uniform_offset(scope, into.only(rest), [indices[i] for i in rest])
+    """Lanes with neighbouring indices: as a vector, or lane by lane at a tensor's edges."""
+    f = scope.f
+    low, inside, base, _ = neighbours(scope, into, indices, dim)
 
-    def at_once() -> list[Value]:
+    def at_once() -> None:
         vector = amount
-        if index.step == -1:
-            vector = f.shuffle(vector, vector, list(reversed(range(lanes))))
+        if indices[dim].step == -1:
+            vector = f.shuffle(vector, vector, list(reversed(range(scope.lanes))))
         old = f.load(vector.type, into.pointer, base + low)
         f.store(old + vector, into.pointer, base + low)
-        return []
 
-    def one_by_one() -> list[Value]:
+    def one_by_one() -> None:
         _add_lanes(scope, into, indices, amount, amount.type.scalar)
-        return []
 
     f.choose(inside, at_once, one_by_one)
 
@@ -80,7 +73,7 @@ def _add_contiguously(
 def _add_lanes(
     scope: Scope, into: Captured, indices: Sequence[Lanes], amount: Value, element: Type
 ) -> None:
-    """Each lane at its own place."""
+    """Add each lane by itself."""
     f, wide = scope.f, scope.vector_type(I64)
     offsets = f.value(0, wide)
     for index, size, stride in zip(indices, into.sizes, into.strides, strict=True):

@@ -1,7 +1,7 @@
-"""The end of every softmax: from a row's running maximum and sum to what it is asked for.
+"""The end of every softmax: from a row's running maximum and sum to lse and probabilities.
 
-Scores are in units of log 4 until here, since the kernels compute powers. In units of log 2 they
-would overflow: a float holds s * log4(e) for every score s, but not s * log2(e).
+Kernels compute 4**x, so scores are multiplied by log4(e) until here. For 2**x they would have to be
+multiplied by log2(e), and the largest scores would overflow.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ FINITE = {F32: torch.finfo(torch.float32).max, F64: torch.finfo(torch.float64).m
 
 
 class Closed(NamedTuple):
-    """A row whose keys have all been seen; scores are in units of log 4 until here."""
+    """A row, or a vector of rows, all of whose keys have been read."""
 
     lse: Value
     peak: Value  # the largest score
-    share: Value  # what a weight is multiplied by to be a probability
-    kept: Value  # what the running sum was multiplied by, a sink being larger than the maximum
-    log_share: Value  # log4 of the share
+    share: Value  # the factor from weights to probabilities
+    kept: Value  # the factor of the running sum; below 1 if the sink is above the maximum
+    log_share: Value  # log4 of the largest probability
 
 
 def close(f: Function, best: Value, total: Value, sink: Value) -> Closed:
-    """A sink is one more score of every row, without a value."""
+    """From the maximum and sum of weights; a sink is one more score, without a value."""
     top = f.maximum(best, sink)
     shift = f.select(f.intrinsic("fabs", top).equals(math.inf), 0.0, top)
     kept = vecmath.exp4(f, best - shift)
@@ -52,7 +52,7 @@ def close(f: Function, best: Value, total: Value, sink: Value) -> Closed:
 
 
 def in_nats(f: Function, x: Value) -> Value:
-    """A number in units of log 4 as it was before; the largest ones must not round to infinity."""
+    """x * log(4), undoing the factor log4(e); the largest numbers must not become infinite."""
     size = f.intrinsic("fabs", x)
     most = f.value(FINITE[x.type.scalar], x.type)
     bounded = f.intrinsic("copysign", f.minimum(most, size * LN_4), x)
@@ -60,7 +60,7 @@ def in_nats(f: Function, x: Value) -> Value:
 
 
 def sink_of(f: Function, tile: Tile, arg: Record, head: Value) -> Value:
-    """The sink of a head in all lanes; -inf where there is none."""
+    """The sink of a head in all lanes; -inf if there is none."""
     (sink,) = f.choose(
         arg["sink"].differs(f.null()),
         lambda: [f.load(tile.element, arg["sink"], head) * LOG4_E],

@@ -1,16 +1,16 @@
-"""Between the user's tensors and scratch memory.
+"""Copies rows between the user's tensors and scratch memory.
 
-A `PLACEMENT` record says where the rows of one sequence live; nothing after `gather` knows whether
-they were dense, ragged or paged, strided, or of another dtype:
+A `PLACEMENT` record says where the rows of one tensor are, for one sequence and head. What is
+computed after `gather` does not know whether rows were dense, ragged or paged, or of which dtype:
 
     row at position p  =  base + table[p // page_size] * page_stride
                                + (p % page_size) * row_stride          (in elements)
 
-Dense and ragged memory have no table and one page that never ends.
+Dense and ragged memory have no table and one endless page.
 
-Scratch holds rows in the type that is accumulated in, one after the other at a stride of whole
-vectors, filled up with zeros to `padded(width)`. User memory is never read or written outside of
-the rows and columns that the record names.
+Scratch holds rows of float32, or float64 if queries are float64, at a stride of whole vectors and
+filled up with zeros to `padded(width)`. The user's memory is never read or written outside of the
+rows and columns that the record names.
 """
 
 from __future__ import annotations
@@ -38,50 +38,57 @@ PLACEMENT = Layout(
         "scale_row_stride": I64,
     },
 )
-ENDLESS = 1 << 62  # the page size of a memory without pages
+ENDLESS = 1 << 62  # the page size where there are no pages
 
 Number = TypeVar("Number", int, Value)
 
 
 def padded(tile: Tile, width: Number) -> Number:
-    """The width of a row in scratch: whole vectors, and a multiple of the small micro kernel."""
+    """The width of a row in scratch: whole vectors, and a multiple of SMALL_ROWS."""
     unit = max(tile.lanes, SMALL_ROWS)
     return (width + (unit - 1)) & -unit
 
 
 def scratch_stride(tile: Tile, width: Number) -> Number:
-    """From one row in scratch to the next: a vector more, so that rows do not share cache sets."""
+    """The distance between rows in scratch: a vector more than they are wide.
+
+    Rows at a distance of a power of two would compete for the same lines of the cache.
+    """
     return padded(tile, width) + max(tile.lanes, SMALL_ROWS)
 
 
 class Storage(NamedTuple):
-    """A dtype of user memory: how it lies there, and how it becomes a number."""
+    """A dtype of the user's tensors: its type in memory, and how it is read and written."""
 
     name: str
     memory: Type
 
     @property
     def has_scales(self) -> bool:
-        """Whether every row has a factor."""
+        """Whether every row has a factor, as int8 has."""
         return self.memory == I8
 
     @property
     def is_narrow(self) -> bool:
-        """Whether a number takes less time to read than to compute with."""
+        """Whether a number has less than 32 bits, so that loading it is quick."""
         return self.memory.size < F32.size
 
     def read(self, f: Function, raw: Value, element: Type) -> Value:
-        """What was loaded, as an `element`."""
+        """A number that was loaded, converted to `element`."""
         if self.name != "bfloat16":
             return f.convert(raw, element)
         return f.convert(f.bitcast(f.zero_extend(raw, I32) << 16, F32), element)
 
     def folds(self, element: Type) -> bool:
-        """Whether `read_pair` gives the even columns and the odd ones."""
+        """Whether `read_pair` gives even columns and odd columns: bfloat16, as float32."""
         return self.name == "bfloat16" and element == F32
 
     def read_pair(self, f: Function, row: Value, d: Value | int, vector: Type) -> Iterator[Value]:
-        """Columns of a row from d on, two vectors of them. bfloat16 comes apart by a shift."""
+        """Two vectors of columns of a row, from d on.
+
+        For bfloat16 the first has the even columns and the second the odd ones: a shift and a mask
+        convert both from one load.
+        """
         if self.folds(vector.scalar):
             both = f.join_lanes(f.load(self.memory.vector(2 * vector.lanes), row, d), I32)
             yield f.bitcast(both << 16, F32)
@@ -95,7 +102,7 @@ class Storage(NamedTuple):
         return self.read(f, f.load(self.memory.like(vector), row, d), vector.scalar)
 
     def write(self, f: Function, x: Value) -> Value:
-        """A number as it is stored, rounded to nearest even."""
+        """A number converted to this dtype, rounded to nearest even."""
         if self.name != "bfloat16":
             return f.convert(x, self.memory)
         bits = f.bitcast(f.convert(x, F32), I32)
@@ -104,16 +111,8 @@ class Storage(NamedTuple):
         return f.convert(f.select(f.is_nan(x), 0x7FC0, rounded), I16)
 
 
-STORAGES = {
-    storage.name: storage
-    for storage in (
-        Storage("float32", F32),
-        Storage("float64", F64),
-        Storage("float16", F16),
-        Storage("bfloat16", I16),
-        Storage("int8", I8),
-    )
-}
+_MEMORY = {"float32": F32, "float64": F64, "float16": F16, "bfloat16": I16, "int8": I8}
+STORAGES = {name: Storage(name, memory) for name, memory in _MEMORY.items()}
 
 
 def storage(name: str) -> Storage:
@@ -124,9 +123,9 @@ def storage(name: str) -> Storage:
 
 
 class Run(NamedTuple):
-    """Positions [begin, end) of one page, the first of which is row `offset` of it."""
+    """Positions [begin, end) that lie on one page; the first is its row `offset`."""
 
-    page: Value  # its place in the table
+    page: Value  # its index in the table of pages
     begin: Value
     end: Value
     offset: Value
@@ -135,7 +134,7 @@ class Run(NamedTuple):
 def each_run(
     f: Function, rows: Value, begin: Value, end: Value, body: Callable[[Run], None]
 ) -> None:
-    """The positions [begin, end) of a PLACEMENT record, page by page."""
+    """Call `body` for the positions [begin, end), page by page."""
     page_size = f.field(PLACEMENT, rows, "page_size")
 
     def one(carried: list[Value]) -> list[Value]:
@@ -150,7 +149,7 @@ def each_run(
 
 
 def write_gather(module: Module, tile: Tile, stored: Storage) -> Function:
-    """Copy the rows at positions [begin, end) into scratch."""
+    """The function that copies the rows at positions [begin, end) to scratch."""
     parameters = typed("ptr rows, i64 begin end, ptr into, i64 stride")
     with module.function(f"gather_{stored.name}", parameters, internal=True) as f:
         rows, begin, end, into, stride = f.parameters
@@ -168,7 +167,7 @@ def write_gather(module: Module, tile: Tile, stored: Storage) -> Function:
 
         def copy_row(source: Value, target: Value, scale: Value) -> None:
             with f.range(0, by_vector, tile.lanes) as c:
-                # What lies behind is read soon: the next row, or that of the next head.
+                # Prefetch what follows in memory: the next row, or that of the next head.
                 f.prefetch(f.offset(source, c + width, stored.memory))
                 copy(source, target, c, tile.vector, scale)
             with f.range(by_vector, width) as c:
@@ -193,14 +192,17 @@ def write_gather(module: Module, tile: Tile, stored: Storage) -> Function:
 
 
 def scale_start(f: Function, rows: Value, page: Value) -> Value:
-    """Where the factors of the rows of a page start."""
+    """The address of the factors of a page's rows."""
     number = _page_number(f, rows, page)
     scales = f.field(PLACEMENT, rows, "scales")
     return f.offset(scales, number * f.field(PLACEMENT, rows, "scale_page_stride"), F32)
 
 
 def write_place(module: Module, tile: Tile, stored: Storage) -> Function:
-    """Where the rows at [begin, end) are, if they lie there as in scratch; else null."""
+    """The function that gives the address of rows that lie in memory as they would in scratch.
+
+    It returns null for rows on several pages, with strided columns, or of a width to be padded.
+    """
     parameters = typed("ptr rows, i64 begin end")
     with module.function(f"place_{stored.name}", parameters, PTR, internal=True) as f:
         rows, begin, end = f.parameters
@@ -219,7 +221,7 @@ def write_place(module: Module, tile: Tile, stored: Storage) -> Function:
 
 
 def page_start(f: Function, stored: Storage, rows: Value, page: Value) -> Value:
-    """Where page number `page` of a sequence starts."""
+    """The address of a sequence's page."""
     number = _page_number(f, rows, page)
     base = f.field(PLACEMENT, rows, "base")
     return f.offset(base, number * f.field(PLACEMENT, rows, "page_stride"), stored.memory)
@@ -236,7 +238,7 @@ def _page_number(f: Function, rows: Value, page: Value) -> Value:
 
 
 def write_scatter(module: Module, tile: Tile, stored: Storage) -> Function:
-    """Copy rows from scratch to the positions [begin, end) of the user's tensor."""
+    """The function that copies rows from scratch to the positions [begin, end) of a tensor."""
     parameters = typed("ptr rows, i64 begin end, ptr source, i64 stride")
     with module.function(f"scatter_{stored.name}", parameters, internal=True) as f:
         rows, begin, end, source, stride = f.parameters
@@ -258,7 +260,7 @@ def write_scatter(module: Module, tile: Tile, stored: Storage) -> Function:
 
 
 def transpose(f: Function, rows: Sequence[Value]) -> list[Value]:
-    """A square of vectors with rows and columns exchanged, by swapping ever smaller corners."""
+    """The transpose of a square of vectors, by swapping ever smaller corners."""
     result, size = list(rows), len(rows)
     half = size // 2
     while half:
@@ -273,9 +275,9 @@ def transpose(f: Function, rows: Sequence[Value]) -> list[Value]:
 
 
 def write_pack(module: Module, tile: Tile) -> Function:
-    """Rows of queries to panels, columns being queries, times `scale`.
+    """The function that copies rows of queries to panels, times `scale`.
 
-    Lanes past the last query repeat it.
+    A query becomes a column of a panel. Lanes past the last query repeat it.
     """
     parameters = typed("ptr rows, i64 stride count depth, ptr panels") | {"scale": tile.element}
     with module.function("pack_queries", parameters, internal=True) as f:
@@ -297,9 +299,9 @@ def write_pack(module: Module, tile: Tile) -> Function:
 
 
 def write_unpack(module: Module, tile: Tile) -> Function:
-    """Panels of results to rows, every column times its entry of `scales`.
+    """The function that copies panels of results to rows, every query times its entry of `scales`.
 
-    Returns whether one of them is not finite.
+    It returns whether some result is not finite.
     """
     parameters = typed("ptr panels scales, i64 count depth, ptr rows, i64 stride")
     with module.function("unpack_out", parameters, I1, internal=True) as f:
@@ -311,19 +313,19 @@ def write_unpack(module: Module, tile: Tile) -> Function:
             starts: Sequence[Value], panel: Value, d: Value, scale: Value, seen: Value
         ) -> Value:
             square = [
-                # + 0.0 makes one zero out of two: skipped and masked tiles agree in bits.
+                # + 0.0 turns -0.0 into 0.0, so that skipped and masked tiles give the same bits.
                 f.fma(tile.load(f, panel, (d + k) * tile.width), scale, 0.0)
                 for k in range(tile.lanes)
             ]
             _expect(f, tile, starts, d + depth)
             for start, row in reversed(list(zip(starts, transpose(f, square), strict=True))):
                 f.store(row, start, d)
-            for column in square:  # x * 0 is NaN where x is not finite, and else a zero
+            for column in square:  # x * 0 is NaN if x is not finite, else a zero
                 seen = seen | f.bitcast(column * 0.0, seen.type)
             return seen
 
         def queries(first: Value, seen: list[Value]) -> list[Value]:
-            # What is past the last query goes to its row, which is written after it.
+            # Lanes past the last query write to its row, before it is written itself.
             places = [f.minimum(first + r, count - 1) for r in range(tile.lanes)]
             starts = [
                 f.offset(given["rows"], place * given["stride"], tile.element) for place in places
@@ -345,13 +347,13 @@ def write_unpack(module: Module, tile: Tile) -> Function:
 
 
 def _expect(f: Function, tile: Tile, starts: Sequence[Value], column: Value) -> None:
-    """Ask for what lies behind some rows, which the next head has."""
+    """Prefetch what follows some rows in memory: the next head reads it."""
     for start in starts:
         f.prefetch(f.offset(start, column, tile.element))
 
 
 def _column_start(f: Function, tile: Tile, panels: Value, query: Value, depth: Value) -> Value:
-    """Where the column of a query starts, `depth` rows making a panel."""
+    """The address of a query's column in panels of `depth` rows."""
     panel = query.udiv(tile.width)
     start = panel * (depth * tile.width) + (query - panel * tile.width)
     return f.offset(panels, start, tile.element)

@@ -5,10 +5,10 @@
     >>> Target.named("x86-64-v3:512").vector_bits  # LLVM splits vectors that are too wide
     512
 
-A `Target` is a value: two of them are equal if they give the same code. `Target.host()` is what
-this process generates code for: this machine, or what QUIRE_TARGET names. Named targets give the
-same text and assembly everywhere. With a width, a target has the tiles of processors whose vectors
-are that wide, so any machine can run the shapes of all others.
+A `Target` is a value: equal targets give the same code. `Target.host()` is what this process
+generates code for: this machine, or what QUIRE_TARGET names. A named target gives the same text and
+assembly on every machine. A target with another width has the tiles of processors with such
+vectors, so tests can run the tiles of every processor on any machine.
 
 The micro kernel multiplies `rows` broadcast numbers with a row of `vectors` vectors:
 
@@ -18,9 +18,9 @@ The micro kernel multiplies `rows` broadcast numbers with a row of `vectors` vec
     row 1  |  acc  |  acc  |      broadcast number must fit the register file together
      ...   |       |       |
 
-`python benchmarks/tiles.py` measures shapes; docs/processors.md has what it printed. 6 x 2 is all
-that 16 registers hold; with 32 registers 6 x 4 is within a percent or two of the best on every
-processor that was measured, for forward and backward passes and rows of 64 and 128 numbers.
+`python benchmarks/tiles.py` measures shapes; docs/processors.md has what it printed. 16 registers
+hold 6 x 2. With 32 registers 6 x 4 is within a percent or two of the best on every processor that
+was measured, for forward and backward passes and rows of 64 and 128 numbers.
 """
 
 from __future__ import annotations
@@ -40,17 +40,10 @@ WIDTHS = (128, 256, 512)
 
 _NEEDED_ON_X86 = ("avx2", "fma", "f16c")
 _NEEDED_FOR_AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
+_LEVEL_3 = (*_NEEDED_ON_X86, "bmi", "bmi2", "lzcnt", "movbe")
 _FEATURES_OF_LEVEL = {
-    "x86-64-v3": (*_NEEDED_ON_X86, "bmi", "bmi2", "lzcnt", "movbe"),
-    "x86-64-v4": (
-        *_NEEDED_ON_X86,
-        "bmi",
-        "bmi2",
-        "lzcnt",
-        "movbe",
-        *_NEEDED_FOR_AVX512,
-        "avx512cd",
-    ),
+    "x86-64-v3": _LEVEL_3,
+    "x86-64-v4": (*_LEVEL_3, *_NEEDED_FOR_AVX512, "avx512cd"),
     "aarch64": (),
 }
 
@@ -89,10 +82,10 @@ class Target:
         return self.vectors * self.lanes(element)
 
     def widened(self, vector_bits: int) -> Target:
-        """This processor with the tiles of those whose vectors are so wide."""
+        """This processor with the tiles of processors whose vectors have so many bits."""
         if vector_bits == self.vector_bits:
             return self
-        # 16 registers are a matter of AVX2; other widths stand for processors that have 32.
+        # Only AVX2, with 256 bits, has 16 registers; processors of other widths have 32.
         registers = 32 if vector_bits != 256 else self.registers
         return _shaped(self.triple, self.cpu, self.features, vector_bits, registers)
 
@@ -114,8 +107,8 @@ class Target:
     def host() -> Target:
         """What this process generates code for: QUIRE_TARGET, or else this machine.
 
-        Raises BackendError, with the reason, where the machine lacks what every kernel needs, and
-        ArgumentError where it lacks what QUIRE_TARGET asks for.
+        Raises BackendError, with the reason, if the machine lacks what every kernel needs, and
+        ArgumentError if it lacks what QUIRE_TARGET asks for.
         """
         return _host(config().target)
 
@@ -133,7 +126,7 @@ def _host(name: str | None) -> Target:
 
 
 def _runnable(name: str, triple: str, features: Mapping[str, bool]) -> Target:
-    """A named target, if this machine runs its code."""
+    """A named target, checked: this machine must be able to run its code."""
     try:
         target = Target.named(name)
     except ArgumentError as error:
@@ -151,10 +144,9 @@ def _runnable(name: str, triple: str, features: Mapping[str, bool]) -> Target:
 
 
 def host_features() -> Mapping[str, bool]:
-    """What this processor can do, by LLVM's names; nothing where LLVM does not know.
+    """The features of this processor by LLVM's names; none if LLVM cannot tell.
 
-    It does not on every system of aarch64. That is no loss, since nothing is needed there besides
-    what every such processor has.
+    It cannot on some aarch64 systems, where no feature is needed that not every processor has.
     """
     try:
         return dict(llvm.get_host_cpu_features())
@@ -163,10 +155,10 @@ def host_features() -> Mapping[str, bool]:
 
 
 def code_triple(process_triple: str) -> str:
-    """What code for a process is compiled for: the same, and on Windows with objects in ELF.
+    """The triple that code for a process is compiled for: on Windows with objects in ELF format.
 
     Objects in Windows' own format refer to a symbol of the C library, `_fltused`, and to constants
-    that a linker would merge. Those in ELF stand alone, and the calling convention is Windows'.
+    that a linker would merge. ELF objects need nothing else; the calling convention stays Windows'.
     """
     return f"{process_triple}-elf" if is_windows(process_triple) else process_triple
 

@@ -1,23 +1,23 @@
-"""The phases of a tile, each a small function of its own.
+"""The phases of a tile in the forward kernel, each a function of its own.
 
-Lanes run over queries. A panel is a few vectors of queries side by side, one column per query; a
-tile is what one panel does with one block of keys:
+Lanes run over queries. A panel is a few vectors of queries side by side, one column for each query;
+a tile is what one panel does with one block of keys:
 
     multiply_keys      scores[key, query] = sum_d keys[key, d] queries[d, query]
     exponentiate       weights[key, query] = exp4(scores - maximum of the column so far)
     multiply_values    out[d, query] = out alpha + sum_key values[key, d] weights[key, query]
 
-Keys and values come as broadcast numbers and are never transposed, maxima and sums are plain
-vectors, and a block with fewer keys just runs shorter loops. Everything here lies in scratch
-memory, in the type that is accumulated in, padded so that no loop has a ragged end; keys and
-values may as well lie in the user's, if they are like that there. Reading and writing the user's
-tensors is in `staging.py`.
+Numbers of keys and values are broadcast and never transposed; maxima and sums are plain vectors; a
+block with fewer keys runs shorter loops. All operands lie in scratch memory, padded so that loops
+need no remainder. Keys and values may also lie in the user's tensors if these look the same.
+`staging.py` reads and writes the user's tensors.
 
-The same bits come out whichever rows are left out because no query reads them: a weight of 0
-adds nothing, sums run over keys in ascending order, and each starts at zero in every tile.
+Leaving out keys that no query reads does not change the bits: a weight of 0 adds nothing, sums run
+over keys in ascending order, and each starts at zero in every tile.
 
-What is not finite takes a second, careful form of the last two phases. There a weight of -0.0
-marks a key that is not read (its score is -inf), and its value is left out, not multiplied by 0.
+If something is not finite, a second, careful form of the last two phases runs. There a weight of
+-0.0 marks a key that is not read (its score is -inf), and its value is left out, not multiplied
+by 0.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from quire.codegen.builder import Function, Module, Operand, Value
 from quire.codegen.target import Target
 from quire.codegen.types import I64, Type, typed
 
-SMALL_ROWS = 4  # the rows of a second micro kernel, which takes what the large one leaves
-NARROW_ROWS = 8  # the rows of the large one for narrow tiles
+SMALL_ROWS = 4  # rows of the small micro kernel, which takes what the large one leaves over
+NARROW_ROWS = 8  # rows of the large micro kernel in narrow tiles
 UNREAD = -0.0  # the weight of a key that is not read, in the careful form
 
 
 class Tile(NamedTuple):
-    """The shape of a tile: a target, and the type that scratch memory holds.
+    """The shape of tiles: a target, and the type of scratch memory.
 
-    A narrow one lies in memory like the others, but only the first `part` vectors of its panel are
-    computed. It may be all that reads its keys and values, so they are read where the user has
-    them, and what lies behind them is asked for: the next head reads that.
+    A narrow tile has the same layout in memory, but only the first `part` vectors of its panel are
+    computed. It may be the only reader of its keys and values, so it reads them from the user's
+    tensors and prefetches what follows in memory: the next head reads that.
     """
 
     target: Target
@@ -70,7 +70,7 @@ class Tile(NamedTuple):
 
     @property
     def narrow(self) -> bool:
-        """Whether only a part of each panel is computed."""
+        """Whether only the first vectors of a panel are computed."""
         return self.part > 0
 
     def parts(self) -> list[Tile]:
@@ -93,7 +93,7 @@ class Tile(NamedTuple):
         return f"{function}_{self.part}" if self.narrow else function
 
     def row(self, f: Function, number: float) -> list[Value]:
-        """A row of a panel that is the same number everywhere."""
+        """A row of a panel with one number everywhere."""
         return [f.value(number, self.vector)] * self.vectors
 
     def load_row(self, f: Function, panel: Value, row: Operand = 0, stride: int = 0) -> list[Value]:
@@ -128,7 +128,7 @@ class Tile(NamedTuple):
 
 
 def across(f: Function, vector: Value, combine: Callable[[Value, Value], Value]) -> Value:
-    """All lanes combined, in every lane: neighbours first, in a fixed tree."""
+    """All lanes combined, in every lane: neighbours first, always in the same order."""
     lanes, step = vector.type.lanes or 1, 1
     while step < lanes:
         vector = combine(vector, f.shuffle(vector, vector, [lane ^ step for lane in range(lanes)]))
@@ -149,8 +149,8 @@ def outer_product(
 ) -> list[Value]:
     """sums[r, v] = sum of numbers(i)[r] * vectors(i)[v] over i < count, a multiple of `unroll`.
 
-    They start from `sums`, or at zero. All the time is spent in this loop: rows x vectors
-    accumulators stay in registers.
+    This is the micro kernel: rows x vectors accumulators stay in registers. Nearly all time is
+    spent in this loop. The sums start from `sums`, or at zero.
     """
 
     def add(i: Value, sums: list[Value]) -> list[Value]:
@@ -165,7 +165,7 @@ def outer_product(
 
 
 def large_rows(tile: Tile, count: Value) -> Value:
-    """How many of `count` rows the large micro kernel takes; the small one divides the rest."""
+    """How many of `count` rows the large micro kernel computes; the small one computes the rest."""
     unit = math.lcm(tile.large_rows, SMALL_ROWS)
     return count.udiv(unit) * unit
 
@@ -173,7 +173,10 @@ def large_rows(tile: Tile, count: Value) -> Value:
 def write_multiply_keys(
     module: Module, tile: Tile, *, maxima: bool = True, row_stride: int = 0
 ) -> Function:
-    """scores[key] = keys[key] . queries for `count` keys, and perhaps each column's maximum."""
+    """The function that gives scores[key] = keys[key] . queries, and each query's maximum.
+
+    Without `maxima` the maximum is left out.
+    """
     parameters = typed("ptr keys, i64 stride, ptr queries, i64 depth, ptr scores maxima, i64 count")
     with module.function(tile.named("multiply_keys"), parameters, internal=True) as f:
         given = f.given
@@ -204,7 +207,7 @@ def write_multiply_keys(
 
         def multiply(first: Value, best: list[Value], rows: int) -> list[Value]:
             places = [first + r for r in range(rows)]
-            if rows == SMALL_ROWS:  # past the end: the last key again, its scores never read
+            if rows == SMALL_ROWS:  # past the end: the last key again; nobody reads its scores
                 places = [f.minimum(place, last) for place in places]
             starts = [
                 f.offset(given["keys"], place * given["stride"], tile.element) for place in places
@@ -232,7 +235,7 @@ def write_multiply_keys(
 
 
 def write_exponentiate(module: Module, tile: Tile, *, careful: bool = False) -> Function:
-    """scores become weights; the running maximum and sum of every column move on."""
+    """The function that turns scores into weights and updates each query's maximum and sum."""
     parameters = typed("ptr scores maxima running_max running_sum alpha, i64 count")
     name = "exponentiate_carefully" if careful else "exponentiate"
     exp4 = vecmath.exp4 if careful else vecmath.exp4_nonpositive
@@ -260,14 +263,14 @@ def write_exponentiate(module: Module, tile: Tile, *, careful: bool = False) -> 
                 sums = f.loop(0, start, two, carry=sums, step=2)
             return f.loop(start, count, one, carry=sums)[0]
 
-        # One vector of the panel at a time: the constants of exp4 fill most of the registers.
+        # One vector of the panel at a time: the constants of exp4 need most of the registers.
         with f.range(0, tile.vectors * tile.lanes, tile.lanes) as place:
             scores, maxima, running_max, running_sum, alpha = (
                 f.offset(pointer, place, tile.element) for pointer in pointers
             )
             before = tile.load(f, running_max)
             after = f.maximum(before, tile.load(f, maxima))
-            # Where nothing was read yet, or +inf was, subtract 0: -inf and +inf stay themselves.
+            # If no key was read yet, or a score is +inf, subtract 0: infinities stay as they are.
             shift = f.select(f.intrinsic("fabs", after).equals(math.inf), 0.0, after)
             tile.store(f, after, running_max)
             tile.store(f, exp4(f, before - shift), alpha)
@@ -278,7 +281,10 @@ def write_exponentiate(module: Module, tile: Tile, *, careful: bool = False) -> 
 
 
 def write_multiply_values(module: Module, tile: Tile, *, careful: bool = False) -> Function:
-    """out[d] = out[d] * alpha + values[:, d] . weights, `columns` being a multiple of 4."""
+    """The function that gives out[d] = out[d] * alpha + values[:, d] . weights.
+
+    `columns` is a multiple of SMALL_ROWS.
+    """
     parameters = typed("ptr values, i64 stride, ptr weights out alpha, i64 count columns")
     name = "multiply_values_carefully" if careful else "multiply_values"
     with module.function(tile.named(name), parameters, internal=True) as f:
@@ -323,7 +329,7 @@ def _selecting_product(
     *,
     rows: int,
 ) -> list[Value]:
-    """`outer_product` without the terms whose weight is UNREAD, whatever number they have."""
+    """`outer_product` without the terms whose weight is UNREAD."""
 
     def add(i: Value, sums: list[Value]) -> list[Value]:
         row = vectors(i)

@@ -5,8 +5,8 @@
     >>> literal(F32, 0.1)
     '0x3FB99999A0000000'
 
-A `Layout` names the fields of a record that Python packs and generated code reads; every field
-takes eight bytes, so that packing one is `struct.pack` over integers, pointers and doubles.
+A `Layout` names the fields of a record that Python packs and generated code reads. Every field
+takes eight bytes, so a record is packed by `struct.pack` from integers, pointers and doubles.
 """
 
 from __future__ import annotations
@@ -18,23 +18,13 @@ from dataclasses import dataclass, field
 
 from quire.errors import CodegenError
 
-_BITS = {
-    "void": 0,
-    "ptr": 64,
-    "half": 16,
-    "float": 32,
-    "double": 64,
-    "i1": 1,
-    "i8": 8,
-    "i16": 16,
-    "i32": 32,
-    "i64": 64,
-}
+_BITS = {"void": 0, "ptr": 64, "half": 16, "float": 32, "double": 64}
+_BITS |= {f"i{bits}": bits for bits in (1, 8, 16, 32, 64)}
 
 
 @dataclass(frozen=True, slots=True)
 class Type:
-    """A scalar (`lanes` 0) or a vector of scalars, as LLVM spells it."""
+    """A scalar (`lanes` is 0) or a vector of scalars, as LLVM spells it."""
 
     kind: str
     lanes: int = 0
@@ -62,7 +52,7 @@ class Type:
 
     @property
     def bits(self) -> int:
-        """The width of one lane."""
+        """The bits of one lane."""
         return _BITS[self.kind]
 
     @property
@@ -82,12 +72,12 @@ class Type:
 
     @property
     def as_int(self) -> Type:
-        """The integer of the same width and lanes, for looking at bits."""
+        """The integer type with the same bits and lanes."""
         return Type(f"i{self.bits}", self.lanes)
 
     @property
     def suffix(self) -> str:
-        """How an intrinsic names its type: v8f32, i64."""
+        """How the name of an intrinsic spells this type: v8f32, i64."""
         scalar = f"f{self.bits}" if self.is_float else self.kind
         return f"v{self.lanes}{scalar}" if self.lanes else scalar
 
@@ -159,7 +149,7 @@ class Layout:
         return 8 * len(self.fields)
 
     def index(self, field: str) -> int:
-        """The place of a field, in units of eight bytes."""
+        """The number of a field, counting from 0."""
         if field not in self._index:
             raise CodegenError(f"expected a field of {self.name}, got {field!r}")
         return self._index[field]

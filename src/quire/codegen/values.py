@@ -1,7 +1,7 @@
 """What generated code computes with: a `Value` has a type, a function and operators.
 
-Every operator emits one instruction into the value's function. Python numbers are accepted on
-either side and become constants of the value's type; two values must have the same type.
+Every operator appends one instruction to the value's function. A Python number on either side
+becomes a constant of the value's type; two values must have the same type.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Signature:
 class Value:
     """A number, vector or pointer of generated code.
 
-    Integers compare as signed and divide only by the methods that say how they round. `==` is
-    Python's identity, so that values can be keys of a dict; generated code uses `equals`.
+    Integers are signed when compared. They are divided by methods whose names say how they round.
+    `==` is Python's identity, so values can be keys of a dict; generated code uses `equals`.
     """
 
     __slots__ = ("function", "scope", "text", "type")
@@ -122,7 +122,7 @@ class Value:
         return self._binary(other, "ashr", "")
 
     def logical_shift(self, bits: Operand) -> Value:
-        """Shift right, zeros coming in."""
+        """Shift right, filling with zeros."""
         return self._binary(bits, "lshr", "")
 
     def udiv(self, other: Operand) -> Value:

@@ -1,11 +1,11 @@
-"""Functions of numbers and vectors, written out in arithmetic.
+"""Mathematical functions of scalars and vectors, written in basic arithmetic.
 
-Every function takes a float or double, or a vector of them, and holds for all of its values: NaN
-gives NaN, infinities and zeros give what C gives. The errors are in units of the last place of the
-result (ulp), the largest that the tests find: float32 over all its values, float64 over many.
-Coefficients are our own, see `coefficients.py`.
+Every function takes a float or double, or a vector of them. It is defined for all values: NaN gives
+NaN, infinities and zeros give what C gives. Errors are in units of the last place of the result
+(ulp), the largest that tests find: over all values of float32, over many of float64. Coefficients
+are our own, see `coefficients.py`.
 
-No call leaves the generated code, and the same input gives the same bits in any lane.
+Generated code calls no library, and the same input gives the same bits in every lane.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HALF_PI = (1.5707963267948966, 6.123233995736766e-17, -1.4973849048591698e-33)
 
 
 class _Format(NamedTuple):
-    """How a float type is laid out, and what belongs to it."""
+    """The layout of a float type, and constants for it."""
 
     integer: Type
     mantissa: int
@@ -38,7 +38,7 @@ class _Format(NamedTuple):
 
     @property
     def round_shift(self) -> float:
-        """Adding and subtracting this rounds to an integer, left in the low bits of the sum."""
+        """Adding this rounds to an integer, which is then in the low bits of the sum."""
         return 1.5 * 2.0**self.mantissa
 
 
@@ -70,7 +70,7 @@ def _clamp(f: Function, x: Value, low: float, high: float) -> Value:
 
 
 def _scaled(f: Function, x: Value, exponent: Value) -> Value:
-    """x * 2**exponent, in two steps so that it overflows and underflows only at the end."""
+    """x * 2**exponent, in two steps: 2**exponent itself may overflow or underflow."""
     form = _format(x)
     half = exponent >> 1
     for part in (half, exponent - half):
@@ -79,7 +79,7 @@ def _scaled(f: Function, x: Value, exponent: Value) -> Value:
 
 
 def _rounded(f: Function, shifted: Value) -> Value:
-    """The integer that `round_shift` has left in the low bits."""
+    """The integer in the low bits of a number to which `round_shift` was added."""
     form = _format(shifted)
     shift = f.bitcast(f.value(form.round_shift, shifted.type), form.integer)
     return f.bitcast(shifted, form.integer) - shift
@@ -89,7 +89,7 @@ def _rounded(f: Function, shifted: Value) -> Value:
 
 
 def fmod(f: Function, a: Value, b: Value) -> Value:
-    """What is left of a divided by b, with the sign of a: exact, as in C."""
+    """The remainder of a / b that has the sign of a: exact, as in C."""
     x, y = f.intrinsic("fabs", a), f.intrinsic("fabs", b)
     ratio, near = _remainder(f, x, y)
     far = ~(ratio < 2.0 ** _format(a).mantissa) & (x < math.inf) & (y > 0.0)
@@ -103,15 +103,17 @@ def fmod(f: Function, a: Value, b: Value) -> Value:
 
 
 def _remainder(f: Function, x: Value, y: Value) -> tuple[Value, Value]:
-    """x / y and what is left, for positive numbers: exact where the quotient has no more bits than
-    a number. It may have been rounded up to a whole number, so that less than 0 is left."""
+    """x / y and the remainder, for positive numbers; exact if the quotient fits the mantissa.
+
+    The quotient may have been rounded up to a whole number: then the remainder is below 0 at first.
+    """
     ratio = x / y
     left = f.fma(-f.intrinsic("trunc", ratio), y, x)
     return ratio, f.select(left < 0.0, left + y, left)
 
 
 def _far_remainder(f: Function, x: Value, y: Value) -> Value:
-    """The same for any quotient, by long division: some bits of it at a time."""
+    """The remainder for any quotient, by long division: a few bits of the quotient at a time."""
     form = _format(x)
     (large, above), (small, below) = _split(f, x), _split(f, y)
 
@@ -148,8 +150,8 @@ def exp4_nonpositive(f: Function, x: Value) -> Value:
     """
     form = _format(x)
     x = f.maximum(f.value(-form.bias / 2, x.type), x)
-    # The bias is added with the shift, so that the low bits are an exponent as it is stored; at
-    # the lower end it is 0, which makes the power 0. To double x costs nothing here.
+    # The bias is added with the shift, so the low bits are an exponent as it is stored; for the
+    # smallest x that is 0, which makes the power 0. Doubling x costs nothing here.
     shift = form.round_shift + form.bias
     shifted = f.fma(x, 2.0, shift)
     fraction = f.fma(x, 2.0, -(shifted - shift))
@@ -196,7 +198,7 @@ def _mantissa_and_exponent(f: Function, x: Value) -> tuple[Value, Value]:
 
 
 def _log_where_positive(f: Function, x: Value, result: Value) -> Value:
-    """`result` for positive finite x, else what a logarithm is there."""
+    """`result` for positive finite x, else the logarithm of 0, infinity, NaN or a negative x."""
     negative = f.select(x.equals(0.0), f.value(-math.inf, x.type), math.nan)
     return f.select(x.equals(math.inf), x, f.select(x > 0.0, result, negative))
 
@@ -264,7 +266,7 @@ def _odd_rational(f: Function, x: Value, top: Sequence[float], bottom: Sequence[
 def _saturating(
     f: Function, x: Value, top: Sequence[float], bottom: Sequence[float], limit: float
 ) -> Value:
-    """The rational function up to `limit`, where it comes out just above 1, and 1 from there on."""
+    """A rational function up to `limit`, where it just exceeds 1, and 1 beyond."""
     ratio = _odd_rational(f, _clamp(f, x, -limit, limit), top, bottom)
     return _clamp(f, ratio, -1.0, 1.0)
 
@@ -302,13 +304,13 @@ def erf(f: Function, x: Value) -> Value:
 def sin(f: Function, x: Value) -> Value:
     """Sine: 2 ulp.
 
-    In float64 a result below 1/4 has the absolute error of one there.
+    In float64 a result below 1/4 has the absolute error of a result of 1/4.
     """
     return _circular(f, x, quarter_turns=0)
 
 
 def cos(f: Function, x: Value) -> Value:
-    """Cosine, as exact as sine."""
+    """Cosine, with the errors of sine."""
     return _circular(f, x, quarter_turns=1)
 
 
@@ -332,15 +334,15 @@ def _quarter_turns(f: Function, x: Value) -> tuple[Value, Value]:
 
     def many() -> list[Value]:
         rest, quarters = angles.quarter_turns(f, x, form.mantissa, form.bias)
-        reckoned = f.convert(rest, x.type), f.convert(quarters, form.integer)
-        return [f.select(far, a, b) for a, b in zip(reckoned, near, strict=True)]
+        reduced = f.convert(rest, x.type), f.convert(quarters, form.integer)
+        return [f.select(far, a, b) for a, b in zip(reduced, near, strict=True)]
 
     rest, quarters = f.choose(f.any_lane(far), many, lambda: near)
     return rest, quarters
 
 
 def _few_quarter_turns(f: Function, x: Value) -> tuple[Value, Value]:
-    """The same up to the limit, reckoned in float64."""
+    """The same for angles up to the limit, computed in float64."""
     wide = f.convert(x, F64)
     shift = _FORMATS[F64].round_shift
     shifted = f.fma(wide, 2.0 / math.pi, shift)
