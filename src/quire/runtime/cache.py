@@ -216,6 +216,6 @@ def source_digest() -> str:
     """A hash of the code generator itself, so that no version of it uses another's objects."""
     digest = hashlib.sha256()
     for package in (quire.codegen, quire.ir):
-        for path in sorted(Path(package.__path__[0]).glob("*.py")):
+        for path in sorted(Path(package.__path__[0]).rglob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()
