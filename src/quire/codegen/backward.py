@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 
 from quire.codegen.builder import Function, Module, Value
-from quire.codegen.convention import BACKWARD, DERIVE, ForwardSpec, gradient_columns
+from quire.codegen.convention import BACKWARD, DERIVE, ForwardSpec, Record, gradient_columns
 from quire.codegen.gradient_tiles import (
     write_add_keys,
     write_add_masses,
@@ -34,7 +34,7 @@ from quire.codegen.gradient_tiles import (
     write_find_query_ranges,
     write_scale_rows,
 )
-from quire.codegen.items import QueryBlock, Record, Share
+from quire.codegen.items import QueryBlock, Share
 from quire.codegen.nest import Nest, entry
 from quire.codegen.scratch import Regions, backward_regions, gradient_stride, weights_stride
 from quire.codegen.softmax import LOG4_E

@@ -68,11 +68,11 @@ from typing import Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.codegen.builder import Function, Signature, Value
 from quire.codegen.staging import Number, padded, scratch_stride
 from quire.codegen.target import Target
 from quire.codegen.tiles import Tile
 from quire.codegen.types import F32, F64, I64, PTR, Layout, Type, typed
-from quire.codegen.values import Signature
 from quire.errors import CodegenError
 
 ENTRY = "forward"  # the name of every kernel's function
@@ -228,6 +228,16 @@ SEQUENCE = Layout(
 
 PARTIAL_STATES = ("running_max", "running_sum", "best", "place", "surprise")
 """What a piece leaves for each row, one vector each; the row's part of out follows."""
+
+
+class Record:
+    """A record in generated code. Every use loads its field again, which keeps registers free."""
+
+    def __init__(self, f: Function, layout: Layout, args: Value) -> None:
+        self._f, self._layout, self._args = f, layout, args
+
+    def __getitem__(self, name: str) -> Value:
+        return self._f.field(self._layout, self._args, name)
 
 
 @dataclass(frozen=True)

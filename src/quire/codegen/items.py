@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from quire.codegen.builder import Function, Value
-from quire.codegen.convention import KEYS_OF_PIECE, SEQUENCE, STOPPED
-from quire.codegen.types import I64, Layout
+from quire.codegen.convention import KEYS_OF_PIECE, SEQUENCE, STOPPED, Record
+from quire.codegen.types import I64
 
 
 class QueryBlock(NamedTuple):
@@ -58,16 +58,6 @@ class Member(NamedTuple):
     first_row: Value  # the first of its rows among the rows of all members
     first_slot: Value
     pieces: Value
-
-
-class Record:
-    """The record of a kernel. Every use loads its field again, which keeps registers free."""
-
-    def __init__(self, f: Function, layout: Layout, args: Value) -> None:
-        self._f, self._layout, self._args = f, layout, args
-
-    def __getitem__(self, name: str) -> Value:
-        return self._f.field(self._layout, self._args, name)
 
 
 class Items:

@@ -49,7 +49,7 @@ from quire.codegen.lower import (
 from quire.codegen.proofs import proof, provable
 from quire.codegen.softmax import LOG4_E
 from quire.codegen.tiles import Tile
-from quire.codegen.types import I1, I64, Type
+from quire.codegen.types import I1, I64
 from quire.ir.graph import Node
 
 
@@ -133,7 +133,7 @@ def write_extent(
             first = f.select(some, f.minimum(first, j), first)
             return [first, f.select(some, j + 1, last), missed | unread]
 
-        carry = [keys, f.value(0, I64), f.value(0, lane_mask(tile))]
+        carry = [keys, f.value(0, I64), f.value(0, tile.vector.as_int)]
         first, last, missed = f.loop(0, keys, one_key, carry=carry)
         every = f.convert(~f.any_lane(missed.differs(0)), I64)
         for wrong in wrong_at_once:  # report all keys as read, so that `rewrite` sets the flag
@@ -171,11 +171,6 @@ def scopes_of_rows(
     return [scope.inside({"q_idx": q_idx}, ROW, KEY, ELEMENT) for q_idx in queries], flag
 
 
-def lane_mask(tile: Tile) -> Type:
-    """The type of truth values as vector registers hold them, as wide as scores: 0 or -1."""
-    return tile.element.as_int.vector(tile.lanes)
-
-
 def existing(f: Function, tile: Tile) -> list[Value]:
     """For each vector of a panel, which lanes hold a query."""
     queries = f.given["queries"]
@@ -184,7 +179,7 @@ def existing(f: Function, tile: Tile) -> list[Value]:
 
 def _lanes_below(f: Function, tile: Tile, count: Value) -> Value:
     """The lanes whose number is below `count`."""
-    lanes = lane_mask(tile)  # as wide as scores, so that no mask has to be converted
+    lanes = tile.vector.as_int  # as wide as scores, so that no mask has to be converted
     limit = f.convert(f.maximum(f.minimum(count, tile.lanes), 0), lanes.scalar)
     return f.iota(lanes) < f.splat(limit, lanes)
 
@@ -229,7 +224,7 @@ class Panel:
 
     def nothing_wrong(self) -> list[Value]:
         """No mistake in any lane."""
-        return [self.f.value(0, lane_mask(self.tile))] * len(self.rows)
+        return [self.f.value(0, self.tile.vector.as_int)] * len(self.rows)
 
     def choose(self, ends: tuple[Lanes, Lanes], loop: Callable[[], list[Value]]) -> list[Value]:
         """Write `loop` twice: without bounds checks, if both ends prove them, and with them."""
@@ -285,7 +280,10 @@ class Panel:
         f = self.f
         scopes = list(self.at_key(kv_idx, None))
         live = self.mask(scopes, exists)
-        some, unread = f.value(False, I1.vector(self.tile.lanes)), f.value(0, lane_mask(self.tile))
+        some, unread = (
+            f.value(False, I1.vector(self.tile.lanes)),
+            f.value(0, self.tile.vector.as_int),
+        )
         for v, (holds, there) in enumerate(zip(live, exists, strict=True)):
             some = some | holds
             unread = unread | self._lane_mask(there & ~holds)
@@ -316,8 +314,11 @@ class Panel:
         return live
 
     def _lane_mask(self, condition: Value) -> Value:
-        """A condition to be carried around a loop; LLVM would unpack truth values each time."""
-        return self.f.select(condition, self.f.value(-1, lane_mask(self.tile)), 0)
+        """A condition as 0 or -1 in lanes as wide as scores, to be carried around a loop.
+
+        LLVM would unpack a vector of truth values each time.
+        """
+        return self.f.select(condition, self.f.value(-1, self.tile.vector.as_int), 0)
 
     def modified(self, scope: Scope) -> Value:
         """A score after the score_mod, times `unit`."""

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from quire.codegen.builder import Function, Module, Value
-from quire.codegen.convention import ENTRY, FORWARD, ForwardSpec
-from quire.codegen.items import Items, QueryBlock, Record
+from quire.codegen.convention import ENTRY, FORWARD, ForwardSpec, Record
+from quire.codegen.items import Items, QueryBlock
 from quire.codegen.scratch import Regions
 from quire.codegen.staging import ENDLESS, PLACEMENT, padded, scratch_stride, storage
 from quire.codegen.tiles import Tile

@@ -28,7 +28,7 @@ from quire.codegen.builder import Function, Module, Value
 from quire.codegen.convention import OBSERVE, Form
 from quire.codegen.softmax import LN_4, Closed
 from quire.codegen.tiles import Tile, across
-from quire.codegen.types import I64, Type
+from quire.codegen.types import I64
 
 
 def write_observe(form: Form, tile: Tile) -> Module:
@@ -51,7 +51,7 @@ def _write_panel(f: Function, tile: Tile) -> None:
 
         def number(j: Value) -> Value:
             place = f.convert(first + j, tile.element.as_int)
-            return f.splat(place, places(tile))
+            return f.splat(place, tile.vector.as_int)
 
         _observe(f, tile, state, score, number, keys=keys)
 
@@ -64,7 +64,7 @@ def _write_row(f: Function, tile: Tile) -> None:
 
     def number(j: Value) -> Value:
         place = f.convert(first + j, tile.element.as_int)
-        return f.splat(place, places(tile)) + f.iota(places(tile))
+        return f.splat(place, tile.vector.as_int) + f.iota(tile.vector.as_int)
 
     def best_of_row(best: Value) -> Value:
         return across(f, best, f.maximum)
@@ -118,13 +118,8 @@ def _observe(
 # --- in the kernels ------------------------------------------------------------------------------
 
 
-def places(tile: Tile) -> Type:
-    """The type of a vector of key numbers, with as many lanes as scores."""
-    return tile.element.as_int.vector(tile.lanes)
-
-
 def _load_places(f: Function, tile: Tile, pointer: Value) -> Value:
-    return f.load(places(tile), pointer, align=tile.target.vector_bits // 8)
+    return f.load(tile.vector.as_int, pointer, align=tile.target.vector_bits // 8)
 
 
 class State(NamedTuple):
@@ -147,7 +142,7 @@ class Part(NamedTuple):
 def forget(f: Function, tile: Tile, state: State) -> None:
     """Reset the state of one vector of rows: no key has been seen."""
     tile.store(f, f.value(-math.inf, tile.vector), state.best)
-    tile.store(f, f.value(-1, places(tile)), state.place)
+    tile.store(f, f.value(-1, tile.vector.as_int), state.place)
     tile.store(f, f.value(0.0, tile.vector), state.surprise)
 
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from quire.codegen import observe
 from quire.codegen.builder import Function, Module, Value
-from quire.codegen.convention import OBSERVE, REWRITE, ForwardSpec
-from quire.codegen.items import QueryBlock, Record
+from quire.codegen.convention import OBSERVE, REWRITE, ForwardSpec, Record
+from quire.codegen.items import QueryBlock
 from quire.codegen.nest import Nest
 from quire.codegen.scratch import Regions, panel_regions
 from quire.codegen.staging import (

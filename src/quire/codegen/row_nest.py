@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from quire.codegen import observe
 from quire.codegen.builder import Function, Module, Value
-from quire.codegen.convention import OBSERVE, ROW_REWRITE, ForwardSpec
-from quire.codegen.items import Member, Piece, QueryBlock, Record
+from quire.codegen.convention import OBSERVE, ROW_REWRITE, ForwardSpec, Record
+from quire.codegen.items import Member, Piece, QueryBlock
 from quire.codegen.nest import Nest
 from quire.codegen.row_keys import set_sizes, write_multiply_keys
 from quire.codegen.row_softmax import write_exponentiate, write_merge, write_scale_weights

@@ -13,7 +13,7 @@ import torch
 
 from quire.codegen import vecmath
 from quire.codegen.builder import Function, Value
-from quire.codegen.items import Record
+from quire.codegen.convention import Record
 from quire.codegen.tiles import Tile
 from quire.codegen.types import F32, F64
 

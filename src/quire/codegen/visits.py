@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 
 from quire.codegen.builder import Function, Value
 from quire.codegen.convention import EMPTY, EXTENT, FULL, PARTIAL, PLAIN, VERDICT, ForwardSpec
-from quire.codegen.items import Items, Piece, QueryBlock, Record
+from quire.codegen.items import Items, Piece, QueryBlock
 from quire.codegen.types import I32, I64
 
 SPAN = 64  # blocks of keys that are skipped together
@@ -44,13 +44,13 @@ Judge: TypeAlias = Callable[[Value, Value], Value]
 class _Walk:
     """One walk over blocks of keys, by numbers: entries of the tile list, or blocks of keys."""
 
-    f: Function
-    arg: Record
+    items: Items
     queries: QueryBlock
     judge: Judge
     size: int  # keys of a block
 
     def __post_init__(self) -> None:
+        self.f, self.arg = self.items.f, self.items.arg
         self.listed = self.arg["tile_offsets"].differs(self.f.null())
         self.judged = self.arg["verdict"].differs(self.f.null())
 
@@ -126,7 +126,7 @@ class Visits:
         """
         f, size = self.f, self.spec.target.block_kv
         judge = judge or (lambda first, end: self.verdict(queries, first, end))
-        walk = _Walk(f, self.arg, queries, judge, size)
+        walk = _Walk(self.items, queries, judge, size)
         first, last = walk.numbers()
         with f.range(first, last, SPAN) as start:
             stop = f.minimum(start + SPAN, last)
