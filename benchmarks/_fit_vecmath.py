@@ -1,6 +1,6 @@
-"""Fits the coefficients of src/quire/codegen/coefficients.py and prints that file.
+"""Fits the coefficients of src/quire/codegen/llvm/coefficients.py and prints that file.
 
-    python benchmarks/_fit_vecmath.py > src/quire/codegen/coefficients.py
+    python benchmarks/_fit_vecmath.py > src/quire/codegen/llvm/coefficients.py
 
 Each fit minimises the largest weighted error over an interval by Lawson's algorithm, in 50 digits
 (mpmath): least squares again and again, every point's share multiplied by its error. Rational

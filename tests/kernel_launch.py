@@ -13,8 +13,7 @@ import torch
 from guards import WatchedScratch, guarded
 from torch import Tensor
 
-from quire.codegen import contract, jit
-from quire.codegen.builder import Function, Module, Value
+from quire.codegen import contract
 from quire.codegen.convention import (
     ENTRY,
     EXTENT,
@@ -26,12 +25,14 @@ from quire.codegen.convention import (
     num_items,
     tile_entry,
 )
-from quire.codegen.forward import write_forward
+from quire.codegen.kernels.forward import write_forward
+from quire.codegen.llvm import jit
+from quire.codegen.llvm.builder import Function, Module, Value
+from quire.codegen.llvm.target import Target
+from quire.codegen.llvm.types import I64
+from quire.codegen.phases.staging import ENDLESS
+from quire.codegen.phases.tiles import Tile
 from quire.codegen.scratch import scratch_bytes
-from quire.codegen.staging import ENDLESS
-from quire.codegen.target import Target
-from quire.codegen.tiles import Tile
-from quire.codegen.types import I64
 
 LOG4_E = 1 / math.log(4)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from quire.codegen.target import WIDTHS, Target
+from quire.codegen.llvm.target import WIDTHS, Target
 from quire.config import config
 from quire.recall import dense, pages
 

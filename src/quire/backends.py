@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol
 
 from quire import compiled, eager, inductor
-from quire.codegen.target import Target
+from quire.codegen.llvm.target import Target
 from quire.config import Backend as BackendName
 from quire.config import config
 from quire.eager import Operands, Result

@@ -11,7 +11,7 @@ from quire import eager
 from quire.aux_outputs import NO_AUX, AuxRequest
 from quire.block_mask import BlockRows
 from quire.checks import DTYPES
-from quire.codegen.lower import check_lowerable
+from quire.codegen.mods.lower import check_lowerable
 from quire.config import config
 from quire.eager import Above, Gradients, Operands, Result, Wanted, output_layout
 from quire.errors import TensorKindError, UnsupportedOpError

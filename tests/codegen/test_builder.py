@@ -10,10 +10,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from quire.codegen import jit
-from quire.codegen.builder import Function, Module, Signature, Value
-from quire.codegen.target import Target
-from quire.codegen.types import (
+from quire.codegen.llvm import jit
+from quire.codegen.llvm.builder import Function, Module, Signature, Value
+from quire.codegen.llvm.target import Target
+from quire.codegen.llvm.types import (
     F16,
     F32,
     F64,

@@ -13,9 +13,9 @@ from kernel_launch import Call
 from quire import Dense, attention
 from quire.codegen import contract
 from quire.codegen.convention import BLOCK_Q, GRADIENTS, Form, ForwardSpec
+from quire.codegen.llvm.target import Target
+from quire.codegen.llvm.types import F32
 from quire.codegen.scratch import scratch_bytes
-from quire.codegen.target import Target
-from quire.codegen.types import F32
 from quire.errors import CodegenError
 from quire.runtime import plan
 

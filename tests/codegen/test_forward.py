@@ -12,9 +12,6 @@ from kernel_launch import Call, Tiles, extent_code, mod_code
 from torch import Tensor
 
 from quire import reference
-from quire.codegen import vecmath
-from quire.codegen.arguments import ModArguments
-from quire.codegen.builder import Function, Module, Value
 from quire.codegen.convention import (
     FULL,
     PARTIAL,
@@ -23,10 +20,13 @@ from quire.codegen.convention import (
     choose_block_q,
     choose_heads,
 )
-from quire.codegen.mods import write_rewrite
+from quire.codegen.llvm import vecmath
+from quire.codegen.llvm.builder import Function, Module, Value
+from quire.codegen.llvm.target import Target
+from quire.codegen.llvm.types import I1, I64
+from quire.codegen.mods.arguments import ModArguments
+from quire.codegen.mods.functions import write_rewrite
 from quire.codegen.scratch import scratch_bytes
-from quire.codegen.target import Target
-from quire.codegen.types import I1, I64
 from quire.errors import CodegenError
 
 pytestmark = pytest.mark.every_width

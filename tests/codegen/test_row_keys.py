@@ -7,11 +7,11 @@ import ctypes
 import pytest
 import torch
 
-from quire.codegen import jit
-from quire.codegen.builder import Module
-from quire.codegen.row_keys import add_lanes
-from quire.codegen.target import Target
-from quire.codegen.types import F32, F64, PTR, Type
+from quire.codegen.llvm import jit
+from quire.codegen.llvm.builder import Module
+from quire.codegen.llvm.target import Target
+from quire.codegen.llvm.types import F32, F64, PTR, Type
+from quire.codegen.phases.row_keys import add_lanes
 
 pytestmark = pytest.mark.every_width
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from forking import forks
 
-from quire.codegen import jit
-from quire.codegen.builder import Module
-from quire.codegen.target import Target
-from quire.codegen.types import I64
+from quire.codegen.llvm import jit
+from quire.codegen.llvm.builder import Module
+from quire.codegen.llvm.target import Target
+from quire.codegen.llvm.types import I64
 from quire.errors import ArgumentError
 from quire.runtime import cache as cache_module
 from quire.runtime import kernels

@@ -21,8 +21,8 @@ from quire.codegen.convention import (
     ForwardSpec,
     gradient_columns,
 )
+from quire.codegen.phases.staging import ENDLESS, storage
 from quire.codegen.scratch import scratch_bytes
-from quire.codegen.staging import ENDLESS, storage
 from quire.errors import CodegenError
 
 ALIGNED = 64  # bytes, of scratch and of each thread's part of it

@@ -26,14 +26,14 @@ One score matrix: queries go down, keys to the right, a cell is the score of one
     item       what a thread takes off the counter: in the forward kernel a block of queries of
                `row_group` heads, in the decode kernel a piece, in the backward kernel a share
 
-Few queries (`decode.py`) are computed row by row, and their keys are cut into pieces:
+Few queries (`kernels/decode.py`) are computed row by row, and their keys are cut into pieces:
 
     piece      `KEYS_OF_PIECE` keys of a sequence, from a multiple of that on
     member     one of the sequences that a piece is computed for: they begin with the same pages
     slot       where a piece of one sequence and head leaves its partial result
     set        up to four rows that share each load of a key and value
 
-The backward kernel (`backward.py`) adds up gradients of keys and values:
+The backward kernel (`kernels/backward.py`) adds up gradients of keys and values:
 
     slice      every n-th block of queries; how many slices there are is fixed by lengths and heads
     share      a slice of the queries of one sequence that read one key head; it has its own sums
@@ -68,11 +68,11 @@ from typing import Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.codegen.builder import Function, Signature, Value
-from quire.codegen.staging import Number, padded, scratch_stride
-from quire.codegen.target import Target
-from quire.codegen.tiles import Tile
-from quire.codegen.types import F32, F64, I64, PTR, Layout, Type, typed
+from quire.codegen.llvm.builder import Function, Signature, Value
+from quire.codegen.llvm.target import Target
+from quire.codegen.llvm.types import F32, F64, I64, PTR, Layout, Type, typed
+from quire.codegen.phases.staging import Number, padded, scratch_stride
+from quire.codegen.phases.tiles import Tile
 from quire.errors import CodegenError
 
 ENTRY = "forward"  # the name of every kernel's function
@@ -87,26 +87,26 @@ EMPTY, PARTIAL, FULL, PLAIN = range(4)  # skip the tile; apply all masks, some, 
 REWRITE = Signature(
     "rewrite", typed("ptr scores maxima arguments, i64 b h q_idx queries kv_idx keys")
 )
-"""Applies mods to a panel of scores, see `mods.py`."""
+"""Applies mods to a panel of scores, see `mods/functions.py`."""
 
 ROW_REWRITE = Signature("rewrite_row", typed("ptr scores arguments, i64 b h q_idx kv_idx keys"))
-"""Applies mods to the scores of one query, see `mods.py`."""
+"""Applies mods to the scores of one query, see `mods/functions.py`."""
 
 EXTENT = Signature("extent", typed("ptr arguments, i64 b h q_idx queries kv_idx keys"), I64)
-"""Tells which keys a panel reads, see `mods.py`."""
+"""Tells which keys a panel reads, see `mods/functions.py`."""
 
 VERDICT = Signature("verdict", typed("ptr arguments, i64 b h q_low q_high kv_low kv_high"), I64)
-"""Tells of which kind a tile is, see `mods.py`."""
+"""Tells of which kind a tile is, see `mods/functions.py`."""
 
 OBSERVE = Signature("observe", typed("ptr scores running_sum best place surprise, i64 first keys"))
-"""Keeps track of the argmax and the entropy of rows, see `observe.py`."""
+"""Keeps track of the argmax and the entropy of rows, see `phases/observe.py`."""
 
 DERIVE = Signature(
     "derive",
     typed("ptr scores slopes shift delta arguments captured, i64 b h key_head slice")
     | typed("i64 q_idx queries kv_idx keys"),
 )
-"""Turns scores into weights and gradients of scores, see `derive.py`."""
+"""Turns scores into weights and gradients of scores, see `mods/derive.py`."""
 
 # --- the records
 

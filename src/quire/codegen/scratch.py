@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 from quire.codegen.convention import BLOCK_Q, Form, gradient_columns
-from quire.codegen.row_stream import MOST_AHEAD
-from quire.codegen.staging import PLACEMENT, Number, padded, scratch_stride
-from quire.codegen.tiles import SMALL_ROWS, Tile
-from quire.codegen.types import I64, PTR
+from quire.codegen.llvm.types import I64, PTR
+from quire.codegen.phases.row_stream import MOST_AHEAD
+from quire.codegen.phases.staging import PLACEMENT, Number, padded, scratch_stride
+from quire.codegen.phases.tiles import SMALL_ROWS, Tile
 
 BLOCKS_TOGETHER = 4  # the decode kernel computes so many blocks of keys at once
 

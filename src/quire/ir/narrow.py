@@ -15,8 +15,7 @@ from collections.abc import Mapping
 import torch
 
 from quire.ir.graph import Node, cast, rebuild, walk
-from quire.ir.ranges import RULES, Ranges
-from quire.ir.ranges import Range as Range
+from quire.ir.ranges import RULES, Range, Ranges
 
 INT32: Range = (-(2**31), 2**31 - 1)
 

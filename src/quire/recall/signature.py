@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from torch.nn.attention import flex_attention as torch_flex
 
 from quire.block_mask import BlockMask
-from quire.codegen.arguments import CaptureShape
+from quire.codegen.mods.arguments import CaptureShape
 from quire.config import config
 from quire.eager import working_dtype
 from quire.ir.trace import Mod, Traced, trace

@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from quire.codegen.convention import MOST_ROWS, SEQUENCE, Form, num_items, num_pieces
-from quire.codegen.staging import ENDLESS
+from quire.codegen.phases.staging import ENDLESS
 from quire.memory import Dense
 from quire.runtime.common import common_pieces
 from quire.sequences import Numbers, Sequences

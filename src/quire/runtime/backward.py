@@ -20,7 +20,7 @@ from quire.codegen.convention import (
     GRADIENTS_PART,
     gradient_columns,
 )
-from quire.codegen.target import Target
+from quire.codegen.llvm.target import Target
 from quire.eager.backward import Above, Gradients, Wanted, folded
 from quire.ir.graph import Node
 from quire.problem import Problem

@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 import quire.codegen
 import quire.ir
-from quire.codegen.jit import llvm_version
+from quire.codegen.llvm.jit import llvm_version
 from quire.config import config
 from quire.errors import ArgumentError
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from quire.aux_outputs import AuxRequest
 from quire.codegen.convention import Form
-from quire.codegen.target import Target
+from quire.codegen.llvm.target import Target
 from quire.problem import Problem
 from quire.runtime.addressing import Addressing
 from quire.runtime.gather import gather

@@ -21,7 +21,7 @@ from torch import Tensor
 from quire.block_mask import BlockMask
 from quire.block_mask.runs import Runs
 from quire.codegen.convention import MOST_ROWS
-from quire.codegen.target import Target
+from quire.codegen.llvm.target import Target
 from quire.ir.graph import Node, cast, const, rebuild, rewrite
 from quire.ir.trace import Traced
 from quire.problem import Problem

@@ -17,23 +17,28 @@ from typing import NamedTuple
 
 import torch
 
-from quire.codegen import jit
-from quire.codegen.arguments import CaptureShape, ModArguments, is_literal
-from quire.codegen.backward import write_backward
-from quire.codegen.builder import Module
 from quire.codegen.convention import (
     ENTRY,
     OBSERVE,
     Form,
     ForwardSpec,
 )
-from quire.codegen.decode import write_decode
-from quire.codegen.derive import Derived, write_derive
-from quire.codegen.forward import write_forward
-from quire.codegen.mods import write_extent, write_rewrite, write_row_rewrite, write_verdict
-from quire.codegen.observe import write_observe
-from quire.codegen.target import Target
-from quire.codegen.tiles import Tile
+from quire.codegen.kernels.backward import write_backward
+from quire.codegen.kernels.decode import write_decode
+from quire.codegen.kernels.forward import write_forward
+from quire.codegen.llvm import jit
+from quire.codegen.llvm.builder import Module
+from quire.codegen.llvm.target import Target
+from quire.codegen.mods.arguments import CaptureShape, ModArguments, is_literal
+from quire.codegen.mods.derive import Derived, write_derive
+from quire.codegen.mods.functions import (
+    write_extent,
+    write_rewrite,
+    write_row_rewrite,
+    write_verdict,
+)
+from quire.codegen.phases.observe import write_observe
+from quire.codegen.phases.tiles import Tile
 from quire.errors import CodegenError
 from quire.ir.bound import Bounds
 from quire.ir.differentiate import Derivatives, differentiate

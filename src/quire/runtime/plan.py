@@ -29,10 +29,10 @@ from quire.codegen.convention import (
     choose_heads,
     partial_stride,
 )
-from quire.codegen.softmax import LOG4_E
-from quire.codegen.target import Target
-from quire.codegen.tiles import Tile
-from quire.codegen.types import F32, F64
+from quire.codegen.llvm.target import Target
+from quire.codegen.llvm.types import F32, F64
+from quire.codegen.phases.softmax import LOG4_E
+from quire.codegen.phases.tiles import Tile
 from quire.ir.pyramid import Pyramid
 from quire.runtime import pyramids
 from quire.runtime.addressing import Addressing, Records, longest, strides

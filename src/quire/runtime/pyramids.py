@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.codegen import jit
-from quire.codegen.arguments import CaptureShape
-from quire.codegen.pyramid import DTYPES, NAMES, write_pyramid
-from quire.codegen.target import Target
+from quire.codegen.kernels.pyramid import DTYPES, NAMES, write_pyramid
+from quire.codegen.llvm import jit
+from quire.codegen.llvm.target import Target
+from quire.codegen.mods.arguments import CaptureShape
 from quire.ir.pyramid import Axis, Pyramid, anything, heap, missing_leaf
 from quire.runtime.cache import cache_key
 from quire.runtime.kernels import code_of

@@ -12,7 +12,8 @@ from quire.block_mask import BlockRows
 from quire.block_mask.lists import FULL, PARTIAL
 from quire.ir.bound import Bounds, bound
 from quire.ir.graph import Node, cast, const, rebuild, rewrite
-from quire.ir.narrow import Range, narrow
+from quire.ir.narrow import narrow
+from quire.ir.ranges import Range
 from quire.ir.simplify import simplify
 from quire.ir.terms import FALSE, TRUE
 from quire.ir.trace import Traced
