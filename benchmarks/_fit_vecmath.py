@@ -1,6 +1,6 @@
-"""Fits the coefficients of src/quire/codegen/coefficients.py and prints that file.
+"""Fits the coefficients of src/quire/codegen/llvm/coefficients.py and prints that file.
 
-    python benchmarks/_fit_vecmath.py > src/quire/codegen/coefficients.py
+    python benchmarks/_fit_vecmath.py > src/quire/codegen/llvm/coefficients.py
 
 Each fit minimises the largest weighted error over an interval by Lawson's algorithm, in 50 digits
 (mpmath): least squares again and again, every point's share multiplied by its error. Rational
@@ -132,10 +132,11 @@ def cos_rest(z: mpf) -> mpf:
 
 def show(name: str, meaning: str, coefficients: Sequence[mpf], error: mpf | None = None) -> None:
     """One table as Python, lowest power first."""
-    print(f"\n{name} = (")
-    for coefficient in coefficients:
-        print(f"    {float(coefficient)!r},")
-    print(")")
+    numbers = [repr(float(coefficient)) for coefficient in coefficients]
+    print(f'\n{name} = _numbers("""')
+    for first in range(0, len(numbers), 4):
+        print("    " + " ".join(numbers[first : first + 4]))
+    print('""")')
     reach = "" if error is None else f"; relative error {mp.nstr(error, 2)}"
     print(f'"""{meaning}{reach}."""')
 
@@ -152,6 +153,8 @@ def main() -> None:
     quarter = float((mp.pi / 4 * mpf("1.01")) ** 2)
     tiny = 1e-9
     print('"""Coefficients of vecmath.py, lowest power first; from benchmarks/_fit_vecmath.py."""')
+    print("\n\ndef _numbers(text: str) -> tuple[float, ...]:")
+    print("    return tuple(map(float, text.split()))\n")
     for bits, degree in ((32, 6), (64, 11)):
         found = polynomial(exp2_rest, degree - 1, lambda x: x / mpf(2) ** x, -0.5, 0.5)
         show(f"EXP2_F{bits}", "2**x = 1 + x P(x), |x| <= 1/2", *found)

@@ -9,10 +9,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from quire.codegen import jit
-from quire.codegen.builder import Module
-from quire.codegen.target import Target
-from quire.codegen.types import F32, I64, PTR
+from quire.codegen.llvm import jit
+from quire.codegen.llvm.builder import Module
+from quire.codegen.llvm.target import Target
+from quire.codegen.llvm.types import F32, I64, PTR
 from quire.runtime.launch import launch
 
 CHUNK = 1 << 16  # floats that a thread reads before it asks for more

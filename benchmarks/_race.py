@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from quire.codegen.target import Target
+from quire.codegen.llvm.target import Target
 
 
 def race(contestants: dict[str, Callable[[], object]], seconds: float = 2.0) -> dict[str, float]:

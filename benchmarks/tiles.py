@@ -3,7 +3,7 @@
 Each figure is a share of what the multipliers can do on one thread, in percent, by a loop that does
 nothing else and takes turns with what is measured; best of several rounds. `keys` and `values` are
 the two products of a tile alone, out of the nearest cache, `forward` is dense attention and `both`
-a forward and a backward pass. `codegen/target.py` says which shapes follow.
+a forward and a backward pass. `codegen/llvm/target.py` says which shapes follow.
 
     --vectors 256    other widths than the processor's own, in bits
     --shapes 6x4     rows x vectors, in place of all that fit the registers
@@ -24,11 +24,13 @@ from _limits import FLOPS, multiply
 
 import quire
 from quire import plans
-from quire.codegen import jit
-from quire.codegen.builder import Function, Module
-from quire.codegen.target import Target
-from quire.codegen.tiles import Tile, write_multiply_keys, write_multiply_values
-from quire.codegen.types import F32, F64, I64, PTR
+from quire.codegen.llvm import jit
+from quire.codegen.llvm.builder import Function, Module
+from quire.codegen.llvm.target import Target
+from quire.codegen.llvm.types import F32, F64, I64, PTR
+from quire.codegen.phases.row_keys import write_multiply_keys
+from quire.codegen.phases.row_values import write_multiply_values
+from quire.codegen.phases.tiles import Tile
 
 HEADS, LENGTH = 8, 2048
 KEYS = 120  # of a product alone: all rows that are tried divide it

@@ -13,8 +13,7 @@ import torch
 from guards import WatchedScratch, guarded
 from torch import Tensor
 
-from quire.codegen import contract, jit
-from quire.codegen.builder import Function, Module, Value
+from quire.codegen import contract
 from quire.codegen.convention import (
     ENTRY,
     EXTENT,
@@ -24,14 +23,16 @@ from quire.codegen.convention import (
     SEQUENCE,
     ForwardSpec,
     num_items,
-    scratch_bytes,
     tile_entry,
 )
-from quire.codegen.forward import write_forward
-from quire.codegen.staging import ENDLESS
-from quire.codegen.target import Target
-from quire.codegen.tiles import Tile
-from quire.codegen.types import I64
+from quire.codegen.kernels.forward import write_forward
+from quire.codegen.llvm import jit
+from quire.codegen.llvm.builder import Function, Module, Value
+from quire.codegen.llvm.target import Target
+from quire.codegen.llvm.types import I64
+from quire.codegen.phases.staging import ENDLESS
+from quire.codegen.phases.tiles import Tile
+from quire.codegen.scratch import scratch_bytes
 
 LOG4_E = 1 / math.log(4)
 
@@ -56,9 +57,8 @@ def _address(module: Module, name: str, target: Target) -> int:
 def mod_code(tile: Tile, rewrite: Callable[[Function, Value, Value, Value], Value]) -> int:
     """The address of a mod that rewrites (q_idx vector, kv_idx, score) to a score in log4."""
     module = Module()
-    names = ("scores", "maxima", "arguments", "b", "h", "q_idx", "queries", "kv_idx", "keys")
-    with module.function("mod", dict(zip(names, REWRITE.parameters, strict=True))) as f:
-        scores, maxima, _, _, _, q_idx, _, kv_idx, keys = f.parameters
+    with module.function("mod", REWRITE.parameters) as f:
+        scores, q_idx, kv_idx, keys = (f.given[x] for x in ("scores", "q_idx", "kv_idx", "keys"))
         positions = I64.vector(tile.lanes)
         queries = [
             f.splat(q_idx + v * tile.lanes, positions) + f.iota(positions)
@@ -72,7 +72,7 @@ def mod_code(tile: Tile, rewrite: Callable[[Function, Value, Value, Value], Valu
             return [f.maximum(a, b) for a, b in zip(best, row, strict=True)]
 
         best = f.loop(0, keys, one_key, carry=tile.row(f, -math.inf))
-        tile.store_row(f, best, maxima)
+        tile.store_row(f, best, f.given["maxima"])
     return _address(module, "mod", tile.target)
 
 
@@ -83,9 +83,10 @@ def extent_code(
 ) -> int:
     """The address of an extent: (first and last q_idx, kv_idx) to (first, last, every)."""
     module = Module()
-    names = ("arguments", "b", "h", "q_idx", "queries", "kv_idx", "keys")
-    with module.function("extent", dict(zip(names, EXTENT.parameters, strict=True)), I64) as f:
-        _, _, _, q_idx, queries, kv_idx, keys = f.parameters
+    with module.function("extent", EXTENT.parameters, EXTENT.returns) as f:
+        q_idx, queries, kv_idx, keys = (
+            f.given[name] for name in ("q_idx", "queries", "kv_idx", "keys")
+        )
         last_q = q_idx + f.minimum(queries, tile.width) - 1
         first, last, every = bounds(f, q_idx, last_q, kv_idx)
         first = f.maximum(f.minimum(first, keys), 0)
@@ -186,7 +187,8 @@ class Call:
             self.out = guarded(torch.full(shape, 7.0, dtype=self.out_dtype or self.query.dtype))
         self.lse = guarded(torch.full(shape[:3], 7.0, dtype=wide))
         self.max_scores = guarded(torch.full(shape[:3], 7.0, dtype=wide))
-        size = scratch_bytes(self.spec, self.query.shape[3], self.value.shape[3], self.block_q)
+        widths = self.query.shape[3], self.value.shape[3]
+        size = scratch_bytes("panel", self.spec.tile, *widths, self.block_q)
         self._scratch = WatchedScratch(self.threads, size, 0, 0).__enter__()
         self._scratch.fill(255, torch.uint8)
         self._counters = torch.zeros(16, dtype=torch.int64)

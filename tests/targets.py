@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from quire import plans
-from quire.codegen.target import WIDTHS, Target
+from quire.codegen.llvm.target import WIDTHS, Target
 from quire.config import config
 
 NATIVE = "native"

@@ -18,12 +18,12 @@ from torch.nn.attention import flex_attention as torch_flex
 import quire
 from quire import AuxOutput, AuxRequest, Dense, attention, create_block_mask, mods, reference
 from quire.aux_outputs import checked_request
-from quire.codegen import jit
 from quire.codegen.convention import OBSERVE, Form
-from quire.codegen.observe import write_observe
-from quire.codegen.target import Target
-from quire.codegen.tiles import Tile
-from quire.codegen.types import F32, F64
+from quire.codegen.llvm import jit
+from quire.codegen.llvm.target import Target
+from quire.codegen.llvm.types import F32, F64
+from quire.codegen.phases.observe import write_observe
+from quire.codegen.phases.tiles import Tile
 from quire.config import Backend, config
 from quire.errors import KernelMismatchError, OptionError
 from quire.reference import Reference

@@ -23,7 +23,7 @@ from quire import (
     mods,
     reference,
 )
-from quire.codegen import jit
+from quire.codegen.llvm import jit
 from quire.config import config
 from quire.errors import CapturedIndexError, DivisionByZeroError, KernelMismatchError
 from quire.runtime import cache as object_cache_module

@@ -14,7 +14,7 @@ import torch
 from llvmlite.binding.targets import FeatureMap
 
 from quire import doctor
-from quire.codegen import target
+from quire.codegen.llvm import target
 from quire.config import config
 from quire.doctor import report
 from quire.runtime import processor

@@ -12,10 +12,10 @@ import quire
 
 SCRIPT = textwrap.dedent("""
     import itertools, os, signal, threading, time
-    from quire.codegen import jit
-    from quire.codegen.builder import Module
-    from quire.codegen.target import Target
-    from quire.codegen.types import I64
+    from quire.codegen.llvm import jit
+    from quire.codegen.llvm.builder import Module
+    from quire.codegen.llvm.target import Target
+    from quire.codegen.llvm.types import I64
     from quire.ir.graph import const
     from quire.bounded import BoundedDict
     import torch

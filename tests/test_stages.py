@@ -48,7 +48,7 @@ def test_what_depends_on_one_side_only_is_outside_the_loop() -> None:
 
 
 def test_this_machine_is_the_default() -> None:
-    assert kernel(mask_mod=quire.mods.causal).tile.target == quire.codegen.target.Target.host()
+    assert kernel(mask_mod=quire.mods.causal).tile.target == quire.codegen.llvm.target.Target.host()
 
 
 def test_float64_has_half_the_lanes() -> None:

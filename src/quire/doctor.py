@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from quire.codegen.target import Target, host_features
+from quire.codegen.llvm.target import Target, host_features
 from quire.errors import ArgumentError, QuireError
 from quire.runtime import processor
 from quire.runtime.cache import object_cache

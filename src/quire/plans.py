@@ -24,8 +24,8 @@ from quire.backends.eager import per_sequence as eager
 from quire.backends.recheck import recheck
 from quire.block_mask import BlockMask, BlockRows
 from quire.bounded import BoundedDict
-from quire.codegen.arguments import CaptureShape
 from quire.codegen.convention import MOST_ROWS
+from quire.codegen.mods.arguments import CaptureShape
 from quire.config import Backend as BackendName
 from quire.config import config
 from quire.ir.trace import Traced

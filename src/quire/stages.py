@@ -20,11 +20,11 @@ from functools import cached_property
 
 import torch
 
-from quire.codegen import jit
-from quire.codegen.arguments import ModArguments
-from quire.codegen.target import Target
-from quire.codegen.tiles import Tile
-from quire.codegen.types import F32, F64
+from quire.codegen.llvm import jit
+from quire.codegen.llvm.target import Target
+from quire.codegen.llvm.types import F32, F64
+from quire.codegen.mods.arguments import ModArguments
+from quire.codegen.phases.tiles import Tile
 from quire.errors import ArgumentError
 from quire.ir.graph import text
 from quire.ir.trace import Mod, trace

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quire.codegen import jit
-from quire.codegen.arguments import CaptureShape, ModArguments
-from quire.codegen.builder import Module
-from quire.codegen.mods import write_rewrite
-from quire.codegen.target import Target
-from quire.codegen.tiles import Tile
-from quire.codegen.types import F32, F64
+from quire.codegen.llvm import jit
+from quire.codegen.llvm.builder import Module
+from quire.codegen.llvm.target import Target
+from quire.codegen.llvm.types import F32, F64
+from quire.codegen.mods.arguments import CaptureShape, ModArguments
+from quire.codegen.mods.functions import write_rewrite
+from quire.codegen.phases.tiles import Tile
 from quire.ir.graph import Node
 
 _Rewrite = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 6)

@@ -10,10 +10,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from quire.codegen import jit
-from quire.codegen.builder import Function, Module, Signature, Value
-from quire.codegen.target import Target
-from quire.codegen.types import (
+from quire.codegen.llvm import jit
+from quire.codegen.llvm.builder import Function, Module
+from quire.codegen.llvm.target import Target
+from quire.codegen.llvm.types import (
     F16,
     F32,
     F64,
@@ -27,7 +27,9 @@ from quire.codegen.types import (
     Layout,
     Type,
     literal,
+    typed,
 )
+from quire.codegen.llvm.values import Signature, Value
 from quire.errors import CodegenError
 
 
@@ -179,7 +181,7 @@ def test_calls_records_and_pointers_to_functions() -> None:
         (pair,) = f.parameters
         pointer = f.field(record, pair, "function")
         with f.when(pointer.differs(f.null())):
-            doubled = f.call_pointer(pointer, Signature("any", (I64,), I64), f.value(20, I64))
+            doubled = f.call_pointer(pointer, Signature("any", {"x": I64}, I64), x=f.value(20, I64))
             f.set_field(record, pair, "first", f.call(twice, doubled))
         scale = f.field(record, pair, "scale")
         f.set_field(record, pair, "scale", f.intrinsic("fabs", scale))
@@ -192,6 +194,41 @@ def test_calls_records_and_pointers_to_functions() -> None:
         main(ctypes.addressof(memory))
         values = np.frombuffer(memory, np.int64, 3)
         assert values[0] == first and values.view(np.float64)[1] == 0.5
+
+
+def test_arguments_come_in_order_and_by_name() -> None:
+    module = Module()
+    with module.function("minus", {"a": I64, "b": I64}, I64, internal=True) as minus:
+        minus.give_back(minus.given["a"] - minus.given["b"])
+    with module.function("main", {"x": I64}, I64) as f:
+        x = f.given["x"]
+        results = [
+            f.call(minus, x, f.value(1, I64)),
+            f.call(minus, x, b=f.value(1, I64)),
+            f.call(minus, b=f.value(1, I64), a=x),
+        ]
+        f.give_back(results[0] + results[1] * 100 + results[2] * 10000)
+    code = jit.load(jit.compile_object(module.text, Target.host()), ["main"])
+    assert ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)(code.address("main"))(8) == 70707
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"), [(0, "a"), (1, ""), (1, "a"), (1, "c"), (2, "b"), (3, ""), (0, "abc")]
+)
+def test_arguments_that_do_not_fit_are_refused(arguments: int, named: str) -> None:
+    module = Module()
+    with module.function("minus", {"a": I64, "b": I64}, internal=True) as minus:
+        pass
+    match = rf"expected the arguments \['a', 'b'\] of minus, got {arguments} without a name and"
+    one = {"x": I64}
+    with pytest.raises(CodegenError, match=match), module.function("main", one) as f:
+        f.call(minus, *f.parameters * arguments, **dict.fromkeys(named, f.given["x"]))
+
+
+def test_types_are_declared_before_names() -> None:
+    assert typed("ptr rows, i64 begin end") == {"rows": PTR, "begin": I64, "end": I64}
+    with pytest.raises(CodegenError, match="expected types before names, got 'rows ptr'"):
+        typed("rows ptr")
 
 
 def test_the_text_is_stable() -> None:

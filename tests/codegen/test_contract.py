@@ -12,9 +12,10 @@ from kernel_launch import Call
 
 from quire import Dense, attention
 from quire.codegen import contract
-from quire.codegen.convention import BLOCK_Q, GRADIENTS, SCRATCH_BYTES, Form, ForwardSpec
-from quire.codegen.target import Target
-from quire.codegen.types import F32
+from quire.codegen.convention import BLOCK_Q, GRADIENTS, Form, ForwardSpec
+from quire.codegen.llvm.target import Target
+from quire.codegen.llvm.types import F32
+from quire.codegen.scratch import scratch_bytes
 from quire.errors import CodegenError
 from quire.runtime import launcher, prepare
 
@@ -29,7 +30,7 @@ def record(form: Form, spec: ForwardSpec = SPEC) -> dict[str, int | float]:
     call = Call(*(torch.zeros(1, 4, 8, 20) for _ in range(3)))
     call.prepare()
     fields = call.record | {"query": 64, "key": 64, "value": 64, "out": 64, "scratch": 640}
-    fields |= {"scratch_bytes": SCRATCH_BYTES[form](spec, 20, 20, BLOCK_Q)}
+    fields |= {"scratch_bytes": scratch_bytes(form, spec.tile, 20, 20, BLOCK_Q)}
     if form == "backward":
         fields |= dict.fromkeys(GRADIENTS, 0)
         fields |= dict.fromkeys(("partial_mod", "full_mod", "plain_mod"), 64)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import quire
 from quire import Dense
-from quire.codegen.target import Target
+from quire.codegen.llvm.target import Target
 from quire.config import Backend
 from quire.ir.graph import Node, cast, const
 from quire.ir.interpret import interpret

@@ -12,8 +12,6 @@ from kernel_launch import Call, Tiles, extent_code, mod_code
 from torch import Tensor
 
 from quire import reference
-from quire.codegen import vecmath
-from quire.codegen.builder import Function, Value
 from quire.codegen.convention import (
     FULL,
     PARTIAL,
@@ -21,11 +19,15 @@ from quire.codegen.convention import (
     ForwardSpec,
     choose_block_q,
     choose_heads,
-    scratch_bytes,
 )
-from quire.codegen.mods import PARAMETERS
-from quire.codegen.target import Target
-from quire.codegen.types import I1, I64
+from quire.codegen.llvm import vecmath
+from quire.codegen.llvm.builder import Function, Module
+from quire.codegen.llvm.target import Target
+from quire.codegen.llvm.types import I1, I64
+from quire.codegen.llvm.values import Value
+from quire.codegen.mods.arguments import ModArguments
+from quire.codegen.mods.functions import write_rewrite
+from quire.codegen.scratch import scratch_bytes
 from quire.errors import CodegenError
 
 pytestmark = pytest.mark.every_width
@@ -582,13 +584,17 @@ def test_launches_from_many_threads_do_not_meet() -> None:
 
 
 def test_mods_are_called_as_they_are_written() -> None:
-    assert tuple(PARAMETERS.values()) == REWRITE.parameters
+    spec = ForwardSpec(Target.named("x86-64-v3"))
+    module, nothing = Module(), ModArguments.of([], [])
+    write_rewrite(module, "rewrite", spec.tile, nothing, None, [])
+    declared = ", ".join(f"{type} %{name}" for name, type in REWRITE.parameters.items())
+    assert f"define void @rewrite({declared})" in module.text
 
 
 def test_scratch_and_blocks() -> None:
     spec = ForwardSpec(Target.named("x86-64-v3"))
-    assert scratch_bytes(spec, 64, 64, 128) % 64 == 0
-    assert scratch_bytes(spec, 512, 512, 64) < 2**20
+    assert scratch_bytes("panel", spec.tile, 64, 64, 128) % 64 == 0
+    assert scratch_bytes("panel", spec.tile, 512, 512, 64) < 2**20
     assert choose_block_q(spec.tile, 64, 64, rows=8 * 8192, threads=2) == 512
     assert choose_block_q(spec.tile, 512, 512, rows=8 * 8192, threads=2) == 256
     assert choose_block_q(spec.tile, 64, 64, rows=8 * 512, threads=16) == 64

@@ -10,7 +10,7 @@ import torch
 from codegen.panels import PanelRun
 from torch import Tensor
 
-from quire.codegen.rules import MEMORY, REGISTER, RULES
+from quire.codegen.mods.rules import MEMORY, REGISTER, RULES
 from quire.ir.graph import Node, cast
 from quire.ir.interpret import interpret
 from quire.ir.ops import OPS, Typing

@@ -13,18 +13,18 @@ import torch
 
 import quire
 from quire import mods, plans
-from quire.codegen import jit, parallel
-from quire.codegen.append import write_append
-from quire.codegen.arguments import ModArguments
-from quire.codegen.backward import write_backward
 from quire.codegen.convention import ForwardSpec
-from quire.codegen.decode import write_decode
-from quire.codegen.forward import write_forward
-from quire.codegen.observe import write_observe
-from quire.codegen.pyramid import DTYPES, write_pyramid
-from quire.codegen.target import Target, code_triple
-from quire.codegen.tiles import Tile
-from quire.codegen.types import F32
+from quire.codegen.kernels.append import write_append
+from quire.codegen.kernels.backward import write_backward
+from quire.codegen.kernels.decode import write_decode
+from quire.codegen.kernels.forward import write_forward
+from quire.codegen.kernels.pyramid import DTYPES, write_pyramid
+from quire.codegen.llvm import jit, parallel
+from quire.codegen.llvm.target import Target, code_triple
+from quire.codegen.llvm.types import F32
+from quire.codegen.mods.arguments import ModArguments
+from quire.codegen.phases.observe import write_observe
+from quire.codegen.phases.tiles import Tile
 from quire.config import config
 from quire.runtime import launch as launching
 from quire.runtime.mods import write_mods

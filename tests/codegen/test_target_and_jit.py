@@ -16,10 +16,10 @@ import targets
 import torch
 
 import quire
-from quire.codegen import jit, target
-from quire.codegen.builder import Module
-from quire.codegen.target import Target, code_triple, missing_on
-from quire.codegen.types import F32, F64, I64
+from quire.codegen.llvm import jit, target
+from quire.codegen.llvm.builder import Module
+from quire.codegen.llvm.target import Target, code_triple, missing_on
+from quire.codegen.llvm.types import F32, F64, I64
 from quire.config import config
 from quire.doctor import report
 from quire.errors import ArgumentError, BackendError, CodegenError
@@ -218,10 +218,10 @@ def test_code_and_constants_stay_together_in_a_full_address_space() -> None:
     """A process with no hole but one page near its libraries, and the next one 8 GB below."""
     script = textwrap.dedent("""
         import ctypes, mmap
-        from quire.codegen import jit
-        from quire.codegen.builder import Module
-        from quire.codegen.target import Target
-        from quire.codegen.types import F32
+        from quire.codegen.llvm import jit
+        from quire.codegen.llvm.builder import Module
+        from quire.codegen.llvm.target import Target
+        from quire.codegen.llvm.types import F32
 
         PAGE, HUGE, NOTHING, AT_NO_OTHER_PLACE = 4096, 8 << 30, 0, 0x100000
         FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | AT_NO_OTHER_PLACE

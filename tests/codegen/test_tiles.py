@@ -7,14 +7,14 @@ import re
 
 import pytest
 
-from quire.codegen import jit
-from quire.codegen.backward import write_backward
 from quire.codegen.convention import ForwardSpec
-from quire.codegen.forward import write_forward
-from quire.codegen.gradient_tiles import UNROLLED, groups
-from quire.codegen.target import Target
-from quire.codegen.tiles import NARROW_ROWS, SMALL_ROWS, Tile
-from quire.codegen.types import F32, F64
+from quire.codegen.kernels.backward import write_backward
+from quire.codegen.kernels.forward import write_forward
+from quire.codegen.llvm import jit
+from quire.codegen.llvm.target import Target
+from quire.codegen.llvm.types import F32, F64
+from quire.codegen.phases.gradient_tiles import UNROLLED, query_strips
+from quire.codegen.phases.tiles import NARROW_ROWS, SMALL_ROWS, Tile
 
 TARGETS = ["x86-64-v3", "x86-64-v4", "aarch64"]
 FMA = re.compile(r"\bvfn?m(?:add|sub)\w+|\bfml[as]\b")
@@ -76,7 +76,7 @@ def test_micro_kernels_of_gradients_do_not_spill(target: str, dtype: str) -> Non
     parts = [shape.vectors, *([2] if shape.vectors > 2 else [])]  # of whole panels, and of half
     expected = {
         "multiply_keys": [2 * rows * shape.vectors for rows in (shape.rows, SMALL_ROWS)],
-        "add_queries": [rows * part for part in parts for _, rows in groups(tile)],
+        "add_queries": [rows * part for part in parts for _, rows in query_strips(tile)],
         "add_keys": [UNROLLED * rows * part for part in parts for rows in (shape.rows, SMALL_ROWS)],
     }
     text = assembly(target, dtype, backward=True)

@@ -12,10 +12,11 @@ import torch
 from mpmath import mp, mpf
 from numpy.typing import NDArray
 
-from quire.codegen import jit, vecmath
-from quire.codegen.builder import Function, Module, Value
-from quire.codegen.target import Target
-from quire.codegen.types import F16, F32, F64, I64, PTR, Type
+from quire.codegen.llvm import jit, vecmath
+from quire.codegen.llvm.builder import Function, Module
+from quire.codegen.llvm.target import Target
+from quire.codegen.llvm.types import F16, F32, F64, I64, PTR, Type
+from quire.codegen.llvm.values import Value
 from quire.errors import CodegenError
 
 pytestmark = pytest.mark.every_width

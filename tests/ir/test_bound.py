@@ -17,7 +17,7 @@ from quire.ir import pyramid
 from quire.ir.bound import Bounds, bound
 from quire.ir.interpret import interpret
 from quire.ir.pyramid import Axis, heap
-from quire.ir.sizes import LARGEST
+from quire.ir.ranges import LARGEST
 from quire.ir.trace import Traced, trace
 
 ZERO = torch.zeros(1, 1, dtype=torch.int64)

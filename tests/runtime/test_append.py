@@ -8,9 +8,9 @@ import math
 import pytest
 import torch
 
-from quire.codegen import jit
-from quire.codegen.append import write_append
-from quire.codegen.target import Target
+from quire.codegen.kernels.append import write_append
+from quire.codegen.llvm import jit
+from quire.codegen.llvm.target import Target
 from quire.errors import BackendError
 from quire.runtime import append as module
 from quire.runtime.append import (

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from forking import forks
 
-from quire.codegen import jit
-from quire.codegen.builder import Module
-from quire.codegen.target import Target
-from quire.codegen.types import I64
+from quire.codegen.llvm import jit
+from quire.codegen.llvm.builder import Module
+from quire.codegen.llvm.target import Target
+from quire.codegen.llvm.types import I64
 from quire.errors import ArgumentError
 from quire.runtime import cache as cache_module
 from quire.runtime.cache import MAGIC, ObjectCache, Usage, cache_key
@@ -315,3 +315,13 @@ def test_the_key_depends_on_everything(monkeypatch) -> None:
     monkeypatch.setattr(cache_module, "source_digest", lambda: "other")
     keys.add(cache_key("a", "b"))
     assert len(keys) == 6
+
+
+def test_the_digest_is_that_of_all_folders_of_the_generator(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "folder").mkdir()
+    monkeypatch.setattr(cache_module.quire.codegen, "__path__", [str(tmp_path)])
+    digests = set()
+    for text in ("", "first = 1", "second = 2"):
+        (tmp_path / "folder" / "module.py").write_text(text)
+        digests.add(cache_module.source_digest.__wrapped__())
+    assert len(digests) == 3

@@ -13,10 +13,10 @@ import pytest
 import torch
 from forking import forks
 
-from quire.codegen import jit
-from quire.codegen.builder import Module
-from quire.codegen.target import Target
-from quire.codegen.types import I64, PTR
+from quire.codegen.llvm import jit
+from quire.codegen.llvm.builder import Module
+from quire.codegen.llvm.target import Target
+from quire.codegen.llvm.types import I64, PTR
 from quire.runtime import launch as launching
 from quire.runtime.launch import (
     GnuOpenMP,

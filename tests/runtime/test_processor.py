@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import quire
-from quire.codegen import jit
-from quire.codegen.builder import Module
-from quire.codegen.target import Target
-from quire.codegen.types import PTR
-from quire.codegen.values import Signature
+from quire.codegen.llvm import jit
+from quire.codegen.llvm.builder import Module
+from quire.codegen.llvm.target import Target
+from quire.codegen.llvm.types import PTR
+from quire.codegen.llvm.values import Signature
 from quire.config import config
 from quire.runtime import processor
 from quire.runtime.cache import object_cache

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.codegen.pyramid import DTYPES
+from quire.codegen.kernels.pyramid import DTYPES
 from quire.ir.pyramid import Axis, Pyramid, axes_of, heap
 from quire.runtime.pyramids import WORTH, build
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from quire import mods
 from quire.codegen.convention import EMPTY, PARTIAL, PLAIN
-from quire.codegen.target import Target
-from quire.codegen.tiles import Tile
-from quire.codegen.types import F32
+from quire.codegen.llvm.target import Target
+from quire.codegen.llvm.types import F32
+from quire.codegen.phases.tiles import Tile
 from quire.ir.interpret import interpret
 from quire.ir.pyramid import heap
 from quire.ir.trace import trace

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from quire.backends import inductor, jit
-from quire.codegen.target import Target
+from quire.codegen.llvm.target import Target
 from quire.config import Backend as BackendName
 from quire.config import config
 from quire.errors import ArgumentError, BackendError

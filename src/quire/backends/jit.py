@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from quire.checks import DTYPES
-from quire.codegen.lower import check_lowerable
+from quire.codegen.mods.lower import check_lowerable
 from quire.errors import UnsupportedOpError
 from quire.ir.terms import TRUE
 from quire.ir.trace import Traced, mod_name

@@ -21,8 +21,8 @@ from quire.block_mask.tiles import TILE_ELEMENTS, Sizes, count_blocks
 from quire.ir.bound import bound
 from quire.ir.graph import inputs
 from quire.ir.interpret import interpret
-from quire.ir.narrow import Range
 from quire.ir.pyramid import heap
+from quire.ir.ranges import Range
 from quire.ir.terms import term, whole
 from quire.ir.trace import MASK_INPUTS, Mod, Traced
 

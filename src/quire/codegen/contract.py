@@ -1,9 +1,9 @@
-"""What a record must hold before a kernel may run: `convention.py`, checked.
+"""Checks a record against `convention.py` before a kernel runs.
 
-A kernel believes its record. One that breaks the convention makes it write past its scratch, so it
-is refused here, by a CodegenError: it is a bug of ours, whatever the user has asked for.
+A kernel trusts its record, and a wrong one would make it write to memory that is not its own. So a
+record that breaks the convention raises a CodegenError: it is a bug of quire, not of the user.
 
-A plan is checked once, as its `Terms` are made; a call is held to them by a few comparisons.
+The PLAN fields are checked once, when `Terms` are made; the CALL fields before every launch.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from quire.codegen.convention import (
     CALL,
     EMPTY,
     PLAIN,
-    SCRATCH_BYTES,
     Form,
     ForwardSpec,
     gradient_columns,
 )
-from quire.codegen.staging import ENDLESS, storage
+from quire.codegen.phases.staging import ENDLESS, storage
+from quire.codegen.scratch import scratch_bytes
 from quire.errors import CodegenError
 
 ALIGNED = 64  # bytes, of scratch and of each thread's part of it
@@ -32,22 +32,24 @@ Fields = Mapping[str, int | float]
 
 @dataclass(frozen=True, eq=False)
 class Terms:
-    """What a plan has fixed, as far as a call must keep to it."""
+    """What the CALL fields are checked against: it follows from the PLAN fields."""
 
     form: Form
     spec: ForwardSpec
     head_dim: int
     value_dim: int
-    rows: int  # that a thread computes at a time, for each member of an item
+    rows: int  # queries that a thread computes at a time, for each member
     observes: bool
-    judges: bool  # by a verdict
+    judges: bool  # there is a verdict
     has_pages: bool
     has_scales: bool
-    scratch_of_one: int
+    scratch_of_one: int  # bytes that a thread needs for pieces of one member
+    lanes: int  # of a vector
+    columns: tuple[int, int]  # in which gradients of keys and of values are summed
 
     @staticmethod
     def of(form: Form, spec: ForwardSpec, plan: Fields) -> Terms:
-        """The terms of the PLAN fields, which are checked."""
+        """Check the PLAN fields, and return what calls are checked against."""
         _check_blocks(form, spec, plan)
         _check_heads(form, plan)
         _check_code(form, plan)
@@ -72,29 +74,34 @@ class Terms:
             judges=plan["verdict"] != 0,
             has_pages=plan["page_size"] != ENDLESS,
             has_scales=storage(spec.key).has_scales or storage(spec.value).has_scales,
-            scratch_of_one=SCRATCH_BYTES[form](spec, head_dim, value_dim, rows),
+            scratch_of_one=scratch_bytes(form, spec.tile, head_dim, value_dim, rows),
+            lanes=spec.tile.lanes,
+            columns=(
+                gradient_columns(spec.tile, head_dim),
+                gradient_columns(spec.tile, value_dim),
+            ),
         )
 
     def scratch_bytes(self, members: int) -> int:
-        """What each thread needs for items of so many sequences."""
+        """The bytes of scratch that a thread needs for pieces of so many members."""
         return self.scratch_of_one if members == 1 else self._scratch_bytes(members)
 
-    @functools.lru_cache(maxsize=1024)  # noqa: B019  they hold on to little
+    @functools.lru_cache(maxsize=1024)  # noqa: B019  Terms are small
     def _scratch_bytes(self, members: int) -> int:
         rows = self.rows * members
-        return SCRATCH_BYTES[self.form](self.spec, self.head_dim, self.value_dim, rows)
+        return scratch_bytes(self.form, self.spec.tile, self.head_dim, self.value_dim, rows)
 
     def check_call(self, call: tuple[int, ...]) -> None:
-        """Hold the CALL fields, in their order, to these terms.
+        """Check the CALL fields, given in their order.
 
-        This runs before every launch, so what is usual takes few comparisons. Tensors without
-        elements have no address, so that pointers to what is not read may be null.
+        This runs before every launch, so it does few comparisons. A tensor without elements has no
+        address, so the address of a tensor that is not read may be null.
         """
         # fmt: off
         (
             query, key, value, out, lse, _, argmax, entropy, _, sequences, num_sequences,
             num_items, page_table, key_scale, value_scale, tile_offsets, _, _,
-            scratch, scratch_bytes, members, partials, arrivals, counters,
+            scratch, scratch_size, members, partials, arrivals, counters,
         ) = call
         # fmt: on
         if not query and self.head_dim:
@@ -114,14 +121,14 @@ class Terms:
             self._check_scales((key, key_scale), (value, value_scale))
         if tile_offsets and self.judges:
             raise _broken("a tile list or a verdict", "both")
-        if not scratch or (scratch | scratch_bytes) % ALIGNED:
-            got = f"{scratch_bytes} at {scratch}"
+        if not scratch or (scratch | scratch_size) % ALIGNED:
+            got = f"{scratch_size} at {scratch}"
             raise _broken(f"scratch and scratch_bytes in multiples of {ALIGNED}", got)
         if members != 1:
             self._check_members(members, partials, arrivals)
-        if scratch_bytes < self.scratch_bytes(members):
+        if scratch_size < self.scratch_bytes(members):
             needed = f"scratch_bytes of at least {self.scratch_bytes(members)}"
-            raise _broken(needed, scratch_bytes)
+            raise _broken(needed, scratch_size)
         if partials % ALIGNED or arrivals % 8:
             got = f"{partials} and {arrivals}"
             raise _broken(f"partials in multiples of {ALIGNED}, arrivals of 8", got)
@@ -129,13 +136,13 @@ class Terms:
             raise _broken("an address of counters", counters)
 
     def _check_scales(self, *sides: tuple[int, int]) -> None:
-        """What is of int8 has factors."""
+        """Keys and values of int8 need factors."""
         for name, (rows, scales) in zip(("key", "value"), sides, strict=True):
             if rows and not scales and storage(self.spec.dtype_of(name)).has_scales:
                 raise _broken(f"an address of {name}_scale for int8", scales)
 
     def _check_members(self, members: int, partials: int, arrivals: int) -> None:
-        """Items of several sequences."""
+        """Pieces of several members need slots."""
         if members < 1 or self.form != "row":
             raise _broken("members of at least 1, and of 1 where items are not rows", members)
         if not (partials and arrivals):
@@ -143,8 +150,8 @@ class Terms:
             raise _broken(f"partials and arrivals for {members} members", got)
 
     def check_gradients(self, fields: Fields) -> None:
-        """Hold the GRADIENTS fields of a backward pass to these terms."""
-        tile, slopes = self.spec.tile, fields["wants_slopes"]
+        """Check the GRADIENTS fields of a backward pass."""
+        slopes = fields["wants_slopes"]
         _expect(slopes in (0, 1), "wants_slopes of 0 or 1", slopes)
         for name in ("delta", "wants_slopes"):
             given = fields["grad_out"] or not fields[name] or not self.value_dim
@@ -154,21 +161,21 @@ class Terms:
         for name in ("grad_query", "grad_key", "grad_value"):
             noted = fields["odd"] or not fields[name]
             _expect(bool(noted), f"an address of odd for {name}", 0)
-        vector = tile.target.vector_bits // 8
-        for name, width in (("grad_key", self.head_dim), ("grad_value", self.value_dim)):
+        vector, lanes = self.spec.target.vector_bits // 8, self.lanes
+        for name, whole in zip(("grad_key", "grad_value"), self.columns, strict=True):
             if not fields[name]:
                 continue
-            # Sums are read and written panel by panel.
+            # Sums are read and written in aligned vectors.
             _expect(fields[name] % vector == 0, f"{name} in multiples of {vector}", fields[name])
-            whole, row = gradient_columns(tile, width), fields[f"{name}_row"]
+            row = fields[f"{name}_row"]
             _expect(row >= whole, f"{name}_row of at least {whole}", row)
             for axis in ("slice", "batch", "head", "row"):
                 step = fields[f"{name}_{axis}"]
-                _expect(step % tile.lanes == 0, f"{name}_{axis} in multiples of {tile.lanes}", step)
+                _expect(step % lanes == 0, f"{name}_{axis} in multiples of {lanes}", step)
 
 
 def check(form: Form, spec: ForwardSpec, record: Fields) -> None:
-    """Refuse a whole record, FORWARD or BACKWARD, that breaks the convention."""
+    """Check a whole record, FORWARD or BACKWARD."""
     terms = Terms.of(form, spec, record)
     terms.check_call(tuple(int(record[name]) for name in CALL))
     if form == "backward":
@@ -176,7 +183,7 @@ def check(form: Form, spec: ForwardSpec, record: Fields) -> None:
 
 
 def _check_blocks(form: Form, spec: ForwardSpec, plan: Fields) -> None:
-    """Of queries: whole panels, as many as the kernel reckons with."""
+    """Blocks of queries are whole panels."""
     block_q, panel = plan["block_q"], spec.tile.width
     if form == "row":
         _expect(block_q >= 1, "a block_q of at least 1", block_q)
@@ -190,12 +197,12 @@ def _check_blocks(form: Form, spec: ForwardSpec, plan: Fields) -> None:
 
 
 def _check_heads(form: Form, plan: Fields) -> None:
-    """Items and groups of heads divide them."""
+    """The number of heads is a multiple of the groups."""
     heads, group, row_group = plan["heads"], plan["group"], plan["row_group"]
     _expect(
         group >= 1 and row_group >= 1, "a group and a row_group of at least 1", (group, row_group)
     )
-    # Where items are rows, both are counted in items.
+    # In the decode kernel both are counted in items.
     all_heads = heads if form == "row" else heads * row_group
     _expect(heads >= 0 and all_heads % group == 0, f"heads in groups of {group}", all_heads)
     if form == "backward":
@@ -205,7 +212,7 @@ def _check_heads(form: Form, plan: Fields) -> None:
 
 
 def _check_code(form: Form, plan: Fields) -> None:
-    """What a form calls without asking, and what it never calls."""
+    """Functions that a form always calls have an address, those that it never calls have none."""
     if form == "backward":
         for name in ("partial_mod", "full_mod", "plain_mod"):
             _expect(plan[name] != 0, f"an address of {name}, which derives", plan[name])

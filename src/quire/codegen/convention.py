@@ -1,142 +1,181 @@
-"""What the forward kernel is told: the calling convention between runtime and generated code.
+"""The calling convention between runtime and generated code, and the words of this folder.
 
-A kernel is one function `forward(args)`, run by every thread of a launch with the same `FORWARD`
-record. There are two: `forward.py` computes panels of queries, `decode.py` few queries row by row,
-which is the form of a kernel and of the mods that it calls. It is compiled for dtypes and a target;
-sizes, strides, lengths, masks and mods are arguments. An item is one block of queries of one head,
-or of a few, of one sequence; threads take items off a shared counter. Items of a sequence are
-numbered by head, then by block.
+One score matrix: queries go down, keys to the right, a cell is the score of one query and one key.
 
-The blocks of keys that an item attends to are a row of the tile list:
+                       keys -->
+                       |<---- block of keys ---->|<------ block of keys ----->|
+    queries     +----- +-------------------------+----------------------------+
+       |        | panel|   tile: one panel       |            tile            |
+       v        |      |   and one block of keys |                            |
+      block     +----- +------+------------------+----------------------------+
+      of        | panel| strip|      tile        |            tile            |
+      queries   |      |      |                  |                            |
+                +----- +------+------------------+----------------------------+
+
+    row        one query of one head, or its numbers in memory: the scores, the result, ...
+    column     one number of a row of query, key, value or out; in a panel, one query
+    lane       one number of a vector; lanes run over the queries of a panel, in decode over columns
+    panel      as many queries as `Tile.width`: a few vectors side by side
+    block      `block_kv` keys from a multiple of that on; or `block_q` queries of one head
+    tile       what one panel does with one block of keys; its kind is EMPTY, PARTIAL, FULL or PLAIN
+    strip      the keys, queries or columns that the micro kernel multiplies in one go
+    range      first and end of the keys that a panel reads, or of the queries that read some keys
+    span       64 blocks of keys, which are skipped together if the mask is false in all of them
+    placement  where the rows of one tensor are, for one sequence and head
+    group      query heads that read the same key head
+    item       what a thread takes off the counter: in the forward kernel a block of queries of
+               `row_group` heads, in the decode kernel a piece, in the backward kernel a share
+
+Few queries (`kernels/decode.py`) are computed row by row, and their keys are cut into pieces:
+
+    piece      `KEYS_OF_PIECE` keys of a sequence, from a multiple of that on
+    member     one of the sequences that a piece is computed for: they begin with the same pages
+    slot       where a piece of one sequence and head leaves its partial result
+    set        up to four rows that share each load of a key and value
+
+The backward kernel (`kernels/backward.py`) adds up gradients of keys and values:
+
+    slice      every n-th block of queries; how many slices there are is fixed by lengths and heads
+    share      a slice of the queries of one sequence that read one key head; it has its own sums
+
+A kernel is one function, `ENTRY`. Every thread of a launch calls it with the address of the same
+record: `FORWARD`, or `BACKWARD` for gradients. A kernel is compiled for dtypes and a target; sizes,
+strides, lengths, masks and mods are fields of the record. Items of a sequence are numbered by head,
+then by block.
+
+The tiles of a block of queries are a row of the tile list:
 
     offsets  i64 [rows + 1]       row r has the entries [offsets[r], offsets[r + 1])
     entries  i32                  tile_entry(block of keys, kind), ascending within a row
 
     row = tile_row of the sequence + b * tile_batch_stride + (h * blocks if tile_per_head) + block
 
-Where there is no list, every block has the kind `tile_kind`, unless there is a `verdict`, which is
-asked about wide spans first, then about blocks, then about panels. What is FULL gets `full_mod`,
-what is PARTIAL `partial_mod`, what is PLAIN `plain_mod`, and null pointers stand for nothing to
-do. Before a panel attends to a PARTIAL block it asks `extent`, if there is one, which keys it reads
-at all; a panel whose queries read every key is PLAIN.
+Without a list, every tile has the kind `tile_kind`, unless there is a `verdict`. It is asked about
+spans first, then about blocks, then about panels. A FULL tile gets `full_mod`, a PARTIAL one
+`partial_mod`, a PLAIN one `plain_mod`; a null pointer means that scores stay as they are. For a
+PARTIAL tile the kernel first calls `extent`, if there is one, to learn which keys the panel reads;
+if every query reads every key, the tile is PLAIN.
 
-`contract.py` holds every launch to what is said here.
+`contract.py` checks every launch against this convention.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.codegen.row_stream import MOST_AHEAD
-from quire.codegen.staging import ROWS, padded, scratch_stride
-from quire.codegen.target import Target
-from quire.codegen.tiles import SMALL_ROWS, Tile
-from quire.codegen.types import F32, F64, I64, PTR, Layout, Type
-from quire.codegen.values import Signature, Value
+from quire.codegen.llvm.builder import Function
+from quire.codegen.llvm.target import Target
+from quire.codegen.llvm.types import F32, F64, I64, PTR, Layout, Type, typed
+from quire.codegen.llvm.values import Signature, Value
+from quire.codegen.phases.staging import Number, padded, scratch_stride
+from quire.codegen.phases.tiles import Tile
 from quire.errors import CodegenError
 
-ENTRY = "forward"
-Form = Literal["panel", "row", "backward"]
-BLOCK_Q = 128  # queries that the backward kernel computes together
-MOST_ROWS = 4  # the longest query that is computed row by row
-BLOCKS_TOGETHER = 4  # of keys, that are computed at once for such a query
-KEYS_OF_PIECE = 1024  # that one item reads for such a query; pieces begin at multiples
-EMPTY, PARTIAL, FULL, PLAIN = range(4)  # kinds of tiles: nothing to do, all masks, some, none
+ENTRY = "forward"  # the name of every kernel's function
+Form = Literal["panel", "row", "backward"]  # the kernels of forward.py, decode.py and backward.py
+BLOCK_Q = 128  # queries of a block in the backward kernel
+MOST_ROWS = 4  # a sequence with at most so many queries is computed row by row
+KEYS_OF_PIECE = 1024
+EMPTY, PARTIAL, FULL, PLAIN = range(4)  # skip the tile; apply all masks, some, none
 
-REWRITE = Signature("rewrite", (PTR, PTR, PTR, I64, I64, I64, I64, I64, I64))
-"""A mod: (scores, maxima, arguments, b, h, q_idx, queries, kv_idx, keys), see `mods.py`."""
+# --- functions that a kernel calls through pointers
+
+REWRITE = Signature(
+    "rewrite", typed("ptr scores maxima arguments, i64 b h q_idx queries kv_idx keys")
+)
+"""Applies mods to a panel of scores, see `mods/functions.py`."""
+
+ROW_REWRITE = Signature("rewrite_row", typed("ptr scores arguments, i64 b h q_idx kv_idx keys"))
+"""Applies mods to the scores of one query, see `mods/functions.py`."""
+
+EXTENT = Signature("extent", typed("ptr arguments, i64 b h q_idx queries kv_idx keys"), I64)
+"""Tells which keys a panel reads, see `mods/functions.py`."""
+
+VERDICT = Signature("verdict", typed("ptr arguments, i64 b h q_low q_high kv_low kv_high"), I64)
+"""Tells of which kind a tile is, see `mods/functions.py`."""
+
+OBSERVE = Signature("observe", typed("ptr scores running_sum best place surprise, i64 first keys"))
+"""Keeps track of the argmax and the entropy of rows, see `phases/observe.py`."""
+
+DERIVE = Signature(
+    "derive",
+    typed("ptr scores slopes shift delta arguments captured, i64 b h key_head slice")
+    | typed("i64 q_idx queries kv_idx keys"),
+)
+"""Turns scores into weights and gradients of scores, see `mods/derive.py`."""
+
+# --- the records
 
 
-ROW_REWRITE = Signature("rewrite_row", (PTR, PTR, I64, I64, I64, I64, I64))
-"""The same for one query: (scores, arguments, b, h, q_idx, kv_idx, keys), see `mods.py`."""
-
-
-EXTENT = Signature("extent", (PTR, I64, I64, I64, I64, I64, I64), I64)
-"""Which keys: (arguments, b, h, q_idx, queries, kv_idx, keys), see `mods.py`."""
-
-VERDICT = Signature("verdict", (PTR, I64, I64, I64, I64, I64, I64), I64)
-"""What a tile is: (arguments, b, h, q_low, q_high, kv_low, kv_high), see `mods.py`."""
-
-
-OBSERVE = Signature("observe", (PTR, PTR, PTR, PTR, PTR, I64, I64))
-"""Sees scores: (scores, running_sum, best, place, surprise, first, keys), see `observe.py`."""
-
-
-DERIVE = Signature("derive", (PTR,) * 6 + (I64,) * 8)
-"""From scores to weights and slopes: (scores, slopes, shift, delta, arguments, captured, b, h,
-key_head, slice, q_idx, queries, kv_idx, keys), see `derive.py`."""
-
-
-def _strides(name: str, *axes: str) -> dict[str, Type]:
-    return {f"{name}_{axis}": I64 for axis in axes}
+def _strides(name: str, axes: str) -> dict[str, Type]:
+    return {f"{name}_{axis}": I64 for axis in axes.split()}
 
 
 CALL = {
-    # What changes from call to call: where things are, and how many.
+    # What differs from call to call: addresses and counts. An address may be null where noted.
     "query": PTR,
     "key": PTR,
     "value": PTR,
     "out": PTR,
     "lse": PTR,  # or null
-    "max_scores": PTR,  # or null, as the next two; all have the strides of lse
-    "argmax": PTR,  # i64; this and entropy need `observe`
+    "max_scores": PTR,  # or null, like argmax and entropy; all have the strides of lse
+    "argmax": PTR,  # i64; argmax and entropy need `observe`
     "entropy": PTR,
-    "sink": PTR,  # one number per query head, or null
+    "sink": PTR,  # one number for each query head, or null
     "sequences": PTR,  # SEQUENCE records
     "num_sequences": I64,
     "num_items": I64,
     "page_table": PTR,  # i32 [sequence, page], or null
-    "key_scale": PTR,  # float32, a factor for each row of pages of int8
+    "key_scale": PTR,  # float32, a factor for each row of int8 pages
     "value_scale": PTR,
-    "tile_offsets": PTR,  # the tile list, see above; null: no list
+    "tile_offsets": PTR,  # the tile list, see above, or null
     "tile_entries": PTR,
-    "arguments": PTR,  # of the mods
+    "arguments": PTR,  # what the mods read: constants and captured tensors
     "scratch": PTR,  # 64-byte aligned, `scratch_bytes` for each thread
     "scratch_bytes": I64,
-    "members": I64,  # the most sequences that an item computes
-    "partials": PTR,  # what each piece of a row leaves, by slot: `PARTIAL_STATES`, then out
+    "members": I64,  # the most members that a piece has
+    "partials": PTR,  # by slot and row: PARTIAL_STATES and the row's part of out
     "arrivals": PTR,  # i64 for each slot, zero before the launch
-    "counters": PTR,  # 16 x i64, zero before the launch; from STOPPED on nothing more is computed
+    "counters": PTR,  # 16 x i64, zero before the launch
 }
 
 STOPPED = 2**62
-"""What somebody writes to the first counter who no longer wants the results."""
+"""Written to the first counter to end a launch early: threads that see it compute nothing more."""
 
 PLAN = {
-    # What a plan knows. Strides are in elements; paged keys and values have one for pages.
-    **_strides("query", "batch", "head", "row", "column"),
-    **_strides("key", "batch", "head", "page", "row", "column"),
-    **_strides("value", "batch", "head", "page", "row", "column"),
-    **_strides("key_scale", "head", "page", "row"),
-    **_strides("value_scale", "head", "page", "row"),
-    **_strides("out", "batch", "head", "row", "column"),
-    **_strides("lse", "batch", "head", "row"),
-    "scale": F64,  # times log4(e), unless the mods do that
-    "heads": I64,  # of items: query heads, or groups of `row_group` of them
-    "group": I64,  # heads per key head: query heads, or items' where items are rows
-    "row_group": I64,  # query heads that one item computes
+    # What all calls of a plan share. Strides are in elements.
+    **_strides("query", "batch head row column"),
+    **_strides("key", "batch head page row column"),
+    **_strides("value", "batch head page row column"),
+    **_strides("key_scale", "head page row"),
+    **_strides("value_scale", "head page row"),
+    **_strides("out", "batch head row column"),
+    **_strides("lse", "batch head row"),
+    "scale": F64,  # times log4(e), unless the mods multiply by that
+    "heads": I64,  # the heads that items are counted by: query heads / row_group
+    "group": I64,  # heads for each key head: query heads, in the decode kernel those of items
+    "row_group": I64,  # query heads of one item
     "head_dim": I64,
     "value_dim": I64,
-    "block_q": I64,  # queries of an item: a multiple of the panel's width
-    "sequence_stride": I64,  # 0: one SEQUENCE stands for all; 1: each has its own
+    "block_q": I64,  # queries of a block: a multiple of the panel's width
+    "sequence_stride": I64,  # 0: one SEQUENCE record serves the whole batch; 1: each has its own
     "page_table_stride": I64,
     "page_size": I64,  # staging.ENDLESS without pages
     "tile_batch_stride": I64,
     "tile_per_head": I64,  # 1 or 0
     "tile_kind": I64,
-    # Code to call, each a REWRITE, or a ROW_REWRITE for rows, or null.
+    # Addresses of functions: a REWRITE, or a ROW_REWRITE in the decode kernel, or null.
     "partial_mod": PTR,
     "full_mod": PTR,
     "plain_mod": PTR,
-    "weights_mod": PTR,  # gets weights in place of scores
+    "weights_mod": PTR,  # is applied to weights, after the softmax
     "extent": PTR,  # an EXTENT or null
-    "verdict": PTR,  # a VERDICT or null; null where there is a tile list
+    "verdict": PTR,  # a VERDICT or null; null if there is a tile list
     "observe": PTR,  # an OBSERVE or null
 }
 
@@ -144,56 +183,69 @@ FORWARD = Layout("forward", CALL | PLAN)
 CALL_PART, PLAN_PART = Layout("call", CALL), Layout("plan", PLAN)
 
 GRADIENTS = {
-    # What the backward pass is told besides, reading out and lse. Null: not wanted.
+    # What the backward kernel needs besides; it reads out and lse. Null: not wanted.
     "grad_out": PTR,
-    **_strides("grad_out", "batch", "head", "row", "column"),
-    "grad_lse": PTR,  # this and delta have the strides of lse
+    **_strides("grad_out", "batch head row column"),
+    "grad_lse": PTR,  # grad_lse and delta have the strides of lse
     "delta": PTR,
     "grad_query": PTR,
-    **_strides("grad_query", "batch", "head", "row", "column"),
-    "grad_key": PTR,  # sums of each slice, in the type that is accumulated in
-    **_strides("grad_key", "slice", "batch", "head", "row"),
+    **_strides("grad_query", "batch head row column"),
+    "grad_key": PTR,  # the sums of each slice, float32 or float64 like scratch
+    **_strides("grad_key", "slice batch head row"),
     "grad_value": PTR,
-    **_strides("grad_value", "slice", "batch", "head", "row"),
-    "masses": PTR,  # of query heads
-    **_strides("masses", "slice", "batch", "head"),
+    **_strides("grad_value", "slice batch head row"),
+    "masses": PTR,  # the sum of each key's weights, by query head
+    **_strides("masses", "slice batch head"),
     "captured": PTR,  # a CAPTURED record for each load that has a gradient
-    "wants_slopes": I64,  # 1 or 0
-    "slope_scale": F64,  # of products with slopes
-    "odd": PTR,  # two i64: set where a gradient is not finite, and where an lse that counts is far
+    "wants_slopes": I64,  # 1 or 0: whether any gradient of scores is used
+    "slope_scale": F64,  # what gradients of queries and keys are multiplied by at the end
+    "odd": PTR,  # two i64: 1 if some gradient is not finite; 1 if some lse that is used is far
 }
 BACKWARD = Layout("backward", CALL | PLAN | GRADIENTS)
 GRADIENTS_PART = Layout("gradients", GRADIENTS)
 
-CAPTURED = Layout("captured", {"base": PTR, "batch": I64, "head": I64, "slice": I64})
-"""Where the gradient of a captured tensor is summed: from share to share, in elements."""
+CAPTURED = Layout("captured", typed("ptr base, i64 batch head slice"))
+"""Where shares add up the gradient of a captured tensor: an address, and strides in elements."""
 
 SEQUENCE = Layout(
     "sequence",
     {
-        "b": I64,  # its number in the batch; not read where one record stands for all
-        "first_item": I64,  # items of the sequences before
+        "b": I64,  # its index in the batch; not read if one record serves the whole batch
+        "first_item": I64,  # the number of items of all sequences before
         "tile_row": I64,
-        "q_row": I64,  # its first row in query, out, lse and the like
+        "q_row": I64,  # the row of its first query in query, out, lse and the like
         "q_len": I64,
         "q_start": I64,  # the position of its first query
-        "kv_row": I64,  # the row that position 0 has, or would have, in key and value
+        "kv_row": I64,  # the row of position 0 in key and value, even if there is none
         "kv_begin": I64,  # keys exist at positions [kv_begin, kv_end)
         "kv_end": I64,
-        "slices": I64,  # that it is shared out by: queries in the backward pass, else keys
-        "pieces": I64,  # of its keys, for few queries
-        "shared": I64,  # of these, the first ones that it has in common with its neighbours
-        "members": I64,  # that these are computed for, this one being the first; 0: by another
-        "first_slot": I64,  # pieces of the sequences before, in all heads
+        "slices": I64,  # items for each head: slices in the backward kernel, else its own pieces
+        "pieces": I64,  # decode: the pieces of its keys
+        "shared": I64,  # decode: how many of them, from the first on, have several members
+        "members": I64,  # decode: of those pieces, this sequence being the first; 0: it is not
+        "first_slot": I64,  # decode: the number of pieces of all sequences before, in all heads
     },
 )
+
+PARTIAL_STATES = ("running_max", "running_sum", "best", "place", "surprise")
+"""What a piece leaves for each row, one vector each; the row's part of out follows."""
+
+
+class Record:
+    """A record in generated code. Every use loads its field again, which keeps registers free."""
+
+    def __init__(self, f: Function, layout: Layout, args: Value) -> None:
+        self._f, self._layout, self._args = f, layout, args
+
+    def __getitem__(self, name: str) -> Value:
+        return self._f.field(self._layout, self._args, name)
 
 
 @dataclass(frozen=True)
 class ForwardSpec:
     """What a kernel is compiled for: a target, and dtypes by torch's names.
 
-    A kernel for few queries may also know how wide keys and values are; 0 stands for any width.
+    The decode kernel may also be compiled for a width of keys and values; 0 means any width.
     """
 
     target: Target
@@ -205,7 +257,7 @@ class ForwardSpec:
     value_dim: int = 0
 
     def dtype_of(self, name: str) -> str:
-        """The dtype of an operand or a result; gradients have that of what they belong to."""
+        """The dtype of an operand or a result; grad_query has that of query, and so on."""
         return str(getattr(self, name.removeprefix("grad_")))
 
     def __post_init__(self) -> None:
@@ -214,21 +266,24 @@ class ForwardSpec:
 
     @property
     def tile(self) -> Tile:
-        """Scratch, lse, max_scores and entropy are float32; float64 if the queries are."""
+        """Scratch, lse, max_scores and entropy are float64 if queries are, else float32."""
         return Tile(self.target, F64 if self.query == "float64" else F32)
 
 
+# --- how work is divided
+
+
 def tile_entry(block: int, kind: int) -> int:
-    """How the tile list names a block of keys, PARTIAL or FULL."""
+    """An entry of the tile list: the number of a block of keys, and PARTIAL or FULL."""
     return block * 4 + kind
 
 
 @functools.lru_cache(maxsize=1024)
 def choose_block_q(tile: Tile, head_dim: int, value_dim: int, rows: int, threads: int) -> int:
-    """How many queries make an item, `rows` being all query rows of all heads.
+    """How many queries make a block, given the number of query rows of all heads.
 
-    Larger blocks stage keys less often; their panels must stay in a cache, if not the nearest one,
-    and every thread must have a few items to take. Results do not depend on it.
+    Large blocks copy keys to scratch less often. But the panels of a block must fit a cache, and
+    every thread needs a few items. Results do not depend on the choice.
     """
     depth = padded(tile, head_dim) + padded(tile, value_dim)
     size = 512
@@ -239,11 +294,11 @@ def choose_block_q(tile: Tile, head_dim: int, value_dim: int, rows: int, threads
 
 @functools.lru_cache(maxsize=1024)
 def choose_heads(heads: int, longest: int, sequences: int, block_q: int, threads: int) -> int:
-    """How many heads of a sequence make an item, `longest` being the longest query.
+    """How many heads of a sequence make an item, given the length of the longest query.
 
-    Rows of neighbouring heads are neighbours in memory, so a thread that has begun with a short
-    sequence goes on with it; every thread must have a few items to take, where the work is that of
-    so many `sequences` like the largest one. Results do not depend on it.
+    Rows of neighbouring heads lie side by side in memory, so one thread computes several heads of
+    a short sequence. But every thread needs a few items; `sequences` is how many sequences like
+    the largest one there are. Results do not depend on the choice.
     """
     for size in range(min(heads, block_q // max(1, longest)), 1, -1):
         if heads % size == 0 and sequences * (heads // size) >= 4 * threads:
@@ -255,163 +310,24 @@ Lengths = TypeVar("Lengths", int, NDArray[np.int64])
 
 
 def num_items(q_len: Lengths, heads: int, block_q: int) -> Lengths:
-    """How many items sequences of `q_len` queries have."""
+    """How many items a sequence of `q_len` queries has."""
     return heads * -(-q_len // block_q)
 
 
 def num_pieces(kv_begin: Lengths, kv_end: Lengths) -> Lengths:
-    """By how many items the keys at [kv_begin, kv_end) are shared out, for few queries."""
+    """How many pieces the keys at [kv_begin, kv_end) have."""
     return (kv_end - 1) // KEYS_OF_PIECE - kv_begin // KEYS_OF_PIECE + 1
 
 
-def scratch_bytes(spec: ForwardSpec, head_dim: int, value_dim: int, block_q: int) -> int:
-    """What each thread needs."""
-    regions = dict(scratch_regions(spec.tile, head_dim, value_dim, block_q))
-    return regions["end"] * spec.tile.element.size
-
-
-def decode_scratch_bytes(spec: ForwardSpec, head_dim: int, value_dim: int, rows: int) -> int:
-    """What each thread needs for `rows` queries at a time."""
-    regions = dict(decode_regions(spec.tile, head_dim, value_dim, rows))
-    return regions["end"] * spec.tile.element.size
-
-
-Number = TypeVar("Number", int, Value)
-
-
-def scratch_regions(
-    tile: Tile, head_dim: Number, value_dim: Number, block_q: Number
-) -> Iterator[tuple[str, Number]]:
-    """The parts of a thread's scratch and where they start, in elements; the last is the end.
-
-    Python reckons the size with it and generated code the addresses, so it takes both.
-    """
-    sizes = (
-        (
-            "records",
-            4 * ROWS.size // tile.element.size,
-        ),  # a ROWS each for query, key, value and out
-        ("maxima", tile.width),  # of one panel and one block of keys
-        ("alpha", tile.width),  # what the running sums are scaled by
-        ("scores", (tile.target.block_kv + SMALL_ROWS) * tile.width),
-        ("running_max", block_q),
-        ("running_sum", block_q),
-        ("lse", block_q),
-        ("best", block_q),  # this and the next two for `observe` alone
-        ("place", block_q),
-        ("surprise", block_q),
-        ("keys", scratch_stride(tile, head_dim) * tile.target.block_kv),
-        ("values", scratch_stride(tile, value_dim) * tile.target.block_kv),
-        ("queries", padded(tile, head_dim) * block_q),
-        ("out", padded(tile, value_dim) * block_q),
-    )
-    yield from _placed(tile, sizes, block_q * 0)
-
-
-def decode_regions(
-    tile: Tile, head_dim: Number, value_dim: Number, rows: Number
-) -> Iterator[tuple[str, Number]]:
-    """The same for the kernel of few queries, which has `rows` of them at a time."""
-    keys = BLOCKS_TOGETHER * tile.target.block_kv
-    more = keys + MOST_AHEAD  # some keys are computed twice, some rows asked for
-    addresses = more * (PTR.size // tile.element.size)
-    rows = rows + 1  # that nobody has, to complete a set
-    sizes = (
-        ("records", 4 * ROWS.size // tile.element.size),
-        ("rows", 2 * addresses),  # where the keys and the values of a block are
-        ("keys", scratch_stride(tile, head_dim) * keys),
-        ("values", scratch_stride(tile, value_dim) * keys),
-        ("key_scales", more),  # of int8
-        ("value_scales", more),
-        ("alpha", rows * tile.lanes),
-        ("scores", rows * row_stride(tile)),
-        ("running_max", rows * tile.lanes),
-        ("running_sum", rows * tile.lanes),
-        ("best", rows * tile.lanes),
-        ("place", rows * tile.lanes),
-        ("surprise", rows * tile.lanes),
-        ("queries", rows * scratch_stride(tile, head_dim)),
-        ("out", rows * scratch_stride(tile, value_dim)),
-        ("sums", 4 * scratch_stride(tile, value_dim)),  # of a set and a block
-    )
-    yield from _placed(tile, sizes, rows * 0)
-
-
-PARTIAL_STATES = ("running_max", "running_sum", "best", "place", "surprise")
-"""What a row of a piece of its keys has, a vector each, besides its part of out."""
+# --- the layout of sums that the runtime allocates
 
 
 def partial_stride(tile: Tile, value_dim: Number) -> Number:
-    """From row to row of what pieces leave behind."""
+    """The distance between rows of `partials`, in elements."""
     return scratch_stride(tile, value_dim) + len(PARTIAL_STATES) * tile.lanes
 
 
-def row_stride(tile: Tile) -> int:
-    """From row to row of scores, for keys that are computed at once."""
-    return BLOCKS_TOGETHER * tile.target.block_kv + tile.lanes
-
-
-def backward_regions(
-    tile: Tile, head_dim: Number, value_dim: Number, block_q: Number
-) -> Iterator[tuple[str, Number]]:
-    """The same for the backward kernel."""
-    keys, values = gradient_stride(tile, head_dim), gradient_stride(tile, value_dim)
-    panels = block_q // tile.width if isinstance(block_q, int) else block_q.udiv(tile.width)
-    sizes = (
-        ("records", 6 * ROWS.size // tile.element.size),
-        ("reach", panels * (2 * I64.size // tile.element.size)),  # the keys of each panel
-        ("spans", tile.target.block_kv * (2 * I64.size // tile.element.size)),  # queries of keys
-        ("shift", block_q),  # lse, and +inf where there is no query
-        ("delta", block_q),
-        ("keys", keys * tile.target.block_kv),
-        ("values", values * tile.target.block_kv),
-        ("query_rows", keys * block_q),
-        ("grad_rows", values * block_q),
-        ("grad_query", keys * block_q),
-        ("queries", padded(tile, head_dim) * block_q),
-        ("grads", padded(tile, value_dim) * block_q),
-        ("weights", weights_stride(tile) * (tile.target.block_kv + SMALL_ROWS)),
-        ("slopes", weights_stride(tile) * (tile.target.block_kv + SMALL_ROWS)),
-    )
-    yield from _placed(tile, sizes, block_q * 0)
-
-
 def gradient_columns(tile: Tile, width: Number) -> Number:
-    """The width of rows that gradients are summed in: pairs of vectors."""
+    """The width of the rows in which gradients are summed: whole pairs of vectors."""
     pair = 2 * tile.lanes
     return (width + (pair - 1)) & -pair
-
-
-def gradient_stride(tile: Tile, width: Number) -> Number:
-    """From row to row of these: a pair more, so that rows do not share cache sets."""
-    return gradient_columns(tile, width) + 2 * tile.lanes
-
-
-def weights_stride(tile: Tile) -> int:
-    """From key to key of weights and slopes, which have all queries of a block side by side."""
-    return BLOCK_Q + tile.width
-
-
-def backward_scratch_bytes(spec: ForwardSpec, head_dim: int, value_dim: int, rows: int) -> int:
-    """What each thread needs for `rows` queries at a time."""
-    regions = dict(backward_regions(spec.tile, head_dim, value_dim, rows))
-    return regions["end"] * spec.tile.element.size
-
-
-SCRATCH_BYTES: dict[Form, Callable[[ForwardSpec, int, int, int], int]] = {
-    "panel": scratch_bytes,
-    "row": decode_scratch_bytes,
-    "backward": backward_scratch_bytes,
-}
-"""What each thread of a kernel needs: (spec, head_dim, value_dim, queries at a time)."""
-
-
-def _placed(
-    tile: Tile, sizes: Sequence[tuple[str, int | Number]], start: Number
-) -> Iterator[tuple[str, Number]]:
-    """Regions one after the other, each at a cache line of its own."""
-    align = 64 // tile.element.size
-    for name, size in sizes:
-        yield name, start
-        start = start + ((size + (align - 1)) & -align)
-    yield "end", start

@@ -1,19 +1,20 @@
-"""Graph to graph: what a mask can be, and what it must be, anywhere in a tile.
+"""Graph to graph: whether a mask can hold, and whether it must hold, in a tile.
 
     q_idx >= kv_idx    over q_idx in [q_low, q_high] and kv_idx in [kv_low, kv_high]
 
-    can:   kv_low <= q_high         some element may hold; false: the tile is empty
+    can:   kv_low <= q_high         some element may hold; if false, the tile is empty
     must:  kv_high <= q_low         every element holds; the tile is full
 
-A number becomes an interval, a pair of graphs; a truth value becomes `can` and `must`. Sums of
-integers are kept as sums, so that what occurs twice cancels: q_idx - (q_idx - kv_idx) is kv_idx. A
-load along a moving index becomes the minimum and maximum of a range, which two loads from a pyramid
-of minima or maxima give; along two indices that of a rectangle, which four give. What no rule knows
-is unknown: it can be true and need not be.
+The bounds of a number are an interval, a pair of graphs; those of a truth value are `can` and
+`must`. Sums of integers are kept as sums, so that terms cancel: q_idx - (q_idx - kv_idx) is kv_idx.
+A load whose index moves within the tile is bounded by the minimum and maximum of a range, found by
+two loads from a pyramid of minima or maxima; with two such indices, of a rectangle, by four loads.
+A node without a rule is unknown: it can hold and need not.
 
-Bounds are never wrong. Float operations round monotonously, and those that are only nearly monotone
-are widened; NaN fails every comparison, so `can` is written as the denial of what rules it out.
-Integers that might wrap around are unknown; so is everything where a captured integer is LARGEST.
+Bounds are never wrong, only wide. Rounding keeps the order of floats; functions that are not quite
+monotone are widened. Comparisons with NaN are false, so `can` is the negation of what excludes it.
+Integers that might wrap around are unknown, and so is everything if a captured integer reaches
+LARGEST.
 """
 
 from __future__ import annotations
@@ -24,26 +25,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from quire.ir import intervals
 from quire.ir.graph import Node, const, walk
-from quire.ir.intervals import (
-    UNKNOWN,
-    Interval,
-    Truth,
-    apply,
-    choice,
-    compared,
-    corners,
-    inverse,
-    logic,
-    nonzero,
-    number_choice,
-    remainder,
-)
-from quire.ir.narrow import Range
+from quire.ir.intervals import UNKNOWN, Interval, Truth
 from quire.ir.parts import parts_of
 from quire.ir.pyramid import Pyramid, axes_of, entries_of
+from quire.ir.ranges import FAR, LARGEST, Range, Ranges
 from quire.ir.simplify import simplest
-from quire.ir.sizes import FAR, LARGEST, Sizes
 from quire.ir.sums import Sum, added, plus, sum_of
 from quire.ir.terms import (
     BOOL,
@@ -59,13 +47,13 @@ from quire.ir.terms import (
 )
 
 MOST_LOADS = 64
-"""How many entries of a pyramid a bound may look at."""
+"""The most entries of a pyramid that one bound loads."""
 
 
 class Bounds(NamedTuple):
-    """What a mask can and must be. Loads beyond its captured tensors are from `pyramids`.
+    """Whether a mask can hold and must hold. Loads after its captured tensors are from `pyramids`.
 
-    `unknown` are the nodes of which no rule knows anything, though it knows their operands.
+    `unknown` are the nodes without bounds whose operands have bounds.
     """
 
     can: Node
@@ -77,14 +65,14 @@ class Bounds(NamedTuple):
 def bound(
     root: Node, shapes: Sequence[Sequence[int]], ranges: Mapping[str, Range], levels: int = 0
 ) -> Bounds:
-    """Bounds of a mask that loads from tensors of `shapes`, its inputs being in `ranges`.
+    """The bounds of a mask over tensors of `shapes` and inputs in `ranges`.
 
-    With `levels` ranges of loads are exact up to 2**levels elements, wherever they begin.
+    With `levels`, bounds of loads are exact for ranges of up to 2**levels elements.
     """
-    sizes, pyramids, unknown = Sizes(ranges), dict[Pyramid, int](), dict[Node, None]()
+    sizes, pyramids, unknown = Ranges(ranges, sure=True), dict[Pyramid, int](), dict[Node, None]()
     can, must = FALSE, TRUE
     for part in parts_of(root):
-        tile = _Tile(shapes, sizes, levels, part.ends, pyramids)
+        tile = _Bounder(shapes, sizes, levels, part.ends, pyramids)
         here = tile.truth(root)
         can = either(can, both(part.exists, either(here.can, denied(tile.sure))))
         must = both(must, either(denied(part.exists), both(here.must, tile.sure)))
@@ -93,20 +81,20 @@ def bound(
 
 
 @dataclass
-class _Tile:
-    """The bounds of all nodes of one graph, each found once."""
+class _Bounder:
+    """Finds the bounds of all nodes of one graph, each once, for one part of a tile."""
 
     shapes: Sequence[Sequence[int]]
-    sizes: Sizes
+    sizes: Ranges
     levels: int
     ends: Mapping[str, Interval]
     pyramids: dict[Pyramid, int]
-    sure: Node = TRUE  # captured integers are small enough, and indices of them in range
+    sure: Node = TRUE  # whether captured integers are below LARGEST, and indices in range
     _truths: dict[Node, Truth] = field(default_factory=dict)
     _intervals: dict[Node, Interval | None] = field(default_factory=dict)
 
     def unknown(self, root: Node) -> list[Node]:
-        """The nodes that nothing was found of, but for those that only use such a node."""
+        """The nodes without bounds, except those that have such a node as an operand."""
         nothing = {node for node, found in self._truths.items() if found == UNKNOWN}
         nothing |= {node for node, found in self._intervals.items() if found is None}
         return [node for node in walk(root) if node in nothing and nothing.isdisjoint(node.args)]
@@ -126,15 +114,15 @@ class _Tile:
             case "lt" | "le" | "eq" if node.args[0].dtype != BOOL:
                 return self._comparison(node)
             case "and" | "or" | "xor" | "eq":
-                return logic(node.op, *map(self.truth, node.args))
+                return intervals.logic(node.op, *map(self.truth, node.args))
             case "mul" | "min":
-                return logic("and", *map(self.truth, node.args))
+                return intervals.logic("and", *map(self.truth, node.args))
             case "add" | "max":
-                return logic("or", *map(self.truth, node.args))
+                return intervals.logic("or", *map(self.truth, node.args))
             case "not":
-                return inverse(self.truth(node.args[0]))
+                return intervals.inverse(self.truth(node.args[0]))
             case "where":
-                return choice(*map(self.truth, node.args))
+                return intervals.choice(*map(self.truth, node.args))
             case "cast":
                 return self._nonzero(node.args[0])
             case "load":
@@ -146,7 +134,7 @@ class _Tile:
         if node.dtype == BOOL:
             return self.truth(node)
         found = self.interval(node)
-        return UNKNOWN if found is None else nonzero(found)
+        return UNKNOWN if found is None else intervals.nonzero(found)
 
     def _comparison(self, node: Node) -> Truth:
         a, b = node.args
@@ -154,14 +142,16 @@ class _Tile:
             difference = self._difference(a, b)
             if difference is not None:
                 zero = whole(0)
-                return compared(node.op, difference, Interval(zero, zero))
+                return intervals.compared(node.op, difference, Interval(zero, zero))
         left, right = self.interval(a), self.interval(b)
-        return UNKNOWN if left is None or right is None else compared(node.op, left, right)
+        return (
+            UNKNOWN if left is None or right is None else intervals.compared(node.op, left, right)
+        )
 
     # --- numbers
 
     def interval(self, node: Node) -> Interval | None:
-        """The interval of a number; None where nothing is known."""
+        """The interval of a number; None if it is unknown."""
         if node not in self._intervals:
             wraps = not node.dtype.is_floating_point and self.sizes.of(node) is None
             found = None if wraps else self._interval(node)
@@ -195,7 +185,7 @@ class _Tile:
             dtype = node.dtype if node.dtype.is_floating_point else I64
             same = simplest(Node(node.op, tuple(arg.low for arg in known), dtype))
             return Interval(same, same)
-        return apply(node, known)
+        return intervals.apply(node, known)
 
     def _input(self, name: str) -> Interval | None:
         if name in ("b", "h"):
@@ -221,10 +211,10 @@ class _Tile:
         a, b = self.interval(node.args[1]), self.interval(node.args[2])
         if a is None or b is None:
             return None
-        return number_choice(self.truth(node.args[0]), a, b)
+        return intervals.number_choice(self.truth(node.args[0]), a, b)
 
     def _low_bits(self, node: Node) -> Interval | None:
-        """x & (2**n - 1) is the remainder of 2**n."""
+        """x & (2**n - 1) is x % 2**n."""
         x, mask = node.args
         if mask.op != "const" or not isinstance(mask.payload, int) or mask.payload < 0:
             return None
@@ -232,7 +222,7 @@ class _Tile:
         found = self.interval(x)
         if period & mask.payload or found is None:
             return None
-        return remainder(found, whole(period))
+        return intervals.remainder(found, whole(period))
 
     # --- sums of integers
 
@@ -259,14 +249,14 @@ class _Tile:
         return Interval(low, high)
 
     def _product(self, node: Node) -> Interval | None:
-        """The interval of a product, or of a shift, which is one by a power of two."""
+        """The interval of a product, or of a shift, which is a product with a power of two."""
         a, b = map(self.interval, node.args)
-        return None if a is None or b is None else corners(node.op, a, b)
+        return None if a is None or b is None else intervals.corners(node.op, a, b)
 
     # --- captured tensors
 
     def _small(self, node: Node, found: Interval | None) -> Interval | None:
-        """A captured integer, on the condition that it is below LARGEST."""
+        """The interval of a captured integer; bounds are sure only if it is below LARGEST."""
         if found is not None and node.dtype in LARGEST:
             limit = LARGEST[node.dtype]
             above = term("lt", const(-limit, node.dtype), found.low)
@@ -275,7 +265,7 @@ class _Tile:
         return found
 
     def _inside(self, index: Interval, length: int) -> None:
-        """Nothing is sure where an index is out of range: the mask itself has to meet it."""
+        """Bounds are sure only if an index is in range; if not, the mask itself must report it."""
         above = term("le", whole(-length), index.low)
         self.sure = both(self.sure, both(above, term("lt", index.high, whole(length))))
 
@@ -312,5 +302,5 @@ class _Tile:
 
 
 def _levels_of(axes: int) -> int:
-    """How many levels are worth their loads, of which each axis multiplies the number."""
+    """The most levels for MOST_LOADS loads; the number of loads is a product over the axes."""
     return (int(MOST_LOADS ** (1 / axes)) - 2) // 2

@@ -1,7 +1,7 @@
 """Captured tensors indexed by symbols.
 
-`table[b, h]` of a tensor with three dimensions is a `PartialLoad`, on which the last index makes a
-`load`: `table[b][h][q_idx // 16]`, `table[b, :, q_idx][h]` and `table[..., q_idx]` are all read.
+`table[b, h]` of a tensor with three dimensions is a `PartialLoad`; one more index makes a `load`.
+So `table[b][h][q_idx // 16]`, `table[b, :, q_idx][h]` and `table[..., q_idx]` all work.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class PartialLoad(Recorded):
     def _index_node(self, item: object) -> Node:
         value = self.recorder.lift(item)
         dtype = promote([value])
-        # In PyTorch a bool or uint8 index is a mask, whose result has as many elements as it likes.
+        # In PyTorch a bool or uint8 index is a mask, whose result can have any number of elements.
         if dtype.is_floating_point or dtype in (torch.bool, torch.uint8):
             raise CapturedIndexError(
                 f"a captured tensor was indexed by a {dtype}{here()}. Indices are signed integers: "
@@ -85,7 +85,7 @@ class PartialLoad(Recorded):
 
 
 def _match_dimensions(items: tuple[object, ...], free: list[int]) -> Iterator[tuple[int, object]]:
-    """Pairs each index with the free dimension it binds; full slices bind nothing.
+    """Pairs each index with the dimension that it indexes; full slices index none.
 
     table[b, ..., q_idx] of 4 dimensions:   b -> 0    ... -> 1, 2    q_idx -> 3
     """
@@ -112,7 +112,7 @@ def _match_dimensions(items: tuple[object, ...], free: list[int]) -> Iterator[tu
 
 
 _NEVER_INDICES = (slice, list, np.ndarray, type(None))
-"""What is no single index, of which only the full slice is understood."""
+"""Types that are not a single index; of these only the full slice is supported."""
 
 
 def _is_full_slice(item: object) -> bool:
@@ -139,7 +139,7 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Symbol | PartialLoad:
-    """A row of `weight`, as F.embedding and nn.Embedding give; torch.embedding has the row last."""
+    """weight[index], for F.embedding and nn.Embedding; torch.embedding swaps the two."""
     if isinstance(weight, Symbol):
         index, weight = weight, index
     if padding_idx is not None or max_norm is not None or scale_grad_by_freq or sparse:

@@ -1,8 +1,8 @@
-"""Every way to write an operation in a mod, spelled in the ops of the table.
+"""Every way to write an operation in a mod, and the ops that it becomes.
 
-`FORMS` maps a name to a function of symbols, numbers and tensors. The names are those of PyTorch's
-functions and methods and of Python's operators without their underscores, so `torch.add(x, 1)`,
-`x.add(1)` and `x + 1` are one row.
+`FORMS` maps a name to a function of symbols, numbers and tensors. Names are those of PyTorch's
+functions and methods, and of Python's operators without underscores: `torch.add(x, 1)`, `x.add(1)`
+and `x + 1` are one row.
 """
 
 from __future__ import annotations
@@ -114,39 +114,20 @@ _CONVERSIONS: dict[str, Form] = {
     "ones_like": spelling.like(1),
     "full_like": spelling.full_like,
 }
-_ALIASES = {
-    "subtract": "sub",
-    "multiply": "mul",
-    "divide": "div",
-    "true_divide": "div",
-    "floor_divide": "floordiv",
-    "remainder": "mod",
-    "negative": "neg",
-    "positive": "pos",
-    "absolute": "abs",
-    "sgn": "sign",
-    "fix": "trunc",
-    "clip": "clamp",
-    "less": "lt",
-    "less_equal": "le",
-    "greater": "gt",
-    "greater_equal": "ge",
-    "not_equal": "ne",
-    "bitwise_and": "and",
-    "bitwise_or": "or",
-    "bitwise_xor": "xor",
-    "bitwise_not": "invert",
-    "bitwise_left_shift": "lshift",
-    "bitwise_right_shift": "rshift",
-    "expit": "sigmoid",
-}
+_ALIASES = """
+    subtract=sub multiply=mul divide=div true_divide=div floor_divide=floordiv remainder=mod
+    negative=neg positive=pos absolute=abs sgn=sign fix=trunc clip=clamp less=lt less_equal=le
+    greater=gt greater_equal=ge not_equal=ne bitwise_and=and bitwise_or=or bitwise_xor=xor
+    bitwise_not=invert bitwise_left_shift=lshift bitwise_right_shift=rshift expit=sigmoid
+"""
 
 FORMS.update(_OPERATORS | _REFLECTED | _COMPARISONS | _UNARY_OPERATORS | _FUNCTIONS | _CONVERSIONS)
-FORMS.update({alias: FORMS[name] for alias, name in _ALIASES.items()})
+_PAIRS = (pair.split("=") for pair in _ALIASES.split())
+FORMS.update({alias: FORMS[name] for alias, name in _PAIRS})
 
 
 def _install_operators() -> None:
-    """Give symbols Python's operators, from the same table as everything else."""
+    """Give symbols Python's operators, from the same tables."""
 
     def binary(form: Form) -> Form:
         def operator(self: Recorded, other: object) -> Any:

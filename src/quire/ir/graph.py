@@ -1,8 +1,8 @@
-"""Graphs of ops: one frozen, interned node.
+"""Graphs of ops, made of frozen, interned nodes.
 
-Two nodes with the same content are the same object, so equality is identity, a common
-subexpression is found by being written, and passes can memoise on the node itself. A graph is
-named by its roots; `text` prints it in a stable form and `key` is the hash of its content.
+Two nodes with the same content are the same object. So nodes are compared by identity, a common
+subexpression is one node, and passes can use nodes as keys of a dict. A graph is given by its
+roots; `text` prints it in a stable form and `key` is a hash of its content.
 
     >>> print(text(trace(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, "mask").output))
     %0 = input kv_idx : int64
@@ -27,10 +27,10 @@ from quire.locks import lock
 
 Number: TypeAlias = bool | int | float
 Payload: TypeAlias = str | Number | None
-"""What a leaf carries: an input's name, a constant's value, a load's capture slot."""
+"""The name of an input, the value of a constant, or the index of the tensor of a load."""
 
 Row: TypeAlias = tuple[str, tuple[int, ...], torch.dtype, Payload]
-"""A node written down: its op, the positions of its operands, its dtype and its payload."""
+"""A node as plain values: op, row numbers of its operands, dtype and payload."""
 
 _interned: weakref.WeakValueDictionary[tuple[object, ...], Node] = weakref.WeakValueDictionary()
 _interning = lock()
@@ -38,7 +38,7 @@ _set = object.__setattr__
 
 
 class Node:
-    """One op applied to nodes. Make nodes with `Node(...)`; equal content gives the same node."""
+    """One op applied to nodes. `Node(...)` with equal content gives the same node."""
 
     __slots__ = ("__weakref__", "args", "dtype", "op", "payload")
 
@@ -51,7 +51,7 @@ class Node:
         cls, op: str, args: tuple[Node, ...], dtype: torch.dtype, payload: Payload = None
     ) -> Node:
         """The one node with this content."""
-        # hex() tells 0.0 from -0.0 and makes NaN equal to itself.
+        # hex() differs for 0.0 and -0.0, and is the same for NaN and NaN.
         content = payload.hex() if isinstance(payload, float) else payload
         return _intern(op, args, dtype, content, payload)
 
@@ -101,7 +101,7 @@ def const(value: Number, dtype: torch.dtype) -> Node:
     return Node("const", (), dtype, exact(value))
 
 
-_CONVERSIONS: dict[torch.dtype, Callable[[Number], Number]] = {  # a tensor takes far longer
+_CONVERSIONS: dict[torch.dtype, Callable[[Number], Number]] = {  # far faster than a tensor
     torch.bool: bool,
     torch.int64: int,
     torch.float32: lambda value: ctypes.c_float(value).value,
@@ -110,7 +110,7 @@ _CONVERSIONS: dict[torch.dtype, Callable[[Number], Number]] = {  # a tensor take
 
 
 def cast(node: Node, dtype: torch.dtype) -> Node:
-    """`node` as `dtype`: itself where it has that dtype, a new constant where it is one."""
+    """`node` converted to `dtype`: itself if it has that dtype, a constant if it is one."""
     if node.dtype == dtype:
         return node
     if node.op == "const":
@@ -122,7 +122,7 @@ def cast(node: Node, dtype: torch.dtype) -> Node:
 
 
 def walk(*roots: Node) -> Iterator[Node]:
-    """Every node below `roots`, operands before users, each once."""
+    """Every node of the graph once, operands before the nodes that use them."""
     seen: set[Node] = set()
     stack = [(root, False) for root in reversed(roots)]
     while stack:
@@ -136,7 +136,7 @@ def walk(*roots: Node) -> Iterator[Node]:
 
 
 def rewrite(root: Node, visit: Callable[[Node, tuple[Node, ...]], Node]) -> Node:
-    """Rebuild `root` from its leaves up; `visit(node, new_args)` gives each new node."""
+    """Rebuild a graph from its leaves up; `visit(node, new_args)` gives each new node."""
     new: dict[Node, Node] = {}
     for node in walk(root):
         new[node] = visit(node, tuple(new[arg] for arg in node.args))
@@ -154,12 +154,12 @@ def inputs(*roots: Node) -> set[str]:
 
 
 def constants(*roots: Node) -> tuple[Node, ...]:
-    """The constants below `roots`, in the order in which `key` numbers them."""
+    """The constants of a graph, in the order in which `text` numbers them."""
     return tuple(node for node in walk(*roots) if node.op == "const")
 
 
 def text(*roots: Node, values: bool = True) -> str:
-    """The graph as text, one node a line. With `values=False` constants are numbered slots."""
+    """The graph as text, one node a line. With `values=False` constants are numbered: $0, $1."""
     names: dict[Node, str] = {}
     slots = itertools.count()
     lines = []
@@ -181,15 +181,15 @@ def text(*roots: Node, values: bool = True) -> str:
 
 
 def key(*roots: Node) -> str:
-    """A hash of the graph's content in which constants are slots, whatever their values."""
+    """A hash of the graph that does not depend on the values of constants."""
     return hashlib.sha256(text(*roots, values=False).encode()).hexdigest()
 
 
-# --- a graph written down ------------------------------------------------------------------------
+# --- graphs as plain values ----------------------------------------------------------------------
 
 
 def rows(*roots: Node) -> tuple[Row, ...]:
-    """The nodes below `roots` in the order of `walk`, each naming its operands by position."""
+    """The nodes of a graph in the order of `walk`; operands are given by row number."""
     position: dict[Node, int] = {}
     written: list[Row] = []
     for node in walk(*roots):
@@ -200,7 +200,7 @@ def rows(*roots: Node) -> tuple[Row, ...]:
 
 
 def read(written: Sequence[Row]) -> list[Node]:
-    """The nodes that `rows` wrote, in its order: a single root comes last."""
+    """The nodes of `rows`, in the same order; a single root comes last."""
     nodes: list[Node] = []
     for op, args, dtype, payload in written:
         nodes.append(Node(op, tuple(nodes[arg] for arg in args), dtype, payload))
@@ -208,5 +208,5 @@ def read(written: Sequence[Row]) -> list[Node]:
 
 
 def _last(written: Sequence[Row]) -> Node:
-    """A pickled node. Rows, and not nodes within nodes, keep a deep graph off Python's stack."""
+    """A pickled node. Pickling nodes within nodes would exceed the stack for a deep graph."""
     return read(written)[-1]

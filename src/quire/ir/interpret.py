@@ -1,9 +1,9 @@
-"""The living definition of every op: a graph evaluated on torch tensors.
+"""Evaluates a graph on torch tensors: this defines what every op means.
 
-Comes in: a graph, tensors for its inputs (any shapes that broadcast, also 0-d ones under
-`torch.vmap`), the captured tensors. Goes out: a tensor of the node's dtype, differentiable by
-autograd. Each node is computed at its own broadcast shape, so what depends on `h` alone is
-computed once per head.
+What goes in: a graph, tensors for its inputs (of any shapes that broadcast, also 0-d under
+`torch.vmap`), and the captured tensors. What comes out: a tensor of the root's dtype, for autograd,
+too. Each node is computed at its own broadcast shape, so what depends on `h` alone is
+computed once for each head.
 """
 
 from __future__ import annotations
@@ -20,33 +20,23 @@ from quire.torch_private import in_transform
 
 
 def _bits(x: Tensor) -> Tensor:
-    """How many bits a number has; none if it is below 1."""
-    half = torch.bitwise_right_shift(x, x.dtype.itemsize * 4)  # doubles are exact only up to 2**53
+    """x.bit_length(); 0 if x < 1."""
+    half = torch.bitwise_right_shift(x, x.dtype.itemsize * 4)  # a double is exact only up to 2**53
     low = x - torch.bitwise_left_shift(half, x.dtype.itemsize * 4)
     high, low = (torch.frexp(part.double()).exponent.to(x.dtype) for part in (half, low))
     return torch.where(x < 1, 0, torch.where(half > 0, high + x.dtype.itemsize * 4, low))
 
 
+_AS_IN_TORCH = """
+    add sub mul div pow neg abs sign floor ceil round trunc lt le eq where
+    exp exp2 log log2 sqrt tanh sigmoid erf sin cos
+"""
 MEANING: dict[str, Callable[..., Tensor]] = {
-    "add": torch.add,
-    "sub": torch.sub,
-    "mul": torch.mul,
-    "div": torch.div,
-    "floordiv": functools.partial(torch.div, rounding_mode="floor"),  # has a derivative: none
+    **{name: getattr(torch, name) for name in _AS_IN_TORCH.split()},
+    "floordiv": functools.partial(torch.div, rounding_mode="floor"),  # autograd: 0
     "mod": torch.remainder,
-    "pow": torch.pow,
     "min": torch.minimum,
     "max": torch.maximum,
-    "neg": torch.neg,
-    "abs": torch.abs,
-    "sign": torch.sign,
-    "floor": torch.floor,
-    "ceil": torch.ceil,
-    "round": torch.round,
-    "trunc": torch.trunc,
-    "lt": torch.lt,
-    "le": torch.le,
-    "eq": torch.eq,
     "and": torch.bitwise_and,
     "or": torch.bitwise_or,
     "xor": torch.bitwise_xor,
@@ -54,22 +44,12 @@ MEANING: dict[str, Callable[..., Tensor]] = {
     "shl": torch.bitwise_left_shift,
     "shr": torch.bitwise_right_shift,
     "bits": _bits,
-    "where": torch.where,
-    "exp": torch.exp,
-    "exp2": torch.exp2,
-    "log": torch.log,
-    "log2": torch.log2,
-    "sqrt": torch.sqrt,
-    "tanh": torch.tanh,
-    "sigmoid": torch.sigmoid,
-    "erf": torch.erf,
-    "sin": torch.sin,
-    "cos": torch.cos,
 }
+"""What each op means: one function of torch."""
 
 
 LEAVES = frozenset({"input", "const", "cast", "load"})
-"""The ops that `interpret` handles itself, since they need more than their operands."""
+"""Ops that need more than their operands; `interpret` handles them itself."""
 
 
 def interpret(
@@ -80,11 +60,11 @@ def interpret(
     live: Tensor | None = None,
     where: Callable[[Node], str] = lambda node: "",
 ) -> Tensor:
-    """The value of `root`, at the shape to which the inputs it depends on broadcast.
+    """The value of `root`, at the broadcast shape of the inputs that it depends on.
 
-    Indices into captured tensors must be in range, and divisors of integers not 0, wherever `live`
-    holds (everywhere without it); elsewhere the value does not matter, and neither do they.
-    `where` names a node's source line.
+    Indices into captured tensors must be in range, and divisors of integers not 0, where `live` is
+    true, or everywhere without it. Elsewhere the result is not used. `where` gives the source line
+    of a node, for errors.
     """
     nodes = list(walk(root))
     last_user = {arg: node for node in nodes for arg in node.args}
@@ -92,7 +72,7 @@ def interpret(
     for node in nodes:
         args = [value[arg] for arg in node.args]
         for arg in set(node.args):
-            if last_user[arg] is node:  # a tile's worth of memory each: let go at the last use
+            if last_user[arg] is node:  # frees the memory of a tile at its last use
                 del value[arg]
         match node.op:
             case "input":
@@ -121,7 +101,7 @@ def _load(
     tensor = captures[node.payload]
     if not indices:
         return tensor
-    if in_transform():  # torch checks by itself
+    if in_transform():  # under vmap torch checks indices
         try:
             found: Tensor = torch.ops.aten.index(tensor, [index.long() for index in indices])
         except IndexError as error:
@@ -145,7 +125,7 @@ def _load(
 def _divisor(
     node: Node, divisor: Tensor, live: Tensor | None, where: Callable[[Node], str]
 ) -> Tensor:
-    if in_transform():  # no value can be looked at
+    if in_transform():  # under vmap values cannot be checked
         return divisor
 
     def complain(wrong: Tensor) -> DivisionByZeroError:
@@ -164,7 +144,7 @@ def _checked(
     instead: int,
     complain: Callable[[Tensor], ModError],
 ) -> Tensor:
-    """`value`, if it is nowhere bad that is live; `instead` takes the place of what is bad."""
+    """`value` with `instead` where it is bad; raises if it is bad where `live` is true."""
     if not bool(bad.any()):
         return value
     wrong = bad if live is None else bad & live

@@ -1,10 +1,10 @@
-"""Interval arithmetic on graphs: what an op gives if its operands are anywhere in intervals.
+"""Interval arithmetic on graphs: the interval of an op from the intervals of its operands.
 
     [a, b] - [c, d]  is  [a - d, b - c]        |[a, b]|  is  [max(a, -b, 0), max(-a, b)]
 
-The ends are graphs, so an interval is that of every tile at once. Float operations round
-monotonously; those that are only nearly monotone are widened. If a number can be NaN both ends are,
-and no comparison with them holds. A rule that knows nothing says None.
+The ends are graphs of the ends of a tile, so one interval serves all tiles. Rounding keeps the
+order of floats; functions that are not quite monotone are widened. If a number can be NaN, both
+ends are NaN, and comparisons with them are false. A rule returns None if nothing is known.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from quire.ir.terms import FALSE, TRUE, both, denied, either, term
 
 
 class Interval(NamedTuple):
-    """Two graphs of a number's dtype: it is never below the first nor above the second."""
+    """The smallest and the largest that a number can be in a tile."""
 
     low: Node
     high: Node
@@ -32,7 +32,7 @@ class Interval(NamedTuple):
 
 
 class Truth(NamedTuple):
-    """Two graphs of truth values: whether it can hold, and whether it must, in a tile."""
+    """Whether something can hold in a tile, and whether it must."""
 
     can: Node
     must: Node
@@ -50,7 +50,7 @@ _TINY = 1e-30
 
 
 def compared(op: str, a: Interval, b: Interval) -> Truth:
-    """lt, le or eq. NaN fails them all, so `can` is the denial of what rules it out."""
+    """lt, le or eq. They are false for NaN, so `can` is the negation of what excludes it."""
     if op == "eq":
         apart = either(term("lt", a.high, b.low), term("lt", b.high, a.low))
         same = both(term("eq", a.low, b.high), term("eq", a.high, b.low))
@@ -85,7 +85,7 @@ def inverse(a: Truth) -> Truth:
 
 
 def choice(condition: Truth, a: Truth, b: Truth) -> Truth:
-    """where, of truth values."""
+    """where(condition, a, b) of truth values."""
     yes, no = condition.can, denied(condition.must)
     can = either(both(yes, a.can), both(no, b.can))
     must = both(either(denied(yes), a.must), either(denied(no), b.must))
@@ -96,7 +96,7 @@ def choice(condition: Truth, a: Truth, b: Truth) -> Truth:
 
 
 def number_choice(condition: Truth, a: Interval, b: Interval) -> Interval:
-    """where, of numbers."""
+    """where(condition, a, b) of numbers."""
 
     def end(op: str, yes: Node, no: Node) -> Node:
         either_of = term("where", condition.can, term(op, yes, no), no)
@@ -106,7 +106,7 @@ def number_choice(condition: Truth, a: Interval, b: Interval) -> Interval:
 
 
 def apply(node: Node, args: Sequence[Interval]) -> Interval | None:
-    """An op of intervals that are not all exact."""
+    """The interval of an op whose operands are not all exact."""
     op = node.op
     if op in ("min", "max"):
         a, b = args
@@ -144,7 +144,7 @@ def apply(node: Node, args: Sequence[Interval]) -> Interval | None:
 
 
 def corners(op: str, a: Interval, b: Interval) -> Interval:
-    """The least and the greatest of an op at the four corners."""
+    """The smallest and the largest result of an op on the ends of two intervals."""
     first, *others = (term(op, x, y) for x in _ends(a) for y in _ends(b))
     low = high = first
     for corner in others:
@@ -153,7 +153,7 @@ def corners(op: str, a: Interval, b: Interval) -> Interval:
 
 
 def _ends(interval: Interval) -> tuple[Node, ...]:
-    """Its ends, once where they are the same."""
+    """The ends of an interval; one if they are the same."""
     return (interval.low,) if interval.exact else (interval.low, interval.high)
 
 
@@ -166,7 +166,7 @@ def _quotient(a: Interval, b: Interval) -> Interval | None:
 
 
 def _unless_nan(found: Interval, *doubts: Node) -> Interval:
-    """Both ends NaN where one of the doubts is: something between the ends may be NaN."""
+    """The interval, with both ends NaN if one of `doubts` is: then a number inside may be NaN."""
     low, high = found
     for doubt in doubts:
         if doubt.dtype.is_floating_point:
@@ -204,7 +204,7 @@ def _divided(op: str, a: Interval, b: Interval) -> Interval | None:
 
 
 def remainder(a: Interval, period: Node) -> Interval:
-    """A whole period, unless the range lies within one."""
+    """a % period: all remainders, unless the interval lies within one period."""
     within = term("eq", term("floordiv", a.low, period), term("floordiv", a.high, period))
     zero, top = const(0, period.dtype), term("sub", period, const(1, period.dtype))
     low, high = term("mod", a.low, period), term("mod", a.high, period)
@@ -212,7 +212,7 @@ def remainder(a: Interval, period: Node) -> Interval:
 
 
 def _widened(end: Node, direction: int) -> Node:
-    """An end of an interval moved outwards by more than our functions err."""
+    """An end of an interval moved outwards by more than the error of our functions."""
     steps = 16 * torch.finfo(end.dtype).eps
     room = term(
         "add", term("mul", term("abs", end), const(steps, end.dtype)), const(_TINY, end.dtype)

@@ -1,13 +1,13 @@
 """The table of ops: everything a mod can be made of.
 
-One row per op: its name, how many operands it takes and its typing rule. Operands of an op always
-have one dtype; where PyTorch would promote, the tracer writes a `cast`. `interpret` says what an op
-means; every other table over ops has exactly these keys, and a test holds them to it.
+One row for each op: name, number of operands and typing rule. All operands of an op have one dtype;
+where PyTorch would promote, the tracer writes a `cast`. `interpret` defines what an op
+means. Every other table of ops has exactly these keys; a test checks that.
 
-float16 and bfloat16 are for storage: the tracer loads and casts them, computes in float32 and
-rounds after each operation, as PyTorch does. Which Python numbers it rounds before is in `promote`.
+float16 and bfloat16 are only stored: the tracer converts them to float32, computes, and rounds
+after each operation, as PyTorch does. Which Python numbers it rounds before is in `promote`.
 
-What users write that is not here is spelled out of these by the tracer: `a > b` is `b < a`,
+The tracer writes other operations in terms of these: `a > b` is `b < a`,
 `isnan(x)` is `not (x == x)`, `clamp` is `max` and `min`.
 """
 
@@ -22,11 +22,11 @@ INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.i
 FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 BOOL = frozenset({torch.bool})
 DTYPES = BOOL | INTEGERS | FLOATS
-"""What a value in a graph can be."""
+"""The dtypes of a graph."""
 
 
 class Typing(Enum):
-    """How operand and result dtypes follow from what is given, and what operands may be."""
+    """How the dtypes of operands and result are chosen, and which dtypes operands may have."""
 
     LEAF = "the node says its own dtype", DTYPES
     SAME = "promoted operands, result of the same dtype", DTYPES
@@ -84,7 +84,7 @@ _ROWS = (
     Op("not", 1, BITS),
     Op("shl", 2, SHIFT),
     Op("shr", 2, SHIFT),  # keeps the sign
-    Op("bits", 1, SHIFT),  # how many bits a number has, none if below 1; only bounds write it
+    Op("bits", 1, SHIFT),  # x.bit_length(), 0 if x < 1; only bounds use it
     Op("where", 3, WHERE),
     Op("exp", 1, FLOAT),
     Op("exp2", 1, FLOAT),

@@ -1,4 +1,4 @@
-"""Tiles cut where positions begin to mean something else."""
+"""Cuts a tile where a mask compares positions with a constant, for sharper bounds."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 from quire.ir.graph import Node, walk
 from quire.ir.intervals import Interval
-from quire.ir.sizes import FAR
+from quire.ir.ranges import FAR
 from quire.ir.terms import I64, TRUE, both, term, whole
 
 
 class Part(NamedTuple):
-    """A part of a tile: the ends of its queries and keys, and whether the tile has any of it."""
+    """A part of a tile: the ends of its queries and keys, and whether it is not empty."""
 
     ends: dict[str, Interval]
     exists: Node
@@ -20,8 +20,8 @@ class Part(NamedTuple):
 def parts_of(root: Node) -> list[Part]:
     """A tile in up to four parts, cut where the graph compares a position with a constant.
 
-    Positions may mean something else beyond such a place, as they do in a sequence that is there
-    twice. Only graphs that choose or count in periods gain by it.
+    Beyond such a position the mask may follow another rule, as in `where(q_idx < n, ...)`. Only
+    graphs with `where` or `mod` are cut, since others gain nothing.
     """
     axes = {"q_idx": "q", "kv_idx": "kv"}
     cuts = _cuts(root)
@@ -43,7 +43,7 @@ def parts_of(root: Node) -> list[Part]:
 
 
 def _cuts(root: Node) -> dict[str, int]:
-    """For each axis that is cut, where the second part begins."""
+    """The position at which the second part begins, for each axis that is cut."""
     cuts: dict[str, int] = {}
     nodes = list(walk(root))
     if not any(node.op in ("mod", "where") for node in nodes):
@@ -54,7 +54,7 @@ def _cuts(root: Node) -> dict[str, int]:
         for place, (index, limit) in enumerate((node.args, node.args[::-1])):
             if index.op == "input" and limit.op == "const" and index.dtype == I64:
                 assert isinstance(limit.payload, int)
-                # index < c and c <= index part below c, the two others above it.
+                # index < c and c <= index cut before c; index <= c and c < index cut after c.
                 above = (node.op == "le") == (place == 0)
                 if abs(limit.payload) < FAR:
                     cuts.setdefault(str(index.payload), limit.payload + above)

@@ -1,12 +1,12 @@
-"""The graph of a mask_mod as plain values, such as JSON holds, and back with every row checked.
+"""The graph of a mask_mod as plain values for JSON, and back, with every row checked.
 
     >>> portable(trace(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, "mask").output)
     [['input', [], 'int64', 'kv_idx'],
      ['input', [], 'int64', 'q_idx'],
      ['le', [0, 1], 'bool', None]]
 
-Comes in: what anyone may have written. Goes out: a graph that the tracer could have made, or a
-ValueError that names the row. Nothing that is read is looked up by name, imported or run.
+`restore` takes data from anywhere. It returns a graph that the tracer could have made, or raises a
+ValueError that names the row. It never imports or runs anything that the data names.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""One op written by a form: operands of any kind, promoted as PyTorch promotes scalars.
+"""Applies one op to operands of any kind, promoted as PyTorch promotes scalars.
 
-Comes in: an op's name and symbols, numbers and tensors. Goes out: a symbol. Whatever PyTorch would
-convert is converted by a `cast`, so that the operands of every node have one dtype.
+What goes in: the name of an op, and symbols, numbers and tensors. What comes out: a symbol. Where
+PyTorch would convert an operand, a `cast` is written, so the operands of a node have one dtype.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ def apply(op: str, *operands: object) -> Symbol:
         value = recorder.lift(operand)
         if isinstance(value, Symbol):
             values.append(value.node)
-        else:  # 0.0 equals -0.0, and must not be taken for it
+        else:  # the cache must not confuse 0.0 with -0.0, which is equal
             values.append(value.hex() if type(value) is float and value == 0.0 else value)
     return recorder.record(_node(op, torch.get_default_dtype(), *values))
 
 
 @functools.lru_cache(maxsize=4096, typed=True)
 def _node(op: str, default: torch.dtype, *values: Node | Number | str) -> Node:
-    """The op on nodes and numbers. The same mods are traced again and again."""
+    """The op on nodes and numbers; cached, since the same mods are traced again and again."""
     operands = [float.fromhex(value) if isinstance(value, str) else value for value in values]
     typing = OPS[op].typing
     condition = (_condition(operands.pop(0)),) if typing is WHERE else ()
@@ -74,11 +74,11 @@ def _condition(value: Node | Number) -> Node:
 
 
 WORKING = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
-"""What narrow floats are computed in."""
+"""The dtype in which narrow floats are computed."""
 
 
 def promote(values: Sequence[Symbol | Node | Number]) -> torch.dtype:
-    """The common dtype: symbols promote each other, Python numbers only lift the category."""
+    """The common dtype; a Python number only counts if its category is higher, as in PyTorch."""
     result = torch.bool
     for value in values:
         if isinstance(value, Symbol | Node) and value.dtype is not result:
@@ -92,7 +92,7 @@ def promote(values: Sequence[Symbol | Node | Number]) -> torch.dtype:
     return result
 
 
-@functools.cache  # torch's own function would go through TraceMode, which takes far longer
+@functools.cache  # calling torch's own function goes through TraceMode, which is slow
 def _common_dtype(a: torch.dtype, b: torch.dtype) -> torch.dtype:
     return torch.promote_types(a, b)
 

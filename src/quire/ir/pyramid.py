@@ -1,4 +1,4 @@
-"""Minima and maxima of all ranges of a tensor that a bound may ask about."""
+"""Pyramids: the minimum or maximum of a tensor over any range, from few loads."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from quire.ir.simplify import simplest
 from quire.ir.terms import FALSE, I64, both, either, term, whole
 
 MOST_BYTES = 2**22
-"""What a pyramid may take. Of a larger one, each leaf is the extreme of several elements."""
+"""The most bytes of a pyramid. For a larger tensor each leaf stands for several elements."""
 
 
 class Axis(NamedTuple):
-    """Ranges along one dimension of a tensor, as a heap.
+    """The ranges along one dimension of a tensor, as a binary heap.
 
-    Entry 1 is the whole, entry i has the entries 2 i and 2 i + 1; with `leaves`, a power of two,
-    entry leaves + i has the 2**grain elements from i * 2**grain on.
+    Entry 1 is the whole dimension, and entry i joins the entries 2 i and 2 i + 1. `leaves` is a
+    power of two; entry leaves + i stands for the 2**grain elements from i * 2**grain on.
     """
 
     dim: int
@@ -31,10 +31,10 @@ class Axis(NamedTuple):
 
 
 class Pyramid(NamedTuple):
-    """Minima, or maxima, of a captured tensor over ranges along each of some dimensions.
+    """The minima, or maxima, of a captured tensor over ranges along some dimensions.
 
-    With two axes, entry (i, j) is that of a rectangle: the elements of entry i of the first and
-    of entry j of the second.
+    With two axes, entry (i, j) is the extreme of a rectangle: entry i of the first axis by entry j
+    of the second.
     """
 
     slot: int
@@ -42,13 +42,13 @@ class Pyramid(NamedTuple):
     largest: bool
 
     def shape(self, sizes: Sequence[int]) -> list[int]:
-        """How many entries there are for a tensor of `sizes`, in the place of each dimension."""
+        """The shape of the pyramid of a tensor of `sizes`."""
         entries = {axis.dim: 2 * axis.leaves for axis in self.axes}
         return [entries.get(dim, size) for dim, size in enumerate(sizes)]
 
 
 def axes_of(sizes: Sequence[int], dims: Sequence[int], itemsize: int) -> tuple[Axis, ...]:
-    """The axes of a pyramid along some dimensions: leaves are single elements, if memory allows."""
+    """The axes of a pyramid; leaves are single elements unless that takes too much memory."""
     axes = {dim: Axis(dim, _power_of_two(sizes[dim])) for dim in dims}
     others = math.prod(size for dim, size in enumerate(sizes) if dim not in axes)
     while True:
@@ -60,12 +60,12 @@ def axes_of(sizes: Sequence[int], dims: Sequence[int], itemsize: int) -> tuple[A
 
 
 def _power_of_two(length: int) -> int:
-    """The first one that is not below a length."""
+    """The smallest power of two that is at least `length`."""
     return 1 << max(0, length - 1).bit_length()
 
 
 def heap(tensor: Tensor, pyramid: Pyramid) -> Tensor:
-    """The entries of a pyramid, in the place of its dimensions. Missing leaves change nothing."""
+    """A pyramid of a tensor, computed in torch. Leaves without elements change no extreme."""
     for axis in pyramid.axes:
         tensor = _along(tensor, axis, pyramid.largest)
     return tensor
@@ -91,7 +91,7 @@ def _along(tensor: Tensor, axis: Axis, largest: bool) -> Tensor:
 
 
 def missing_leaf(dtype: torch.dtype, largest: bool) -> Number:
-    """What changes no minimum, or with `largest` no maximum."""
+    """A number that is never the minimum, or with `largest` never the maximum."""
     if dtype == torch.bool:
         return not largest
     if dtype.is_floating_point:
@@ -101,7 +101,7 @@ def missing_leaf(dtype: torch.dtype, largest: bool) -> Number:
 
 
 def anything(tensor: Tensor, pyramid: Pyramid) -> Tensor:
-    """The entries of a pyramid that nobody built: between them lies whatever a tensor may hold."""
+    """Stands in for a pyramid that was not built: every entry allows all values of the dtype."""
     dtype = tensor.dtype
     end = math.nan if dtype.is_floating_point else missing_leaf(dtype, not pyramid.largest)
     return torch.full((), end, dtype=dtype, device=tensor.device).expand(
@@ -110,16 +110,17 @@ def anything(tensor: Tensor, pyramid: Pyramid) -> Tensor:
 
 
 def entries_of(index: Interval, axis: Axis, length: int, levels: int) -> list[Node]:
-    """Entries along an axis that cover a range of indices: the two smallest that do.
+    """Entries along an axis that together cover a range of indices: two, as small as possible.
 
-    With `levels`, more of them, which cover up to 2**levels leaves exactly, wherever they begin.
+    With `levels`, more entries, which cover ranges of up to 2**levels leaves exactly.
     """
     zero, one = whole(0), whole(1)
     first, last = (
         term("add", _shifted(end, whole(axis.grain)), whole(axis.leaves)) for end in index
     )
     inside, places = first, []
-    for _ in range(levels):  # from below: an entry that is no left, or no right, half stands alone
+    # From the leaves up, take a right half at the left end and a left half at the right end.
+    for _ in range(levels):
         left = both(term("le", first, last), term("eq", term("and", first, one), one))
         right = both(term("le", first, last), term("eq", term("and", last, one), zero))
         places += [term("where", left, first, inside), term("where", right, last, inside)]
@@ -128,19 +129,19 @@ def entries_of(index: Interval, axis: Axis, length: int, levels: int) -> list[No
     if levels:
         rest = term("le", first, last)
         first, last = term("where", rest, first, inside), term("where", rest, last, inside)
-    # Where entries are half as wide as the range, two or three of them cover it.
+    # Two or three entries that are half as wide as the range cover it.
     level = simplest(Node("bits", (term("shr", term("sub", last, first), one),), I64))
     apart = term("sub", _shifted(last, level), _shifted(first, level))
     level = term("where", term("lt", one, apart), term("add", level, one), level)
     places += [_shifted(end, level) for end in (first, last)]
-    # Counted from the end: the whole. Out of range nothing is sure.
+    # Negative indices take entry 1, the whole; so do indices out of range.
     end = whole(length - 1)
     strange = FALSE
-    for place in index:  # both, as a part that does not exist may end before it begins
+    for place in index:  # both, since an empty part may end before it begins
         strange = either(strange, either(term("lt", place, zero), term("lt", end, place)))
     return [term("where", strange, one, place) for place in places]
 
 
 def _shifted(number: Node, bits: Node) -> Node:
-    """A number halved so many times, rounded down."""
+    """number >> bits."""
     return number if bits.payload == 0 else term("shr", number, bits)

@@ -1,7 +1,7 @@
 """Graph to graph: the same value with fewer nodes.
 
-A pass is a table: each row is a rule that looks at a node whose operands are already simple and
-gives a better node or None. Rules keep every value, NaN and signed zero included, in every dtype.
+The pass is a table of rules. A rule takes a node whose operands are already simple, and returns a
+simpler node or None. Rules keep every value in every dtype, also NaN and signed zeros.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _exact(node: Node) -> bool:
 
 
 def fold(node: Node) -> Node | None:
-    """An op of constants is a constant."""
+    """An op on constants is a constant."""
     for arg in node.args:
         if arg.op != "const":
             return None
@@ -38,7 +38,7 @@ def fold(node: Node) -> Node | None:
 
 
 def widened_first(node: Node) -> Node | None:
-    """A cast of a cast that kept every value is one cast."""
+    """Two casts are one if the first keeps every value."""
     if node.op != "cast" or node.args[0].op != "cast":
         return None
     wide = node.args[0]
@@ -74,7 +74,7 @@ def neutral(node: Node) -> Node | None:
 
 
 def logic(node: Node) -> Node | None:
-    """The laws of and, or, not on truth values."""
+    """and, or and not of truth values: x & True, x | x, ~~x and the like."""
     if node.op == "not" and node.args[0].op == "not":
         return node.args[0].args[0]
     if node.dtype != torch.bool or node.op not in ("and", "or"):
@@ -90,7 +90,7 @@ def logic(node: Node) -> Node | None:
 
 
 def choice(node: Node) -> Node | None:
-    """A choice that is already made, or between equals."""
+    """where with a constant condition, or with equal operands."""
     if node.op != "where":
         return None
     condition, a, b = node.args
@@ -105,7 +105,7 @@ def idempotent(node: Node) -> Node | None:
 
 
 def comparison(node: Node) -> Node | None:
-    """An exact value compared with itself."""
+    """An integer or bool compared with itself."""
     if node.op not in ("lt", "le", "eq") or node.args[0] is not node.args[1]:
         return None
     return const(node.op != "lt", torch.bool) if _exact(node.args[0]) else None
@@ -133,7 +133,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
 
 @functools.lru_cache(maxsize=4096)
 def simplest(node: Node) -> Node:
-    """A node whose operands are simple, rewritten until no rule applies."""
+    """Rewrite a node with simple operands until no rule applies."""
     while node.op not in _ATOMS:
         for rule in RULES.get(node.op, (fold,)):
             better = rule(node)

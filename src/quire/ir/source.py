@@ -20,7 +20,7 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 def user_location() -> Location:
-    """Where the innermost frame outside of this package and PyTorch stands."""
+    """The line of the innermost frame outside of this package and PyTorch."""
     frame = sys._getframe(2)
     filename = frame.f_code.co_filename
     while (filename in _OURS or filename.startswith(_TORCH)) and frame.f_back is not None:
@@ -30,7 +30,7 @@ def user_location() -> Location:
 
 
 def raising_location(error: BaseException) -> Location | None:
-    """The innermost line of the user's that an exception passed through."""
+    """The innermost line of the user's code in an exception's traceback."""
     found = None
     for frame, lineno in traceback.walk_tb(error.__traceback__):
         filename = frame.f_code.co_filename
@@ -40,7 +40,7 @@ def raising_location(error: BaseException) -> Location | None:
 
 
 def describe(location: Location | None) -> str:
-    """' at file.py:3: `the line`', or nothing where the line is not known."""
+    """' at file.py:3: `the line`', or '' if the line is not known."""
     if location is None:
         return ""
     filename, lineno = location
@@ -49,5 +49,5 @@ def describe(location: Location | None) -> str:
 
 
 def here() -> str:
-    """The user's line that is running, described."""
+    """Describes the user's line that is running."""
     return describe(user_location())

@@ -1,7 +1,7 @@
-"""How operations that have no op of their own are spelled in the ops of the table.
+"""Operations that have no op of their own, written in the ops of the table.
 
-Each function takes symbols, numbers and tensors and gives a symbol. They are written as mods are,
-with operators and methods on symbols; `composed` ones are computed in float32 or wider.
+Each function takes symbols, numbers and tensors and returns a symbol. They are written like mods,
+with operators and methods of symbols; `composed` ones are computed in float32 or wider.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def swapped(form: Form) -> Form:
 
 
 def composed(form: Form) -> Form:
-    """A form of several ops, in which a narrow float is widened first and rounded last."""
+    """A form of several ops that converts a narrow float first, and rounds once at the end."""
 
     @functools.wraps(form)
     def widened(x: Symbol, *args: Any, **kwargs: Any) -> Any:
@@ -48,7 +48,7 @@ def composed(form: Form) -> Form:
 
 
 def activation(form: Form) -> Form:
-    """A composed form that is for floats alone."""
+    """A composed form that takes only floats."""
 
     @functools.wraps(form)
     def checked(x: Symbol, *args: Any, **kwargs: Any) -> Any:
@@ -115,9 +115,9 @@ def fmod(a: Any, b: Any) -> Symbol:
 
 
 def _of_other_sign(a: Any, b: Any) -> Any:
-    """Whether a remainder of integers has the sign of `b` and not that of `a`.
+    """Whether a % b is not 0 and has another sign than `a`.
 
-    Magnitudes would not do: the lowest integer has none.
+    abs() cannot be used: it overflows for the lowest integer.
     """
     return ((a < 0) ^ (b < 0)) & (a % b != 0)
 
@@ -130,11 +130,11 @@ POWERS: dict[float, Form] = {
     -1: lambda x: 1 / x,
     -2: lambda x: 1 / (x * x),
 }
-"""The exponents that PyTorch treats specially as well."""
+"""Exponents that PyTorch treats specially, too."""
 
 
 def power(base: Any, exponent: Any) -> Any:
-    """base ** exponent; a small known exponent is multiplied out."""
+    """base ** exponent; for exponents in POWERS by multiplication."""
     exponent = exponent.item() if isinstance(exponent, np.generic) else exponent
     if isinstance(base, Symbol) and isinstance(exponent, int | float):
         dtype = promote([base, exponent])
@@ -146,7 +146,7 @@ def power(base: Any, exponent: Any) -> Any:
 
 
 def of_two(op: str) -> Form:
-    """torch.max and torch.min: of two tensors. A number there would be a dimension."""
+    """torch.max and torch.min of two tensors; a number would be a dimension."""
 
     def form(a: Any, b: Symbol | Tensor) -> Symbol:
         if not isinstance(b, Symbol | Tensor):
@@ -174,7 +174,7 @@ def clamp(x: Any, min: Any = None, max: Any = None) -> Any:
 
 
 def rounding(op: str) -> Form:
-    """A rounding, of which integers need none."""
+    """A rounding function; integers stay as they are."""
 
     def form(x: Symbol) -> Symbol:
         return x if x.dtype in INTEGERS else apply(op, x)
@@ -200,7 +200,7 @@ def ne(a: Any, b: Any) -> Symbol:
 
 
 def where(condition: Any, a: Any, b: Any) -> Symbol:
-    """The op itself, its operands named as in PyTorch by position only."""
+    """where(condition, a, b), by position only."""
     return apply("where", condition, a, b)
 
 
@@ -210,24 +210,24 @@ def masked_fill(x: Symbol, mask: Any, value: Any) -> Symbol:
 
 
 def isnan(x: Any) -> Any:
-    """NaN alone differs from itself."""
+    """x != x, which holds for NaN alone."""
     return ne(x, x)
 
 
 def isinf(x: Any) -> Any:
-    """Either infinity."""
+    """Whether x is inf or -inf."""
     return equals(x, math.inf) | equals(x, -math.inf)
 
 
 def equals(x: Any, value: float) -> Any:
-    """x == value, which no integer is."""
+    """x == value for a value that is not finite: False for integers."""
     return apply("eq", x, value) if x.dtype.is_floating_point else filled(x, False, torch.bool)
 
 
 def nan_to_num(
     x: Symbol, nan: float = 0.0, posinf: float | None = None, neginf: float | None = None
 ) -> Symbol:
-    """x with numbers in place of NaN and the infinities."""
+    """x with NaN and the infinities replaced by numbers."""
     if not x.dtype.is_floating_point:
         return x
     limits = torch.finfo(x.dtype)
@@ -247,7 +247,7 @@ def relu(x: Any, inplace: bool = False) -> Symbol:
 
 
 def gelu(x: Any, approximate: str = "none") -> Any:
-    """x times the normal distribution function, or an approximation of it."""
+    """x times the normal distribution function, or PyTorch's approximation by tanh."""
     match approximate:
         case "none":
             return x * 0.5 * (1 + (x * math.sqrt(0.5)).erf())
@@ -257,7 +257,7 @@ def gelu(x: Any, approximate: str = "none") -> Any:
 
 
 def log1p(x: Any) -> Any:
-    """log(w) * x / (w - 1) for w = 1 + x as it was rounded: the two errors cancel."""
+    """log(w) * x / (w - 1) with w = 1 + x rounded: the errors of both factors cancel."""
     rounded = x + 1.0
     step = rounded - 1.0
     exact = (step == 0) | (step == math.inf)  # then log1p(x) is x
@@ -266,7 +266,7 @@ def log1p(x: Any) -> Any:
 
 
 def expm1(x: Any) -> Any:
-    """exp(x) - 1 = tanh(x / 2) (exp(x) + 1), which does not cancel."""
+    """exp(x) - 1 = tanh(x / 2) (exp(x) + 1), which keeps its precision for small x."""
     return (x * 0.5).tanh() * (x.exp() + 1.0)
 
 
@@ -295,7 +295,7 @@ def to(x: Symbol, *args: Any, **kwargs: Any) -> Symbol:
 
 
 def as_dtype(dtype: torch.dtype) -> Form:
-    """A conversion that has its name from the dtype."""
+    """A conversion named after a dtype, such as x.long()."""
     return lambda x: converted(x, dtype)
 
 
@@ -307,7 +307,7 @@ def as_type(x: Symbol, dtype: torch.dtype) -> Symbol:
 
 
 def filled(x: Symbol, value: Any, dtype: torch.dtype | None) -> Symbol:
-    """A scalar of another value, by default of the same dtype."""
+    """A scalar with another value, by default with the dtype of x."""
     dtype = x.dtype if dtype is None else dtype
     lifted = x.recorder.lift(value)
     if isinstance(lifted, float) and not math.isfinite(lifted) and not dtype.is_floating_point:
@@ -321,7 +321,7 @@ def like(value: Number) -> Form:
 
 
 def full_like(x: Symbol, fill_value: Any, *, dtype: Any = None, **unused: Any) -> Symbol:
-    """A scalar of another value."""
+    """A scalar with another value."""
     return filled(x, fill_value, dtype)
 
 
@@ -331,14 +331,14 @@ def new(value: Number) -> Form:
 
 
 def new_full(x: Symbol, size: Any, fill_value: Any, *, dtype: Any = None, **unused: Any) -> Symbol:
-    """A scalar of another value; a tensor of any other size is no scalar."""
+    """A scalar with another value; only an empty size gives a scalar."""
     if size not in ((), [], torch.Size([])):
         raise unsupported("a new tensor that is no scalar")
     return filled(x, fill_value, dtype)
 
 
 def dropout(x: Symbol, p: float = 0.5, training: bool = True, inplace: bool = False) -> Symbol:
-    """x itself, as in evaluation; what would be dropped in training is random."""
+    """x itself, as in evaluation; raises in training, since dropout is random."""
     if training and p > 0:
         raise random_numbers("dropout")
     return x

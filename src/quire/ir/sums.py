@@ -1,4 +1,4 @@
-"""Integers as sums, so that what occurs twice cancels: q_idx - (q_idx - kv_idx) is kv_idx."""
+"""Integers as sums, so that terms cancel: q_idx - (q_idx - kv_idx) is kv_idx."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from quire.ir.graph import Node
 from quire.ir.terms import term, whole
 
 Sum: TypeAlias = Mapping[Node | None, int]
-"""How often each part is added; None stands for 1."""
+"""The factor of each term; None is the term 1."""
 
 
 def sum_of(node: Node) -> Sum:
-    """An integer as a sum. What is no sum is one part, once."""
+    """An integer node as a sum. A node of another op is one term with factor 1."""
     match node.op:
         case "const" if isinstance(node.payload, int):
             return {None: node.payload}

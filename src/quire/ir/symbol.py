@@ -1,8 +1,8 @@
 """The symbolic scalars a mod is run on.
 
-A `Symbol` stands for one number per (b, h, q_idx, kv_idx). Operators, methods and `torch.`
-functions on it all end in one table, `FORMS`, that spells what was written in the ops of the op
-table; the recorder that it belongs to keeps the nodes' lines and the captured tensors.
+A `Symbol` stands for one number for each (b, h, q_idx, kv_idx). Operators, methods and torch
+functions on it are looked up in one table, `FORMS`, which writes them in the ops of the table. Its
+recorder keeps the source lines of nodes and the captured tensors.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from quire.ir.simplify import simplest
 from quire.ir.source import Location, here, user_location
 
 FORMS: dict[str, Callable[..., Any]] = {}
-"""Every way to write an operation, by name; `forms` and `captured` fill it."""
+"""Every way to write an operation, by name; `forms.py` and `captured.py` fill it."""
 
 
 class Recorder:
-    """What one trace has met so far: captured tensors, and the source line of each node."""
+    """The captured tensors of one trace, and the source line of each node."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -49,7 +49,7 @@ class Recorder:
         return self.record(simplest(Node(op, args, dtype, payload)))
 
     def record(self, node: Node) -> Symbol:
-        """A node with the line that wrote it."""
+        """The symbol of a node; remembers the user's line that wrote it."""
         if torch.is_grad_enabled() is not self._grad_mode:
             raise unsupported("torch.no_grad or torch.enable_grad inside a mod")
         if node not in self.lines:
@@ -57,7 +57,7 @@ class Recorder:
         return Symbol(node, self)
 
     def slot(self, tensor: Tensor) -> int:
-        """The number of a captured tensor."""
+        """The index of a captured tensor; a new one is added to the list."""
         if tensor.dtype not in DTYPES or tensor.layout is not torch.strided:
             raise unsupported(f"a captured tensor of {tensor.dtype} and {tensor.layout}")
         slot = self._slots.setdefault(id(tensor), len(self.captures))
@@ -66,7 +66,7 @@ class Recorder:
         return slot
 
     def lift(self, value: object) -> Symbol | Number:
-        """An operand as a symbol, or as the Python number it is."""
+        """An operand as a symbol, or as a Python number."""
         match value:
             case Symbol() if value.recorder is self:
                 return value
@@ -107,7 +107,7 @@ class Recorder:
         lines: Mapping[Node, Location],
         args: Mapping[str, object],
     ) -> Symbol:
-        """Another trace's graph inserted into this one, its inputs replaced by `args`."""
+        """Insert the graph of another trace, with `args` in place of its inputs."""
         lifted = {name: self.lift(value) for name, value in args.items()}
         slots = [self.slot(tensor) for tensor in captures]
 
@@ -135,13 +135,13 @@ def as_node(value: Node | Number, dtype: torch.dtype) -> Node:
 
 
 class Recorded:
-    """What a mod gets in place of tensors. `forms` adds the operators."""
+    """What a mod gets in place of tensors. `forms.py` adds the operators."""
 
     __slots__ = ("recorder",)
 
     recorder: Recorder
 
-    __array_ufunc__ = None  # numpy's numbers leave operators to us
+    __array_ufunc__ = None  # numpy scalars then leave operators to this class
 
     def __array__(self, *unused: object, **also_unused: object) -> NoReturn:
         raise array_as_a_tensor(None)
@@ -195,7 +195,7 @@ class Symbol(Recorded):
         return self.dtype.is_floating_point
 
     def where(self, condition: object, other: object) -> Any:
-        """The one method whose operands stand in another order than the function's."""
+        """self.where(condition, other) is torch.where(condition, self, other)."""
         return FORMS["where"](condition, self, other)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -232,7 +232,7 @@ class Symbol(Recorded):
 
 
 def unsupported(what: str) -> UnsupportedOpError:
-    """The error for what cannot be written in the ops of the table."""
+    """The error for an operation that is not in the table."""
     return UnsupportedOpError(
         f"{what} has no row in quire's table of ops{here()}. The call still runs, on the slower "
         f"eager path; to have it compiled write it with the ops of the table."
@@ -240,7 +240,7 @@ def unsupported(what: str) -> UnsupportedOpError:
 
 
 def part_as_a_whole(value: Any) -> UnsupportedOpError:
-    """The error for a captured tensor, or a row of one, among single numbers."""
+    """The error for a captured tensor, or a row of one, used without an index."""
     return UnsupportedOpError(
         f"a mod works on single numbers, but a captured tensor of shape {list(value.shape)} takes "
         f"part as a whole{here()}. Index all of its dimensions, as in bias[h, q_idx]."
@@ -255,7 +255,7 @@ def no_operand(what: str, advice: str) -> ModValueError:
 
 
 def array_as_a_tensor(array: np.ndarray[Any, Any] | None) -> ModValueError:
-    """The error for a numpy array where a tensor belongs; None for one that is not at hand."""
+    """The error for a numpy array in place of a tensor; None if the array is not known."""
     kind = "an array" if array is None else f"an array of shape {list(array.shape)}"
     return no_operand(
         f"{kind} of numpy",
@@ -264,7 +264,7 @@ def array_as_a_tensor(array: np.ndarray[Any, Any] | None) -> ModValueError:
 
 
 def random_numbers(name: str) -> RandomModError:
-    """The error for a function that draws."""
+    """The error for a function that draws random numbers."""
     return RandomModError(
         f"a mod must give the same whenever it is asked, but {name} draws random numbers{here()}. "
         f"It would run once, and all elements would share what it drew. Write quire.random(seed, "
@@ -276,7 +276,7 @@ def random_numbers(name: str) -> RandomModError:
 
 
 class TraceMode(TorchFunctionMode):
-    """Makes torch functions look for symbols: indexing would not, by itself."""
+    """Sends torch functions to `dispatch`; without it tensor[symbol] would not get there."""
 
     def __torch_function__(
         self,
@@ -289,7 +289,7 @@ class TraceMode(TorchFunctionMode):
 
 
 def find_recorder(values: Iterable[object]) -> Recorder | None:
-    """The recorder of the first symbol among `values`, looking into lists and tuples."""
+    """The recorder of the first symbol in `values`, also inside lists and tuples."""
     for value in values:
         if isinstance(value, Recorded):
             return value.recorder
@@ -301,7 +301,7 @@ def find_recorder(values: Iterable[object]) -> Recorder | None:
 
 
 def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A torch function. If it meets a symbol, its name is looked up in `FORMS`; else it runs."""
+    """Call a torch function: by its form if an argument is a symbol, else as it is."""
     recorder = find_recorder(args) or (find_recorder(kwargs.values()) if kwargs else None)
     if recorder is None:
         _refuse_random(func)
@@ -326,16 +326,14 @@ def _refuse_random(func: Callable[..., Any]) -> None:
         raise random_numbers(f"torch.{name}" if hasattr(torch, name) else f"Tensor.{name}")
 
 
-RANDOM = frozenset(
-    (
-        *("rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "randperm"),
-        *("bernoulli", "binomial", "cauchy", "exponential", "geometric", "log_normal"),
-        *("multinomial", "normal", "poisson", "random", "uniform", "gumbel_softmax", "rrelu"),
-        *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "native_dropout"),
-        *("feature_dropout", "feature_alpha_dropout"),
-    )
-)
-"""Torch's functions that draw; those in place have an underscore more."""
+_RANDOM = """
+    rand rand_like randint randint_like randn randn_like randperm bernoulli binomial cauchy
+    exponential geometric log_normal multinomial normal poisson random uniform gumbel_softmax rrelu
+    dropout dropout1d dropout2d dropout3d alpha_dropout native_dropout feature_dropout
+    feature_alpha_dropout
+"""
+RANDOM = frozenset(_RANDOM.split())
+"""Torch functions that draw random numbers; in-place ones have an underscore more."""
 
 _OF_WHOLE_TENSORS = ("getitem", "embedding")
 _LIFTED = (Tensor, Recorded)
@@ -350,7 +348,7 @@ def _bare(name: str) -> str:
 
 
 _POSITIONAL = ("condition", "input", "other", "exponent")
-"""Parameters of torch functions that forms take by position, in their order."""
+"""Names of parameters that forms take by position, in this order."""
 
 
 def _perform(what: str, form: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Writing graphs by hand: each op in its simplest form, with the dtype that follows."""
+"""Helpers to write graphs by hand; every node is simplified."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TRUE, FALSE = const(True, BOOL), const(False, BOOL)
 
 
 def term(op: str, *args: Node) -> Node:
-    """An op of operands that are simple and, but for a condition, have one dtype."""
+    """The node of an op; operands, except the condition of `where`, have one dtype."""
     dtype = BOOL if op in ("lt", "le", "eq") else args[-1].dtype
     return simplest(Node(op, args, dtype))
 
@@ -23,20 +23,20 @@ def whole(number: int) -> Node:
 
 
 def as_dtype(node: Node, dtype: torch.dtype) -> Node:
-    """A number in another dtype."""
+    """A node converted to a dtype."""
     return node if node.dtype == dtype else simplest(cast(node, dtype))
 
 
 def both(a: Node, b: Node) -> Node:
-    """Whether both hold."""
+    """a and b."""
     return term("and", a, b)
 
 
 def either(a: Node, b: Node) -> Node:
-    """Whether one of them holds."""
+    """a or b."""
     return term("or", a, b)
 
 
 def denied(a: Node) -> Node:
-    """Whether it does not hold."""
+    """not a."""
     return term("not", a)

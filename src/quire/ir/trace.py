@@ -1,10 +1,10 @@
-"""From a plain Python function to a graph: run it once on symbols.
+"""From a Python function to a graph, by running it once on symbols.
 
     traced = trace(lambda score, b, h, q_idx, kv_idx: score + bias[h, q_idx - kv_idx], "score")
     traced.output      # the root node
     traced.captures    # (bias,)
 
-A `Traced` is a mod itself: it can be called, composed, traced again and pickled.
+A `Traced` is a mod, too: it can be called, composed, traced again and pickled.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Traced:
     lines: dict[Node, Location] = field(default_factory=dict, repr=False)
 
     def __call__(self, *args: Any) -> Any:
-        """Run the mod: on tensors that broadcast, under vmap, or on the symbols of a trace."""
+        """Run the mod on tensors that broadcast, under vmap, or on symbols."""
         names = INPUTS[self.kind]
         if len(args) != len(names):
             raise ModSignatureError(
@@ -101,7 +101,7 @@ def _restored(
     kind: Kind,
     name: str,
 ) -> Traced:
-    """A pickled trace."""
+    """Restore a pickled trace."""
     nodes = read(graph)
     known = {node: line for node, line in zip(nodes, lines, strict=True) if line is not None}
     return Traced(nodes[-1], captures, kind, name, known)
@@ -125,8 +125,8 @@ def trace(
 ) -> Traced:
     """Run `mod` on symbols and return what it does as a graph.
 
-    Raises a `ModError` that names the user's line: a Python branch on a traced value, an op that
-    the table does not have, a result that is no scalar, a wrong number of arguments.
+    Raises a `ModError` that names the user's line: for a Python branch on a traced value, an op
+    that is not in the table, a result that is not a scalar, or a wrong number of arguments.
     """
     check_signature(mod, kind)
     recorder = Recorder(device or _CPU)
@@ -144,7 +144,7 @@ def _input_nodes(kind: Kind, score_dtype: torch.dtype) -> tuple[Node, ...]:
 
 
 def _run(mod: Mod, kind: Kind, symbols: list[Symbol]) -> Any:
-    """What `mod` returns for symbols; whatever it raises becomes a ModError."""
+    """Call `mod` with symbols; any exception becomes a ModError."""
     try:
         with TraceMode():
             return mod(*symbols)
@@ -190,7 +190,7 @@ def _result_node(result: object, wanted: torch.dtype, recorder: Recorder, mod: M
 
 
 def mod_name(mod: Mod) -> str:
-    """The name a mod goes by in messages and pictures."""
+    """The name of a mod in messages and pictures."""
     while isinstance(mod, functools.partial):
         mod = mod.func
     return getattr(mod, "__name__", None) or type(mod).__name__
@@ -210,7 +210,7 @@ def mod_kind(mod: Mod) -> Kind:
 
 def check_signature(mod: Mod, kind: Kind) -> None:
     """Raise unless `mod` can be called with the arguments of its kind."""
-    if type(mod) is types.FunctionType and not mod.__dict__:  # nearly every mod: far faster
+    if type(mod) is types.FunctionType and not mod.__dict__:  # true for nearly every mod, and fast
         code: types.CodeType | None = mod.__code__
         expected = len(INPUTS[kind])
     else:
@@ -235,7 +235,7 @@ def check_signature(mod: Mod, kind: Kind) -> None:
 
 @functools.lru_cache(maxsize=256)
 def _code_of_class(kind: type) -> types.CodeType | None:
-    """What runs when an object of a class is called, if the class alone says so."""
+    """The code that runs when an object of a class is called, if it is a plain method."""
     name = "forward" if issubclass(kind, torch.nn.Module) else "__call__"
     function = getattr(kind, name, None)
     if type(function) is not types.FunctionType or function.__dict__:
@@ -244,7 +244,7 @@ def _code_of_class(kind: type) -> types.CodeType | None:
 
 
 class _Arity(NamedTuple):
-    """How many positional arguments a function needs and takes, and the keywords it needs."""
+    """How many positional arguments a function needs and accepts, and which keywords it needs."""
 
     least: int
     most: float
@@ -259,13 +259,13 @@ def _arity(mod: Mod, what: str, arguments: str) -> _Arity:
         )
     if isinstance(mod, types.FunctionType) and not hasattr(mod, "__wrapped__"):
         code = mod.__code__
-        if not code.co_kwonlyargcount:  # nearly every mod: as below, and far faster
+        if not code.co_kwonlyargcount:  # true for nearly every mod, and fast
             most = math.inf if code.co_flags & inspect.CO_VARARGS else code.co_argcount
             return _Arity(code.co_argcount - len(mod.__defaults__ or ()), most)
     try:
         target = mod.forward if isinstance(mod, torch.nn.Module) else mod
         parameters = inspect.signature(target).parameters.values()
-    except (TypeError, ValueError):  # it does not say
+    except (TypeError, ValueError):  # there is no signature
         return _Arity(0, math.inf)
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)

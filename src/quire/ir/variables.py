@@ -1,4 +1,4 @@
-"""What the user calls the tensors that a mod captured."""
+"""The names of the variables that hold a mod's captured tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def variable_names(mod: object, captures: Sequence[Tensor]) -> list[str]:
-    """The variable that holds each captured tensor; `captured0` and so on where there is none."""
+    """The name of the variable of each captured tensor; `captured0` and so on if there is none."""
     found: dict[int, str] = {}
     for name, value in _reachable("", mod, set()):
         if isinstance(value, Tensor):
@@ -21,7 +21,7 @@ def variable_names(mod: object, captures: Sequence[Tensor]) -> list[str]:
 
 
 def _reachable(name: str, value: object, seen: set[int]) -> Iterator[tuple[str, object]]:
-    """What a function holds, and what is held by that, with names."""
+    """Everything that can be reached from a function, with names."""
     if id(value) in seen:
         return
     seen.add(id(value))

@@ -16,9 +16,9 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from quire.codegen import jit
-from quire.codegen.append import APPEND, LARGEST, LAYER, NAME, write_append
-from quire.codegen.target import Target
+from quire.codegen.kernels.append import APPEND, LARGEST, LAYER, NAME, write_append
+from quire.codegen.llvm import jit
+from quire.codegen.llvm.target import Target
 from quire.runtime import processor
 from quire.runtime.cache import cache_key, code_of
 from quire.runtime.launch import num_threads, ready

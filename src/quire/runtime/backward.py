@@ -19,7 +19,7 @@ from quire.codegen.convention import (
     GRADIENTS_PART,
     gradient_columns,
 )
-from quire.codegen.target import Target
+from quire.codegen.llvm.target import Target
 from quire.ir.graph import Node
 from quire.memory import One, Placed
 from quire.request import Problem

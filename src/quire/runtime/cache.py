@@ -30,10 +30,10 @@ from typing import NamedTuple
 
 import quire.codegen
 import quire.ir
-from quire.codegen import jit
-from quire.codegen.builder import Module
-from quire.codegen.jit import llvm_version
-from quire.codegen.target import Target
+from quire.codegen.llvm import jit
+from quire.codegen.llvm.builder import Module
+from quire.codegen.llvm.jit import llvm_version
+from quire.codegen.llvm.target import Target
 from quire.config import config
 from quire.errors import ArgumentError, CodegenError
 
@@ -219,7 +219,7 @@ def source_digest() -> str:
     """A hash of the code generator itself, so that no version of it uses another's objects."""
     digest = hashlib.sha256()
     for package in (quire.codegen, quire.ir):
-        for path in sorted(Path(package.__path__[0]).glob("*.py")):
+        for path in sorted(Path(package.__path__[0]).rglob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()
 

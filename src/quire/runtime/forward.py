@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.bounded import BoundedDict
 from quire.codegen.convention import Form
-from quire.codegen.target import Target
+from quire.codegen.llvm.target import Target
 from quire.config import config
 from quire.errors import TensorKindError
 from quire.memory import One, Placed

@@ -21,7 +21,7 @@ from quire.block_mask import BlockMask
 from quire.block_mask.runs import Runs
 from quire.bounded import BoundedDict
 from quire.codegen.convention import MOST_ROWS
-from quire.codegen.target import Target
+from quire.codegen.llvm.target import Target
 from quire.ir.graph import Node, cast, const, rebuild, rewrite
 from quire.ir.trace import Traced
 from quire.memory import Placed

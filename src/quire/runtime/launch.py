@@ -20,8 +20,8 @@ from typing import TypeAlias
 
 import torch
 
-from quire.codegen import jit, parallel
-from quire.codegen.target import Target
+from quire.codegen.llvm import jit, parallel
+from quire.codegen.llvm.target import Target
 from quire.config import config
 
 _Entry = ctypes.CFUNCTYPE(None, ctypes.c_void_p)

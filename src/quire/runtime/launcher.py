@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.codegen import jit
 from quire.codegen.contract import ALIGNED, Terms
 from quire.codegen.convention import (
     CALL_PART,
@@ -30,7 +29,8 @@ from quire.codegen.convention import (
     num_items,
     num_pieces,
 )
-from quire.codegen.tiles import Tile
+from quire.codegen.llvm import jit
+from quire.codegen.phases.tiles import Tile
 from quire.ir.pyramid import Pyramid
 from quire.memory import One, Placed, longest
 from quire.memory.tables import Numbers, Sequences

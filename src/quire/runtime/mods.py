@@ -22,18 +22,24 @@ from torch import Tensor
 
 from quire.block_mask import BlockRows
 from quire.block_mask.lists import FULL, PARTIAL
-from quire.codegen import jit
-from quire.codegen.arguments import CaptureShape, ModArguments, is_literal
-from quire.codegen.builder import Module
 from quire.codegen.convention import Form
-from quire.codegen.derive import Derived, write_derive
-from quire.codegen.mods import write_extent, write_rewrite, write_row_rewrite, write_verdict
-from quire.codegen.tiles import Tile
+from quire.codegen.llvm import jit
+from quire.codegen.llvm.builder import Module
+from quire.codegen.mods.arguments import CaptureShape, ModArguments, is_literal
+from quire.codegen.mods.derive import Derived, write_derive
+from quire.codegen.mods.functions import (
+    write_extent,
+    write_rewrite,
+    write_row_rewrite,
+    write_verdict,
+)
+from quire.codegen.phases.tiles import Tile
 from quire.ir.bound import Bounds, bound
 from quire.ir.differentiate import Derivatives, differentiate
 from quire.ir.graph import Node, cast, const, constants, inputs, rebuild, rewrite, text
-from quire.ir.narrow import Range, narrow
+from quire.ir.narrow import narrow
 from quire.ir.pyramid import Pyramid
+from quire.ir.ranges import Range
 from quire.ir.simplify import simplify
 from quire.ir.terms import FALSE, TRUE
 from quire.ir.trace import Traced

@@ -16,9 +16,6 @@ import torch
 from torch import Tensor
 
 from quire.block_mask import BlockMask
-from quire.codegen import jit
-from quire.codegen.backward import write_backward
-from quire.codegen.builder import Module
 from quire.codegen.contract import Terms
 from quire.codegen.convention import (
     ENTRY,
@@ -32,14 +29,17 @@ from quire.codegen.convention import (
     choose_heads,
     partial_stride,
 )
-from quire.codegen.decode import write_decode
-from quire.codegen.forward import write_forward
-from quire.codegen.observe import write_observe
-from quire.codegen.softmax import LOG4_E
-from quire.codegen.staging import ENDLESS
-from quire.codegen.target import Target
-from quire.codegen.tiles import Tile
-from quire.codegen.types import F32, F64
+from quire.codegen.kernels.backward import write_backward
+from quire.codegen.kernels.decode import write_decode
+from quire.codegen.kernels.forward import write_forward
+from quire.codegen.llvm import jit
+from quire.codegen.llvm.builder import Module
+from quire.codegen.llvm.target import Target
+from quire.codegen.llvm.types import F32, F64
+from quire.codegen.phases.observe import write_observe
+from quire.codegen.phases.softmax import LOG4_E
+from quire.codegen.phases.staging import ENDLESS
+from quire.codegen.phases.tiles import Tile
 from quire.memory import One, Placed, longest
 from quire.memory.tables import Sequences
 from quire.results import Result

@@ -14,10 +14,10 @@ import os
 import signal
 import warnings
 
-from quire.codegen import jit
-from quire.codegen.builder import Module
-from quire.codegen.target import Target
-from quire.codegen.types import F16, F32, F64, I8, I32, PTR
+from quire.codegen.llvm import jit
+from quire.codegen.llvm.builder import Module
+from quire.codegen.llvm.target import Target
+from quire.codegen.llvm.types import F16, F32, F64, I8, I32, PTR
 from quire.errors import BackendError, CodegenError
 from quire.runtime.cache import cache_key, object_cache
 

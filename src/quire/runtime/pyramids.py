@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.codegen import jit
-from quire.codegen.pyramid import DTYPES, NAMES, write_pyramid
-from quire.codegen.target import Target
+from quire.codegen.kernels.pyramid import DTYPES, NAMES, write_pyramid
+from quire.codegen.llvm import jit
+from quire.codegen.llvm.target import Target
 from quire.ir.pyramid import Axis, Pyramid, anything, heap, missing_leaf
 from quire.runtime.cache import cache_key, code_of
 

@@ -1,0 +1,191 @@
+"""The decode kernel, for few queries: every row by itself, lanes over columns and over keys.
+
+    for every piece of keys of every key head and sequence (items; `row_group` query heads each):
+        for every block of keys that the rows attend to, in ascending order:
+            scores  = keys . queries              for a set of rows at a time
+            scores  = mod(scores)                 row by row
+            weights = exp4(scores - maximum)
+            out     = out alpha + weights . values
+        leave the partial result in a slot; after the last piece of a sequence:
+            merge its pieces, and write out / sum to the user's tensor
+
+The forward kernel computes whole panels, whether or not there are as many queries as a panel has
+lanes. Here the time is that of reading keys and values once, for all rows of a group. What happens
+with one block of keys is in `row_nest.py`.
+"""
+
+from __future__ import annotations
+
+import math
+
+from quire.codegen.convention import PARTIAL_STATES, SEQUENCE, ForwardSpec, partial_stride
+from quire.codegen.kernels.items import Member, Piece, QueryBlock
+from quire.codegen.kernels.nest import entry
+from quire.codegen.kernels.row_nest import Row, RowNest, RowPhases
+from quire.codegen.llvm.builder import Module, Value
+from quire.codegen.llvm.types import I64
+from quire.codegen.phases import observe
+from quire.codegen.phases.row_stream import fold_row, unfold_row
+from quire.codegen.phases.softmax import Closed, close, sink_of
+from quire.codegen.phases.staging import storage
+from quire.codegen.phases.tiles import across
+from quire.codegen.scratch import BLOCKS_TOGETHER
+
+
+def write_decode(spec: ForwardSpec) -> Module:
+    """The kernel as a module that exports `ENTRY`: void(FORWARD record), called by every thread."""
+    module = Module()
+    phases = RowPhases(module, spec)
+    with entry(module) as f:
+        nest = _DecodeNest(spec, f, phases)
+        with nest.numbers() as number:
+            nest.attend(nest.items.piece(number))
+    return module
+
+
+class _DecodeNest(RowNest):
+    """The loop nest: from the queries of a piece to its partial result, or to the result."""
+
+    def attend(self, piece: Piece) -> None:
+        """Compute one piece, and write the results of members whose last piece it is."""
+        f = self.f
+        for name in ("key", "value"):
+            self.place(piece.whole, name)
+        self.ask_for_first(piece.queries)
+        with self.items.members_of(piece) as member:
+            self._start(member)
+        with f.range(0, self.depth["key"], self.tile.lanes) as d:
+            nothing = f.value(0.0, self.tile.vector)
+            self.tile.store(f, nothing, self.at("queries", self.count(piece)), d)
+
+        def judge(first: Value, end: Value) -> Value:
+            return self.visits.common_verdict(piece, first, end)
+
+        with self.visits.key_blocks(piece.queries, judge, BLOCKS_TOGETHER) as block:
+            self.attend_block(piece, block)
+        pieces = f.field(SEQUENCE, piece.sequence, "pieces")
+
+        def leave() -> None:
+            with self.items.members_of(piece) as member:
+                self._leave(member, piece.place)
+            with self.items.members_of(piece) as member:
+                self._arrive(member)
+
+        alone = pieces.equals(1) & piece.members.equals(1)
+        f.choose(alone, lambda: self._finish(piece.whole), leave)
+
+    def _start(self, member: Member) -> None:
+        """Copy the queries to scratch, multiply them by the scale, and reset what rows have."""
+        f, tile, queries = self.f, self.tile, member.queries
+        scale = f.splat(f.convert(self.arg["scale"], tile.element), tile.vector)
+
+        def gather(head: Value, first: Value) -> None:
+            self.place(queries._replace(h=head), "query")
+            begin, end = queries.q_first, queries.q_first + queries.q_count
+            into = self.at("queries", member.first_row + first)
+            placement, stride = self.placements["query"], self.stride["key"]
+            f.call(self.phases.gather, placement, begin, end, into=into, stride=stride)
+
+        def prepare(row: Row) -> None:
+            place = member.first_row + row.place
+            with f.range(0, self.depth["key"], tile.lanes) as d:
+                at = f.offset(self.at("queries", place), d, tile.element)
+                tile.store(f, tile.load(f, at) * scale, at)
+            fold_row(f, tile, storage(self.spec.key), self.at("queries", place), self.depth["key"])
+            self._clear(place)
+
+        self.each_head(queries, gather)
+        self.each_row(queries, prepare)
+
+    def _clear(self, row: Value) -> None:
+        """Reset a row: no key has been read."""
+        f, tile = self.f, self.tile
+        with f.range(0, self.depth["value"], tile.lanes) as d:
+            tile.store(f, f.value(0.0, tile.vector), self.at("out", row), d)
+        tile.store(f, f.value(-math.inf, tile.vector), self.at("running_max", row))
+        tile.store(f, f.value(0.0, tile.vector), self.at("running_sum", row))
+        with f.when(self.wanted("observe")):
+            observe.forget(f, tile, self.observed(row))
+
+    # --- pieces
+
+    def _partial(self, slot: Value, row: Value) -> Value:
+        """The address of a row's partial result in a slot."""
+        rows = self.arg["block_q"] * self.arg["row_group"]
+        stride = partial_stride(self.tile, self.arg["value_dim"])
+        return self.f.offset(self.arg["partials"], (slot * rows + row) * stride, self.tile.element)
+
+    def _leave(self, member: Member, piece: Value) -> None:
+        """Write the partial results of a member's rows to its slot."""
+        f, tile = self.f, self.tile
+
+        def put_down(row: Row) -> None:
+            into = self._partial(member.first_slot + piece, row.place)
+            from_row = member.first_row + row.place
+            for place, name in enumerate(PARTIAL_STATES):
+                tile.store(f, tile.load(f, self.at(name, from_row)), into, place * tile.lanes)
+            out = f.offset(into, len(PARTIAL_STATES) * tile.lanes, tile.element)
+            with f.range(0, self.depth["value"], tile.lanes) as d:
+                tile.store(f, tile.load(f, self.at("out", from_row), d), out, d)
+
+        self.each_row(member.queries, put_down)
+
+    def _arrive(self, member: Member) -> None:
+        """Count the pieces that are done; after the last one, merge all and write the result."""
+        f = self.f
+        arrivals = f.offset(self.arg["arrivals"], member.first_slot, I64)
+        arrived = f.atomic_add(arrivals, 1, publish=True)
+
+        def merge(row: Row) -> None:
+            mine = {name: self.at(name, row.place) for name in (*PARTIAL_STATES, "out")}
+            with f.range(0, member.pieces) as place:  # always in this order
+                part = self._partial(member.first_slot + place, row.place)
+                f.call(self.phases.merge, **mine, part=part, columns=self.depth["value"])
+
+        with f.when(arrived.equals(member.pieces - 1)):
+            self.each_row(member.queries, lambda row: self._clear(row.place))
+            self.each_row(member.queries, merge)
+            self._finish(member.queries)
+
+    # --- results
+
+    def _finish(self, queries: QueryBlock) -> None:
+        """Divide by the sums and write all results of an item."""
+        self.each_head(queries, lambda head, first: self._finish_head(queries, head, first))
+
+    def _finish_head(self, queries: QueryBlock, head: Value, first: Value) -> None:
+        f, tile, arg = self.f, self.tile, self.arg
+        sink = sink_of(f, tile, arg, head)
+        numbers = queries.b * arg["lse_batch"] + head * arg["lse_head"]
+        with f.range(0, queries.q_count) as q:
+            row = first + q
+            total = across(f, tile.load(f, self.at("running_sum", row)), lambda a, b: a + b)
+            closed = close(f, tile.load(f, self.at("running_max", row)), total, sink)
+            with f.range(0, self.depth["value"], tile.lanes) as d:
+                at = f.offset(self.at("out", row), d, tile.element)
+                tile.store(f, f.fma(tile.load(f, at), closed.share, 0.0), at)
+            out, width = self.at("out", row), self.depth["value"]
+            unfold_row(f, tile, storage(self.spec.value), out, width)
+            place = numbers + (queries.q_row + queries.q_first + q) * arg["lse_row"]
+            self._write_numbers(row, place, total, closed, queries.kv_begin)
+        self.place(queries._replace(h=head), "out")
+        begin, end = queries.q_first, queries.q_first + queries.q_count
+        source = {"source": self.at("out", first), "stride": self.stride["value"]}
+        f.call(self.phases.scatter, self.placements["out"], begin, end, **source)
+
+    def _write_numbers(
+        self, row: Value, place: Value, total: Value, closed: Closed, kv_begin: Value
+    ) -> None:
+        """Write lse, max_scores, argmax and entropy of a row, as far as the caller wants them."""
+        f, tile, arg = self.f, self.tile, self.arg
+        for name, value in (("lse", closed.lse), ("max_scores", closed.peak)):
+            with f.when(self.wanted(name)):
+                f.store(f.extract(value, 0), arg[name], place)
+        observed = self.observed(row)
+        with f.when(self.wanted("argmax")):
+            key = observe.first_of_best(f, tile, observed)
+            f.store(observe.position(f, key, kv_begin), arg["argmax"], place)
+        with f.when(self.wanted("entropy")):
+            surprise = across(f, tile.load(f, observed.surprise), lambda a, b: a + b)
+            nats = observe.entropy(f, surprise, total, closed)
+            f.store(f.extract(nats, 0), arg["entropy"], place)

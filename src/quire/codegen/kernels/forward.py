@@ -1,0 +1,190 @@
+"""The forward kernel: flash attention in which the mods and the memory are left open.
+
+    for every block of queries of every head and sequence (items; threads take them off a counter):
+        copy the queries to panels
+        for every block of keys that they attend to, in ascending order:
+            copy keys and values to scratch                  wherever they lie: dense, ragged, paged
+            for every panel of queries:
+                scores  = keys . queries
+                scores  = mod(scores)                        the user's code, called by pointer
+                weights = exp4(scores - maximum)
+                out     = out alpha + values . weights
+        write out / sum to the user's tensor
+
+If half a panel is all that reads a block, keys and values are not copied but read where they lie.
+Of the last panel only the vectors that hold queries are computed, so that short sequences cost no
+more than they have to.
+
+The kernel does not know head dims, lengths, strides or mods: it is compiled once for each dtype and
+target, and the record of `convention.py` says the rest. Blocks of keys begin at multiples of
+`block_kv`, and nothing that one query computes depends on another query, on the batch or on the
+thread. So the bits of a result do not depend on these either.
+"""
+
+from __future__ import annotations
+
+import math
+
+from quire.codegen.convention import ForwardSpec
+from quire.codegen.kernels.items import QueryBlock
+from quire.codegen.kernels.nest import entry
+from quire.codegen.kernels.panel_nest import PanelNest, PanelPhases, PanelTile, Strided
+from quire.codegen.kernels.visits import KeyBlock
+from quire.codegen.llvm.builder import Module, Value
+from quire.codegen.llvm.types import I1, I64
+from quire.codegen.phases import observe
+from quire.codegen.phases.softmax import close, sink_of
+from quire.codegen.phases.staging import PLACEMENT
+
+
+def write_forward(spec: ForwardSpec) -> Module:
+    """The kernel as a module that exports `ENTRY`: void(FORWARD record), called by every thread."""
+    module = Module()
+    phases = PanelPhases(module, spec)
+    with entry(module) as f:
+        nest = _ForwardNest(spec, f, phases)
+        with nest.numbers() as number, nest.items.query_blocks(number) as queries:
+            nest.attend(queries)
+    return module
+
+
+class _ForwardNest(PanelNest):
+    """The loop nest: from the queries of a block to their results."""
+
+    def attend(self, queries: QueryBlock) -> None:
+        """Compute one block of queries."""
+        for name in self.placements:
+            self.place(queries, name)
+
+        def attempt(careful: Value) -> Value:
+            self._start(queries)
+            with self.visits.key_blocks(queries) as block:
+                keys, values = (self._stage(queries, block, name) for name in ("key", "value"))
+                with self.f.range(0, queries.q_count, self.tile.width) as q:
+                    range = self.visits.key_range(queries, block, q)
+                    with self.f.when(range.first < range.end):
+                        tile = PanelTile(queries, q, block, range, keys=keys, values=values)
+                        self.attend_panel(tile, careful)
+            return self._finish(queries)
+
+        # A value that is not finite reaches queries that do not read it, since 0 * NaN is NaN.
+        # If out is not finite, the whole block is computed again, carefully.
+        self.f.repeat(
+            lambda tried: tried[0] < 2,
+            lambda tried: [self.f.select(attempt(tried[0].equals(1)), tried[0] + 1, 2)],
+            [self.f.value(0, I64)],
+        )
+
+    # --- queries, keys and values to scratch
+
+    def _start(self, queries: QueryBlock) -> None:
+        """Copy the queries to panels, and reset what they have so far."""
+        f, tile, scratch, depth = self.f, self.tile, self.scratch, self.depth
+        scale = f.convert(self.arg["scale"], tile.element)
+        with f.range(0, queries.q_count, self.spec.target.block_kv) as q:
+            count = f.minimum(queries.q_count - q, self.spec.target.block_kv)
+            first = queries.q_first + q
+            panels = f.offset(scratch["queries"], q * depth["key"], tile.element)
+            where = self._where("query", first, first + count)
+            rows = self._read("query", first, first + count, where, scratch["keys"])
+            size = {"count": count, "depth": depth["key"]}
+            source = {"rows": rows.start, "stride": rows.stride}
+            f.call(self.phases.pack, **source, **size, panels=panels, scale=scale)
+        with f.range(0, queries.q_count, tile.width) as q:
+            maxima, sums = self.running(q)
+            tile.store_row(f, tile.row(f, -math.inf), maxima)
+            tile.store_row(f, tile.row(f, 0.0), sums)
+            panel = f.offset(scratch["out"], q * depth["value"], tile.element)
+            with f.range(0, depth["value"]) as d:
+                tile.store_row(f, tile.row(f, 0.0), panel, d)
+        with f.when(self.wanted("observe")), f.range(0, queries.q_count, tile.lanes) as q:
+            observe.forget(f, tile, self.observed(q))
+
+    def _stage(self, queries: QueryBlock, block: KeyBlock, name: str) -> Strided:
+        """The keys or values of a block; copied to scratch unless only half a panel reads them."""
+        begin, end = block.origin + block.begin, block.origin + block.end
+        where = self._where(name, begin, end)
+        half = queries.q_count <= self.tile.width // 2
+        where = self.f.select(half, where, self.f.null())
+        return self._read(name, begin, end, where, self.scratch[f"{name}s"])
+
+    def _read(self, name: str, begin: Value, end: Value, where: Value, scratch: Value) -> Strided:
+        """The rows [begin, end) at an address; if that is null, copied to scratch."""
+        f, stride = self.f, self.stride["value" if name == "value" else "key"]
+
+        def copied() -> list[Value]:
+            gather, placement = self.phases.gather[name], self.placements[name]
+            f.call(gather, placement, begin, end, into=scratch, stride=stride)
+            return [scratch, stride]
+
+        return Strided(*f.choose(where.equals(f.null()), copied, lambda: self._there(name, where)))
+
+    def _where(self, name: str, begin: Value, end: Value) -> Value:
+        """The address of the rows [begin, end), if phases can use them where they are; or null."""
+        if name not in self.phases.place:
+            return self.f.null()
+        return self.f.call(self.phases.place[name], self.placements[name], begin, end)
+
+    def _there(self, name: str, where: Value) -> Strided:
+        return Strided(where, self.f.field(PLACEMENT, self.placements[name], "row_stride"))
+
+    # --- results
+
+    def _finish(self, queries: QueryBlock) -> Value:
+        """Divide by the sums and write all results; returns whether out is not finite."""
+        f, tile, scratch = self.f, self.tile, self.scratch
+        self._close_sums(queries)
+        depth = self.depth["value"]
+
+        def write(q: Value, seen: list[Value]) -> list[Value]:
+            count = f.minimum(queries.q_count - q, self.spec.target.block_kv)
+            first = queries.q_first + q
+            panels = f.offset(scratch["out"], q * depth, tile.element)
+            _, factors = self.running(q)
+            where = self._where("out", first, first + count)
+            absent, near = where.equals(f.null()), Strided(scratch["values"], self.stride["value"])
+            rows = Strided(*f.choose(absent, lambda: near, lambda: self._there("out", where)))
+            source = {"panels": panels, "scales": factors, "count": count, "depth": depth}
+            odd = f.call(self.phases.unpack, **source, rows=rows.start, stride=rows.stride)
+            with f.when(absent):
+                out = {"rows": self.placements["out"], "begin": first, "end": first + count}
+                f.call(self.phases.scatter_out, **out, source=near.start, stride=near.stride)
+            return [seen[0] | odd]
+
+        nothing, step = f.value(False, I1), self.spec.target.block_kv
+        (odd,) = f.loop(0, queries.q_count, write, carry=[nothing], step=step)
+        self._write_numbers(queries, "lse", scratch["lse"])
+        self._write_numbers(queries, "max_scores", scratch["running_max"])
+        self._write_numbers(queries, "entropy", scratch["surprise"])
+        self._write_numbers(queries, "argmax", scratch["place"])
+        return odd
+
+    def _close_sums(self, queries: QueryBlock) -> None:
+        """From the running maximum and sum to lse, the largest score, 1 / sum and the entropy."""
+        f, tile = self.f, self.tile
+        sink = sink_of(f, tile, self.arg, queries.h)
+        with f.range(0, queries.q_count, tile.lanes) as q:
+            maxima, sums = self.running(q)
+            total = tile.load(f, sums)
+            row = close(f, tile.load(f, maxima), total, sink)
+            tile.store(f, row.lse, self.scratch["lse"], q)
+            tile.store(f, row.peak, maxima)
+            tile.store(f, row.share, sums)
+            with f.when(self.wanted("entropy")):
+                surprise = tile.load(f, self.scratch["surprise"], q)
+                nats = observe.entropy(f, surprise, total, row)
+                tile.store(f, nats, self.scratch["surprise"], q)
+
+    def _write_numbers(self, queries: QueryBlock, name: str, source: Value) -> None:
+        """Write one number for each query, if the caller wants it."""
+        f, arg, element = self.f, self.arg, self.tile.element
+        with f.when(self.wanted(name)):
+            start = queries.b * arg["lse_batch"] + queries.h * arg["lse_head"]
+            first = start + (queries.q_row + queries.q_first) * arg["lse_row"]
+            with f.range(0, queries.q_count) as q:
+                if name == "argmax":
+                    number = f.load(element.as_int, source, q)
+                    value = observe.position(f, number, queries.kv_begin)
+                else:
+                    value = f.load(element, source, q)
+                f.store(value, arg[name], first + q * arg["lse_row"])

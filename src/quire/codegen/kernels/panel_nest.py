@@ -1,0 +1,182 @@
+"""What the forward kernel does with one tile: a panel of queries and some keys of a block."""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from quire.codegen.convention import OBSERVE, REWRITE, ForwardSpec, Record
+from quire.codegen.kernels.items import QueryBlock
+from quire.codegen.kernels.nest import Nest
+from quire.codegen.kernels.visits import KeyBlock, KeyRange
+from quire.codegen.llvm.builder import Function, Module, Value
+from quire.codegen.phases import observe, tiles
+from quire.codegen.phases.staging import (
+    Storage,
+    storage,
+    write_gather,
+    write_pack,
+    write_place,
+    write_scatter,
+    write_unpack,
+)
+from quire.codegen.scratch import Regions, panel_regions
+
+READ = ("query", "key", "value")
+OPERANDS = (*READ, "out")
+
+
+class Products:
+    """The functions that compute a tile, for whole panels or for the first vectors of panels."""
+
+    def __init__(self, module: Module, tile: tiles.Tile) -> None:
+        self.tile = tile
+        self.multiply_keys = tiles.write_multiply_keys(module, tile)
+        self.exponentiate = tiles.write_exponentiate(module, tile)
+        self.multiply_values = tiles.write_multiply_values(module, tile)
+
+
+class PanelPhases:
+    """The functions that the kernel calls; `gather` and `place` by the name of a tensor."""
+
+    def __init__(self, module: Module, spec: ForwardSpec) -> None:
+        tile = spec.tile
+        stored = {name: storage(spec.dtype_of(name)) for name in OPERANDS}
+        in_place = [name for name in OPERANDS if stored[name].memory == tile.element]
+
+        def distinct(names: Sequence[str]) -> list[Storage]:
+            return sorted({stored[name] for name in names})
+
+        gathers = {each: write_gather(module, tile, each) for each in distinct(READ)}
+        places = {each: write_place(module, tile, each) for each in distinct(in_place)}
+        self.gather = {name: gathers[stored[name]] for name in READ}
+        self.place = {name: places[stored[name]] for name in in_place}
+        self.scatter_out = write_scatter(module, tile, stored["out"])
+        self.pack = write_pack(module, tile)
+        self.unpack = write_unpack(module, tile)
+        self.whole = Products(module, tile)
+        self.parts = [Products(module, part) for part in tile.parts()]
+        self.exponentiate_carefully = tiles.write_exponentiate(module, tile, careful=True)
+        self.multiply_values_carefully = tiles.write_multiply_values(module, tile, careful=True)
+
+
+class Strided(NamedTuple):
+    """Rows of keys, values or queries: where they begin, and their stride."""
+
+    start: Value
+    stride: Value
+
+
+class PanelTile(NamedTuple):
+    """A tile: the panel at query `q` of a block of queries, and a range of a block of keys."""
+
+    queries: QueryBlock
+    q: Value
+    block: KeyBlock
+    range: KeyRange
+    keys: Strided  # the rows of the whole block
+    values: Strided
+
+
+class PanelNest(Nest):
+    """The part of the forward kernel that computes tiles."""
+
+    def __init__(self, spec: ForwardSpec, f: Function, phases: PanelPhases) -> None:
+        def regions(arg: Record) -> Regions[Value]:
+            return panel_regions(spec.tile, arg["head_dim"], arg["value_dim"], arg["block_q"])
+
+        super().__init__(spec, f, regions, OPERANDS)
+        self.phases = phases
+
+    def running(self, q: Value) -> tuple[Value, Value]:
+        """The addresses of the running maximum and sum of the queries from q on."""
+        maxima, sums = self.scratch["running_max"], self.scratch["running_sum"]
+        element = self.tile.element
+        return self.f.offset(maxima, q, element), self.f.offset(sums, q, element)
+
+    def observed(self, q: Value) -> observe.State:
+        """What the queries from q on have for the argmax and the entropy."""
+        regions = (self.scratch[name] for name in observe.State._fields)
+        return observe.State(*(self.f.offset(x, q, self.tile.element) for x in regions))
+
+    def attend_panel(self, at: PanelTile, careful: Value) -> None:
+        """Compute a tile: scores, mods, softmax, and what its keys add to out."""
+        f, tile, scratch = self.f, self.tile, self.scratch
+        count, first = at.range.end - at.range.first, at.range.first - at.block.begin
+        query_panel = f.offset(scratch["queries"], at.q * self.depth["key"], tile.element)
+        out = f.offset(scratch["out"], at.q * self.depth["value"], tile.element)
+        running_max, running_sum = self.running(at.q)
+        depth, columns = ((self.arg[name] + 3) & -4 for name in ("head_dim", "value_dim"))
+        keys, values = (
+            Strided(f.offset(rows.start, first * rows.stride, tile.element), rows.stride)
+            for rows in (at.keys, at.values)
+        )
+        left = at.queries.q_count - at.q
+        softmax = {name: scratch[name] for name in ("scores", "maxima", "alpha")}
+        softmax |= {"running_max": running_max, "running_sum": running_sum, "count": count}
+
+        def multiply_keys(by: Products) -> None:
+            operands = {"keys": keys.start, "stride": keys.stride, "queries": query_panel}
+            results = {"scores": scratch["scores"], "maxima": scratch["maxima"]}
+            f.call(by.multiply_keys, **operands, depth=depth, **results, count=count)
+
+        def accumulate(exponentiate: Function, multiply_values: Function) -> None:
+            f.call(exponentiate, **softmax)
+            self._rewrite(at, self.arg["weights_mod"], left, count)
+            operands = {"values": values.start, "stride": values.stride}
+            operands |= {"weights": scratch["scores"], "alpha": scratch["alpha"]}
+            f.call(multiply_values, **operands, out=out, count=count, columns=columns)
+
+        def carefully() -> None:
+            phases = self.phases
+            accumulate(phases.exponentiate_carefully, phases.multiply_values_carefully)
+
+        def quickly() -> None:
+            self._fitting(left, lambda by: accumulate(by.exponentiate, by.multiply_values))
+
+        self._fitting(left, multiply_keys)
+        self._rewrite(at, self.visits.mod(at.range.kind), left, count)
+        self._observe(at, running_sum, count)
+        odd = careful | self._odd(running_max, left) | self._odd(scratch["maxima"], left)
+        f.choose(odd, carefully, quickly)
+
+    def _fitting(
+        self, left: Value, run: Callable[[Products], None], parts: Sequence[Products] | None = None
+    ) -> None:
+        """Run the functions for the fewest vectors that hold the queries that are left."""
+        parts = self.phases.parts if parts is None else parts
+        if not parts:
+            run(self.phases.whole)
+            return
+        part, *larger = parts
+        fits = left <= part.tile.vectors * self.tile.lanes
+        self.f.choose(fits, lambda: run(part), lambda: self._fitting(left, run, larger))
+
+    def _rewrite(self, at: PanelTile, mod: Value, left: Value, count: Value) -> None:
+        """Apply a mod, if there is one, to the scores of a tile."""
+        f, scratch = self.f, self.scratch
+        q_idx, kv_idx = at.queries.q_idx + at.q, at.block.origin + at.range.first
+        with f.when(mod.differs(f.null())):
+            panel = {"scores": scratch["scores"], "maxima": scratch["maxima"]}
+            head = {"b": at.queries.b, "h": at.queries.h}
+            where = {"q_idx": q_idx, "queries": left, "kv_idx": kv_idx, "keys": count}
+            f.call_pointer(mod, REWRITE, arguments=self.arg["arguments"], **panel, **head, **where)
+
+    def _observe(self, at: PanelTile, running_sum: Value, count: Value) -> None:
+        """Show the scores of a tile to `observe`, if it is there."""
+        f = self.f
+        with f.when(self.wanted("observe")):
+            first = at.block.origin + at.range.first - at.queries.kv_begin
+            state = {"running_sum": running_sum, **self.observed(at.q)._asdict()}
+            scores, function = self.scratch["scores"], self.arg["observe"]
+            f.call_pointer(function, OBSERVE, scores=scores, **state, first=first, keys=count)
+
+    def _odd(self, maxima: Value, queries: Value) -> Value:
+        """Whether the maximum of some query is +inf or NaN; only so many queries are looked at."""
+        f, lanes = self.f, self.tile.lanes
+        odd = [f.any_lane(~(x < math.inf)) for x in self.tile.load_row(f, maxima)]
+        held = [x & (queries > v * lanes) if v else x for v, x in enumerate(odd)]
+        return functools.reduce(operator.or_, held)

@@ -1,0 +1,207 @@
+"""Which tiles are computed: the blocks of keys that queries attend to, and the keys of each panel.
+
+Either the tile list says which blocks of keys there are, or all blocks are visited and the mask's
+`verdict`, if there is one, says which of them to skip. Only this file knows about either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+from quire.codegen.convention import EMPTY, EXTENT, FULL, PARTIAL, PLAIN, VERDICT, ForwardSpec
+from quire.codegen.kernels.items import Items, Piece, QueryBlock
+from quire.codegen.llvm.builder import Function, Value
+from quire.codegen.llvm.types import I32, I64
+
+SPAN = 64  # blocks of keys that are skipped together
+
+
+class KeyBlock(NamedTuple):
+    """A block of keys, or a few: the keys at positions [origin + begin, origin + end)."""
+
+    origin: Value
+    begin: Value
+    end: Value
+    kind: Value
+
+
+class KeyRange(NamedTuple):
+    """The keys [first, end) of a block that one panel reads, and the kind of that tile."""
+
+    first: Value
+    end: Value
+    kind: Value
+
+
+Judge: TypeAlias = Callable[[Value, Value], Value]
+"""Gives the kind of the tiles with the keys from a first position up to an end."""
+
+
+@dataclass
+class _Walk:
+    """One walk over blocks of keys, by numbers: entries of the tile list, or blocks of keys."""
+
+    items: Items
+    queries: QueryBlock
+    judge: Judge
+    size: int  # keys of a block
+
+    def __post_init__(self) -> None:
+        self.f, self.arg = self.items.f, self.items.arg
+        self.listed = self.arg["tile_offsets"].differs(self.f.null())
+        self.judged = self.arg["verdict"].differs(self.f.null())
+
+    def numbers(self) -> list[Value]:
+        """The first number and the end."""
+        f, size, queries = self.f, self.size, self.queries
+
+        def entries() -> list[Value]:
+            return [f.load(I64, self.arg["tile_offsets"], queries.tile_row + k) for k in (0, 1)]
+
+        def blocks() -> list[Value]:
+            return [queries.kv_begin.udiv(size), (queries.kv_end + (size - 1)).udiv(size)]
+
+        return f.choose(self.listed, entries, blocks)
+
+    def kind_of_span(self, start: Value, stop: Value) -> Value:
+        """The kind of all tiles of some blocks, as far as it is known without the tile list."""
+        return self.f.choose(
+            self.judged, lambda: [self._kind(start, stop)], lambda: [self.arg["tile_kind"]]
+        )[0]
+
+    def blocks(self, number: Value, end: Value, span: Value) -> list[Value]:
+        """The first block, the end and the kind of what has this number, in a span of a kind.
+
+        That is one entry of the list, or the blocks up to `end`, less EMPTY ones at either side.
+        """
+        return self.f.choose(
+            self.listed, lambda: self._entry(number), lambda: self._unlisted(number, end, span)
+        )
+
+    def _entry(self, number: Value) -> list[Value]:
+        entry = self.f.convert(self.f.load(I32, self.arg["tile_entries"], number), I64)
+        return [entry >> 2, (entry >> 2) + 1, entry & 3]
+
+    def _unlisted(self, number: Value, end: Value, span: Value) -> list[Value]:
+        ask = self.judged & span.equals(PARTIAL)
+        return self.f.choose(ask, lambda: self._judged(number, end), lambda: [number, end, span])
+
+    def _judged(self, number: Value, end: Value) -> list[Value]:
+        """Ask about every block; together they are PARTIAL if they differ or leave a hole."""
+        f = self.f
+
+        def add(block: Value, known: list[Value]) -> list[Value]:
+            (low, high, kind), here = known, self._kind(block, block + 1)
+            there, alike = here.differs(EMPTY), here.equals(kind) & high.equals(block)
+            both = f.select(alike | kind.equals(EMPTY), here, PARTIAL)
+            return [
+                f.select(there, f.minimum(low, block), low),
+                f.select(there, block + 1, high),
+                f.select(there, both, kind),
+            ]
+
+        return f.loop(number, end, add, carry=[end, number, f.value(EMPTY, I64)])
+
+    def _kind(self, first: Value, end: Value) -> Value:
+        return self.judge(first * self.size, end * self.size)
+
+
+class Visits:
+    """Visits the tiles of blocks of queries."""
+
+    def __init__(self, f: Function, spec: ForwardSpec, items: Items) -> None:
+        self.f, self.spec, self.items, self.arg = f, spec, items, items.arg
+
+    @contextmanager
+    def key_blocks(
+        self, queries: QueryBlock, judge: Judge | None = None, together: int = 1
+    ) -> Iterator[KeyBlock]:
+        """The blocks of keys that queries attend to, in ascending order.
+
+        Without a tile list, aligned groups of `together` blocks, a power of two, are one KeyBlock,
+        and `judge` may stand in for the verdict about the queries.
+        """
+        f, size = self.f, self.spec.target.block_kv
+        judge = judge or (lambda first, end: self.verdict(queries, first, end))
+        walk = _Walk(self.items, queries, judge, size)
+        first, last = walk.numbers()
+        with f.range(first, last, SPAN) as start:
+            stop = f.minimum(start + SPAN, last)
+            span = walk.kind_of_span(start, stop)
+            seen = (span.differs(EMPTY) | walk.listed) & self.items.goes_on()
+            with f.when(seen), f.range(start, stop) as number:
+                end = f.minimum((number | (together - 1)) + 1, stop)
+                begins = walk.listed | number.equals(start) | (number & (together - 1)).equals(0)
+                with f.when(begins):
+                    low, high, kind = walk.blocks(number, end, span)
+                    origin = low * size
+                    begin = f.maximum(queries.kv_begin - origin, 0)
+                    end_here = f.minimum(queries.kv_end - origin, (high - low) * size)
+                    with f.when((begin < end_here) & kind.differs(EMPTY)):
+                        yield KeyBlock(origin, begin, end_here, kind)
+
+    def verdict(self, queries: QueryBlock, kv_first: Value, kv_end: Value) -> Value:
+        """The kind that all queries of a block and the keys [kv_first, kv_end) have."""
+        ends = (queries.q_idx, queries.q_idx + (queries.q_count - 1))
+        return self._verdict(queries, ends, kv_first, kv_end)
+
+    def common_verdict(self, piece: Piece, kv_first: Value, kv_end: Value) -> Value:
+        """The kind for all members of a piece: PARTIAL if they differ."""
+        f = self.f
+
+        def of(m: Value) -> Value:
+            return self.verdict(self.items.member_queries(piece, m), kv_first, kv_end)
+
+        def add(m: Value, known: list[Value]) -> list[Value]:
+            found = of(m)
+            return [f.select(found.equals(known[0]), found, PARTIAL)]
+
+        return f.loop(1, piece.members, add, carry=[of(f.value(0, I64))])[0]
+
+    def _verdict(
+        self, queries: QueryBlock, ends: tuple[Value, Value], kv_first: Value, kv_end: Value
+    ) -> Value:
+        """The kind for the queries from one position to another, both included."""
+        f = self.f
+        low = f.maximum(kv_first, queries.kv_begin)
+        high = f.minimum(kv_end, queries.kv_end) - 1
+        arguments, verdict = self.arg["arguments"], self.arg["verdict"]
+        where = {"b": queries.b, "h": queries.h, "q_low": ends[0], "q_high": ends[1]}
+        keys = {"kv_low": low, "kv_high": high}
+        return f.call_pointer(verdict, VERDICT, arguments=arguments, **where, **keys)
+
+    def key_range(self, queries: QueryBlock, block: KeyBlock, q: Value) -> KeyRange:
+        """The keys of a block that the panel at query q reads."""
+        f, arg = self.f, self.arg
+        count = f.minimum(queries.q_count - q, self.spec.tile.width)
+        q_idx, kv_idx = queries.q_idx + q, block.origin + block.begin
+
+        def judged() -> list[Value]:
+            ends = (q_idx, q_idx + (count - 1))
+            return [self._verdict(queries, ends, kv_idx, block.origin + block.end)]
+
+        def looked_at() -> list[Value]:
+            keys, extent = block.end - block.begin, arg["extent"]
+            where = {"b": queries.b, "h": queries.h, "q_idx": q_idx, "queries": count}
+            where |= {"kv_idx": kv_idx, "keys": keys}
+            answer = f.call_pointer(extent, EXTENT, arguments=arg["arguments"], **where)
+            first, last = answer & 0xFFFF, (answer >> 16) & 0xFFFF
+            every = (answer >> 32).differs(0)
+            kind = f.select(every, PLAIN, block.kind)
+            return [block.begin + first, block.begin + last, kind]
+
+        open_question = block.kind.equals(PARTIAL) & arg["verdict"].differs(f.null())
+        (kind,) = f.choose(open_question, judged, lambda: [block.kind])
+        open_question = kind.equals(PARTIAL) & arg["extent"].differs(f.null())
+        whole = [block.begin, block.end, kind]
+        first, end, kind = f.choose(open_question, looked_at, lambda: whole)
+        return KeyRange(first, f.select(kind.equals(EMPTY), first, end), kind)
+
+    def mod(self, kind: Value) -> Value:
+        """The address of the function that rewrites the scores of a tile, or null."""
+        f, arg = self.f, self.arg
+        masked = f.select(kind.equals(FULL), arg["full_mod"], arg["partial_mod"])
+        return f.select(kind.equals(PLAIN), arg["plain_mod"], masked)

@@ -1,0 +1,1 @@
+"""LLVM's language: types, values, functions, mathematics, processors, and compiling."""

@@ -1,0 +1,182 @@
+"""The function that the backward kernel calls for the derivative of a user's mods.
+
+    derive(scores, slopes, shift, delta, arguments, captured, b, h, key_head, slice,
+           q_idx, queries, kv_idx, keys)
+
+    scores[key, query]   in: the product of keys and queries; out: the weight that the value was
+                         multiplied by, exp4(mod(score) - shift), after dropout
+    slopes[key, query]   in: the product of values and grad_out; out: the gradient of the score
+    captured             a CAPTURED record for each load that has a gradient
+
+With P the weight before dropout, z the factor of dropout and dP the incoming slope:
+
+    dS = P (dP z - delta)          slope = dS d mod / d score          captured += dS d mod / d load
+
+All of them are 0 if the query does not read the key.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quire.codegen.convention import CAPTURED, DERIVE
+from quire.codegen.llvm import vecmath
+from quire.codegen.llvm.builder import Function, Module, Value
+from quire.codegen.llvm.types import I8
+from quire.codegen.mods.arguments import ModArguments
+from quire.codegen.mods.functions import Panel, existing, queries_of_panel, scopes_of_rows
+from quire.codegen.mods.loads import Captured, Lanes
+from quire.codegen.mods.lower import ELEMENT, KEY, ROW, UNIFORM, Scope
+from quire.codegen.mods.scatter import add, densely
+from quire.codegen.phases.softmax import LOG4_E
+from quire.codegen.phases.tiles import Tile
+from quire.codegen.scratch import weights_stride
+from quire.ir.graph import Node
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A score_mod with its derivatives, the masks, and dropout.
+
+    `slope` is the derivative by the score; None means 1. `loads` are those with a gradient, each
+    with the derivative by it.
+    """
+
+    score: Node | None
+    slope: Node | None
+    loads: tuple[tuple[Node, Node], ...]
+    masks: tuple[Node, ...]
+    drop: Node | None
+
+    @property
+    def roots(self) -> list[Node]:
+        """All graphs except the masks."""
+        nodes = (self.score, self.slope, self.drop, *(slope for _, slope in self.loads))
+        return [node for node in nodes if node is not None]
+
+
+def write_derive(
+    module: Module, name: str, tile: Tile, arguments: ModArguments, derived: Derived
+) -> None:
+    """Write the function for one kind of tile."""
+    with module.function(name, DERIVE.parameters) as f:
+        _Derive(f, tile, arguments, derived).write()
+
+
+class _Derive:
+    """The function while it is written."""
+
+    def __init__(self, f: Function, tile: Tile, arguments: ModArguments, derived: Derived) -> None:
+        self.f, self.tile, self.derived = f, tile, derived
+        self.given = f.given
+        rows, _ = scopes_of_rows(f, tile, arguments, queries_of_panel(f, tile))
+        self.panel = Panel(f, tile, rows, masks=derived.masks, score=derived.score, unit=LOG4_E)
+        self.panel.compute_rows()
+        for row in rows:
+            row.lower_all([*derived.roots, *self._index_roots], [UNIFORM, ROW])
+        self.exists = existing(f, tile)
+        self.shift = tile.load_row(f, self.given["shift"])
+        self.delta = tile.load_row(f, self.given["delta"])
+        self.sums = [self._sums(number, load) for number, (load, _) in enumerate(derived.loads)]
+
+    @property
+    def _index_roots(self) -> list[Node]:
+        return [index for load, _ in self.derived.loads for index in load.args]
+
+    def write(self) -> None:
+        """Compute every key, then add what was summed over all keys."""
+        f, given = self.f, self.given
+        kept = [load for load, _ in self.derived.loads if not self._rate(load) & KEY]
+        nothing = [f.value(0.0, self.tile.vector)] * (len(kept) * self.tile.target.vectors)
+        ends = Lanes(given["kv_idx"]), Lanes(given["kv_idx"] + (given["keys"] - 1))
+        totals = self.panel.choose(ends, lambda: f.loop(0, given["keys"], self._key, carry=nothing))
+        for load, vectors in zip(kept, self.tile.rows(totals), strict=True):
+            self._add(load, self.panel.rows, vectors)
+
+    def _rate(self, load: Node) -> int:
+        """The rate of a load's indices: whether they depend on queries and keys."""
+        rate = UNIFORM
+        for arg in load.args:
+            rate |= self.panel.rows[0].rate(arg)
+        return rate
+
+    def _sums(self, number: int, load: Node) -> Captured:
+        """The sums of a load's gradient in this share."""
+        f, given, scope = self.f, self.given, self.panel.rows[0]
+        record = f.offset(given["captured"], number * CAPTURED.size, I8)
+        base, batch, head, slice = (f.field(CAPTURED, record, name) for name in CAPTURED.fields)
+        offset = given["b"] * batch + given["key_head"] * head + given["slice"] * slice
+        assert isinstance(load.payload, int)
+        pointer = f.offset(base, offset, self.tile.element)
+        return densely(scope, scope.captures[load.payload], pointer)
+
+    def _add(self, load: Node, scopes: Sequence[Scope], amounts: Sequence[Value]) -> None:
+        """Add the amounts of all vectors of the panel to the gradient of a load."""
+        number = [each for each, _ in self.derived.loads].index(load)
+        if self._rate(load) & ROW:
+            for scope, amount in zip(scopes, amounts, strict=True):
+                add(scope, load, self.sums[number], [amount])
+        else:
+            add(scopes[0], load, self.sums[number], amounts)
+
+    def _key(self, j: Value, totals: list[Value]) -> list[Value]:
+        """Compute one key of the panel; `totals` are sums over keys."""
+        f, tile, given, derived = self.f, self.tile, self.given, self.derived
+        step = weights_stride(tile)
+        before, products = (tile.load_row(f, given[name], j, step) for name in ("scores", "slopes"))
+        scopes = list(self.panel.at_key(Lanes(given["kv_idx"] + j), before))
+        scores, live = self._scores(scopes, before)
+        weights, slopes, by_load = [], [], []
+        for v, scope in enumerate(scopes):
+            below = f.minimum(
+                f.value(0.0, tile.vector), scores[v] - self.shift[v]
+            )  # above 0 only by rounding
+            weight = vecmath.exp4_nonpositive(f, below)
+            product, kept = products[v], weight
+            if derived.drop is not None:
+                # The factor of dropout is what it makes of the weight 1.
+                one = scope.inside({"score": Lanes(vector=f.value(1.0, tile.vector))}, ELEMENT)
+                factor = one.as_vector(one.lower(derived.drop))
+                product, kept = product * factor, weight * factor
+            slope = weight * (product - self.delta[v])
+            by_load.append([self._times(scope, slope, node, live[v]) for _, node in derived.loads])
+            weights.append(self._times(scope, kept, None, live[v]))
+            slopes.append(self._times(scope, slope, derived.slope, live[v]))
+        tile.store_row(f, weights, given["scores"], j, step)
+        tile.store_row(f, slopes, given["slopes"], j, step)
+        return self._gather(scopes, by_load, totals)
+
+    def _scores(
+        self, scopes: Sequence[Scope], before: Sequence[Value]
+    ) -> tuple[list[Value], list[Value | None]]:
+        """Scores after the mods, and where they are read; None means everywhere."""
+        derived = self.derived
+        if derived.score is None and not derived.masks:
+            return list(before), [None] * len(before)
+        scores = list(before)
+        live = self.panel.mask(scopes, self.exists)
+        if derived.score is not None:
+            scores = [self.panel.modified(scope) for scope in scopes]
+        return scores, [x & s.differs(-math.inf) for x, s in zip(live, scores, strict=True)]
+
+    def _times(self, scope: Scope, slope: Value, node: Node | None, live: Value | None) -> Value:
+        """A number times a derivative, if any; 0 where the score is not read."""
+        if node is not None:
+            slope = slope * self.f.convert(scope.as_vector(scope.lower(node)), self.tile.element)
+        return slope if live is None else self.f.select(live, slope, 0.0)
+
+    def _gather(
+        self, scopes: Sequence[Scope], by_load: Sequence[Sequence[Value]], totals: list[Value]
+    ) -> list[Value]:
+        """Add gradients of loads that depend on the key; carry on the sums of all others."""
+        result = []
+        for number, (load, _) in enumerate(self.derived.loads):
+            amounts = [vector[number] for vector in by_load]
+            if self._rate(load) & KEY:
+                self._add(load, scopes, amounts)
+            else:
+                known, totals = totals[: len(amounts)], totals[len(amounts) :]
+                result += [a + b for a, b in zip(known, amounts, strict=True)]
+        return result

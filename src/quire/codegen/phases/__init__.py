@@ -1,0 +1,1 @@
+"""Functions of generated code that kernels call for tiles and rows."""

@@ -1,0 +1,145 @@
+"""How each kernel divides the scratch memory of a thread.
+
+A kernel's form has a function that names the regions of its scratch, in order, and gives the offset
+of each in elements; the last one is "end". Python calls it with numbers to learn how many bytes a
+thread needs, and generated code calls it with `Value`s to compute addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
+
+from quire.codegen.convention import BLOCK_Q, Form, gradient_columns
+from quire.codegen.llvm.types import I64, PTR
+from quire.codegen.phases.row_stream import MOST_AHEAD
+from quire.codegen.phases.staging import PLACEMENT, Number, padded, scratch_stride
+from quire.codegen.phases.tiles import SMALL_ROWS, Tile
+
+BLOCKS_TOGETHER = 4  # the decode kernel computes so many blocks of keys at once
+
+Regions: TypeAlias = Iterator[tuple[str, Number]]
+"""Names of regions, and where each begins in elements."""
+
+
+def scratch_bytes(form: Form, tile: Tile, head_dim: int, value_dim: int, rows: int) -> int:
+    """How many bytes a thread needs that computes so many rows (queries) at a time."""
+    regions = dict(_REGIONS[form](tile, head_dim, value_dim, rows))
+    return regions["end"] * tile.element.size
+
+
+def panel_regions(
+    tile: Tile, head_dim: Number, value_dim: Number, block_q: Number
+) -> Regions[Number]:
+    """The scratch of the forward kernel: one block of queries, one block of keys, one panel."""
+    block_kv = tile.target.block_kv
+    sizes = (
+        ("records", _placements(tile, 4)),  # of query, key, value and out
+        ("maxima", tile.width),  # of one tile, for each query
+        ("alpha", tile.width),  # the factor by which earlier sums shrink
+        ("scores", (block_kv + SMALL_ROWS) * tile.width),
+        ("running_max", block_q),
+        ("running_sum", block_q),
+        ("lse", block_q),
+        ("best", block_q),  # best, place and surprise are for `observe`
+        ("place", block_q),
+        ("surprise", block_q),
+        ("keys", scratch_stride(tile, head_dim) * block_kv),
+        ("values", scratch_stride(tile, value_dim) * block_kv),
+        ("queries", padded(tile, head_dim) * block_q),
+        ("out", padded(tile, value_dim) * block_q),
+    )
+    yield from _placed(tile, sizes, block_q * 0)
+
+
+def row_regions(tile: Tile, head_dim: Number, value_dim: Number, rows: Number) -> Regions[Number]:
+    """The scratch of the decode kernel: some rows, and a few blocks of keys."""
+    keys = BLOCKS_TOGETHER * tile.target.block_kv
+    more = keys + MOST_AHEAD  # the last keys may be computed twice, and the next are prefetched
+    addresses = more * (PTR.size // tile.element.size)
+    rows = rows + 1  # a row of zeros completes a set of three rows
+    sizes = (
+        ("records", _placements(tile, 4)),
+        ("rows", 2 * addresses),  # the addresses of keys, then those of values
+        ("keys", scratch_stride(tile, head_dim) * keys),
+        ("values", scratch_stride(tile, value_dim) * keys),
+        ("key_scales", more),  # of int8
+        ("value_scales", more),
+        ("alpha", rows * tile.lanes),
+        ("scores", rows * row_stride(tile)),
+        ("running_max", rows * tile.lanes),
+        ("running_sum", rows * tile.lanes),
+        ("best", rows * tile.lanes),
+        ("place", rows * tile.lanes),
+        ("surprise", rows * tile.lanes),
+        ("queries", rows * scratch_stride(tile, head_dim)),
+        ("out", rows * scratch_stride(tile, value_dim)),
+        ("sums", 4 * scratch_stride(tile, value_dim)),  # of one set
+    )
+    yield from _placed(tile, sizes, rows * 0)
+
+
+def backward_regions(
+    tile: Tile, head_dim: Number, value_dim: Number, block_q: Number
+) -> Regions[Number]:
+    """The scratch of the backward kernel: one block of queries and one block of keys."""
+    keys, values = gradient_stride(tile, head_dim), gradient_stride(tile, value_dim)
+    block_kv, pair = tile.target.block_kv, 2 * I64.size // tile.element.size
+    panels = block_q // tile.width if isinstance(block_q, int) else block_q.udiv(tile.width)
+    sizes = (
+        ("records", _placements(tile, 6)),  # as for the forward kernel, grad_out and grad_query
+        ("key_ranges", panels * pair),  # for each panel, the keys that it reads
+        ("query_ranges", block_kv * pair),  # for each strip of keys, the queries that read it
+        ("shift", block_q),  # lse, and +inf past the last query
+        ("delta", block_q),
+        ("keys", keys * block_kv),
+        ("values", values * block_kv),
+        ("query_rows", keys * block_q),
+        ("grad_rows", values * block_q),
+        ("grad_query", keys * block_q),
+        ("queries", padded(tile, head_dim) * block_q),
+        ("grads", padded(tile, value_dim) * block_q),
+        ("weights", weights_stride(tile) * (block_kv + SMALL_ROWS)),
+        ("slopes", weights_stride(tile) * (block_kv + SMALL_ROWS)),
+    )
+    yield from _placed(tile, sizes, block_q * 0)
+
+
+_REGIONS: dict[Form, Callable[[Tile, int, int, int], Regions[int]]] = {
+    "panel": panel_regions,
+    "row": row_regions,
+    "backward": backward_regions,
+}
+
+
+def row_stride(tile: Tile) -> int:
+    """The distance between the scores of two rows in the decode kernel."""
+    return BLOCKS_TOGETHER * tile.target.block_kv + tile.lanes
+
+
+def gradient_stride(tile: Tile, width: Number) -> Number:
+    """The distance between rows of gradients: a pair of vectors more than they are wide.
+
+    Rows at a distance of a power of two would compete for the same lines of the cache.
+    """
+    return gradient_columns(tile, width) + 2 * tile.lanes
+
+
+def weights_stride(tile: Tile) -> int:
+    """The distance between the weights of two keys, which are those of all queries of a block."""
+    return BLOCK_Q + tile.width
+
+
+def _placements(tile: Tile, count: int) -> int:
+    return count * PLACEMENT.size // tile.element.size
+
+
+def _placed(
+    tile: Tile, sizes: Sequence[tuple[str, int | Number]], start: Number
+) -> Regions[Number]:
+    """Regions one after the other, each beginning at a cache line."""
+    align = 64 // tile.element.size
+    for name, size in sizes:
+        yield name, start
+        start = start + ((size + (align - 1)) & -align)
+    yield "end", start
