@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from _race import Table, race, run_parts
 
 import quire
-from quire import measure
 from quire.mods import alibi, and_masks, causal, distance_bias, document, sliding_window
+from quire.tools import measure
 
 HEADS = 8
 

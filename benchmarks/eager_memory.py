@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
 from quire import flex_attention, mods
-from quire.measure import Reading, race
+from quire.tools.measure import Reading, race
 
 HEADS, HEAD_DIM = 4, 64
 LENGTHS = (4096, 16384)

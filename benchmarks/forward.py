@@ -233,7 +233,7 @@ def overhead(table: Table, seconds: float, threads: int) -> None:
 
 def memory(table: Table, seconds: float, threads: int) -> None:
     """Extra memory at N 32,768, beyond the output."""
-    from quire.measure import race as measure
+    from quire.tools.measure import race as measure
 
     (reading,) = measure(_long_call, seconds=0.1)
     extra = (reading.peak_bytes or 0) - 32768 * 64 * 4

@@ -16,8 +16,8 @@ from _race import Table, race, run_parts
 from torch.nn.attention import flex_attention as torch_flex
 
 import quire
-from quire import measure
 from quire.mods import and_masks, causal, document, or_masks, prefix_lm, sliding_window
+from quire.tools import measure
 
 N, MILLION = 32_768, 1 << 20
 EXAMPLE = Path(__file__).parent.parent / "examples" / "long_context.py"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quire import AuxRequest, create_block_mask, flex_attention, reference
 from quire.config import Backend
-from quire.dropout import Dropout
+from quire.mods.dropout import Dropout
 
 RMS_FACTOR = 2.0
 MAX_FACTOR = 4.0

@@ -17,8 +17,8 @@ from torch.nn.attention import flex_attention as torch_flex
 import quire
 from quire import AuxOutput, AuxRequest, Dense, EagerModWarning, create_block_mask, reference
 from quire.ir.trace import Traced
+from quire.ir.vectorise import Opaque
 from quire.request import Request, _warned, checked_call
-from quire.vectorise import Opaque
 
 attention: Callable[..., Any] = functools.partial(quire.attention, backend="eager")
 

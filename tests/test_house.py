@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 import quire
-from quire import errors, torch_private
+from quire import errors
 from quire.errors import QuireError
+from quire.support import torch_private
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "quire"
@@ -186,7 +187,7 @@ def private_names(tree: ast.AST) -> tuple[set[str], set[str]]:
 
 def test_private_names_of_torch_have_one_home() -> None:
     found = {module: private_names(ast.parse(SOURCES[module].read_text())) for module in SOURCES}
-    home = found.pop("quire.torch_private")
+    home = found.pop("quire.support.torch_private")
     assert {"_ragged_idx", "_metadata_cache"} <= home[1]  # so it does find them
     ours = set().union(*(defined for defined, _ in found.values()))
     foreign = {module: used - ours for module, (_, used) in found.items() if used - ours}

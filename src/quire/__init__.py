@@ -8,28 +8,28 @@ _collecting = gc.isenabled()
 gc.disable()
 try:
     from quire import mods
+    from quire.api.explain import explain
+    from quire.api.flex import flex_attention
+    from quire.api.gradients import AttentionGradients, attention_gradients
+    from quire.api.kernel_options import FlexKernelOptions, KernelOptionWarning
+    from quire.api.merge import merge_attention
+    from quire.api.nested import jagged_scaled_dot_product_attention
+    from quire.api.paged import PagedAttention
+    from quire.api.patch import patch_torch, unpatch_torch
     from quire.api.plan import Plan, plan
+    from quire.api.varlen import varlen_attention, varlen_attn
     from quire.attention import attention
     from quire.aux_outputs import AuxOutput, AuxRequest
     from quire.block_mask import BlockMask, create_block_mask, create_mask
     from quire.draw import draw
-    from quire.dropout import random
-    from quire.dynamo import OneGraphWarning
     from quire.errors import QuireError
-    from quire.explain import explain
-    from quire.gradients import AttentionGradients, attention_gradients
-    from quire.kernel_options import FlexKernelOptions, KernelOptionWarning
     from quire.memory import Dense, Paged, Ragged
-    from quire.merge import merge_attention
     from quire.mods import and_masks, noop_mask, not_mask, or_masks
-    from quire.nested import jagged_scaled_dot_product_attention
-    from quire.paged import PagedAttention
-    from quire.patch import patch_torch, unpatch_torch
+    from quire.mods.dropout import random
     from quire.request import EagerModWarning
-    from quire.stages import kernel
-    from quire.torch_api import flex_attention
-    from quire.varlen import varlen_attention, varlen_attn
-    from quire.why import why
+    from quire.support.dynamo import OneGraphWarning
+    from quire.tools.stages import kernel
+    from quire.tools.why import why
 finally:
     if _collecting:
         gc.enable()

@@ -10,12 +10,12 @@ from torch.nn.attention import flex_attention as torch_flex
 
 from quire.aux_outputs import NO_AUX, AuxOutput, AuxRequest, checked_request
 from quire.config import Backend as BackendName
-from quire.dynamo import never_traced
 from quire.ir.trace import Mod
 from quire.memory import Integers, Memory, Queries
 from quire.plans import compute
 from quire.request import Mask, Request
 from quire.results import Result
+from quire.support.dynamo import never_traced
 
 
 @overload

@@ -20,7 +20,7 @@ from quire.errors import QuireError, TensorKindError
 from quire.memory import Placed
 from quire.request import Call
 from quire.results import Above, Gradients, Result, Wanted, folded, is_far
-from quire.torch_private import lost_memory
+from quire.support.torch_private import lost_memory
 
 _NOTHING = torch.empty(0, device="cpu")
 

@@ -38,13 +38,14 @@ except ModuleNotFoundError as missing:
         f"Install both with: pip install 'quire[cli]'"
     )
 
-from quire import __version__, demo, show
-from quire.colour import coloured
-from quire.doctor import report
+from quire import __version__
 from quire.draw import draw
 from quire.errors import MissingPackageError, QuireError
 from quire.runtime.cache import object_cache
-from quire.why import why
+from quire.tools import demo, show
+from quire.tools.colour import coloured
+from quire.tools.doctor import report
+from quire.tools.why import why
 
 Place = Annotated[
     str,
@@ -114,7 +115,7 @@ Threads = Annotated[
 def chat(new: New = 256, threads: Threads = None) -> None:
     """A conversation with a language model on quire: type a line, and it answers."""
     _prepare("chat", threads)
-    from quire.demo import chat_screen
+    from quire.tools.demo import chat_screen
 
     chat_screen.run(Console(highlight=False), new)
 
@@ -129,7 +130,7 @@ def tour(
 ) -> None:
     """A language model on a cache in pages: a batch, its pages, samples that share, a mod."""
     _prepare("tour", threads)
-    from quire.demo import tour_screen
+    from quire.tools.demo import tour_screen
 
     folder = Path(tempfile.mkdtemp(prefix="quire-")) if output is None else output
     tour_screen.run(Console(highlight=False), folder, new)

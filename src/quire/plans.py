@@ -23,7 +23,6 @@ from quire.backends import choose, inductor
 from quire.backends.eager import per_sequence as eager
 from quire.backends.recheck import recheck
 from quire.block_mask import BlockMask, BlockRows
-from quire.bounded import BoundedDict
 from quire.codegen.convention import MOST_ROWS
 from quire.codegen.mods.arguments import CaptureShape
 from quire.config import Backend as BackendName
@@ -34,7 +33,8 @@ from quire.request import Call, Problem, Request, call_of, check, check_mods
 from quire.results import Above, Gradients, Result, Wanted
 from quire.runtime.backward import BackwardPlans
 from quire.runtime.forward import ForwardPlan
-from quire.torch_private import is_ordinary, is_transformed, is_zero_tensor
+from quire.support.bounded import BoundedDict
+from quire.support.torch_private import is_ordinary, is_transformed, is_zero_tensor
 
 Key: TypeAlias = tuple[object, ...]
 

@@ -45,7 +45,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from quire.vectorise import AsOnTensors
+from quire.ir.vectorise import AsOnTensors
 
 
 class Reference(NamedTuple):

@@ -24,15 +24,15 @@ from quire import checks
 from quire.aux_outputs import NO_AUX, AuxRequest
 from quire.block_mask import BlockMask, check_fits, element_mod
 from quire.config import Backend as BackendName
-from quire.dropout import Dropout, check_dropout
 from quire.errors import ArgumentError, BlockMaskError, QuireError, UnsupportedOpError
 from quire.ir.trace import Kind, Mod, Traced, mod_name, trace
+from quire.ir.vectorise import Opaque
 from quire.memory import Memory, One, Placed, Queries, longest
 from quire.mods.compose import shift
+from quire.mods.dropout import Dropout, check_dropout
 from quire.results import working_dtype
-from quire.torch_private import is_transformed
-from quire.vectorise import Opaque
-from quire.warn import warn
+from quire.support.torch_private import is_transformed
+from quire.support.warn import warn
 
 Mask: TypeAlias = Mod | torch_flex.BlockMask
 ReadyMod: TypeAlias = Traced | Opaque

@@ -21,8 +21,8 @@ from quire.codegen.llvm.builder import Module
 from quire.codegen.llvm.target import Target, code_triple, missing_on
 from quire.codegen.llvm.types import F32, F64, I64
 from quire.config import config
-from quire.doctor import report
 from quire.errors import ArgumentError, BackendError, CodegenError
+from quire.tools.doctor import report
 
 LINUX = "x86_64-unknown-linux-gnu"
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.ir.trace import Kind, trace
-from quire.vectorise import AsOnTensors, evaluate
+from quire.ir.vectorise import AsOnTensors, evaluate
 
 Sizes: TypeAlias = tuple[int, int, int, int]
 

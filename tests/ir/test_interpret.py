@@ -19,7 +19,7 @@ from quire.errors import CapturedIndexError, DivisionByZeroError
 from quire.ir.graph import Node, const
 from quire.ir.interpret import MEANING, interpret
 from quire.ir.trace import Traced, trace
-from quire.vectorise import evaluate
+from quire.ir.vectorise import evaluate
 
 I64, F32, BOOL = torch.int64, torch.float32, torch.bool
 

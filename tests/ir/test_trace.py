@@ -30,7 +30,7 @@ from quire.errors import (
 )
 from quire.ir.graph import Node, const, inputs, key, text, walk
 from quire.ir.trace import Traced, check_signature, mod_kind, mod_name, trace
-from quire.vectorise import evaluate
+from quire.ir.vectorise import evaluate
 
 B, H, L, S = SIZES
 I64 = torch.int64

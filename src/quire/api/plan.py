@@ -19,13 +19,13 @@ from torch.nn.attention import flex_attention as torch_flex
 
 from quire.backends import jit
 from quire.block_mask import BlockMask
-from quire.bounded import BoundedDict
 from quire.errors import ArgumentError, BackendError, DtypeError
 from quire.ir.trace import Kind, Mod, Traced, trace
 from quire.memory import Dense, Paged, Queries, Ragged
 from quire.plans import CallPlan, Key, layout_of, make
 from quire.request import Call, Mask, Problem, Request, call_of, check
 from quire.results import working_dtype
+from quire.support.bounded import BoundedDict
 
 
 def plan(

@@ -21,15 +21,15 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
-from quire.arguments import dtype_name
 from quire.aux_outputs import AuxOutput, AuxRequest
-from quire.dynamo import own
+from quire.checks.arguments import dtype_name
 from quire.errors import BackendError
 from quire.ir.trace import Mod
 from quire.mods.compose import shift
 from quire.request import Call
 from quire.results import Result
-from quire.torch_private import compile_errors, has_avx2, no_compiler_error
+from quire.support.dynamo import own
+from quire.support.torch_private import compile_errors, has_avx2, no_compiler_error
 
 DEVICES = ("cpu", "cuda", "xpu", "hpu", "mps")
 FORWARD_ONLY = ("cpu", "mps")

@@ -17,7 +17,7 @@ from quire.runtime import processor
 from quire.runtime.launcher import by_form, num_products
 from quire.runtime.mods import bounds_of
 from quire.runtime.pyramids import is_worth
-from quire.torch_private import has_memory
+from quire.support.torch_private import has_memory
 
 LARGEST_HEAD_DIM = 1024
 

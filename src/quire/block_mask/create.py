@@ -11,11 +11,11 @@ from quire.block_mask.mask import BlockMask
 from quire.block_mask.mask_mods import Device
 from quire.block_mask.tensors import DEFAULT_BLOCK_SIZE
 from quire.block_mask.tiles import Sizes, evaluate_tiles, fastest_form
-from quire.dynamo import instead, own
 from quire.errors import ArgumentError, ModSignatureError
 from quire.ir.trace import mod_kind, mod_name
 from quire.mods.compose import MaskMod, ScoreMod
-from quire.warn import warn
+from quire.support.dynamo import instead, own
+from quire.support.warn import warn
 
 
 @instead(own(torch_flex.create_block_mask))

@@ -25,9 +25,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.arguments import dtype_name
 from quire.block_mask.lists import EMPTY, FULL, as_block_size, as_count, ceil_div
 from quire.block_mask.mask_mods import sliced_mask_mod, traced_mod
+from quire.checks.arguments import dtype_name
 from quire.errors import MaskFileError, MissingFileError
 from quire.ir.portable import DTYPE_NAMES, portable, restore
 from quire.ir.trace import Traced

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.arguments import dtype_name
 from quire.block_mask.lists import INDEX_DTYPES, is_readable
+from quire.checks.arguments import dtype_name
 from quire.errors import BlockIndexError
 
 

@@ -22,9 +22,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from quire.arguments import dtype_name, whole_number
+from quire.checks.arguments import dtype_name, whole_number
 from quire.errors import ArgumentError, BlockMaskError, DeviceError
-from quire.torch_private import is_wrapped
+from quire.support.torch_private import is_wrapped
 
 EMPTY: Final = 0
 PARTIAL: Final = 1

@@ -29,7 +29,7 @@ from quire.block_mask.tensors import DEFAULT_BLOCK_SIZE, BlockTensors
 from quire.mods import Mask, document
 from quire.mods import causal as causal_mask
 from quire.mods.objects import same_tensor
-from quire.torch_private import (
+from quire.support.torch_private import (
     block_mask_context,
     block_mask_tensors,
     flattened,

@@ -40,7 +40,7 @@ from quire.block_mask.runs import Runs
 from quire.block_mask.tiles import Sizes, fastest_form
 from quire.errors import ArgumentError, BlockMaskError
 from quire.mods.compose import MaskMod
-from quire.torch_private import block_mask_order, block_mask_tensors
+from quire.support.torch_private import block_mask_order, block_mask_tensors
 
 DEFAULT_BLOCK_SIZE = 128
 MOST_AT_ONCE = 2**16

@@ -20,7 +20,7 @@ from quire.block_mask.mask_mods import REFUSED, try_trace
 from quire.errors import ModError
 from quire.ir.graph import inputs
 from quire.ir.trace import Kind, Mod, Traced
-from quire.vectorise import evaluate
+from quire.ir.vectorise import evaluate
 
 TILE_ELEMENTS = 1 << 20
 """The most elements of a mask that are evaluated at once."""

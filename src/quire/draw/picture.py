@@ -29,7 +29,7 @@ from quire.draw.scores import ScoreMap, Values
 from quire.draw.subject import Kinds, Pair, Subject
 from quire.draw.text import cell_size, facts, sample, score_facts, words
 from quire.errors import MissingPackageError
-from quire.locks import lock
+from quire.support.locks import lock
 
 try:
     import matplotlib

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from quire.block_mask.lists import ceil_div
 from quire.draw.subject import Pair
 from quire.ir.trace import Mod
-from quire.vectorise import evaluate
+from quire.ir.vectorise import evaluate
 
 
 class Values(NamedTuple):

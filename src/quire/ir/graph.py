@@ -23,7 +23,7 @@ from typing import TypeAlias
 import torch
 
 from quire.ir.ops import OPS
-from quire.locks import lock
+from quire.support.locks import lock
 
 Number: TypeAlias = bool | int | float
 Payload: TypeAlias = str | Number | None

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quire.errors import CapturedIndexError, DivisionByZeroError, ModError
 from quire.ir.graph import Node, walk
-from quire.torch_private import in_transform
+from quire.support.torch_private import in_transform
 
 
 def _bits(x: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.arguments import whole_number
+from quire.checks.arguments import whole_number
 from quire.errors import ArgumentError, ShapeError
 from quire.kv import files, saved, survey
 from quire.kv.groups import Budget, Group, LayerGroup, View, checked_groups

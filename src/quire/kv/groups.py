@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.arguments import whole_number
+from quire.checks.arguments import whole_number
 from quire.errors import ArgumentError, OutOfPages, ReleasedRowsError
 from quire.kv.pages import LayerPages, PageShape
 from quire.kv.pool import PagePool

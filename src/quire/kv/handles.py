@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from quire.arguments import whole_number
+from quire.checks.arguments import whole_number
 from quire.errors import ArgumentError, SequenceError, ShapeError, UnwrittenRowsError
 from quire.kv.table import Numbers
 from quire.runtime.append import SlotWriter

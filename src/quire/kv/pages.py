@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.arguments import whole_number
 from quire.checks import check_kind
+from quire.checks.arguments import whole_number
 from quire.errors import DtypeError, ShapeError
 from quire.kv.table import Copies
 from quire.runtime.append import PageTensors, place_rows

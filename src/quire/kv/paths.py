@@ -11,7 +11,7 @@ import itertools
 
 import numpy as np
 
-from quire.arguments import whole_number
+from quire.checks.arguments import whole_number
 from quire.errors import ArgumentError, ShapeError
 from quire.kv.handles import listed, one_each
 from quire.kv.table import Kept, Numbers

@@ -13,11 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.arguments import tensor_of
-from quire.bounded import BoundedDict
 from quire.checks import check_kind
+from quire.checks.arguments import tensor_of
 from quire.errors import ArgumentError, DeviceError
-from quire.torch_private import in_transform, is_ordinary
+from quire.support.bounded import BoundedDict
+from quire.support.torch_private import in_transform, is_ordinary
 
 Numbers: TypeAlias = NDArray[np.int64]
 

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 
 from torch import Tensor, nn
 
-from quire.arguments import tensor_of, whole_number
+from quire.checks.arguments import tensor_of, whole_number
 from quire.ir.trace import Kind, mod_kind, mod_name
 from quire.mods.objects import Bound, check_callables
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quire.arguments import lengths_tensor, prefix_number, tensor_of, whole_number
+from quire.checks.arguments import lengths_tensor, prefix_number, tensor_of, whole_number
 from quire.errors import ShapeError
 from quire.mods.compose import Mask
 

@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from quire.arguments import dtype_name
+from quire.checks.arguments import dtype_name
 from quire.errors import NotCallableError
 from quire.ir.trace import Kind, check_signature, mod_name
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quire.arguments import lengths_tensor, offsets_tensor, prefix_number, tensor_of
+from quire.checks.arguments import lengths_tensor, offsets_tensor, prefix_number, tensor_of
 from quire.errors import ArgumentError, ShapeError
 from quire.ir.trace import mod_name
 from quire.mods.compose import Mask, MaskMod

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from quire.arguments import finite_positive, tensor_of, whole_number
+from quire.checks.arguments import finite_positive, tensor_of, whole_number
 from quire.errors import ShapeError
 from quire.mods.compose import ScoreChange, ScoreModule
 

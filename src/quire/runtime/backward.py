@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from quire.block_mask import BlockRows
-from quire.bounded import BoundedDict
 from quire.codegen.convention import (
     BLOCK_Q,
     CAPTURED,
@@ -29,7 +28,8 @@ from quire.runtime.launcher import Launcher, Records, num_products, record, tabl
 from quire.runtime.mods import ORIGIN, graphs_of
 from quire.runtime.prepare import make_launcher
 from quire.runtime.tile_lists import NO_LISTS, TileLists, tile_lists
-from quire.torch_private import has_memory
+from quire.support.bounded import BoundedDict
+from quire.support.torch_private import has_memory
 
 ENOUGH_SHARES = 8  # of one sequence; more would need more memory for their sums
 QUERIES_OF_SHARE = 1024  # at least

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.bounded import BoundedDict
 from quire.codegen.convention import Form
 from quire.codegen.llvm.target import Target
 from quire.config import config
@@ -22,7 +21,8 @@ from quire.runtime.launcher import Launcher, Records, by_form
 from quire.runtime.mods import ORIGIN, graphs_of
 from quire.runtime.prepare import heads_of_item, make_launcher, queries_of_item
 from quire.runtime.tile_lists import NO_LISTS, TileLists, read_lists
-from quire.torch_private import has_memory
+from quire.support.bounded import BoundedDict
+from quire.support.torch_private import has_memory
 
 STEPS = 4
 """How many page tables a plan knows: one is read by all layers, or by those of a group."""

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from quire.block_mask import BlockMask
 from quire.block_mask.runs import Runs
-from quire.bounded import BoundedDict
 from quire.codegen.convention import MOST_ROWS
 from quire.codegen.llvm.target import Target
 from quire.ir.graph import Node, cast, const, rebuild, rewrite
@@ -28,6 +27,7 @@ from quire.memory import Placed
 from quire.memory.tables import Sequences
 from quire.request import Problem
 from quire.runtime.tile_lists import blocks_of_tiles
+from quire.support.bounded import BoundedDict
 
 WORTH = 0.75
 """Gathered tiles per tile of the cache, up to which gathering pays."""

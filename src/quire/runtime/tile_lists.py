@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from quire.block_mask import BlockMask, BlockRows
 from quire.block_mask.lists import FULL as FULL_BLOCK
 from quire.block_mask.runs import Runs
-from quire.bounded import BoundedDict
 from quire.codegen.convention import FULL, PARTIAL, tile_entry
+from quire.support.bounded import BoundedDict
 
 
 class TileLists(NamedTuple):

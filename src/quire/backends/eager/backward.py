@@ -28,7 +28,7 @@ from quire.block_mask.rows import BlockRows
 from quire.memory import Placed
 from quire.request import Problem
 from quire.results import Above, Gradients, Wanted
-from quire.torch_private import in_transform
+from quire.support.torch_private import in_transform
 
 T = TypeVar("T")
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from quire.backends.eager.tiling import Keys, Stripe
+from quire.ir.vectorise import Indices, evaluate, evaluate_live
 from quire.memory import Placed
 from quire.request import Problem
-from quire.vectorise import Indices, evaluate, evaluate_live
 
 
 class Tile:

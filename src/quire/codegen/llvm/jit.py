@@ -23,7 +23,7 @@ import llvmlite.binding as llvm
 
 from quire.codegen.llvm.target import Target, is_windows
 from quire.errors import CodegenError
-from quire.locks import lock
+from quire.support.locks import lock
 
 _lock = lock()  # LLVM has globals that are not thread-safe
 _serial = itertools.count()

@@ -15,7 +15,7 @@ from quire.integrations.transformers.cache import NewStates
 from quire.integrations.transformers.mask import TokenMask, of_tensor
 from quire.memory import Dense, Memory
 from quire.mods.compose import MaskMod, ScoreMod, all_of, chain, shift
-from quire.warn import warn
+from quire.support.warn import warn
 
 ATTRIBUTE = "quire_mods"
 """Of a module: the mods that `enable` gave to its model."""

@@ -18,7 +18,7 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
-from quire.warn import warn
+from quire.support.warn import warn
 
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # what a layer looks its attention up in
 _IS_ATTENTION = re.compile("attention|attn", re.I)

@@ -1,0 +1,120 @@
+"""`explain`: who would compute a call, why not the others, and what of a mask cannot be skipped.
+
+A call is checked as `attention` and `flex_attention` check it, in the same place; in place of being
+launched it is told.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as torch_flex
+
+from quire.api.flex import aux_request, check_gqa, checked_masks, flex_attention
+from quire.api.kernel_options import FlexKernelOptions, check_kernel_options
+from quire.attention import attention
+from quire.aux_outputs import NO_AUX, AuxRequest, checked_request
+from quire.backends import explain_call
+from quire.config import Backend as BackendName
+from quire.ir.trace import Mod
+from quire.memory import TOP_LEFT, Dense, Integers, Memory, Queries
+from quire.request import Mask, Request, checked_call
+
+
+@overload
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Mod | None = ...,
+    block_mask: torch_flex.BlockMask | None = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    return_lse: bool = ...,
+    kernel_options: FlexKernelOptions | None = ...,
+    *,
+    return_aux: AuxRequest | torch_flex.AuxRequest | None = ...,
+    mask_mod: Mod | None = ...,
+    dropout_p: float = ...,
+    generator: torch.Generator | None = ...,
+    sink: Tensor | None = ...,
+    backend: BackendName = ...,
+) -> str: ...
+
+
+@overload
+def explain(
+    query: Tensor,
+    memory: Memory,
+    *,
+    score_mod: Mod | None = ...,
+    mask: Mask | None = ...,
+    scale: float | None = ...,
+    return_aux: AuxRequest | torch_flex.AuxRequest | None = ...,
+    dropout_p: float = ...,
+    generator: torch.Generator | None = ...,
+    sink: Tensor | None = ...,
+    q_start: int | Integers | None = ...,
+    q_offsets: Integers | None = ...,
+    q_lengths: Integers | None = ...,
+    backend: BackendName = ...,
+) -> str: ...
+
+
+def explain(query: Tensor, *operands: Any, **options: Any) -> str:
+    """Which backend would compute a call with the same arguments, and why not the others.
+
+        explain(query, key, value, mask_mod=causal)                   # flex_attention's arguments
+        explain(query, Ragged(key, value, offsets), mask=causal)      # attention's
+
+    >>> print(explain(query, key, value, dropout_p=0.1, backend="eager"))
+    backend='eager' uses eager.
+    jit not used because eager was asked for; it could run this call.
+    inductor not used because PyTorch's flex_attention has no dropout, and dropout_p is not 0.
+
+    Where a mask could not be bounded it says at which operation, and what that costs: tiles that no
+    query reads are computed then.
+    """
+    of_memory = "memory" in options or isinstance(next(iter(operands), None), Memory)
+    function: Callable[..., object] = attention if of_memory else flex_attention
+    bound = inspect.signature(function).bind(query, *operands, **options)
+    bound.apply_defaults()
+    asked = SimpleNamespace(**bound.arguments)
+    request = _of_attention(asked) if of_memory else _of_flex_attention(asked)
+    return explain_call(checked_call(request))
+
+
+def _of_flex_attention(asked: SimpleNamespace) -> Request:
+    if asked.kernel_options is not None:
+        check_kernel_options(asked.kernel_options)
+    check_gqa(asked.query, asked.key, asked.enable_gqa)
+    return Request(
+        asked.query,
+        Dense(asked.key, asked.value),
+        TOP_LEFT,
+        masks=checked_masks(asked.mask_mod, asked.block_mask),
+        aux=aux_request(asked.return_lse, asked.return_aux),
+        kernel_options=asked.kernel_options,
+        **_common(asked),
+    )
+
+
+def _of_attention(asked: SimpleNamespace) -> Request:
+    return Request(
+        asked.query,
+        asked.memory,
+        Queries(asked.q_start, asked.q_offsets, asked.q_lengths),
+        masks=() if asked.mask is None else (asked.mask,),
+        aux=NO_AUX if asked.return_aux is None else checked_request(asked.return_aux),
+        **_common(asked),
+    )
+
+
+def _common(asked: SimpleNamespace) -> dict[str, Any]:
+    names = ("score_mod", "scale", "dropout_p", "sink", "backend", "generator")
+    return {name: getattr(asked, name) for name in names}

@@ -1,0 +1,216 @@
+"""PyTorch's names and signatures, thin over `attention`.
+
+    from quire import flex_attention    # in place of that of torch.nn.attention.flex_attention
+
+PyTorch's parameters are an exact prefix of ours, in its order and with its meaning.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as torch_flex
+
+from quire.api.kernel_options import FlexKernelOptions, check_kernel_options
+from quire.attention import aux_output
+from quire.aux_outputs import NO_AUX, AuxOutput, AuxRequest, checked_request
+from quire.backends import inductor
+from quire.config import Backend as BackendName
+from quire.errors import BlockMaskError, HeadsError, NotCallableError, OptionError
+from quire.ir.trace import Mod
+from quire.memory import TOP_LEFT, Dense
+from quire.plans import compute
+from quire.request import Mask, Request
+from quire.support.dynamo import instead
+from quire.support.warn import warn
+
+
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Mod | None = ...,
+    block_mask: torch_flex.BlockMask | None = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    return_lse: Literal[False] = ...,
+    kernel_options: FlexKernelOptions | None = ...,
+    *,
+    return_aux: None = ...,
+    mask_mod: Mod | None = ...,
+    dropout_p: float = ...,
+    generator: torch.Generator | None = ...,
+    sink: Tensor | None = ...,
+    backend: BackendName = ...,
+) -> Tensor: ...
+
+
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Mod | None = ...,
+    block_mask: torch_flex.BlockMask | None = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    return_lse: Literal[True] = ...,
+    kernel_options: FlexKernelOptions | None = ...,
+    *,
+    return_aux: None = ...,
+    mask_mod: Mod | None = ...,
+    dropout_p: float = ...,
+    generator: torch.Generator | None = ...,
+    sink: Tensor | None = ...,
+    backend: BackendName = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Mod | None = ...,
+    block_mask: torch_flex.BlockMask | None = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    return_lse: bool = ...,
+    kernel_options: FlexKernelOptions | None = ...,
+    *,
+    return_aux: AuxRequest,
+    mask_mod: Mod | None = ...,
+    dropout_p: float = ...,
+    generator: torch.Generator | None = ...,
+    sink: Tensor | None = ...,
+    backend: BackendName = ...,
+) -> tuple[Tensor, AuxOutput]: ...
+
+
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Mod | None = ...,
+    block_mask: torch_flex.BlockMask | None = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    return_lse: bool = ...,
+    kernel_options: FlexKernelOptions | None = ...,
+    *,
+    return_aux: torch_flex.AuxRequest,
+    mask_mod: Mod | None = ...,
+    dropout_p: float = ...,
+    generator: torch.Generator | None = ...,
+    sink: Tensor | None = ...,
+    backend: BackendName = ...,
+) -> tuple[Tensor, torch_flex.AuxOutput]: ...
+
+
+@instead(inductor.flex_attention)
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Mod | None = None,
+    block_mask: torch_flex.BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: FlexKernelOptions | None = None,
+    *,
+    return_aux: AuxRequest | torch_flex.AuxRequest | None = None,
+    mask_mod: Mod | None = None,
+    dropout_p: float = 0.0,
+    generator: torch.Generator | None = None,
+    sink: Tensor | None = None,
+    backend: BackendName = "auto",
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput | torch_flex.AuxOutput]:
+    """Attention with programmable scores, as `torch.nn.attention.flex_attention.flex_attention`.
+
+        flex_attention(query, key, value, score_mod=alibi, mask_mod=causal)
+
+    query [B, Hq, L, D], key [B, Hkv, S, D], value [B, Hkv, S, Dv]; Hq = Hkv unless `enable_gqa`.
+    The first query and the first key both sit at position 0. Ours beyond PyTorch's: `mask_mod`
+    needs no block mask, `dropout_p` with its `generator`, `sink` [Hq] joins the softmax without a
+    value, `backend` says who computes. Returns [B, Hq, L, Dv]; with `return_aux` an `AuxOutput`
+    as well, with the deprecated `return_lse` the log-sum-exp [B, Hq, L].
+
+    torch.compile breaks the graph here; where it may not, PyTorch's operator is used instead.
+    """
+    aux = aux_request(return_lse, return_aux)
+    if kernel_options is not None:
+        check_kernel_options(kernel_options)
+    check_gqa(query, key, enable_gqa)
+    result = compute(
+        Request(
+            query,
+            Dense(key, value),
+            TOP_LEFT,
+            score_mod=score_mod,
+            masks=checked_masks(mask_mod, block_mask),
+            scale=scale,
+            dropout_p=dropout_p,
+            sink=sink,
+            aux=aux,
+            kernel_options=kernel_options,
+            backend=backend,
+            generator=generator,
+        )
+    )
+    if return_aux is not None:
+        return result.out, aux_output(result, return_aux)
+    if return_lse:
+        assert result.lse is not None, "it was asked for"
+        return result.out, result.lse
+    return result.out
+
+
+def aux_request(return_lse: bool, return_aux: object) -> AuxRequest:
+    """What is asked for besides the result, in either of PyTorch's ways."""
+    if not return_lse and return_aux is None:
+        return NO_AUX
+    if return_lse and return_aux is not None:
+        raise OptionError(
+            "return_lse and return_aux were both given. Use return_aux=AuxRequest(lse=True) alone."
+        )
+    if return_lse:
+        warn("return_lse is deprecated. Use return_aux=AuxRequest(lse=True).", FutureWarning)
+        return AuxRequest(lse=True)
+    return checked_request(return_aux)
+
+
+def checked_masks(
+    mask_mod: Mod | None, block_mask: torch_flex.BlockMask | None
+) -> tuple[Mask, ...]:
+    """The masks that there are, each given by its own name."""
+    if mask_mod is None and block_mask is None:
+        return ()
+    if isinstance(mask_mod, torch_flex.BlockMask):
+        raise NotCallableError(
+            "mask_mod must be a function of (b, h, q_idx, kv_idx), but got a BlockMask. Give it as "
+            "block_mask=."
+        )
+    if block_mask is not None and not isinstance(block_mask, torch_flex.BlockMask):
+        raise BlockMaskError(
+            f"block_mask must be a BlockMask, but got a {type(block_mask).__name__}. Give a "
+            f"function as mask_mod=, or make a mask of it with create_block_mask."
+        )
+    return tuple(mask for mask in (mask_mod, block_mask) if mask is not None)
+
+
+def check_gqa(query: object, key: object, enable_gqa: bool) -> None:
+    """As many heads of keys as of queries, unless it is said that they differ."""
+    if enable_gqa or not isinstance(query, Tensor) or not isinstance(key, Tensor):
+        return
+    if query.is_nested or key.is_nested:  # refused later, and without a shape until then
+        return
+    if query.dim() == key.dim() == 4 and query.shape[1] != key.shape[1]:
+        raise HeadsError(
+            f"query and key must have the same number of heads, but Hq={query.shape[1]} and "
+            f"Hkv={key.shape[1]}. Set enable_gqa=True for grouped-query attention."
+        )

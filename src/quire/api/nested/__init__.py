@@ -1,0 +1,12 @@
+"""Attention of nested tensors, as PyTorch's `jagged_scaled_dot_product_attention`.
+
+    query = torch.nested.nested_tensor(rows, layout=torch.jagged).transpose(1, 2)    # [B, H, j, D]
+    jagged_scaled_dot_product_attention(query, key, value, is_causal=True)
+
+Name, parameters and meaning are PyTorch's; masks, groups of heads, holes, empty sequences and every
+head dim are ours. `quire.patch_torch()` puts it behind `F.scaled_dot_product_attention`.
+"""
+
+from quire.api.nested.attention import jagged_scaled_dot_product_attention
+
+__all__ = ["jagged_scaled_dot_product_attention"]

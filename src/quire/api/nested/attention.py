@@ -1,0 +1,182 @@
+"""The function itself: check, align, attend, nest again."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from quire.api.nested.checks import check
+from quire.api.nested.choice import allowed_backend, no_backend, told_by
+from quire.api.nested.mask import as_mod
+from quire.api.nested.rows import aligned, is_watched, rows_of
+from quire.attention import attention
+from quire.errors import BackendError, DeviceError, ShapeError
+from quire.memory import Ragged
+from quire.mods import causal
+from quire.request import autocast
+from quire.support import torch_private
+from quire.support.dynamo import instead, own
+
+
+@instead(own(torch_private.jagged_attention))
+def jagged_scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attention of nested tensors [B, H, j, D] or [B, j, D], in the layout torch.jagged.
+
+        jagged_scaled_dot_product_attention(query, key, value, is_causal=True)
+
+    A causal mask counts from the first query and the first key. `attn_mask` says which keys are
+    read, or is added to the scores: it is dense and cut to each sequence, or nested. The output
+    has the offsets, lengths and longest sequence of the query.
+    """
+    with torch_private.without_hooks():
+        query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
+        check(query, key, value, attn_mask, is_causal)
+        _leave_the_graph(query)
+        operands = cast("tuple[Any, Any, Any]", (query, key, value))
+        num_dims = len(torch_private.nested_size(operands[0]))
+        if num_dims > 3 and torch_private.ragged_dimension(operands[0]) < num_dims - 2:
+            return _dense_buffers(*operands, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        if query.is_meta:
+            return _counted(*operands, dropout_p, is_causal, scale)
+        backend = allowed_backend()
+        q, k, v = aligned(rows_of(query, key, value), enable_gqa)
+        mods: dict[str, Any] = {"mask": causal} if is_causal else {}
+        if attn_mask is not None:
+            heads = q.rows.shape[1] if num_dims > 3 else None
+            mods = as_mod(attn_mask, (q.lengths, k.lengths), heads)
+        q_spans = (None, None) if q.lie_like(k) else q.spans
+    try:
+        out = attention(
+            q.rows,
+            Ragged(k.rows, v.rows, *k.spans),
+            q_offsets=q_spans[0],
+            q_lengths=q_spans[1],
+            q_start=0,
+            **mods,
+            scale=scale,
+            dropout_p=dropout_p,
+            backend=backend,
+        )
+    except BackendError as error:
+        raise no_backend(told_by(error)) from error
+    with torch_private.without_hooks():
+        return _like(operands[0], out, len(q.lengths))
+
+
+def _leave_the_graph(query: Tensor) -> None:
+    """Have Dynamo break the graph where it tries F.scaled_dot_product_attention on fake tensors."""
+    if torch.compiler.is_compiling() and torch_private.is_fake(query):
+        operator = torch.ops.aten.scaled_dot_product_attention.default
+        raise torch_private.unsupported_operator(operator)
+
+
+def _autocast(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Everything in the dtype that an enclosing autocast asks for; float64 is left alone."""
+    tensors = (query, key, value)
+    if not all(isinstance(x, Tensor) for x in tensors) or query.is_meta:
+        return query, key, value, attn_mask
+    if not isinstance(attn_mask, Tensor) or not attn_mask.is_floating_point():
+        query, key, value = autocast(*tensors)
+        return query, key, value, attn_mask
+    query, key, value, attn_mask = autocast(*tensors, attn_mask)
+    return query, key, value, attn_mask
+
+
+def _like(query: Any, out: Tensor, batch: int) -> Tensor:
+    """out [total, H, Dv] as a nested tensor with the sequences of `query`."""
+    size, ragged = torch_private.nested_size(query), torch_private.ragged_dimension(query)
+    values = out.squeeze(1) if len(size) == 3 else out.transpose(0, 1)
+    if batch != size[0]:  # one query for several sequences of keys
+        length = len(out) // batch
+        offsets = length * torch.arange(batch + 1)
+        return _nested(values, offsets, None, ragged, length, length)
+    extremes = torch_private.shortest(query), torch_private.longest(query)
+    return _nested(values, query.offsets(), query.lengths(), ragged, *extremes)
+
+
+def _nested(
+    values: Tensor,
+    offsets: Tensor,
+    lengths: Tensor | None,
+    ragged_dimension: int,
+    shortest: int | None,
+    longest: int | None,
+) -> Tensor:
+    if is_watched(values):
+        nested: Tensor = torch_private.nested_view(
+            *(values, offsets, lengths),
+            ragged_idx=ragged_dimension,
+            min_seqlen=shortest,
+            max_seqlen=longest,
+        )
+        return nested
+    known = {"min_seqlen": shortest, "max_seqlen": longest}
+    cache = {name: torch.empty(size, 0) for name, size in known.items() if size is not None}
+    return torch_private.nested_tensor(values, offsets, lengths, ragged_dimension, cache)
+
+
+def _dense_buffers(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    """Attention along a dimension that is not ragged: the ragged one is a batch of dense ones."""
+    for name, other in (("key", key), ("value", value)):
+        if not torch.equal(query.offsets(), other.offsets()):
+            raise ShapeError(
+                f"query and {name} must have the same offsets where the ragged dimension is not "
+                f"the sequence, but have {query.offsets().tolist()} and "
+                f"{other.offsets().tolist()}. Give them as many rows of each."
+            )
+    out = F.scaled_dot_product_attention(
+        query.values(),
+        key.values(),
+        value.values(),
+        attn_mask=attn_mask.values() if torch_private.is_jagged(attn_mask) else attn_mask,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+    )
+    ragged = torch_private.ragged_dimension(query)
+    extremes = torch_private.shortest(query), torch_private.longest(query)
+    return _nested(out, query.offsets(), query.lengths(), ragged, *extremes)
+
+
+def _counted(
+    query: Any, key: Any, value: Any, dropout_p: float, is_causal: bool, scale: float | None
+) -> Tensor:
+    """Nothing, in the right shape, by the operator whose multiplications PyTorch can count."""
+    longest = [torch_private.longest(x) for x in (query, key)]
+    if None in longest:
+        raise DeviceError(
+            "nested tensors on the meta device must know their longest sequence, but one does "
+            "not, and it cannot be read there. Give max_seqlen to torch.nested.nested_tensor_from"
+            "_jagged."
+        )
+    flat = [x.values() if x.dim() == 3 else x.values().transpose(0, 1) for x in (query, key, value)]
+    packed = [x.unsqueeze(1) if x.dim() == 2 else x for x in flat]
+    ends = [x.offsets().int() for x in (query, key)]
+    out = torch_private.flash_attention_forward(
+        *packed, *ends, *longest, dropout_p, is_causal, False, scale=scale
+    )[0]
+    return _like(query, out[..., : value.size(-1)], query.size(0))

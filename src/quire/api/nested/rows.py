@@ -1,0 +1,123 @@
+"""The operands of nested attention as packed rows."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.api.nested.checks import listed
+from quire.errors import ShapeError
+from quire.memory.tables import Numbers, Spans, checked_lengths, checked_offsets
+from quire.support.torch_private import is_transformed, nested_values
+
+
+class Rows(NamedTuple):
+    """The rows of a nested tensor [total, H, D], and where its sequences lie in them."""
+
+    rows: Tensor
+    first: Numbers
+    lengths: Numbers
+
+    @property
+    def spans(self) -> tuple[Tensor, Tensor]:
+        """Offsets and lengths."""
+        ends = np.append(self.first, len(self.rows))
+        return torch.from_numpy(ends), torch.from_numpy(self.lengths)
+
+    def moved(self, first: Numbers, lengths: Numbers) -> Rows:
+        """The rows that begin at `first`, one sequence after the other and nothing between."""
+        ends = np.cumsum(lengths)
+        at = np.arange(ends[-1] if len(ends) else 0) + np.repeat(first - ends + lengths, lengths)
+        rows = self.rows.index_select(0, torch.from_numpy(at).to(self.rows.device))
+        return Rows(rows, ends - lengths, lengths)
+
+    def repeated(self, batch: int) -> Rows:
+        """The only sequence, `batch` times."""
+        if len(self.lengths) == batch:
+            return self
+        return self.moved(np.repeat(self.first, batch), np.repeat(self.lengths, batch))
+
+    def with_heads(self, count: int) -> Rows:
+        """The only head, `count` times."""
+        if self.rows.shape[1] == count:
+            return self
+        return self._replace(rows=self.rows.expand(-1, count, -1))
+
+    def lie_like(self, other: Rows) -> bool:
+        """Whether sequences are where those of `other` are, for sure; tensors alike share them."""
+        return self.first is other.first and self.lengths is other.lengths
+
+
+def is_watched(tensor: Tensor) -> bool:
+    """Whether autograd, forward-mode AD or torch.func may have to know what becomes of a tensor.
+
+    Nested tensors tell them slowly, so they are told only then.
+    """
+    return tensor.requires_grad or is_transformed()
+
+
+def _values(nested: Any) -> Tensor:
+    values: Tensor = nested.values() if is_watched(nested) else nested_values(nested).detach()
+    return values
+
+
+def rows_of(query: Any, key: Any, value: Any) -> list[Rows]:
+    """Those of [B, H, j, D] or [B, j, D]; often all lie alike, and are looked at once."""
+    seen: dict[tuple[int, int, int], Spans] = {}
+    found = []
+    for name, nested in (("query", query), ("key", key), ("value", value)):
+        values, offsets, lengths = _values(nested), nested.offsets(), nested.lengths()
+        rows = values.unsqueeze(1) if values.dim() == 2 else values.transpose(0, 1)
+        known = (id(offsets), id(lengths), len(rows))
+        if known not in seen:
+            names = (f"{name}.offsets", f"{name}.lengths")
+            ends = checked_offsets(names[0], offsets, len(rows))
+            room = np.diff(ends)
+            own = room if lengths is None else checked_lengths(names, lengths, room)
+            seen[known] = Spans(ends[:-1], own)
+        found.append(Rows(rows, *seen[known]))
+    return found
+
+
+def aligned(operands: list[Rows], enable_gqa: bool) -> tuple[Rows, Rows, Rows]:
+    """Batches and heads that go together, and values that lie as the keys do."""
+    batches = [len(each.lengths) for each in operands]
+    batch = max(batches)
+    if set(batches) - {1, batch}:
+        raise ShapeError(
+            f"query, key and value must have the same batch size, or 1, but have "
+            f"{listed(batches)}. Give as many sequences of each."
+        )
+    query, key, value = (each.repeated(batch) for each in operands)
+    if key.lie_like(value):
+        return _with_heads(query, key, value, enable_gqa)
+    if not np.array_equal(key.lengths, value.lengths):
+        at = int(np.flatnonzero(key.lengths != value.lengths)[0])
+        raise ShapeError(
+            f"key and value must have sequences of the same lengths, but sequence {at} has "
+            f"{key.lengths[at]} keys and {value.lengths[at]} values. Give them the same offsets."
+        )
+    if not np.array_equal(key.first, value.first) or len(key.rows) != len(value.rows):
+        key, value = (each.moved(each.first, each.lengths) for each in (key, value))
+    return _with_heads(query, key, value, enable_gqa)
+
+
+def _with_heads(query: Rows, key: Rows, value: Rows, enable_gqa: bool) -> tuple[Rows, Rows, Rows]:
+    heads = [each.rows.shape[1] for each in (query, key, value)]
+    q_heads, kv_heads = heads[0], max(heads[1:])
+    advice = "Repeat the heads of one."
+    if enable_gqa:
+        grouped = q_heads % max(1, kv_heads) == 0
+    else:
+        q_heads = kv_heads = max(heads)
+        grouped = heads[0] in (1, q_heads)
+        advice = "Set enable_gqa=True where a key head serves several query heads."
+    if not grouped or set(heads[1:]) - {1, kv_heads}:
+        raise ShapeError(
+            f"query, key and value must have the same number of heads, or 1, but have "
+            f"{listed(heads)}. {advice}"
+        )
+    return query.with_heads(q_heads), key.with_heads(kv_heads), value.with_heads(kv_heads)

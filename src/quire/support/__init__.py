@@ -1,0 +1,1 @@
+"""What everything stands on: settings, locks, warnings, and the private names of PyTorch."""

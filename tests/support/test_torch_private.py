@@ -1,0 +1,80 @@
+"""PyTorch's private names: each is there, and one that is gone says so."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+from torch.nn.attention import flex_attention as torch_flex
+
+from quire.errors import QuireError, TorchVersionError
+from quire.support import torch_private
+
+
+def test_every_name_is_there() -> None:
+    gone = [
+        name
+        for name, value in vars(torch_private).items()
+        if isinstance(value, types.FunctionType)
+        and value.__qualname__ == "_function.<locals>.found"
+    ]
+    assert not gone
+    assert torch_private.compile_errors()
+    assert issubclass(torch_private.no_compiler_error(), Exception)
+    assert not torch_private.is_one_graph()
+    assert torch_private.without_hooks is torch._C.DisableTorchFunctionSubclass
+    assert torch_private.has_avx2() == torch.cpu._is_avx2_supported()
+    assert torch_private.is_torch_slice(torch_flex._sliced_mask_mod_error)
+    assert not torch_private.is_torch_slice(torch_flex.noop_mask)
+
+
+def test_a_name_that_is_gone_is_told_with_the_version() -> None:
+    found = torch_private._function("torch", "_C._functorch.is_no_more")
+    message = (
+        rf"expected PyTorch to have torch\._C\._functorch\.is_no_more, which quire uses here, but "
+        rf"torch {torch.__version__.replace('+', '[+]')} does not\. Install a version of torch"
+    )
+    with pytest.raises(TorchVersionError, match=message):
+        found(torch.ones(1))
+    with pytest.raises(ImportError, match=r"torch\._nowhere\.thing"):
+        torch_private.named("torch._nowhere", "thing")
+
+
+def test_an_attribute_that_is_gone_is_told() -> None:
+    with pytest.raises(TorchVersionError, match=r"NestedTensor\._no_more"):
+        torch_private._attribute("NestedTensor", "_no_more")(torch.ones(1))
+
+
+def test_forward_mode_that_cannot_be_seen_is_not_taken_for_absent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert torch_private.is_transformed() is False
+    monkeypatch.delattr(torch.autograd.forward_ad, "_current_level")
+    with pytest.raises(QuireError, match=r"forward_ad\._current_level"):
+        torch_private.is_transformed()
+
+
+def test_nested_tensors_that_cannot_be_seen_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2, 3)], layout=torch.jagged)
+    assert torch_private.is_jagged(nested)
+    assert not torch_private.is_jagged(torch.ones(1))
+    gone = torch_private._function("torch.nested._internal.nested_tensor", "NoTensor")
+    monkeypatch.setattr(torch_private, "_make_nested", gone)
+    monkeypatch.setattr(torch_private, "_NESTED", "torch.nested._internal.nowhere")
+    with pytest.raises(TorchVersionError, match=r"nowhere\.NestedTensor"):
+        torch_private.is_jagged(nested)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "ask"),
+    [
+        (torch_flex, "_sliced_mask_mod_error", lambda: not torch_private.is_torch_slice(None)),
+        (torch.cpu, "_is_avx2_supported", torch_private.has_avx2),
+    ],
+)
+def test_where_there_is_a_safe_answer_it_is_given(
+    monkeypatch: pytest.MonkeyPatch, owner: object, name: str, ask: types.FunctionType
+) -> None:
+    monkeypatch.delattr(owner, name)
+    assert ask()
