@@ -41,16 +41,18 @@ class Wanted(NamedTuple):
     key: bool
     value: bool
     captures: tuple[Tensor, ...]
+    learned: tuple[int, ...]  # the places of the captured tensors that require a gradient
+
+    @staticmethod
+    def of(query: bool, key: bool, value: bool, captures: tuple[Tensor, ...] = ()) -> Wanted:
+        """Those of the operands that are named, and of the captures that require one."""
+        learned = tuple(n for n, tensor in enumerate(captures) if tensor.requires_grad)
+        return Wanted(query, key, value, captures, learned)
 
     @property
     def scores(self) -> bool:
         """Whether any of them needs the gradient of the scores."""
         return self.query or self.key or bool(self.learned)
-
-    @property
-    def learned(self) -> tuple[int, ...]:
-        """The places of the captured tensors that require a gradient."""
-        return tuple(n for n, tensor in enumerate(self.captures) if tensor.requires_grad)
 
 
 class Above(NamedTuple):
