@@ -301,7 +301,7 @@ def check_score(score: object) -> float:
     """A score that a score_mod is given, where one is asked what it does."""
     if isinstance(score, bool) or not isinstance(score, int | float):
         raise ArgumentError(
-            f"expected score to be a number, got {score!r}. Give the score that the mod "
+            f"score must be a number, but is {score!r}. Give the score that the mod "
             f"is to change."
         )
     return float(score)

@@ -21,6 +21,7 @@ from torch import Tensor
 from quire.codegen.contract import ALIGNED, Terms
 from quire.codegen.convention import (
     CALL_PART,
+    KEYS_OF_PIECE,
     MOST_ROWS,
     PLAN_PART,
     SEQUENCE,
@@ -270,7 +271,7 @@ def _table(placed: Placed, rows: Sequences, form: Form, heads: int, block_q: int
         pieces = np.maximum(1, num_pieces(rows.kv_begin, rows.kv_end))
     order = rows.largest_first()
     shared = group = None
-    if form == "row" and placed.page_table is not None and longest(pieces) > 1:
+    if form == "row" and placed.page_table is not None and longest(rows.kv_end) >= KEYS_OF_PIECE:
         page = placed.key.shape[2]
         order, shared, group = shared_pieces(rows, placed.page_table, page, order)
     rows, pieces = rows.where(order), pieces[order]

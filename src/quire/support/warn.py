@@ -11,7 +11,9 @@ import warnings
 
 import torch
 
-_OURS = tuple(os.path.dirname(file) + os.sep for file in (__file__, torch.__file__))
+_OURS = tuple(
+    os.path.dirname(place) + os.sep for place in (os.path.dirname(__file__), torch.__file__)
+)
 
 
 def warn(message: str, category: type[Warning], through: tuple[str, ...] = ()) -> None:
