@@ -83,7 +83,7 @@ class Terms:
         )
 
     def scratch_bytes(self, members: int) -> int:
-        """The bytes of scratch that a thread needs for pieces of so many members."""
+        """The bytes of scratch that a thread needs for pieces of `members` sequences."""
         return self.scratch_of_one if members == 1 else self._scratch_bytes(members)
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019  Terms are small

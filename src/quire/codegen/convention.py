@@ -2,19 +2,23 @@
 
 One score matrix: queries go down, keys to the right, a cell is the score of one query and one key.
 
-                       keys -->
-                       |<---- block of keys ---->|<------ block of keys ----->|
-    queries     +----- +-------------------------+----------------------------+
-       |        | panel|   tile: one panel       |            tile            |
-       v        |      |   and one block of keys |                            |
-      block     +----- +------+------------------+----------------------------+
-      of        | panel| strip|      tile        |            tile            |
-      queries   |      |      |                  |                            |
-                +----- +------+------------------+----------------------------+
+                  keys -->
+                  |<------ piece: 8 blocks, 1024 keys ------ ...    span: 64 blocks ------ ...
+                  |<--- block: 128 keys --->|<--- block: 128 keys --->|
+    queries   +---+------+------------------+-------------------------+ .
+       |      |   |strip:|                  |                         |  |
+       v    panel |6 keys|      tile        |          tile           |  |
+              |   |      |                  |                         |  | block
+              +---+------+------------------+-------------------------+  | of
+              |   |                         |                         |  | queries
+            panel |          tile           |          tile           |  |
+              |   |. . . row: all scores of one query . . . . . . . . |  |
+              +---+-------------------------+-------------------------+ '
 
     row        one query of one head, or its numbers in memory: the scores, the result, ...
     column     one number of a row of query, key, value or out; in a panel, one query
-    lane       one number of a vector; lanes run over the queries of a panel, in decode over columns
+    lane       one number of a vector; lanes run over the queries of a panel, but over columns and
+               keys in the decode kernel
     panel      as many queries as `Tile.width`: a few vectors side by side
     block      `block_kv` keys from a multiple of that on; or `block_q` queries of one head
     tile       what one panel does with one block of keys; its kind is EMPTY, PARTIAL, FULL or PLAIN
@@ -54,9 +58,7 @@ Without a list, every tile has the kind `tile_kind`, unless there is a `verdict`
 spans first, then about blocks, then about panels. A FULL tile gets `full_mod`, a PARTIAL one
 `partial_mod`, a PLAIN one `plain_mod`; a null pointer means that scores stay as they are. For a
 PARTIAL tile the kernel first calls `extent`, if there is one, to learn which keys the panel reads;
-if every query reads every key, the tile is PLAIN.
-
-`contract.py` checks every launch against this convention.
+if every query reads every key, the tile is PLAIN. `contract.py` checks records before a launch.
 """
 
 from __future__ import annotations
@@ -79,7 +81,7 @@ from quire.errors import CodegenError
 ENTRY = "forward"  # the name of every kernel's function
 Form = Literal["panel", "row", "backward"]  # the kernels of forward.py, decode.py and backward.py
 BLOCK_Q = 128  # queries of a block in the backward kernel
-MOST_ROWS = 4  # a sequence with at most so many queries is computed row by row
+MOST_ROWS = 4  # the most queries of a sequence that is computed row by row
 KEYS_OF_PIECE = 1024
 EMPTY, PARTIAL, FULL, PLAIN = range(4)  # skip the tile; apply all masks, some, none
 
@@ -97,7 +99,7 @@ EXTENT = Signature("extent", typed("ptr arguments, i64 b h q_idx queries kv_idx 
 """Tells which keys a panel reads, see `mods/functions.py`."""
 
 VERDICT = Signature("verdict", typed("ptr arguments, i64 b h q_low q_high kv_low kv_high"), I64)
-"""Tells of which kind a tile is, see `mods/functions.py`."""
+"""Tells the kind of a tile, see `mods/functions.py`."""
 
 OBSERVE = Signature("observe", typed("ptr scores running_sum best place surprise, i64 first keys"))
 """Keeps track of the argmax and the entropy of rows, see `phases/observe.py`."""

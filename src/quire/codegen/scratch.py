@@ -16,14 +16,14 @@ from quire.codegen.phases.row_stream import MOST_AHEAD
 from quire.codegen.phases.staging import PLACEMENT, Number, padded, scratch_stride
 from quire.codegen.phases.tiles import SMALL_ROWS, Tile
 
-BLOCKS_TOGETHER = 4  # the decode kernel computes so many blocks of keys at once
+BLOCKS_TOGETHER = 4  # blocks of keys that the decode kernel computes at once
 
 Regions: TypeAlias = Iterator[tuple[str, Number]]
 """Names of regions, and where each begins in elements."""
 
 
 def scratch_bytes(form: Form, tile: Tile, head_dim: int, value_dim: int, rows: int) -> int:
-    """How many bytes a thread needs that computes so many rows (queries) at a time."""
+    """How many bytes of scratch a thread needs to compute `rows` queries at a time."""
     regions = dict(_REGIONS[form](tile, head_dim, value_dim, rows))
     return regions["end"] * tile.element.size
 

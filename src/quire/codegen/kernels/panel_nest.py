@@ -175,7 +175,7 @@ class PanelNest(Nest):
             f.call_pointer(function, OBSERVE, scores=scores, **state, first=first, keys=count)
 
     def _odd(self, maxima: Value, queries: Value) -> Value:
-        """Whether the maximum of some query is +inf or NaN; only so many queries are looked at."""
+        """Whether the maximum of one of the first `queries` queries is +inf or NaN."""
         f, lanes = self.f, self.tile.lanes
         odd = [f.any_lane(~(x < math.inf)) for x in self.tile.load_row(f, maxima)]
         held = [x & (queries > v * lanes) if v else x for v, x in enumerate(odd)]

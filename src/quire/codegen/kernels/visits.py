@@ -73,9 +73,9 @@ class _Walk:
         )[0]
 
     def blocks(self, number: Value, end: Value, span: Value) -> list[Value]:
-        """The first block, the end and the kind of what has this number, in a span of a kind.
+        """First block, end and kind: of one entry of the list, or of the blocks [number, end).
 
-        That is one entry of the list, or the blocks up to `end`, less EMPTY ones at either side.
+        Blocks that are EMPTY at either side are left out; `span` is the kind of all of the span.
         """
         return self.f.choose(
             self.listed, lambda: self._entry(number), lambda: self._unlisted(number, end, span)

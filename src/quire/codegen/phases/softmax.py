@@ -20,7 +20,6 @@ from quire.codegen.phases.tiles import Tile
 LN_4 = math.log(4.0)
 LOG4_E = 1.0 / LN_4
 
-
 FINITE = {F32: torch.finfo(torch.float32).max, F64: torch.finfo(torch.float64).max}
 """The largest number of a type."""
 

@@ -179,59 +179,55 @@ def write_multiply_keys(
     """
     parameters = typed("ptr keys, i64 stride, ptr queries, i64 depth, ptr scores maxima, i64 count")
     with module.function(tile.named("multiply_keys"), parameters, internal=True) as f:
-        given = f.given
-        depth, count = given["depth"], given["count"]
+        given, count = f.given, f.given["count"]
         last = count - 1
-
-        def product(
-            starts: list[Value], begin: Value, number: Value, sums: list[Value]
-        ) -> list[Value]:
-            return outer_product(
-                f,
-                tile,
-                number,
-                lambda d: [f.load(tile.element, start, begin + d) for start in starts],
-                lambda d: tile.load_row(f, given["queries"], begin + d),
-                rows=len(starts),
-                unroll=1 if tile.narrow else 2,
-                sums=sums,
-            )
-
-        def product_in_place(starts: list[Value], sums: list[Value]) -> list[Value]:
-            def one_line(d: Value, sums: list[Value]) -> list[Value]:
-                for start in starts:
-                    f.prefetch(f.offset(start, d + depth, tile.element))
-                return product(starts, d, f.minimum(depth - d, tile.line), sums)
-
-            return f.loop(0, depth, one_line, carry=sums, step=tile.line)
 
         def multiply(first: Value, best: list[Value], rows: int) -> list[Value]:
             places = [first + r for r in range(rows)]
             if rows == SMALL_ROWS:  # past the end: the last key again; nobody reads its scores
                 places = [f.minimum(place, last) for place in places]
-            starts = [
-                f.offset(given["keys"], place * given["stride"], tile.element) for place in places
-            ]
-            nothing = tile.row(f, 0.0) * rows
-            if tile.narrow:
-                sums = product_in_place(starts, nothing)
-            else:
-                sums = product(starts, f.value(0, I64), depth, nothing)
-            for r, row in enumerate(tile.rows(sums)):
+            starts = [f.offset(given["keys"], at * given["stride"], tile.element) for at in places]
+            for r, row in enumerate(tile.rows(_multiply_rows(f, tile, starts))):
                 tile.store_row(f, row, given["scores"], first + r, row_stride)
                 if maxima:
                     best = [f.maximum(a, b) for a, b in zip(best, row, strict=True)]
             return best
 
+        def multiply_few(first: Value, best: list[Value]) -> list[Value]:
+            return multiply(first, best, SMALL_ROWS)
+
         large, rows = large_rows(tile, count), tile.large_rows
         best = tile.row(f, -math.inf) if maxima else []
         best = f.loop(0, large, lambda j, m: multiply(j, m, rows), carry=best, step=rows)
-        best = f.loop(
-            large, count, lambda j, m: multiply(j, m, SMALL_ROWS), carry=best, step=SMALL_ROWS
-        )
+        best = f.loop(large, count, multiply_few, carry=best, step=SMALL_ROWS)
         if maxima:
             tile.store_row(f, best, given["maxima"])
     return f
+
+
+def _multiply_rows(f: Function, tile: Tile, starts: Sequence[Value]) -> list[Value]:
+    """The scores of some keys; in a narrow tile, what follows each key in memory is prefetched."""
+    depth, queries = f.given["depth"], f.given["queries"]
+
+    def product(begin: Value, count: Value, sums: list[Value]) -> list[Value]:
+        def keys(d: Value) -> list[Value]:
+            return [f.load(tile.element, start, begin + d) for start in starts]
+
+        def query_row(d: Value) -> list[Value]:
+            return tile.load_row(f, queries, begin + d)
+
+        size = {"rows": len(starts), "unroll": 1 if tile.narrow else 2}
+        return outer_product(f, tile, count, keys, query_row, sums=sums, **size)
+
+    def one_line(d: Value, sums: list[Value]) -> list[Value]:
+        for start in starts:
+            f.prefetch(f.offset(start, d + depth, tile.element))
+        return product(d, f.minimum(depth - d, tile.line), sums)
+
+    nothing = tile.row(f, 0.0) * len(starts)
+    if tile.narrow:
+        return f.loop(0, depth, one_line, carry=nothing, step=tile.line)
+    return product(f.value(0, I64), depth, nothing)
 
 
 def write_exponentiate(module: Module, tile: Tile, *, careful: bool = False) -> Function:
