@@ -301,7 +301,6 @@ def check_score(score: object) -> float:
     """A score that a score_mod is given, where one is asked what it does."""
     if isinstance(score, bool) or not isinstance(score, int | float):
         raise ArgumentError(
-            f"score must be a number, but is {score!r}. Give the score that the mod "
-            f"is to change."
+            f"score must be a number, but is {score!r}. Give the score that the mod is to change."
         )
     return float(score)

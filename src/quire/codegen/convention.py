@@ -19,7 +19,7 @@ One score matrix: queries go down, keys to the right, a cell is the score of one
     column     one number of a row of query, key, value or out; in a panel, one query
     lane       one number of a vector; lanes run over the queries of a panel, but over columns and
                keys in the decode kernel
-    panel      as many queries as `Tile.width`: a few vectors side by side
+    panel      as many queries as `TileShape.width`: a few vectors side by side
     block      `block_kv` keys from a multiple of that on; or `block_q` queries of one head
     tile       what one panel does with one block of keys; its kind is EMPTY, PARTIAL, FULL or PLAIN
     strip      the keys, queries or columns that the micro kernel multiplies in one go
@@ -43,7 +43,7 @@ The backward kernel (`kernels/backward.py`) adds up gradients of keys and values
     share      a slice of the queries of one sequence that read one key head; it has its own sums
 
 A kernel is one function, `ENTRY`. Every thread of a launch calls it with the address of the same
-record: `FORWARD`, or `BACKWARD` for gradients. A kernel is compiled for dtypes and a target; sizes,
+record: `KERNEL`, or `BACKWARD` for gradients. A kernel is compiled for dtypes and a target; sizes,
 strides, lengths, masks and mods are fields of the record. Items of a sequence are numbered by head,
 then by block.
 
@@ -75,7 +75,7 @@ from quire.codegen.llvm.target import Target
 from quire.codegen.llvm.types import F32, F64, I64, PTR, Layout, Type, typed
 from quire.codegen.llvm.values import Signature, Value
 from quire.codegen.phases.staging import Number, padded, scratch_stride
-from quire.codegen.phases.tiles import Tile
+from quire.codegen.phases.tiles import TileShape
 from quire.errors import CodegenError
 
 ENTRY = "forward"  # the name of every kernel's function
@@ -181,7 +181,7 @@ PLAN = {
     "observe": PTR,  # an OBSERVE or null
 }
 
-FORWARD = Layout("forward", CALL | PLAN)
+KERNEL = Layout("forward", CALL | PLAN)
 CALL_PART, PLAN_PART = Layout("call", CALL), Layout("plan", PLAN)
 
 GRADIENTS = {
@@ -198,7 +198,7 @@ GRADIENTS = {
     **_strides("grad_value", "slice batch head row"),
     "masses": PTR,  # the sum of each key's weights, by query head
     **_strides("masses", "slice batch head"),
-    "captured": PTR,  # a CAPTURED record for each load that has a gradient
+    "captured": PTR,  # a CAPTURED_GRADIENT record for each load that has a gradient
     "wants_slopes": I64,  # 1 or 0: whether any gradient of scores is used
     "slope_scale": F64,  # what gradients of queries and keys are multiplied by at the end
     "odd": PTR,  # two i64: 1 if some gradient is not finite; 1 if some lse that is used is far
@@ -206,7 +206,7 @@ GRADIENTS = {
 BACKWARD = Layout("backward", CALL | PLAN | GRADIENTS)
 GRADIENTS_PART = Layout("gradients", GRADIENTS)
 
-CAPTURED = Layout("captured", typed("ptr base, i64 batch head slice"))
+CAPTURED_GRADIENT = Layout("captured", typed("ptr base, i64 batch head slice"))
 """Where shares add up the gradient of a captured tensor: an address, and strides in elements."""
 
 SEQUENCE = Layout(
@@ -244,7 +244,7 @@ class Record:
 
 
 @dataclass(frozen=True)
-class ForwardSpec:
+class KernelSpec:
     """What a kernel is compiled for: a target, and dtypes by torch's names.
 
     The decode kernel may also be compiled for a width of keys and values; 0 means any width.
@@ -267,9 +267,9 @@ class ForwardSpec:
             raise CodegenError(f"expected float64 queries with float64 keys, got {self}")
 
     @property
-    def tile(self) -> Tile:
+    def tile(self) -> TileShape:
         """Scratch, lse, max_scores and entropy are float64 if queries are, else float32."""
-        return Tile(self.target, F64 if self.query == "float64" else F32)
+        return TileShape(self.target, F64 if self.query == "float64" else F32)
 
 
 # --- how work is divided
@@ -281,7 +281,7 @@ def tile_entry(block: int, kind: int) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def choose_block_q(tile: Tile, head_dim: int, value_dim: int, rows: int, threads: int) -> int:
+def choose_block_q(tile: TileShape, head_dim: int, value_dim: int, rows: int, threads: int) -> int:
     """How many queries make a block, given the number of query rows of all heads.
 
     Large blocks copy keys to scratch less often. But the panels of a block must fit a cache, and
@@ -324,12 +324,12 @@ def num_pieces(kv_begin: Lengths, kv_end: Lengths) -> Lengths:
 # --- the layout of sums that the runtime allocates
 
 
-def partial_stride(tile: Tile, value_dim: Number) -> Number:
+def partial_stride(tile: TileShape, value_dim: Number) -> Number:
     """The distance between rows of `partials`, in elements."""
     return scratch_stride(tile, value_dim) + len(PARTIAL_STATES) * tile.lanes
 
 
-def gradient_columns(tile: Tile, width: Number) -> Number:
+def gradient_columns(tile: TileShape, width: Number) -> Number:
     """The width of the rows in which gradients are summed: whole pairs of vectors."""
     pair = 2 * tile.lanes
     return (width + (pair - 1)) & -pair

@@ -13,7 +13,7 @@ from torch import Tensor
 from quire.block_mask import BlockRows
 from quire.codegen.convention import (
     BLOCK_Q,
-    CAPTURED,
+    CAPTURED_GRADIENT,
     GRADIENTS,
     GRADIENTS_PART,
 )
@@ -178,12 +178,12 @@ class Pass:
         value = self._sums_of_rows(placed.value) if wanted.value else None
         delta = torch.zeros_like(self.above.lse)
         odd = torch.zeros(2, dtype=torch.int64, device="cpu")
-        table = ctypes.create_string_buffer(CAPTURED.size * len(self.plan.loads) + 1)
+        table = ctypes.create_string_buffer(CAPTURED_GRADIENT.size * len(self.plan.loads) + 1)
         fields = self._fields(query, key, value, delta)
         fields |= {"captured": ctypes.addressof(table), "odd": odd.data_ptr()}
         for part in self._rounds():
             sums = {place: each.begin(part) for place, each in self.learned.items()}
-            records = [CAPTURED.pack_in_order(*sums[place]) for place in self._places]
+            records = [CAPTURED_GRADIENT.pack_in_order(*sums[place]) for place in self._places]
             table.raw = b"".join((*records, b"\0"))
             self._launch(fields, part)
             for each in self.learned.values():

@@ -26,12 +26,12 @@ from quire.codegen.convention import (
     PLAN_PART,
     SEQUENCE,
     Form,
-    ForwardSpec,
+    KernelSpec,
     num_items,
     num_pieces,
 )
 from quire.codegen.llvm import jit
-from quire.codegen.phases.tiles import Tile
+from quire.codegen.phases.tiles import TileShape
 from quire.ir.pyramid import Pyramid
 from quire.memory import One, Placed, longest
 from quire.memory.tables import Numbers, Sequences
@@ -52,8 +52,8 @@ class Kernel:
     """The kernel of a form for some dtypes, and what follows from its shape."""
 
     form: Form
-    spec: ForwardSpec
-    tile: Tile
+    spec: KernelSpec
+    tile: TileShape
     code: jit.Code
     address: int
 

@@ -24,7 +24,7 @@ from quire.codegen.convention import (
     PARTIAL,
     PLAN_PART,
     Form,
-    ForwardSpec,
+    KernelSpec,
     choose_block_q,
     choose_heads,
     partial_stride,
@@ -39,7 +39,7 @@ from quire.codegen.llvm.types import F32, F64
 from quire.codegen.phases.observe import write_observe
 from quire.codegen.phases.softmax import LOG4_E
 from quire.codegen.phases.staging import ENDLESS
-from quire.codegen.phases.tiles import Tile
+from quire.codegen.phases.tiles import TileShape
 from quire.memory import One, Placed, longest
 from quire.memory.tables import Sequences
 from quire.results import Result
@@ -118,7 +118,7 @@ def _result_layout(results: Result) -> dict[str, int]:
     }
 
 
-def _functions(code: ModCode, form: Form, tile: Tile, results: Result) -> dict[str, int]:
+def _functions(code: ModCode, form: Form, tile: TileShape, results: Result) -> dict[str, int]:
     """The addresses of what the kernel calls."""
     observes = results.argmax is not None or results.entropy is not None
     return {
@@ -139,7 +139,7 @@ def queries_of_item(
     if form == "row":
         return max(1, rows.q_len if isinstance(rows, One) else longest(rows.q_len))
     query, value = placed.query, placed.value
-    tile = Tile(Target.host(), F64 if query.dtype == torch.float64 else F32)
+    tile = TileShape(Target.host(), F64 if query.dtype == torch.float64 else F32)
     count = num_rows(placed, rows)
     block_q = choose_block_q(tile, query.shape[3], value.shape[3], count, num_threads())
     if mask is None:
@@ -206,7 +206,7 @@ def strides(tensor: Tensor) -> tuple[int, ...]:
 # --- kernels --------------------------------------------------------------------------------------
 
 
-_WRITERS: dict[Form, Callable[[ForwardSpec], Module]] = {
+_WRITERS: dict[Form, Callable[[KernelSpec], Module]] = {
     "panel": write_forward,
     "row": write_decode,
     "backward": write_backward,
@@ -230,11 +230,11 @@ def kernel(
     known = form == "row" and {head_dim, value_dim} <= COMMON_WIDTHS
     query, key, value, out = map(_name, dtypes)
     widths = (head_dim, value_dim) if known else (0, 0)
-    return kernel_of(form, ForwardSpec(Target.host(), query, key, value, out, *widths))
+    return kernel_of(form, KernelSpec(Target.host(), query, key, value, out, *widths))
 
 
 @functools.cache
-def kernel_of(form: Form, spec: ForwardSpec) -> Kernel:
+def kernel_of(form: Form, spec: KernelSpec) -> Kernel:
     """The kernel of a form, which is made once."""
     key = cache_key(form, repr(spec))
     code = code_of(key, spec.target, lambda: _WRITERS[form](spec), [ENTRY])
@@ -242,7 +242,7 @@ def kernel_of(form: Form, spec: ForwardSpec) -> Kernel:
 
 
 @functools.cache
-def observer(form: Form, tile: Tile) -> jit.Code:
+def observer(form: Form, tile: TileShape) -> jit.Code:
     """The function that a kernel calls where an argmax or an entropy is wanted."""
     key = cache_key("observe", form, repr(tile))
     return code_of(key, tile.target, lambda: write_observe(form, tile), [OBSERVE.name])

@@ -8,7 +8,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from quire.codegen.convention import OBSERVE, REWRITE, ForwardSpec, Record
+from quire.codegen.convention import OBSERVE, REWRITE, KernelSpec, Record
 from quire.codegen.kernels.items import QueryBlock
 from quire.codegen.kernels.nest import Nest
 from quire.codegen.kernels.visits import KeyBlock, KeyRange
@@ -32,7 +32,7 @@ OPERANDS = (*READ, "out")
 class Products:
     """The functions that compute a tile, for whole panels or for the first vectors of panels."""
 
-    def __init__(self, module: Module, tile: tiles.Tile) -> None:
+    def __init__(self, module: Module, tile: tiles.TileShape) -> None:
         self.tile = tile
         self.multiply_keys = tiles.write_multiply_keys(module, tile)
         self.exponentiate = tiles.write_exponentiate(module, tile)
@@ -42,7 +42,7 @@ class Products:
 class PanelPhases:
     """The functions that the kernel calls; `gather` and `place` by the name of a tensor."""
 
-    def __init__(self, module: Module, spec: ForwardSpec) -> None:
+    def __init__(self, module: Module, spec: KernelSpec) -> None:
         tile = spec.tile
         stored = {name: storage(spec.dtype_of(name)) for name in OPERANDS}
         in_place = [name for name in OPERANDS if stored[name].memory == tile.element]
@@ -84,7 +84,7 @@ class PanelTile(NamedTuple):
 class PanelNest(Nest):
     """The part of the forward kernel that computes tiles."""
 
-    def __init__(self, spec: ForwardSpec, f: Function, phases: PanelPhases) -> None:
+    def __init__(self, spec: KernelSpec, f: Function, phases: PanelPhases) -> None:
         def regions(arg: Record) -> Regions[Value]:
             return panel_regions(spec.tile, arg["head_dim"], arg["value_dim"], arg["block_q"])
 

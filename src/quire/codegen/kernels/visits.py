@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from quire.codegen.convention import EMPTY, EXTENT, FULL, PARTIAL, PLAIN, VERDICT, ForwardSpec
+from quire.codegen.convention import EMPTY, EXTENT, FULL, PARTIAL, PLAIN, VERDICT, KernelSpec
 from quire.codegen.kernels.items import Items, Piece, QueryBlock
 from quire.codegen.llvm.builder import Function, Value
 from quire.codegen.llvm.types import I32, I64
@@ -112,7 +112,7 @@ class _Walk:
 class Visits:
     """Visits the tiles of blocks of queries."""
 
-    def __init__(self, f: Function, spec: ForwardSpec, items: Items) -> None:
+    def __init__(self, f: Function, spec: KernelSpec, items: Items) -> None:
         self.f, self.spec, self.items, self.arg = f, spec, items, items.arg
 
     @contextmanager

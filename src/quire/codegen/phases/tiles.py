@@ -36,7 +36,7 @@ NARROW_ROWS = 8  # rows of the large micro kernel in narrow tiles
 UNREAD = -0.0  # the weight of a key that is not read, in the careful form
 
 
-class Tile(NamedTuple):
+class TileShape(NamedTuple):
     """The shape of tiles: a target, and the type of scratch memory.
 
     A narrow tile has the same layout in memory, but only the first `part` vectors of its panel are
@@ -73,7 +73,7 @@ class Tile(NamedTuple):
         """Whether only the first vectors of a panel are computed."""
         return self.part > 0
 
-    def parts(self) -> list[Tile]:
+    def parts(self) -> list[TileShape]:
         """The narrow tiles: those of one vector, two, four and so on."""
         sizes = (1 << n for n in range(self.target.vectors.bit_length()))
         return [self._replace(part=size) for size in sizes if size < self.target.vectors]
@@ -138,7 +138,7 @@ def across(f: Function, vector: Value, combine: Callable[[Value, Value], Value])
 
 def outer_product(
     f: Function,
-    tile: Tile,
+    tile: TileShape,
     count: Value,
     numbers: Callable[[Value], list[Value]],
     vectors: Callable[[Value], list[Value]],
@@ -164,14 +164,14 @@ def outer_product(
     return f.loop(0, count, add, carry=sums or tile.row(f, 0.0) * rows, step=unroll)
 
 
-def large_rows(tile: Tile, count: Value) -> Value:
+def large_rows(tile: TileShape, count: Value) -> Value:
     """How many of `count` rows the large micro kernel computes; the small one computes the rest."""
     unit = math.lcm(tile.large_rows, SMALL_ROWS)
     return count.udiv(unit) * unit
 
 
 def write_multiply_keys(
-    module: Module, tile: Tile, *, maxima: bool = True, row_stride: int = 0
+    module: Module, tile: TileShape, *, maxima: bool = True, row_stride: int = 0
 ) -> Function:
     """The function that gives scores[key] = keys[key] . queries, and each query's maximum.
 
@@ -205,7 +205,7 @@ def write_multiply_keys(
     return f
 
 
-def _multiply_rows(f: Function, tile: Tile, starts: Sequence[Value]) -> list[Value]:
+def _multiply_rows(f: Function, tile: TileShape, starts: Sequence[Value]) -> list[Value]:
     """The scores of some keys; in a narrow tile, what follows each key in memory is prefetched."""
     depth, queries = f.given["depth"], f.given["queries"]
 
@@ -230,7 +230,7 @@ def _multiply_rows(f: Function, tile: Tile, starts: Sequence[Value]) -> list[Val
     return product(f.value(0, I64), depth, nothing)
 
 
-def write_exponentiate(module: Module, tile: Tile, *, careful: bool = False) -> Function:
+def write_exponentiate(module: Module, tile: TileShape, *, careful: bool = False) -> Function:
     """The function that turns scores into weights and updates each query's maximum and sum."""
     parameters = typed("ptr scores maxima running_max running_sum alpha, i64 count")
     name = "exponentiate_carefully" if careful else "exponentiate"
@@ -276,7 +276,7 @@ def write_exponentiate(module: Module, tile: Tile, *, careful: bool = False) -> 
     return f
 
 
-def write_multiply_values(module: Module, tile: Tile, *, careful: bool = False) -> Function:
+def write_multiply_values(module: Module, tile: TileShape, *, careful: bool = False) -> Function:
     """The function that gives out[d] = out[d] * alpha + values[:, d] . weights.
 
     `columns` is a multiple of SMALL_ROWS.
@@ -318,7 +318,7 @@ def write_multiply_values(module: Module, tile: Tile, *, careful: bool = False) 
 
 def _selecting_product(
     f: Function,
-    tile: Tile,
+    tile: TileShape,
     count: Value,
     numbers: Callable[[Value], list[Value]],
     vectors: Callable[[Value], list[Value]],
