@@ -76,7 +76,8 @@ class Attention(torch.autograd.Function):
         _, _, wants_query, wants_key, wants_value, wants_sink, *learned = ctx.needs_input_grad
         _check_held((query, key, value, *captures))
         detached = tuple(map(_detached, captures, learned))
-        wanted = Wanted(wants_query, wants_key, wants_value, detached)
+        indices = tuple(index for index, wants in enumerate(learned) if wants)
+        wanted = Wanted(wants_query, wants_key, wants_value, detached, indices)
         above = Above(out, lse, grad_out, grad_lse, sink)
         with _without_autocast(query), _batched_refused(above):
             found = ctx.passes.backward(ctx.placed.on(query, key, value), wanted, above)

@@ -7,6 +7,7 @@
     quire show      what a mod of yours becomes
     quire draw      what a mask of yours lets attention see, or a score mod makes of a score
     quire why       what a mod of yours computes at one point
+    quire walk      which files of quire a call of yours enters
     quire cache     the compiled kernels on disk
 
 A command is a function below. Only the entry point imports this module, so rich and typer stay
@@ -42,7 +43,7 @@ from quire import __version__
 from quire.draw import draw
 from quire.errors import MissingPackageError, QuireError
 from quire.runtime.cache import object_cache
-from quire.tools import demo, show
+from quire.tools import demo, show, walk
 from quire.tools.colour import coloured
 from quire.tools.doctor import report
 from quire.tools.why import why
@@ -224,6 +225,19 @@ def explain_mod(
     with contextlib.redirect_stdout(sys.stderr):  # the user's code runs here
         found = why(show.load(place), b, h, q, kv, score)
     Console(highlight=False).print(coloured(str(found), "python"), soft_wrap=True)
+
+
+@app.command("walk")
+def walk_call(
+    place: Annotated[
+        str,
+        typer.Argument(metavar="FILE.py:NAME|MODULE:NAME", help="A function without parameters."),
+    ],
+) -> None:
+    """Which files of quire a call of yours enters, in order."""
+    with contextlib.redirect_stdout(sys.stderr):  # the user's code runs here
+        found = walk.report(show.load(place))
+    typer.echo(found)
 
 
 @cache.command()

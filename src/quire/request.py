@@ -220,9 +220,11 @@ def call_of(request: Request) -> Call:
             mask_mod = ready(_by_element(mask, placed), "mask", query)
         else:
             rows = _dense_rows(placed)
-            block_mask = BlockMask.from_torch(mask)  # counts from the first query and key
-            shifted = shift(block_mask.mask_mod, "mask", -rows.q_start, -rows.kv_begin)
-            partial_mod = ready(shifted, "mask", query)
+            block_mask = mask if isinstance(mask, BlockMask) else BlockMask.from_torch(mask)
+            mod = block_mask.mask_mod  # counts from the first query and key
+            if rows.q_start or rows.kv_begin:
+                mod = shift(mod, "mask", -rows.q_start, -rows.kv_begin)
+            partial_mod = ready(mod, "mask", query)
     problem = Problem(
         scale=_scale(request.scale, query.shape[-1]),
         score_mod=score,

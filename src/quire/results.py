@@ -37,16 +37,18 @@ class Wanted(NamedTuple):
     key: bool
     value: bool
     captures: tuple[Tensor, ...]
+    learned: tuple[int, ...]  # the indices of the captures that require grad
+
+    @staticmethod
+    def of(query: bool, key: bool, value: bool, captures: tuple[Tensor, ...] = ()) -> Wanted:
+        """Return what to compute, with the captures that require grad as `learned`."""
+        learned = tuple(n for n, tensor in enumerate(captures) if tensor.requires_grad)
+        return Wanted(query, key, value, captures, learned)
 
     @property
     def scores(self) -> bool:
         """Return whether one of them needs the gradient of the scores."""
         return self.query or self.key or bool(self.learned)
-
-    @property
-    def learned(self) -> tuple[int, ...]:
-        """Return the indices of the captured tensors that require grad."""
-        return tuple(n for n, tensor in enumerate(self.captures) if tensor.requires_grad)
 
 
 class Above(NamedTuple):

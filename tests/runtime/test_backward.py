@@ -48,7 +48,7 @@ def run(placed: Placed, table: Tensor, grad_out: Tensor) -> Gradients:
     assert result.lse is not None
     above = Above(result.out, result.lse, grad_out, None)
     plan = BackwardPlan.of(problem(table), placed, None, (0,), Result(result.out, result.lse))
-    found = plan.run(placed, (table,), Wanted(True, True, True, (table,)), above)
+    found = plan.run(placed, (table,), Wanted.of(True, True, True, (table,)), above)
     assert found is not None
     return found
 
@@ -74,7 +74,7 @@ def test_slices_agree_with_torch() -> None:
     found = run(memory, table, grad_out)
     result = forward(memory, table)
     assert result.lse is not None
-    wanted = Wanted(True, True, True, (table,))
+    wanted = Wanted.of(True, True, True, (table,))
     above = Above(result.out, result.lse, grad_out, None)
     with torch.no_grad():
         expected = eager_backward(problem(table), memory, None, wanted, above)

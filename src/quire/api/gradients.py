@@ -106,7 +106,7 @@ def attention_gradients(
     )
     plan = CallPlan(call, "eager" if jit.obstacle(call) else "jit")
     with torch.no_grad():
-        found = plan.backward(call.placed, Wanted(True, True, True, captures), above)
+        found = plan.backward(call.placed, Wanted.of(True, True, True, captures), above)
     assert found.query is not None and found.key is not None and found.value is not None
     pairs = zip(captures, found.captures, strict=True)
     return AttentionGradients(

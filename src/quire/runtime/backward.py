@@ -16,7 +16,6 @@ from quire.codegen.convention import (
     CAPTURED,
     GRADIENTS,
     GRADIENTS_PART,
-    gradient_columns,
 )
 from quire.codegen.llvm.target import Target
 from quire.ir.graph import Node
@@ -146,7 +145,7 @@ def key_mass(problem: Problem, placed: Placed, results: Result) -> Tensor | None
     assert results.lse is not None, "it is computed for this"
     plan = BackwardPlan.of(problem, placed, blocks, (), Result(results.out, results.lse))
     above = Above(results.out, results.lse, None, None)
-    captures, nothing = (*problem.captures, *plan.more), Wanted(False, False, False, ())
+    captures, nothing = (*problem.captures, *plan.more), Wanted.of(False, False, False)
     return Pass(plan, placed, captures, nothing, above).masses()
 
 
@@ -172,7 +171,7 @@ class Pass:
     def gradients(self) -> Gradients | None:
         """Launch, and add up."""
         placed, wanted = self.placed, self.wanted
-        holes = not placed.is_dense  # rows of no sequence, perhaps
+        holes = not isinstance(placed.rows, One)  # rows of no sequence, perhaps
         empty = torch.zeros_like if holes else torch.empty_like
         query = empty(placed.query) if wanted.query else None
         key = self._sums_of_rows(placed.key) if wanted.key else None
@@ -220,6 +219,7 @@ class Pass:
         self, query: Tensor | None, key: Tensor | None, value: Tensor | None, delta: Tensor
     ) -> dict[str, int | float]:
         """The part of the kernel's record that is about gradients."""
+        wanted = self.wanted
         fields: dict[str, int | float] = dict.fromkeys(GRADIENTS, 0)
         fields |= _strided("grad_out", self.grad_out, ("batch", "head", "row", "column"))
         if self.grad_lse is not None:
@@ -231,7 +231,7 @@ class Pass:
                 fields |= _strided(name, sums, ("slice", "batch", "head", "row"))
         return fields | {
             "delta": delta.data_ptr(),
-            "wants_slopes": int(self.wanted.scores),
+            "wants_slopes": int(wanted.query or wanted.key or bool(wanted.learned)),
             "slope_scale": self.plan.scale,
         }
 
@@ -306,14 +306,14 @@ class Pass:
 
     def _sums_of_rows(self, rows: Tensor) -> Tensor:
         """Room for the gradients of keys or values: [slices, B, H, rows, whole panels]."""
-        tile = self.plan.launcher.kernel.tile
-        width = gradient_columns(tile, rows.shape[3])
+        columns = self.plan.launcher.terms.columns
+        width = columns[0 if rows is self.placed.key else 1]
         return self._zeros(rows.shape[1], rows.shape[2], width)
 
     def _zeros(self, heads: int, num_rows: int, *width: int) -> Tensor:
         """Sums for rows of keys: as they are packed, or by position for each batch of its own."""
         placed = self.placed
-        batch = placed.batches
+        batch = placed.query.shape[0] if isinstance(placed.rows, One) else 1
         if placed.page_table is not None:
             batch, num_rows = placed.sequences.num, placed.end
         shape = (max(self.plan.slices, default=1), batch, heads, num_rows, *width)
@@ -343,6 +343,8 @@ class Pass:
 
     def _folded(self, sums: Tensor) -> Tensor:
         """All slices as one: of each sequence as many as it has, so that others do not matter."""
+        if sums.shape[0] == 1:
+            return sums[0]
         if len(set(self.plan.slices)) <= 1:
             return folded(sums)
         counts, sequences = np.array(self.plan.slices), self.placed.sequences

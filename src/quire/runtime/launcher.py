@@ -245,12 +245,10 @@ def by_form(rows: One | Sequences) -> list[tuple[Form, One | Sequences]]:
 
 def num_products(placed: Placed, rows: One | Sequences) -> int:
     """About how many multiplications some sequences take."""
-    _, heads, _, head_dim = placed.query.shape
+    batch, heads, _, head_dim = placed.query.shape
     if isinstance(rows, One):
-        count = rows.q_len * (rows.kv_end - rows.kv_begin)
-    else:
-        count = int(np.vdot(rows.q_len, rows.kv_len))
-    return count * placed.batches * heads * head_dim
+        return batch * heads * head_dim * rows.q_len * (rows.kv_end - rows.kv_begin)
+    return int(np.vdot(rows.q_len, rows.kv_len)) * heads * head_dim
 
 
 def records_of(
@@ -260,7 +258,7 @@ def records_of(
     if not isinstance(rows, One):
         return _table(placed, rows, form, heads, block_q)
     pieces = max(1, num_pieces(rows.kv_begin, rows.kv_end)) if form == "row" else 1
-    count = num_items(rows.q_len, heads, block_q) * pieces * placed.batches
+    count = num_items(rows.q_len, heads, block_q) * pieces * placed.query.shape[0]
     products = num_products(placed, rows)
     return Records(record(rows, pieces), 1, products, count, count if pieces > 1 else 0)
 
