@@ -1,4 +1,4 @@
-"""attention(): make a request, find its plan, run it. The one page."""
+"""attention(): put the arguments into a request, find its plan, run the plan."""
 
 from __future__ import annotations
 
@@ -92,28 +92,28 @@ def attention(
     q_lengths: Integers | None = None,
     backend: BackendName = "auto",
 ) -> Tensor | tuple[Tensor, AuxOutput | torch_flex.AuxOutput]:
-    """Softmax attention of `query` over the keys and values in `memory`.
+    """Return the softmax attention of `query` over the keys and values in `memory`.
 
         attention(query, Dense(key, value), mask=causal)              # query [B, Hq, L, D]
         attention(query, Ragged(key, value, offsets), mask=causal)    # query [total, Hq, D]
         attention(query, Paged(key, value, page_table, lengths), mask=causal)    # either
 
-    `score_mod(score, b, h, q_idx, kv_idx)` rewrites each scaled score and `mask(b, h, q_idx,
-    kv_idx)` says which are used; both are plain Python, and positions are absolute. The last query
-    sits at the last key, unless `q_start` gives the position of the first. A `BlockMask` counts
-    from its own first row and column. `sink` [Hq] is a logit per head that takes part in the
-    softmax without a value. A row that may attend nowhere is 0.
+    `score_mod(score, b, h, q_idx, kv_idx)` returns the new value of a scaled score, and `mask(b, h,
+    q_idx, kv_idx)` returns whether a query reads a key. Both are plain Python functions of absolute
+    positions. The last query has the position of the last key, unless `q_start` gives the position
+    of the first query. `mask` may also be a `BlockMask`; it counts from its own first row and
+    column. `sink` [Hq] is a logit per head that joins the softmax and has no value. A query that
+    reads no key gets 0.
 
-    In `Ragged` memory `b` is the sequence and positions are within it. The queries lie in the
-    sequences of the keys, or in those that `q_offsets` and `q_lengths` give; `q_start` may be one
-    number for each. A row that belongs to no sequence is 0.
+    In `Ragged` memory, `b` is the number of a sequence, and positions count from its first token.
+    Queries have the offsets of the keys, unless `q_offsets` [B + 1] and `q_lengths` [B] are given.
+    `q_start` may be a tensor [B]. A row of the query that belongs to no sequence gets 0.
 
-    In `Paged` memory it is the same: query [B, Hq, L, D] are the newest L positions of B sequences,
-    and query [total, Hq, D] with `q_offsets` as many of each as there are. Columns of a `BlockMask`
-    are positions.
+    `Paged` memory is the same. Query [B, Hq, L, D] holds the newest L positions of B sequences;
+    query [total, Hq, D] comes with `q_offsets`. The columns of a `BlockMask` are positions.
 
-    Returns what the query is with Dv in place of D, and an `AuxOutput` as well where `return_aux`
-    asks for one.
+    The output has the shape of `query`, with Dv in place of D. With `return_aux`, the function
+    returns the output and an `AuxOutput`.
     """
     result = compute(
         Request(
@@ -136,7 +136,7 @@ def attention(
 def aux_output(
     result: Result, request: AuxRequest | torch_flex.AuxRequest
 ) -> AuxOutput | torch_flex.AuxOutput:
-    """What was asked for; None for the rest."""
+    """Return the auxiliary outputs that `request` asks for, and None for the others."""
     kind = AuxOutput if isinstance(request, AuxRequest) else torch_flex.AuxOutput
     wanted = request._asdict().items()
     return kind(**{name: getattr(result, name) for name, asked in wanted if asked})

@@ -1,8 +1,8 @@
-"""Attention under autograd: the one Function, whatever computes its two passes.
+"""The autograd Function of attention. A plan computes its forward and backward pass.
 
     result = recorded(passes, call)    # differentiable in query, key, value, sink and captures
 
-The backward pass needs no more of the forward pass than its output and its log-sum-exp.
+The backward pass needs only the output and the log-sum-exp of the forward pass.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from quire.request import Call
 from quire.results import Above, Gradients, Result, Wanted, folded, is_far
 from quire.support.torch_private import lost_memory
 
-_NOTHING = torch.empty(0, device="cpu")
+_EMPTY = torch.empty(0, device="cpu")
 
 
 class Passes(Protocol):
-    """What computes a call, forward and backward."""
+    """Computes a call, forward and backward."""
 
     def forward(self, call: Call) -> Result:
-        """The results, unrecorded: `out` in the working dtype, and always `lse`."""
+        """Return the results without autograd: `out` in the working dtype, and always `lse`."""
 
     def backward(self, placed: Placed, wanted: Wanted, above: Above) -> Gradients:
-        """The gradients. Where gradients are enabled, what it does is recorded.
+        """Return the gradients. Autograd records the computation if gradients are enabled.
 
         The mods load from `wanted.captures`.
         """
 
 
 def recorded(passes: Passes, call: Call) -> Result:
-    """Compute a call, and have autograd record it."""
+    """Compute a call, and let autograd record it."""
     apply: Any = Attention.apply
     step = Step(passes, call)
     return Result(*apply(step, *call.placed[:3], call.request.sink, *call.captures))
@@ -55,15 +55,15 @@ class Step:
 
 
 class Attention(torch.autograd.Function):
-    """Inputs: step, query, key, value, sink, *captures. Outputs: those of a Result.
+    """Takes step, query, key, value, sink, *captures. Returns the fields of a Result.
 
-    The captures of the call are inputs of their own, so that they have gradients, and so that
-    autograd notices when one is changed in place before the backward pass has read it again.
+    The captured tensors are inputs, so that they get gradients, and so that autograd raises if one
+    is changed in place before the backward pass.
     """
 
     @staticmethod
     def forward(*inputs: Any) -> tuple[Tensor | None, ...]:
-        """Compute, unrecorded."""
+        """Return the results, without autograd."""
         step, query, key, value, sink, *captures = inputs
         call = step.call.on((query, key, value), sink, tuple(captures))
         with without_autocast(query):
@@ -72,10 +72,10 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Keep what the backward pass needs. Tensors are kept where autograd can let go of them."""
+        """Save what the backward pass needs. Only autograd holds tensors, so it can free them."""
         step, *tensors = inputs
         ctx.passes = step.passes
-        ctx.placed = step.call.placed.on(_NOTHING, _NOTHING, _NOTHING)
+        ctx.placed = step.call.placed.on(_EMPTY, _EMPTY, _EMPTY)
         out, lse, *others = output
         ctx.mark_non_differentiable(*(x for x in others if x is not None))
         ctx.save_for_backward(out, lse, *tensors)
@@ -83,15 +83,15 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: Any) -> Any:
-        """The gradients of the inputs that need one."""
+        """Return the gradients of the inputs that need one, and None for the others."""
         out, lse, query, key, value, sink, *captures = ctx.saved_tensors
         _, wants_query, wants_key, wants_value, wants_sink, *learned = ctx.needs_input_grad
         _check_held((query, key, value, *captures))
-        alone = tuple(map(_alone, captures, learned))
-        places = tuple(place for place, wants in enumerate(learned) if wants)
-        wanted = Wanted(wants_query, wants_key, wants_value, alone, places)
+        detached = tuple(map(_detached, captures, learned))
+        indices = tuple(index for index, wants in enumerate(learned) if wants)
+        wanted = Wanted(wants_query, wants_key, wants_value, detached, indices)
         above = Above(out, lse, grad_out, grad_lse, sink)
-        with without_autocast(query), _many_refused(above):
+        with without_autocast(query), _batched_refused(above):
             found = ctx.passes.backward(ctx.placed.on(query, key, value), wanted, above)
         grad_sink = _sink_gradient(sink, found).to(sink.dtype) if wants_sink else None
         operands = zip((found.query, found.key, found.value), (query, key, value), strict=True)
@@ -104,7 +104,7 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        """There is none: say so in our words."""
+        """Raise: there is no forward-mode derivative."""
         raise TensorKindError(
             "attention has gradients in reverse mode alone, but was called with a tangent, as by "
             "torch.func.jvp, jacfwd or hessian. Use torch.func.vjp, jacrev(function, chunk_size=1) "
@@ -113,7 +113,7 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
-        """Nor is there this: a captured tensor is mapped, since operands were looked at before."""
+        """Raise: a captured tensor is mapped. (Mapped operands were refused earlier.)"""
         raise TensorKindError(
             "attention cannot look through torch.vmap, but a captured tensor is mapped by it. Put "
             "the mapped dimension into the batch dimension, and index the captured tensor by b."
@@ -121,7 +121,7 @@ class Attention(torch.autograd.Function):
 
 
 def _check_held(tensors: Sequence[Tensor]) -> None:
-    """Refuse a tensor whose memory was given away since the forward pass."""
+    """Raise if the memory of a tensor was freed since the forward pass."""
     for place, tensor in enumerate(tensors):
         if lost_memory(tensor):
             check_held(("query", "key", "value", "a captured tensor")[min(place, 3)], tensor)
@@ -132,8 +132,8 @@ def _as_dtype_of(tensor: Tensor, grad: Tensor | None) -> Tensor | None:
 
 
 @contextlib.contextmanager
-def _many_refused(above: Above) -> Iterator[None]:
-    """Refuse many gradients of the output at once: torch.vmap carries them through some mods."""
+def _batched_refused(above: Above) -> Iterator[None]:
+    """Raise our own error if torch.vmap passes in many gradients at once and an operation fails."""
     try:
         yield
     except RuntimeError as error:
@@ -148,26 +148,24 @@ def _many_refused(above: Above) -> Iterator[None]:
 
 
 def _sink_gradient(sink: Tensor, found: Gradients) -> Tensor:
-    """The sink is a score without a value: dP = 0, hence dS = -P * delta."""
+    """Return the gradient of `sink` [Hq]: it has no value, so dP = 0 and dS = -P * delta."""
     delta, lse = found.delta, found.lse
     assert delta is not None and lse is not None, "the gradients of a call come with both"
     logit = sink.to(lse.dtype).view(1, -1, 1)
     nowhere = logit.isneginf() | lse.isneginf()  # with a sink, lse is -inf in rows of no sequence
-    below = torch.where(nowhere, -math.inf, logit - lse)
-    rounded_up = is_far(lse) & (below > 0.0)  # no weight is above 1
-    weights = torch.exp(torch.where(rounded_up, 0.0, below))
+    log_weights = torch.where(nowhere, -math.inf, logit - lse)
+    rounded_up = is_far(lse) & (log_weights > 0.0)  # no weight is above 1
+    weights = torch.exp(torch.where(rounded_up, 0.0, log_weights))
     return -folded((weights * delta).transpose(1, 2).flatten(0, 1))
 
 
-def _alone(capture: Tensor, learned: bool) -> Tensor:
-    """Detach a captured tensor from its history: another one may be computed from it."""
-    if not learned:
-        return capture.detach()
-    return (
-        capture.view_as(capture) if torch.is_grad_enabled() else capture.detach().requires_grad_()
-    )
+def _detached(capture: Tensor, learned: bool) -> Tensor:
+    """Detach a captured tensor from its history: another capture may be computed from it."""
+    if learned and torch.is_grad_enabled():
+        return capture.view_as(capture)
+    return capture.detach().requires_grad_() if learned else capture.detach()
 
 
 def without_autocast(query: Tensor) -> torch.autocast:
-    """Operands were cast before; from here on the working dtype is meant."""
+    """Turn autocast off: the operands are cast already, and the passes choose their own dtypes."""
     return torch.autocast(query.device.type, enabled=False)

@@ -2,48 +2,48 @@
 
     QuireError
     ├── ShapeError               sizes that do not fit together                    ValueError, RuntimeError
-    ├── RankError                not [B, H, L, D]                                  ValueError, NotImplementedError
-    ├── DtypeError               a dtype we do not take                            ValueError, TypeError
+    ├── RankError                the wrong number of dimensions                    ValueError, NotImplementedError
+    ├── DtypeError               a dtype that attention does not take              ValueError, TypeError
     ├── DeviceError              tensors on different or unknown devices           ValueError, RuntimeError
     ├── HeadsError               query and key heads that do not divide            ValueError
     ├── TensorKindError          nested, fake, distributed or functorch tensors    NotImplementedError, TypeError
     ├── ArgumentError            a number or value out of its range                ValueError, TypeError
     ├── OptionError              kernel_options, AuxRequest                        ValueError, RuntimeError, AssertionError
-    ├── BackendError             the backend asked for cannot run this             NotImplementedError
-    ├── CodegenError             generated code that is malformed: a bug of ours   RuntimeError
-    ├── KernelMismatchError      a kernel computed something else (QUIRE_CHECK=1)  RuntimeError
-    ├── MissingModelError        a model that is not installed, or another one     ImportError
-    ├── TorchVersionError        a PyTorch without a name that quire stands on     ImportError
+    ├── BackendError             the chosen backend cannot run this call           NotImplementedError
+    ├── CodegenError             generated code is malformed: a bug of quire       RuntimeError
+    ├── KernelMismatchError      a kernel's result is wrong (QUIRE_CHECK=1)        RuntimeError
+    ├── MissingModelError        a model that is not installed, or a wrong file    ImportError
+    ├── TorchVersionError        this PyTorch lacks a name that quire uses         ImportError
     ├── MissingPackageError      a package that a part of quire needs              ImportError
-    ├── MissingFileError         a file to be read that is not there               FileNotFoundError
-    ├── BlockMaskError           a block mask that is not one                      RuntimeError, AssertionError, ValueError
+    ├── MissingFileError         a file that does not exist                        FileNotFoundError
+    ├── BlockMaskError           tensors that do not make a block mask             RuntimeError, AssertionError, ValueError
     │   ├── BlockMaskShapeError  made for other batches, heads or lengths          (as above)
     │   ├── BlockIndexError      no such batch, head or row of blocks              IndexError
     │   ├── SlicedMaskError      the mask_mod of a slice was used                  (as above)
-    │   ├── MaskPickleError      its mask_mod cannot be written down               pickle.PicklingError
-    │   └── MaskFileError        a file that holds none, or a damaged one          OSError
-    ├── KVCacheError             a paged cache was asked for what it refuses       RuntimeError, ValueError
-    │   ├── OutOfPages           more pages were asked for than there are          AssertionError
-    │   ├── PageError            pages lost, owned twice, or used by nobody        AssertionError
+    │   ├── MaskPickleError      its mask_mod cannot be pickled                    pickle.PicklingError
+    │   └── MaskFileError        a file without a block mask, or a damaged one     OSError
+    ├── KVCacheError             a paged cache cannot do this                      RuntimeError, ValueError
+    │   ├── OutOfPages           more pages are needed than there are              AssertionError
+    │   ├── PageError            pages lost, owned twice, or unused                AssertionError
     │   ├── SlotError            no such row of the page table                     IndexError
     │   ├── UnreservedError      a position that has no page                       IndexError
     │   ├── SequenceError        a sequence that was freed, or of another cache    (as above)
-    │   ├── UnwrittenRowsError   rows that were made room for, and not filled      (as above)
-    │   ├── ReleasedRowsError    rows that lie behind a sliding window             (as above)
-    │   └── SequenceFileError    a file that holds no sequence, or a damaged one   OSError
-    └── ModError                 a score_mod or mask_mod is at fault
-        ├── NotCallableError     given as a mod, but no function                   RuntimeError, TypeError
+    │   ├── UnwrittenRowsError   rows that were reserved, but not written          (as above)
+    │   ├── ReleasedRowsError    rows that a sliding window has released           (as above)
+    │   └── SequenceFileError    a file without a sequence, or a damaged one       OSError
+    └── ModError                 a mistake in a score_mod or mask_mod
+        ├── NotCallableError     a mod that is not a function                      RuntimeError, TypeError
         ├── ModSignatureError    takes the wrong number of arguments               AssertionError, TypeError
-        ├── ModResultError       returned something that is no scalar              TypeError, ValueError
+        ├── ModResultError       does not return a scalar                          TypeError, ValueError
         ├── TracedBranchError    a Python `if` on a traced value                   TypeError, RuntimeError
         ├── RandomModError       random numbers, which are drawn once for a trace  RuntimeError
         ├── ModValueError        a value that no mod can compute with              TypeError, ValueError
-        ├── UnsupportedOpError   an operation without a row in the op table        NotImplementedError
+        ├── UnsupportedOpError   an operation that quire does not compile          NotImplementedError
         ├── CapturedIndexError   an index outside a captured tensor                IndexError
         └── DivisionByZeroError  an integer divided by zero                        RuntimeError, ZeroDivisionError
 
-Each also derives from the built-in type that PyTorch raises in the same place, so code that
-catches PyTorch's errors catches ours. A message says what was expected, what came, what to do.
+Each also derives from the built-in types that PyTorch raises in the same place, so code that
+catches PyTorch's errors catches these. A message reads "X must be A, but is B. Do C."
 """
 
 from __future__ import annotations
@@ -52,164 +52,164 @@ import pickle
 
 
 class QuireError(Exception):
-    """The base of everything quire raises on purpose."""
+    """The base of all errors that quire raises."""
 
 
 class ShapeError(QuireError, ValueError, RuntimeError):
-    """Sizes of tensors that do not fit together."""
+    """The sizes of tensors do not fit together."""
 
 
 class RankError(QuireError, ValueError, NotImplementedError):
-    """A tensor with the wrong number of dimensions."""
+    """A tensor has the wrong number of dimensions."""
 
 
 class DtypeError(QuireError, ValueError, TypeError):
-    """A dtype that attention does not take, or two that do not go together."""
+    """A dtype that attention does not take, or two that do not fit together."""
 
 
 class DeviceError(QuireError, ValueError, RuntimeError):
-    """Tensors on different devices, or on one that nothing here runs on."""
+    """Tensors on different devices, or on a device that no backend runs on."""
 
 
 class HeadsError(QuireError, ValueError):
-    """Numbers of query and key heads that do not form groups."""
+    """The number of query heads is not a multiple of the number of key heads."""
 
 
 class TensorKindError(QuireError, NotImplementedError, TypeError):
-    """A tensor without a plain block of memory: nested, fake, distributed, functorch."""
+    """A tensor has no plain memory: it is nested, fake, distributed or from torch.func."""
 
 
 class ArgumentError(QuireError, ValueError, TypeError):
-    """A number, tensor or value outside of what the argument means."""
+    """An argument has a wrong type, or a value outside its range."""
 
 
 class OptionError(QuireError, ValueError, RuntimeError, AssertionError):
-    """Kernel options or requests that contradict each other or do not exist."""
+    """Kernel options or requested outputs that contradict each other or do not exist."""
 
 
 class BackendError(QuireError, NotImplementedError):
-    """The backend that was asked for cannot run these inputs."""
+    """The chosen backend cannot run this call."""
 
 
 class CodegenError(QuireError, RuntimeError):
-    """Generated code that is not well formed, or an object that cannot be loaded: a bug of ours."""
+    """Generated code is malformed, or an object file cannot be loaded: a bug of quire."""
 
 
 class KernelMismatchError(QuireError, RuntimeError):
-    """A compiled kernel and the same computation in float64 do not agree: a bug of ours."""
+    """A compiled kernel and the same computation in float64 differ: a bug of quire."""
 
 
 class MissingModelError(QuireError, ImportError):
-    """A model that is not installed, or whose file is not the one that it should be."""
+    """A model is not installed, or its file has the wrong content."""
 
 
 class TorchVersionError(QuireError, ImportError):
-    """A version of PyTorch that does not have a private name which quire stands on."""
+    """This version of PyTorch lacks a private name that quire uses."""
 
 
 class MissingPackageError(QuireError, ImportError):
-    """A package that a part of quire is for, and that is not installed."""
+    """A package that a part of quire needs is not installed."""
 
 
 class MissingFileError(QuireError, FileNotFoundError):
-    """A file of a mask or a sequence that is not there."""
+    """The file of a mask or a sequence does not exist."""
 
 
 class BlockMaskError(QuireError, RuntimeError, AssertionError, ValueError):
-    """Tensors or arguments that do not make a block mask."""
+    """Tensors or arguments do not make a block mask."""
 
 
 class BlockMaskShapeError(BlockMaskError):
-    """A block mask made for other batches, heads or lengths than the tensors have."""
+    """A block mask was made for other batches, heads or lengths than the tensors have."""
 
 
 class BlockIndexError(BlockMaskError, IndexError):
-    """An index into a block mask that names no batch, head or row of blocks."""
+    """An index into a block mask is outside its batches, heads or rows of blocks."""
 
 
 class SlicedMaskError(BlockMaskError):
-    """The mask_mod of a sliced block mask, whose positions no longer mean anything."""
+    """The mask_mod of a slice of a block mask was called: positions in a slice are undefined."""
 
 
 class MaskPickleError(BlockMaskError, pickle.PicklingError):
-    """A block mask whose mask_mod cannot be traced, so that nothing can be written down."""
+    """A block mask cannot be pickled, since its mask_mod cannot be traced."""
 
 
 class MaskFileError(BlockMaskError, OSError):
-    """A file that was to hold a block mask and does not, or is damaged."""
+    """A file holds no block mask, or is damaged."""
 
 
 class KVCacheError(QuireError, RuntimeError, ValueError):
-    """A request that a paged cache of keys and values refuses; it is as it was before."""
+    """A paged cache of keys and values cannot do this. The cache is unchanged."""
 
 
 class OutOfPages(KVCacheError, AssertionError):
-    """More pages were asked for than are free, can be evicted or may be added."""
+    """More pages are needed than are free, can be evicted or may be added."""
 
 
 class PageError(KVCacheError, AssertionError):
-    """Pages that nobody holds, or tables and reference counts that contradict each other."""
+    """A page has no owner, or page tables and reference counts contradict each other."""
 
 
 class SlotError(KVCacheError, IndexError):
-    """A batch index that is no row of the page table."""
+    """A batch index is not a row of the page table."""
 
 
 class UnreservedError(KVCacheError, IndexError):
-    """A position of a sequence that no page was reserved for."""
+    """No page was reserved for a position of a sequence."""
 
 
 class SequenceError(KVCacheError):
-    """A sequence that was freed, belongs to another cache or is named twice."""
+    """A sequence was freed, belongs to another cache or is named twice."""
 
 
 class UnwrittenRowsError(KVCacheError):
-    """Rows that `extend` made room for and `write` has not filled, or no longer may."""
+    """Rows that `extend` reserved were not written with `write`, or can no longer be written."""
 
 
 class ReleasedRowsError(KVCacheError):
-    """Rows that a sliding window left behind, whose pages are no longer held."""
+    """Rows are behind a sliding window, so their pages were released."""
 
 
 class SequenceFileError(KVCacheError, OSError):
-    """A file that was to hold a sequence and does not, is damaged or was made for another cache."""
+    """A file holds no sequence, is damaged or was made for another cache."""
 
 
 class ModError(QuireError):
-    """A score_mod or mask_mod that does something attention cannot follow."""
+    """A score_mod or mask_mod does something that attention does not support."""
 
 
 class NotCallableError(ModError, RuntimeError, TypeError):
-    """Something given as a mod that cannot be called."""
+    """A mod is not callable."""
 
 
 class ModSignatureError(ModError, AssertionError, TypeError):
-    """A mod that takes the wrong number of arguments."""
+    """A mod takes the wrong number of arguments."""
 
 
 class ModResultError(ModError, TypeError, ValueError):
-    """A mod that returned something other than one number or truth value."""
+    """A mod does not return one number or bool."""
 
 
 class TracedBranchError(ModError, TypeError, RuntimeError):
-    """A Python branch on a value that differs from element to element."""
+    """A mod has a Python branch on a value that differs from element to element."""
 
 
 class RandomModError(ModError, RuntimeError):
-    """A mod draws random numbers: what is drawn while it is traced would serve for every element."""
+    """A mod draws random numbers. A trace draws them once, so all elements would get the same."""
 
 
 class ModValueError(ModError, TypeError, ValueError):
-    """A mod computes with a value that is neither a number of 64 bits nor a tensor."""
+    """A mod computes with a value that is neither a 64-bit number nor a tensor."""
 
 
 class UnsupportedOpError(ModError, NotImplementedError):
-    """An operation that has no row in the table of ops."""
+    """A mod uses an operation that is not in the table of ops."""
 
 
 class CapturedIndexError(ModError, IndexError):
-    """An index outside of a captured tensor."""
+    """A mod indexes a captured tensor outside its bounds."""
 
 
 class DivisionByZeroError(ModError, RuntimeError, ZeroDivisionError):
-    """An integer divided by zero."""
+    """A mod divides an integer by zero."""

@@ -1,13 +1,14 @@
-"""Plans: a request like an earlier one is neither checked nor planned again.
+"""The cache of plans: a request like an earlier one is neither checked nor planned again.
 
-    compute(request)    find the plan of a request, or make it; run it
-    key_of              which requests are alike: all that checks and plans depend on
-    CallPlan            who computes calls of one kind, forward and backward
+    compute(request)    find the plan of a request, or make one; run it
+    key_of              the key of a call in the cache: all that checks and plans depend on
+    CallPlan            computes all calls with the same key, forward and backward
 
-A key has two parts. The layout says how the operands lie; it is read off the request, before its
-mods are called. The rest says which graphs the mods became, what shapes they load from, and what a
-block mask holds. The number of keys is left out, so a cache of keys that grows in place has one
-key. A request that is out of the ordinary has no key: it is checked and planned at every call.
+A key has two parts. The layout has the shapes, strides and dtypes of the operands; it is read
+before the mods are traced. The other part has the graphs of the mods, the shapes of the tensors
+that they capture, and the content of the block mask. The number of keys (S) is not in a key, so a
+KV cache that grows in place needs one plan. A request with rare arguments has no key: it is checked
+and planned at every call.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ from quire.support.torch_private import is_ordinary, is_transformed, is_zero_ten
 
 Key: TypeAlias = tuple[object, ...]
 
-MOST_KEYS = 2**19  # farther positions have other graphs, and microseconds do not matter there
-MOST_BYTES = 2**16  # of a block mask
+MOST_KEYS = 2**19  # graphs of larger positions differ, and such calls take long anyway
+MOST_BYTES = 2**16  # of a block mask; comparing a larger one would take too long
 
 
 def compute(request: Request) -> Result:
-    """Find the plan of a request, or make it; run it. Results lie as the user's query does."""
+    """Find the plan of a request, or make one, and run it. Results have the user's layout."""
     plan, call = find(request)
     result = plan.run(call)
     if isinstance(call.placed.rows, One):
@@ -60,9 +61,9 @@ known: BoundedDict[Key, CallPlan] = BoundedDict(256)
 
 
 def find(request: Request) -> tuple[CallPlan, Call]:
-    """The plan for a request, one that is known or a new one, and the call that it computes.
+    """Return the plan of a request, from the cache or new, and the call to run it with.
 
-    A request whose plan is known is like one that was checked, so it is not checked again.
+    A request whose plan is in the cache needs no checks: an equal one has passed them.
     """
     layout = layout_of(request)
     if layout is None:
@@ -75,24 +76,24 @@ def find(request: Request) -> tuple[CallPlan, Call]:
         return plan, call
     check(request)
     plan, call = make(call)
-    if key is not None and key == key_of(layout, call):  # no other thread has edited its mask
+    if key is not None and key == key_of(layout, call):  # else another thread edited the mask
         known.keep(key, plan)
     return plan, call
 
 
 def make(call: Call) -> tuple[CallPlan, Call]:
-    """A new plan, and the call with a seed for its dropout."""
+    """Return a new plan, and the call with a seed for its dropout."""
     check_mods(call)
-    backend = choose(call)  # which may refuse the call, before a random number is drawn
+    backend = choose(call)  # before the seed: a call that raises must draw no random number
     call = call.seeded()
     return CallPlan(call, backend), call
 
 
-# --- which requests are alike ---------------------------------------------------------------------
+# --- keys -----------------------------------------------------------------------------------------
 
 
 def layout_of(request: Request) -> Key | None:
-    """How the operands of a request lie; None if it is out of the ordinary."""
+    """Return all that a plan takes from the request itself; None if the request has no key."""
     memory, queries, scale = request.memory, request.queries, request.scale
     if (
         request.backend != "auto"
@@ -107,30 +108,29 @@ def layout_of(request: Request) -> Key | None:
     ):
         return None
     if type(memory) is Dense:
-        where: Key | None = _dense(request.query, memory)
+        operands: Key | None = _dense_layout(request.query, memory)
     elif type(memory) is Paged and queries.start is None:
-        where = _paged(request.query, memory)
+        operands = _paged_layout(request.query, memory)
     else:
         return None
     sink = request.sink
-    if where is None or not (sink is None or is_ordinary(sink)):
+    if operands is None or not (sink is None or is_ordinary(sink)):
         return None
-    kind = None if sink is None else (sink.shape, sink.dtype)
-    return (*where, scale, request.aux, kind)
+    return (*operands, scale, request.aux, None if sink is None else (sink.shape, sink.dtype))
 
 
-def _dense(query: Tensor, memory: Dense) -> Key | None:
+def _dense_layout(query: Tensor, memory: Dense) -> Key | None:
     if type(memory.start) is not int or memory.start != 0:
         return None
     return operand_layout(query, memory.key, memory.value)
 
 
-def _paged(query: Tensor, memory: Paged) -> Key | None:
-    """A few queries for each sequence, that learn nothing."""
+def _paged_layout(query: Tensor, memory: Paged) -> Key | None:
+    """Return the layout of a decoding step; None if sequences have more than a few queries."""
     key, table = memory.key, memory.page_table
-    where = operand_layout(query, key, memory.value)
+    operands = operand_layout(query, key, memory.value)
     if (
-        where is None
+        operands is None
         or query.shape[2] > MOST_ROWS
         or not is_ordinary(table)
         or table.dim() != 2
@@ -138,19 +138,23 @@ def _paged(query: Tensor, memory: Paged) -> Key | None:
         or table.shape[1] * key.shape[2] > MOST_KEYS
     ):
         return None
-    parts: list[object] = [*where, "pages", key.shape[2], table.shape]
-    for factors in (memory.key_scale, memory.value_scale):
-        if factors is None:
-            parts.append(None)
-        elif is_ordinary(factors):
-            parts += (factors.shape, factors.stride(), factors.dtype)
+    layout: list[object] = [*operands, "pages", key.shape[2], table.shape]
+    for scale in (memory.key_scale, memory.value_scale):
+        if scale is None:
+            layout.append(None)
+        elif is_ordinary(scale):
+            layout += (scale.shape, scale.stride(), scale.dtype)
         else:
             return None
-    return tuple(parts)
+    return tuple(layout)
 
 
 def operand_layout(query: Tensor, key: Tensor, value: Tensor) -> Key | None:
-    """How ordinary tensors lie; None where one is not ordinary, or something watches."""
+    """Return shapes, strides and dtypes of query [B, Hq, L, D], key and value [B, Hkv, S, D].
+
+    Return None if a tensor is not a plain CPU tensor, or if autocast, a transform of torch.func or
+    QUIRE_CHECK is active.
+    """
     for tensor in (query, key, value):
         if (
             type(tensor) is not Tensor
@@ -189,14 +193,14 @@ def operand_layout(query: Tensor, key: Tensor, value: Tensor) -> Key | None:
 
 
 def key_of(layout: Key, call: Call) -> Key | None:
-    """The key of a call whose operands lie like that; None if its mods are out of the ordinary."""
+    """Return the key of a call whose request has this layout; None if its mods have no key."""
     _, placed, problem, captures = call
     learns = call.learns
     rows = placed.rows
     if isinstance(rows, One):
         if rows.q_start > MOST_KEYS:
             return None
-    elif learns or placed.content is None:  # a backward pass is planned for the lengths of queries
+    elif learns or placed.content is None:  # a backward plan depends on the lengths of sequences
         return None
     key: list[object] = [*layout, learns]
     for mod in (problem.score_mod, problem.mask_mod, problem.partial_mod):
@@ -216,21 +220,22 @@ def key_of(layout: Key, call: Call) -> Key | None:
 
 
 def _with_blocks(key: list[object], call: Call, mask: BlockMask) -> Key | None:
-    """A mask that counts from the first query would have another graph at every step of a cache."""
+    """Return `key` with the content of the block mask; None if the mask has no key."""
     placed = call.placed
+    # A block mask counts from the first query: with q_start, each step would have another graph.
     if placed.rows.q_start != 0 or mask.device != placed.query.device or mask.nbytes > MOST_BYTES:
         return None
     return (*key, mask.content(), placed.key.shape[2])
 
 
-# --- who computes ---------------------------------------------------------------------------------
+# --- plans ----------------------------------------------------------------------------------------
 
 
 class CallPlan:
-    """Computes a call, and others like it: forward, and backward where the call learns.
+    """Computes a call and others with the same key: forward, and backward if it needs gradients.
 
-    Kernels decline what they cannot do right: an index into a captured tensor that is out of range,
-    numbers that are not finite in a backward pass. Torch ops then compute it.
+    Kernels give up on an index outside a captured tensor, and in a backward pass on numbers that
+    are not finite. The eager backend then computes the call.
     """
 
     __slots__ = ("_backward", "_blocks", "_forward", "_learns", "_problem", "backend")
@@ -238,14 +243,14 @@ class CallPlan:
     def __init__(self, call: Call, backend: BackendName) -> None:
         problem, mask = call.problem, call.problem.block_mask
         self.backend, self._learns = backend, call.learns
-        self._forward: ForwardPlan | None = None  # made when it is first needed
+        self._forward: ForwardPlan | None = None  # made at the first call
         self._backward: BackwardPlans | None = None
-        # A plan outlives the tensors of its call, and a block mask may be edited after the call.
+        # A plan must not keep captured tensors alive, and the user may edit the mask after a call.
         self._problem: Problem = problem.without_captures()
         self._blocks: BlockRows | None = None if mask is None else mask.rows(*call.placed.lengths)
 
     def run(self, call: Call) -> Result:
-        """Compute a call. `out` has the dtype of the query."""
+        """Compute a call. The output has the dtype of the query."""
         if self.backend == "inductor":
             return inductor.attention(call)
         result = autograd.recorded(self, call) if self._learns else self.forward(call)
@@ -255,7 +260,7 @@ class CallPlan:
         return result._replace(out=result.out.to(dtype))
 
     def forward(self, call: Call) -> Result:
-        """The forward pass, without a record for autograd."""
+        """Compute the forward pass, without autograd."""
         found, request = None, call.request
         if self.backend == "jit":
             if self._forward is None:
@@ -269,7 +274,7 @@ class CallPlan:
         return found
 
     def backward(self, placed: Placed, wanted: Wanted, above: Above) -> Gradients:
-        """The backward pass, of mods that load from `wanted.captures`."""
+        """Return the gradients. The mods load from `wanted.captures`."""
         problem, found = self._problem.with_captures(wanted.captures), None
         if self.backend == "jit":
             self._backward = self._backward or BackwardPlans()

@@ -1,11 +1,12 @@
-"""What is to be computed: a request in the user's words, and as the call that backends take.
+"""From the user's arguments to the call that a backend computes.
 
-    Request    what the user gave, unchanged
+    Request    the arguments of `attention`, unchanged
     Problem    scale, mods, block mask and dropout, ready to be evaluated or compiled
-    Call       both, and where the rows of query, keys and values live
+    Call       both, and where the rows of query, key and value are
 
-`call_of` makes a call of a request: it places the operands, and traces each mod once. `check`
-raises for what cannot be computed. A request that is like one that was checked need not be.
+`check` raises an error for a request that cannot be computed. `call_of` turns a request into a
+call: it finds the rows of the operands and traces each mod once. It does not need `check` if an
+equal request has passed it.
 """
 
 from __future__ import annotations
@@ -36,17 +37,17 @@ from quire.support.warn import warn
 
 Mask: TypeAlias = Mod | torch_flex.BlockMask
 ReadyMod: TypeAlias = Traced | Opaque
-"""A mod whose captured tensors are known."""
+"""A mod that was traced, or that torch.vmap evaluates; its captured tensors are known."""
 
 
 class EagerModWarning(UserWarning):
-    """A mod cannot be traced and runs on the eager path."""
+    """A mod cannot be traced, so the slower eager backend runs it."""
 
 
 class Request(NamedTuple):
-    """The arguments of `attention`, as they were given.
+    """The arguments of `attention`, unchanged. `masks` has at most one function and one BlockMask.
 
-    `masks` are at most one function and one block mask.
+    query [B, Hq, L, D] or [total, Hq, D], sink [Hq].
     """
 
     query: Tensor
@@ -64,7 +65,7 @@ class Request(NamedTuple):
 
     @property
     def mask_mod(self) -> Mod | None:
-        """The mask that is a function."""
+        """Return the mask that is a function, or None."""
         functions = (mask for mask in self.masks if not isinstance(mask, torch_flex.BlockMask))
         return next(functions, None)
 
@@ -72,8 +73,8 @@ class Request(NamedTuple):
 class Problem(NamedTuple):
     """Attention without its query, keys and values.
 
-    `mask_mod` holds everywhere. `block_mask` says which blocks exist, and `partial_mod`, its
-    mask_mod, holds in those that it does not call full. Mods are asked about absolute positions.
+    `mask_mod` applies to all blocks. `block_mask` lists the blocks to compute; `partial_mod` is its
+    mask_mod and applies to its partial blocks. Mods take absolute positions.
     """
 
     scale: float
@@ -84,20 +85,20 @@ class Problem(NamedTuple):
     dropout: Dropout | None = None
 
     def masks(self, full: bool) -> tuple[ReadyMod, ...]:
-        """The masks that hold in a block."""
+        """Return the masks that apply to a full block, or to a partial one."""
         candidates = (self.mask_mod, None if full else self.partial_mod)
         return tuple(mod for mod in candidates if mod is not None)
 
     @property
     def mods(self) -> dict[str, ReadyMod]:
-        """The mods that there are, by field name."""
-        named = ("score_mod", self.score_mod), ("mask_mod", self.mask_mod)
-        found = (*named, ("partial_mod", self.partial_mod))
-        return {name: mod for name, mod in found if mod is not None}
+        """Return the mods that are not None, by field name."""
+        names = ("score_mod", "mask_mod", "partial_mod")
+        mods = (self.score_mod, self.mask_mod, self.partial_mod)
+        return {name: mod for name, mod in zip(names, mods, strict=True) if mod is not None}
 
     @property
     def captures(self) -> tuple[Tensor, ...]:
-        """Every tensor that the mods capture, mod by mod."""
+        """Return the captured tensors of all mods: score_mod, mask_mod, then partial_mod."""
         score, mask, partial = self.score_mod, self.mask_mod, self.partial_mod
         found = () if score is None else score.captures
         if mask is not None:
@@ -105,23 +106,24 @@ class Problem(NamedTuple):
         return found if partial is None else found + partial.captures
 
     def with_captures(self, captures: tuple[Tensor, ...]) -> Problem:
-        """The same problem on other tensors, given in the order of `captures`."""
-        changed, rest = self, captures
+        """Return the problem with other captured tensors, in the order of `self.captures`."""
+        changed, remaining = self, captures
         for name, mod in self.mods.items() if captures else ():
-            mine, rest = rest[: len(mod.captures)], rest[len(mod.captures) :]
-            changed = changed._replace(**{name: replace(mod, captures=mine)})  # type: ignore[arg-type]
+            count = len(mod.captures)
+            own, remaining = remaining[:count], remaining[count:]
+            changed = changed._replace(**{name: replace(mod, captures=own)})  # type: ignore[arg-type]
         return changed
 
     def without_captures(self) -> Problem:
-        """The same problem, without holding on to the tensors that its mods capture."""
-        return self.with_captures((_NOTHING,) * len(self.captures))
+        """Return the problem with empty tensors as captures, so that it keeps no memory alive."""
+        return self.with_captures((_EMPTY,) * len(self.captures))
 
 
-_NOTHING = torch.empty(0, device="cpu")
+_EMPTY = torch.empty(0, device="cpu")
 
 
 class Call(NamedTuple):
-    """A request that is ready to be computed: its operands are placed, its mods are traced."""
+    """A request that is ready to be computed: it is known where rows are, and mods are traced."""
 
     request: Request
     placed: Placed
@@ -130,13 +132,13 @@ class Call(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Every tensor that takes part: operands, sink and captures."""
+        """Return query, key, value, the sink if there is one, and all captured tensors."""
         (query, key, value, *_), sink = self.placed, self.request.sink
         return (query, key, value, *(() if sink is None else (sink,)), *self.captures)
 
     @property
     def learns(self) -> bool:
-        """Whether somebody may ask for its gradients, or torch.func transforms it."""
+        """Return whether autograd must record the call: a tensor requires grad, or torch.func."""
         if torch.is_grad_enabled():
             for tensor in self.tensors:
                 if tensor.requires_grad:
@@ -149,10 +151,10 @@ class Call(NamedTuple):
         sink: Tensor | None,
         captures: tuple[Tensor, ...],
     ) -> Call:
-        """The same call on other tensors, as a transform of torch.func gives them."""
+        """Return the call on other tensors, which transforms of torch.func pass in."""
         query, key, value, *_ = self.placed
-        own = (query, key, value, self.request.sink, *self.captures)
-        if all(map(is_, (*operands, sink, *captures), own)):
+        current = (query, key, value, self.request.sink, *self.captures)
+        if all(map(is_, (*operands, sink, *captures), current)):
             return self
         return Call(
             self.request._replace(sink=sink),
@@ -162,7 +164,7 @@ class Call(NamedTuple):
         )
 
     def seeded(self) -> Call:
-        """The same call with a seed for its dropout, if there is any."""
+        """Return the call with a seed for its dropout, if it has dropout."""
         dropout = self.problem.dropout
         if dropout is None:
             return self
@@ -174,13 +176,13 @@ class Call(NamedTuple):
 
 
 def check(request: Request) -> None:
-    """Raise for a request that has no answer, whatever its mods are."""
+    """Raise if the tensors and numbers of a request do not fit together."""
     query, memory = request.query, request.memory
     if type(request.dropout_p) is not float or request.dropout_p != 0.0:
         check_dropout(request.dropout_p)
     if not isinstance(memory, Memory):
         raise ArgumentError(
-            f"memory must be a Dense, a Ragged or a Paged, but got {type(memory).__name__}. Wrap "
+            f"memory must be a Dense, a Ragged or a Paged, but is a {type(memory).__name__}. Wrap "
             f"keys and values: Dense(key, value)."
         )
     memory.check(query, request.queries)
@@ -190,21 +192,22 @@ def check(request: Request) -> None:
 
 
 def check_mods(call: Call) -> None:
-    """Raise where the mods of a call do not go with its operands."""
+    """Raise if a captured tensor has lost its memory, or a block mask does not fit the operands."""
     for tensor in call.problem.captures:
         checks.check_held("a captured tensor", tensor)
     mask, placed = call.problem.block_mask, call.placed
     if mask is not None:
         batch, heads, q_len, _ = placed.query.shape
-        check_fits(mask, batch, heads, q_len, placed.key.shape[2], placed.query.device)
+        kv_len, device = placed.key.shape[2], placed.query.device
+        check_fits(mask, B=batch, H=heads, q_len=q_len, kv_len=kv_len, device=device)
 
 
 # --- from a request to a call --------------------------------------------------------------------
 
 
 def call_of(request: Request) -> Call:
-    """Place the operands, and trace each mod once."""
-    placed = _plain(request.memory.place(request.query, request.queries))
+    """Return the call of a request: find the rows of its operands, and trace each mod once."""
+    placed = _resolved(request.memory.place(request.query, request.queries))
     query, p = placed.query, request.dropout_p
     block_mask = partial_mod = None
     score_mod = request.score_mod
@@ -218,10 +221,10 @@ def call_of(request: Request) -> Call:
         else:
             rows = _dense_rows(placed)
             block_mask = mask if isinstance(mask, BlockMask) else BlockMask.from_torch(mask)
-            counted = block_mask.mask_mod  # from the first query and key
+            mod = block_mask.mask_mod  # counts from the first query and key
             if rows.q_start or rows.kv_begin:
-                counted = shift(counted, "mask", -rows.q_start, -rows.kv_begin)
-            partial_mod = ready(counted, "mask", query)
+                mod = shift(mod, "mask", -rows.q_start, -rows.kv_begin)
+            partial_mod = ready(mod, "mask", query)
     problem = Problem(
         scale=_scale(request.scale, query.shape[-1]),
         score_mod=score,
@@ -244,7 +247,7 @@ def _scale(scale: float | None, head_dim: int) -> float:
 
 
 def checked_call(request: Request) -> Call:
-    """The call of a request, with everything checked."""
+    """Return the call of a request, and check everything."""
     check(request)
     call = call_of(request)
     check_mods(call)
@@ -252,17 +255,17 @@ def checked_call(request: Request) -> Call:
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The operands in the dtype that an enclosing autocast asks for; float64 is left alone."""
+    """Return the tensors in the dtype of torch.autocast, if it is on; float64 stays float64."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
-    kept = (torch.float64, torch.int8)  # int8 has factors of its own
+    kept = (torch.float64, torch.int8)  # rows of int8 are multiplied by their scales later
     return tuple(t if t.dtype in kept else t.to(dtype) for t in tensors)
 
 
-def _plain(placed: Placed) -> Placed:
-    """The operands in the dtype of autocast, and negated where torch has put that off."""
+def _resolved(placed: Placed) -> Placed:
+    """Cast the operands as torch.autocast says, and resolve lazy negation (`Tensor.is_neg`)."""
     query, key, value, *_ = placed
     cast = torch.is_autocast_enabled(query.device.type)
     if not cast and not (query.is_neg() or key.is_neg() or value.is_neg()):
@@ -274,20 +277,26 @@ def _plain(placed: Placed) -> Placed:
 def _dense_rows(placed: Placed) -> One:
     if not isinstance(placed.rows, One):
         raise BlockMaskError(
-            "mask must be a function of (b, h, q_idx, kv_idx) for Ragged memory, but got a "
-            "BlockMask, whose blocks are those of one length. Give its mask_mod: what no query "
-            "reads is skipped all the same."
+            "mask must be a function of (b, h, q_idx, kv_idx) for Ragged memory, but is a "
+            "BlockMask, whose blocks are for a single length. Give its mask_mod: tiles that no "
+            "query reads are skipped with it, too."
         )
     return placed.rows
 
 
 def _by_element(mask: torch_flex.BlockMask, placed: Placed) -> Mod:
-    """A block mask over pages as a mask_mod. It counts queries from each sequence's first."""
+    """Return a block mask as a mask_mod for pages. Its row 0 is the first query of a sequence."""
     block_mask, sequences = BlockMask.from_torch(mask), placed.sequences
     needed = longest(sequences.q_len), longest(sequences.kv_end)
     q_len, kv_len = map(max, needed, block_mask.seq_lengths)
-    heads, device = placed.query.shape[1], placed.query.device
-    check_fits(block_mask, sequences.num, heads, q_len, kv_len, device)
+    check_fits(
+        block_mask,
+        B=sequences.num,
+        H=placed.query.shape[1],
+        q_len=q_len,
+        kv_len=kv_len,
+        device=placed.query.device,
+    )
     return shift(element_mod(block_mask), "mask", -torch.from_numpy(sequences.q_start))
 
 
@@ -295,7 +304,7 @@ _warned: set[str] = set()
 
 
 def ready(mod: Mod, kind: Kind, query: Tensor) -> ReadyMod:
-    """`mod` as a graph; as an opaque function, with one warning, where it cannot become one."""
+    """Trace a mod. If that is impossible, warn once and return it for torch.vmap to evaluate."""
     device = query.device
     dtype = torch.float32 if query.dtype == torch.float32 else working_dtype(query.dtype)
     try:
@@ -304,7 +313,7 @@ def ready(mod: Mod, kind: Kind, query: Tensor) -> ReadyMod:
         reason = str(error)
     except QuireError:
         raise
-    except Exception as error:  # the user's own code on symbols: torch may still be able to run it
+    except Exception as error:  # raised by the user's code on symbols; it may work on tensors
         reason = (
             f"{kind}_mod {mod_name(mod)!r} cannot be traced, so it runs on the slower eager path: "
             f"{type(error).__name__}: {error}"

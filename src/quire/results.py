@@ -1,4 +1,4 @@
-"""What attention computes: the values that every backend gives, and that autograd asks for."""
+"""What attention computes: the results and gradients that every backend returns."""
 
 from __future__ import annotations
 
@@ -10,11 +10,7 @@ from torch import Tensor
 
 
 class Result(NamedTuple):
-    """The output, what is known about each query, and what about each key.
-
-    out [B, Hq, L, Dv], key_mass [B, Hq, S], the others [B, Hq, L]. A result that nobody asked for
-    is None.
-    """
+    """out [B, Hq, L, Dv], key_mass [B, Hq, S], all others [B, Hq, L]; None if not requested."""
 
     out: Tensor
     lse: Tensor | None = None
@@ -25,42 +21,42 @@ class Result(NamedTuple):
 
     @property
     def by_query(self) -> dict[str, Tensor]:
-        """The results that exist and have a row for each query, by name."""
+        """Return the results that have a row for each query and are not None, by name."""
         named = zip(self._fields[:-1], self[:-1], strict=True)
         return {name: rows for name, rows in named if rows is not None}
 
 
 NOWHERE = {"out": 0.0, "lse": -math.inf, "max_scores": -math.inf, "argmax": -1, "entropy": 0.0}
-"""What a row holds that may attend nowhere."""
+"""The results of a query that reads no key."""
 
 
 class Wanted(NamedTuple):
-    """Whose gradients are wanted. Of the captured tensors: of those that require one."""
+    """Which gradients to compute: query, key, value, and each capture that requires grad."""
 
     query: bool
     key: bool
     value: bool
     captures: tuple[Tensor, ...]
-    learned: tuple[int, ...]  # the places of the captured tensors that require a gradient
+    learned: tuple[int, ...]  # the indices of the captures that require grad
 
     @staticmethod
     def of(query: bool, key: bool, value: bool, captures: tuple[Tensor, ...] = ()) -> Wanted:
-        """Those of the operands that are named, and of the captures that require one."""
+        """Return what to compute, with the captures that require grad as `learned`."""
         learned = tuple(n for n, tensor in enumerate(captures) if tensor.requires_grad)
         return Wanted(query, key, value, captures, learned)
 
     @property
     def scores(self) -> bool:
-        """Whether any of them needs the gradient of the scores."""
+        """Return whether one of them needs the gradient of the scores."""
         return self.query or self.key or bool(self.learned)
 
 
 class Above(NamedTuple):
-    """What a backward pass starts from.
+    """The inputs of a backward pass: results of the forward pass, and their gradients.
 
-    `out` [B, Hq, L, Dv] and `lse` [B, Hq, L] are results of the forward pass in the working dtype.
-    The gradients have their shapes. One that is None is zero. They are `whole` if `lse` is that of
-    the sink, if any, and of all keys that are at hand.
+    `out` [B, Hq, L, Dv] and `lse` [B, Hq, L] have the working dtype. `grad_out` and `grad_lse` have
+    the same shapes; None stands for zeros. `whole` says that `lse` covers exactly the keys of this
+    pass and the sink; it is False if `lse` also covers keys that are elsewhere.
     """
 
     out: Tensor
@@ -71,17 +67,16 @@ class Above(NamedTuple):
     whole: bool = True
 
     def at(self, rows: slice) -> Above:
-        """That of some queries."""
+        """Return the inputs for a slice of the queries."""
         grads = [None if x is None else x[:, :, rows] for x in (self.grad_out, self.grad_lse)]
         out, lse = (x[:, :, rows] for x in (self.out, self.lse))
         return self._replace(out=out, lse=lse, grad_out=grads[0], grad_lse=grads[1])
 
 
 class Gradients(NamedTuple):
-    """The gradients that are wanted, of a call or from one tile; None for the others.
+    """The gradients of a call, or what one tile adds to them; None if not wanted.
 
-    Those of a call come with `delta` and `lse` of all rows [B, Hq, L], from which the gradient of a
-    sink follows.
+    Those of a call have `delta` and `lse` [B, Hq, L] too: the gradient of the sink needs them.
     """
 
     query: Tensor | None
@@ -93,14 +88,15 @@ class Gradients(NamedTuple):
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of scores, sums, lse, max_scores, entropies and sinks, for queries of `dtype`."""
+    """Return the dtype of scores, sums, lse, max_scores and entropy, for queries of `dtype`."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def output_layout(query: Tensor, head_dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The output's shape and strides: dense, its dimensions in the order of the query's.
+    """Return shape and strides of the output [B, Hq, L, Dv] for a query [B, Hq, L, D].
 
-    As in PyTorch the head dimension is the innermost, whatever the query's is.
+    It is contiguous in memory, and its dimensions are in the order of the query's strides. As in
+    PyTorch, the head dimension always has stride 1.
     """
     shape = (*query.shape[:-1], head_dim)
     inner_first = sorted(range(4), key=lambda dim: (query.stride(dim), -dim))
@@ -120,9 +116,9 @@ def _dense_strides(shape: tuple[int, ...], inner_first: list[int]) -> tuple[int,
 
 
 def folded(parts: Tensor) -> Tensor:
-    """The sum over the first dimension, halves upon halves: in one order whatever the threads.
+    """Return `parts` [N, ...] summed over N, in an order that does not depend on threads.
 
-    It is made in `parts`, unless gradients are recorded.
+    The sum overwrites `parts`, unless autograd records.
     """
     if torch.is_grad_enabled():
         return parts.sum(0)
@@ -135,14 +131,14 @@ def folded(parts: Tensor) -> Tensor:
 
 
 def far_from_zero(eps: float) -> float:
-    """The least size of a log-sum-exp whose rounding by `eps` may change weights by 2**-10.
+    """Return the smallest |lse| at which rounding lse by `eps` may change weights by 2**-10.
 
-    exp(score - lse) is as wrong as lse is, and more so the farther from 0.
+    exp(score - lse) has the absolute error of lse, which grows with |lse|.
     """
     return 2.0**-9 / eps
 
 
 def is_far(lse: Tensor) -> Tensor:
-    """Where a log-sum-exp is finite, but too far from 0 to be precise."""
+    """Return where `lse` [B, Hq, L] is finite, but too far from 0 to be precise."""
     size = lse.abs()
     return (size >= far_from_zero(torch.finfo(lse.dtype).eps)) & (size < math.inf)

@@ -161,7 +161,7 @@ def check_held(name: str, tensor: Tensor) -> None:
 
 def is_vmapped(tensor: Tensor) -> bool:
     """Whether a tensor is inside torch.vmap, at any level of nested transforms."""
-    if is_legacy_batched(tensor):  # as torch.autograd.grad(is_grads_batched=True) makes
+    if is_legacy_batched(tensor):  # from torch.autograd.grad(is_grads_batched=True)
         return True
     while is_wrapped(tensor):
         if is_batched(tensor):
@@ -251,7 +251,7 @@ def check_scale(scale: object, head_dim: int) -> float:
 
 
 def _as_float(value: object) -> float:
-    """A real number as a float; NaN for anything else, and for one too large for a float."""
+    """Return a real number as a float; NaN for anything else, and for one too large."""
     try:
         return float(value) if isinstance(value, numbers.Real) else math.nan
     except OverflowError:
@@ -298,7 +298,7 @@ def check_generator(generator: object) -> None:
 
 
 def check_score(score: object) -> float:
-    """A score that a score_mod is given, where one is asked what it does."""
+    """Return `score`, which a score_mod is evaluated at, as a float."""
     if isinstance(score, bool) or not isinstance(score, int | float):
         raise ArgumentError(
             f"score must be a number, but is {score!r}. Give the score that the mod is to change."

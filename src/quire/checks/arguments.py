@@ -116,6 +116,6 @@ def _to_tensor(name: str, values: object, content: str, advice: str) -> Tensor:
 
 def _as_index(value: object) -> int | None:
     try:
-        return operator.index(value)  # type: ignore[arg-type]  # that is what we ask
+        return operator.index(value)  # type: ignore[arg-type]  # it raises for other types
     except TypeError:
         return None

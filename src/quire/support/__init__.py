@@ -1,1 +1,1 @@
-"""What everything stands on: settings, locks, warnings, and the private names of PyTorch."""
+"""Helpers for the whole package: locks, caches, warnings, and the private names of PyTorch."""

@@ -1,4 +1,4 @@
-"""A dictionary that forgets the oldest of too many entries."""
+"""A dictionary of limited size."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ from quire.support.locks import lock
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
-
 _lock = lock()
 
 
 class BoundedDict(dict[Key, Value]):
-    """At most `most` entries. Reading takes no lock, so a thread may miss what another one adds."""
+    """Holds at most `most` entries. Reads take no lock, so a thread may miss a new entry."""
 
     def __init__(self, most: int) -> None:
         super().__init__()
         self._most = most
 
     def keep(self, key: Key, value: Value) -> Value:
-        """Add an entry, in the place of the oldest if there are too many."""
+        """Add an entry and return its value. If the dictionary is full, drop the oldest entry."""
         with _lock:
             while len(self) >= self._most:
                 del self[next(iter(self))]

@@ -1,11 +1,11 @@
-"""How torch.compile and torch.export meet quire: by a graph break, or by PyTorch's own operator.
+"""How torch.compile and torch.export treat quire: a graph break, or PyTorch's own operator.
 
-Dynamo, which traces Python for both, need not look into quire: it calls us as we stand, between
-two graphs. Where only one graph is allowed (`fullgraph=True`, export) PyTorch's operator is traced
-in our place, with one warning.
+Dynamo, the tracer of both, breaks the graph at a function of quire and calls it between two graphs.
+If only one graph is allowed (`fullgraph=True`, export), PyTorch's own operator is traced instead,
+with one warning.
 
-Importing Dynamo takes seconds, so nothing here does before it is at work: functions are marked as
-`torch.compiler.disable` and `torch.compiler.assume_constant_result` would mark them.
+Importing Dynamo takes seconds, so this module does not import it: it sets the attributes that
+`torch.compiler.disable` and `torch.compiler.assume_constant_result` would set.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class OneGraphWarning(UserWarning):
-    """PyTorch's operators compute, since quire would have broken a graph that must stay whole."""
+    """PyTorch's operators compute instead of quire, since the graph must not break."""
 
 
 def instead(theirs: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Keep Dynamo out of a function, and trace `theirs` where the graph may not break.
+    """Decorate a function: Dynamo does not trace it; where a break is forbidden, trace `theirs`.
 
     @instead(torch_attention)
     def attention(query): ...
@@ -51,7 +51,7 @@ def instead(theirs: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P
 
 
 def own(function: Function) -> Function:
-    """A twin of `function`, which stays what it is when `patch_torch` changes PyTorch's."""
+    """Return a copy of `function`, which `patch_torch` does not change."""
     assert isinstance(function, types.FunctionType), "only Python functions have code to copy"
     parts = function.__globals__, function.__name__, function.__defaults__, function.__closure__
     twin = types.FunctionType(function.__code__, *parts)
@@ -60,22 +60,22 @@ def own(function: Function) -> Function:
 
 
 def never_traced(function: Function) -> Function:
-    """Have Dynamo break the graph at `function` and run it, with all that it calls, as it is."""
+    """Make Dynamo break the graph at `function`, and run it and its callees without tracing."""
     torch_private.mark_disabled(function, "quire computes between graphs")
     return never_entered(function)
 
 
 def never_entered(function: Function) -> Function:
-    """Have Dynamo run `function` as it is, unless what calls it is being traced.
+    """Make Dynamo run `function` without tracing it, unless its caller is being traced.
 
-    After a break nothing is left to trace, and trying would tie a graph to every mod it is given.
+    After a graph break, Dynamo would trace it again, and compile a new graph for every mod.
     """
     torch_private.skip_code(function.__code__)
     return function
 
 
 def _entered_by_twin(function: Function) -> Function:
-    """Have `torch.compile(function)` compile a twin with code of its own, which may be entered."""
+    """Make `torch.compile(function)` compile a copy with its own code, which Dynamo may trace."""
     twin = own(function)
     twin.__code__ = function.__code__.replace()
     torch_private.mark_original(function, twin)
@@ -83,14 +83,14 @@ def _entered_by_twin(function: Function) -> Function:
 
 
 def constant_when_traced(function: Function) -> Function:
-    """Have Dynamo run `function` while it traces, and take the result for a constant."""
+    """Make Dynamo run `function` while it traces, and treat the result as a constant."""
     torch_private.mark_constant(function)
     return function
 
 
 @constant_when_traced
 def must_be_one_graph() -> bool:
-    """Whether what calls this is being traced where the graph may not break; if so, warn."""
+    """Return whether the caller is being traced and the graph may not break; if so, warn once."""
     if not torch_private.is_one_graph():
         return False
     _warn_once()

@@ -1,8 +1,8 @@
-"""Locks that hold across a fork.
+"""Locks that survive a fork.
 
-A child process has one thread, the one that forked. A lock that another thread held at that moment
-would be held for ever in the child, and what it guards would be half done. So a fork waits for all
-of these locks, takes them, and lets go of them on both sides.
+A forked child has one thread. If another thread held a lock during the fork, the child could never
+take that lock, and the data behind it would be half written. So a fork first takes all of these
+locks, and then releases them in parent and child.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _held: list[threading.RLock] = []
 
 
 def lock() -> threading.RLock:
-    """A lock that its thread may take again: the collector may run anything in our midst."""
-    made = threading.RLock()
-    _locks[made] = None
-    return made
+    """Return a reentrant lock: the garbage collector may run code that takes it again."""
+    new = threading.RLock()
+    _locks[new] = None
+    return new
 
 
 def _take_all() -> None:
@@ -31,7 +31,7 @@ def _take_all() -> None:
 
 def _release_all() -> None:
     taken = _held.copy()
-    _held.clear()  # while nobody else can be here: another thread may be about to fork
+    _held.clear()  # before the release: then another thread may fork and fill it again
     for each in reversed(taken):
         each.release()
 
