@@ -386,16 +386,22 @@ class Paged:
         return rows
 
     def as_given(self, query: Tensor, rows: Tensor) -> Tensor:
-        """What there is for each query, laid out as the user's query is."""
-        rows = unpacked(rows)
+        """Return results [1, Hq, B * L, ...] in the layout of the user's query."""
         if query.dim() == 3:
-            return rows
+            return unpacked(rows)
         batch, _, q_len, _ = query.shape
+        if q_len == 1:
+            return rows.transpose(0, 2)
+        rows = unpacked(rows)
         return rows.view(batch, q_len, *rows.shape[1:]).transpose(1, 2)
 
     def as_placed(self, query: Tensor, given: Tensor) -> Tensor:
         """The other way round."""
-        return packed(given if query.dim() == 3 else given.transpose(1, 2).flatten(0, 1))
+        if query.dim() == 3:
+            return packed(given)
+        if query.shape[2] == 1 and given.dim() > 2:
+            return given.transpose(0, 2)
+        return packed(given.transpose(1, 2).flatten(0, 1))
 
     def keys_as_given(self, keys: Tensor) -> Tensor:
         """What there is for each key: by page, or by position of each sequence."""

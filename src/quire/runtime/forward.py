@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -108,15 +109,20 @@ class ForwardPlan(NamedTuple):
         results, sink, wrong = self.room.make(), request.sink, False
         if sink is not None:
             sink = sink.to(placed.dtype).contiguous()
-        for part, records in zip(self.parts, self._records(placed), strict=True):
+        rows = placed.rows
+        if isinstance(rows, One):
+            every: Sequence[Records] = (self.parts[0].launcher.only(placed, rows),)
+        else:
+            every = self._records(placed)
+        for part, records in zip(self.parts, every):  # noqa: B905  they are as many
             loaded = (*captures, *part.more) if part.more else captures
             wrong |= part.launcher.launch(
                 placed, records, results, loaded, sink=sink, lists=part.lists
             )
         if wrong:
             return None
-        if not isinstance(placed.rows, One) and placed.content is None:
-            fill_holes(results, placed.rows)
+        if placed.content is None and not isinstance(rows, One):
+            fill_holes(results, rows)
         if not request.aux.key_mass:
             return results
         mass = key_mass(call.problem, call.placed, results)

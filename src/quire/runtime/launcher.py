@@ -72,7 +72,25 @@ class Launcher(NamedTuple):
 
     def records(self, placed: Placed, rows: One | Sequences) -> Records:
         """Sequences as this kernel reads them."""
-        return records_of(placed, rows, self.kernel.form, heads=self.heads, block_q=self.block_q)
+        if isinstance(rows, One):
+            return self.only(placed, rows)
+        return _table(placed, rows, self.kernel.form, self.heads, self.block_q)
+
+    def only(self, placed: Placed, rows: One) -> Records:
+        """The sequence of dense memory as this kernel reads it."""
+        q_len, q_start, begin, end, b = rows
+        batch, heads, _, head_dim = placed.query.shape
+        pieces = 1
+        if self.kernel.form == "row":
+            pieces = max(1, -(-end // KEYS_OF_PIECE) - begin // KEYS_OF_PIECE)
+        items = -(-q_len // self.block_q) * self.heads * pieces * batch
+        products = batch * heads * head_dim * q_len * (end - begin)
+        # fmt: off
+        table = SEQUENCE.pack_in_order(
+            b, 0, 0, 0, q_len, q_start, -begin, begin, end, pieces, pieces, 0, 1, 0
+        )
+        # fmt: on
+        return Records(table, 1, products, items, items if pieces > 1 else 0)
 
     def launch(
         self,
@@ -93,6 +111,8 @@ class Launcher(NamedTuple):
         table, num_sequences, products, items, slots, members = records
         if items == first:
             return False
+        query, key, value, _, page_table, key_scale, value_scale, _ = placed
+        out, lse, max_scores, argmax, entropy, _ = results
         threads = min(num_threads(), items - first) if products > SMALL_WORK else 1
         if self.pyramids:
             captures = [*captures, *pyramids.build(captures, self.pyramids, products)]
@@ -103,32 +123,24 @@ class Launcher(NamedTuple):
         with Scratch(threads, each, slots * self.partial_bytes, slots * 8) as scratch:
             if slots:
                 ctypes.memset(scratch.arrivals, 0, slots * 8)
+            # fmt: off
             call = (
-                placed.query.data_ptr(),
-                placed.key.data_ptr(),
-                placed.value.data_ptr(),
-                results.out.data_ptr(),
-                address_of(results.lse),
-                address_of(results.max_scores),
-                address_of(results.argmax),
-                address_of(results.entropy),
-                address_of(sink),
-                address + _SEQUENCES,
-                num_sequences,
-                items,
-                address_of(placed.page_table),
-                address_of(placed.key_scale),
-                address_of(placed.value_scale),
-                lists.offsets_address,
-                lists.entries_address,
+                query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(),
+                0 if lse is None else lse.data_ptr(),
+                0 if max_scores is None else max_scores.data_ptr(),
+                0 if argmax is None else argmax.data_ptr(),
+                0 if entropy is None else entropy.data_ptr(),
+                0 if sink is None else sink.data_ptr(),
+                address + _SEQUENCES, num_sequences, items,
+                0 if page_table is None else page_table.data_ptr(),
+                0 if key_scale is None else key_scale.data_ptr(),
+                0 if value_scale is None else value_scale.data_ptr(),
+                lists.offsets_address, lists.entries_address,
                 address + _SEQUENCES + len(table),
-                scratch.address,
-                scratch.each,
-                members,
-                scratch.partials,
-                scratch.arrivals,
+                scratch.address, scratch.each, members, scratch.partials, scratch.arrivals,
                 address + _COUNTERS,
             )
+            # fmt: on
             self.terms.check_call(call)
             packed = arguments.pack(captures, address + _FLAG)
             start = first.to_bytes(8, sys.byteorder)
@@ -150,11 +162,6 @@ _COUNTERS = CALL_PART.size + PLAN_PART.size
 _FLAG = _COUNTERS + 16 * 8
 _SEQUENCES = _FLAG + 8
 _ZEROS = bytes(_SEQUENCES - _COUNTERS - 8)
-
-
-def address_of(tensor: Tensor | None) -> int:
-    """Where a tensor is; 0 where there is none."""
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 _free: deque[Tensor] = deque(maxlen=8)
@@ -250,18 +257,6 @@ def num_products(placed: Placed, rows: One | Sequences) -> int:
     if isinstance(rows, One):
         return batch * heads * head_dim * rows.q_len * (rows.kv_end - rows.kv_begin)
     return int(np.vdot(rows.q_len, rows.kv_len)) * heads * head_dim
-
-
-def records_of(
-    placed: Placed, rows: One | Sequences, form: Form, *, heads: int, block_q: int
-) -> Records:
-    """Sequences as the kernel of a form reads them, with the items of so many heads."""
-    if not isinstance(rows, One):
-        return _table(placed, rows, form, heads, block_q)
-    pieces = max(1, num_pieces(rows.kv_begin, rows.kv_end)) if form == "row" else 1
-    count = num_items(rows.q_len, heads, block_q) * pieces * placed.query.shape[0]
-    products = num_products(placed, rows)
-    return Records(record(rows, pieces), 1, products, count, count if pieces > 1 else 0)
 
 
 def _table(placed: Placed, rows: Sequences, form: Form, heads: int, block_q: int) -> Records:
