@@ -110,7 +110,9 @@ def test_a_plan_takes_it_or_says_that_it_does_not(kind: type) -> None:
     if kind is Dense:
         assert torch.equal(quire.plan(given, memory)(given, memory), attention(given, memory))
         return
-    with pytest.raises(ArgumentError, match=f"a plan takes Dense memory, but got a {kind.__name__}"):
+    with pytest.raises(
+        ArgumentError, match=f"a plan takes Dense memory, but got a {kind.__name__}"
+    ):
         quire.plan(given, memory)
 
 
