@@ -14,7 +14,6 @@ from typer.main import get_command
 from quire import Dense, attention
 from quire.cli import app
 from quire.config import config
-from quire.ir.forms import FORMS
 from quire.ir.ops import OPS
 from quire.tools.walk import Walk, walk
 
@@ -63,21 +62,6 @@ def test_the_page_on_masks_shows_what_its_programs_print(
     assert capsys.readouterr().out == "".join(shown) != ""
 
 
-def test_the_page_on_masks_names_every_form() -> None:
-    table = (
-        (ROOT / "docs" / "masks.md").read_text().partition("| | names |")[2].partition("\n\n")[0]
-    )
-    named = set(re.findall(r"`(\w+)`", table))
-    operators = {name for name in FORMS if not hasattr(torch, name) and is_operator(name)}
-    operators.add("rand")  # 1 & x, which has nothing to do with torch.rand
-    renamed = {"log_sigmoid": "logsigmoid"}  # as F calls it
-    assert named == {renamed.get(name, name) for name in FORMS.keys() - operators}
-
-
-def is_operator(name: str) -> bool:
-    return hasattr(torch.Tensor, f"__{name}__")
-
-
 def test_the_page_on_the_cache_shows_what_its_programs_draw(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -100,7 +84,7 @@ def test_the_first_screen_is_one() -> None:
 
 
 def stated_counts() -> dict[str, int]:
-    """Path below src/quire -> the number of lines that README gives: `| [ir/ops.py](...) | 100 |`."""
+    """Path below src/quire -> the lines that README states, as in `| [ir/ops.py](...) | 100 |`."""
     found = re.findall(r"\[`([\w/.]+)`\]\(src/quire/([\w/.]+)\) \| ([\d,]+) \|", README)
     assert all(name == link for name, link, _ in found)
     return {path: int(count.replace(",", "")) for path, _, count in found}
@@ -127,6 +111,23 @@ def links(page: Path) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     missing = [link for link in links(page) if not (page.parent / link).exists()]
+    assert not missing
+
+
+def anchors(page: Path) -> set[str]:
+    """The headings of a page, as links name them: `## And, or, not` is `and-or-not`."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_to_headings_lead_to_one(page: Path) -> None:
+    found = re.findall(r"\]\((?!https?://)([^)#]*)#([^)]+)\)", page.read_text())
+    missing = [
+        (file, heading)
+        for file, heading in found
+        if heading not in anchors(page.parent / file if file else page)
+    ]
     assert not missing
 
 
