@@ -99,7 +99,7 @@ def test_its_rows_come_back_as_they_were_given(kind: type) -> None:
 @each
 def test_errors_name_it(kind: type) -> None:
     query, key, _ = operands()
-    with pytest.raises(ArgumentError, match=rf"memory must be a .*\b{kind.__name__}\b.*, but got"):
+    with pytest.raises(ArgumentError, match=rf"memory must be .*\b{kind.__name__}\b.*, but"):
         attention(query, key)  # type: ignore[call-overload]
 
 
@@ -110,9 +110,7 @@ def test_a_plan_takes_it_or_says_that_it_does_not(kind: type) -> None:
     if kind is Dense:
         assert torch.equal(quire.plan(given, memory)(given, memory), attention(given, memory))
         return
-    with pytest.raises(
-        ArgumentError, match=f"a plan takes Dense memory, but got a {kind.__name__}"
-    ):
+    with pytest.raises(ArgumentError, match=rf"plan .*\bDense\b.*\b{kind.__name__}\b"):
         quire.plan(given, memory)
 
 
