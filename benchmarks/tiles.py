@@ -30,7 +30,7 @@ from quire.codegen.llvm.target import Target
 from quire.codegen.llvm.types import F32, F64, I64, PTR
 from quire.codegen.phases.row_keys import write_multiply_keys
 from quire.codegen.phases.row_values import write_multiply_values
-from quire.codegen.phases.tiles import Tile
+from quire.codegen.phases.tiles import TileShape
 
 HEADS, LENGTH = 8, 2048
 KEYS = 120  # of a product alone: all rows that are tried divide it
@@ -48,8 +48,8 @@ def shapes(target: Target) -> Iterator[Target]:
 @functools.cache
 def product(target: Target, dtype: torch.dtype, phase: str, d: int) -> tuple[jit.Code, float]:
     """One of the two products of a tile, repeated; and how many operations that is."""
-    tile, module = Tile(target, F32 if dtype == torch.float32 else F64), Module()
-    write: Callable[[Module, Tile], Function]
+    tile, module = TileShape(target, F32 if dtype == torch.float32 else F64), Module()
+    write: Callable[[Module, TileShape], Function]
     write = write_multiply_keys if phase == "keys" else write_multiply_values
     inner = write(module, tile)
     size = KEYS * (d + tile.width)

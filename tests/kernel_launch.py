@@ -17,11 +17,11 @@ from quire.codegen import contract
 from quire.codegen.convention import (
     ENTRY,
     EXTENT,
-    FORWARD,
     FULL,
+    KERNEL,
     REWRITE,
     SEQUENCE,
-    ForwardSpec,
+    KernelSpec,
     num_items,
     tile_entry,
 )
@@ -31,14 +31,14 @@ from quire.codegen.llvm.builder import Function, Module, Value
 from quire.codegen.llvm.target import Target
 from quire.codegen.llvm.types import I64
 from quire.codegen.phases.staging import ENDLESS
-from quire.codegen.phases.tiles import Tile
+from quire.codegen.phases.tiles import TileShape
 from quire.codegen.scratch import scratch_bytes
 
 LOG4_E = 1 / math.log(4)
 
 
 @functools.cache
-def compiled(spec: ForwardSpec) -> jit.Code:
+def compiled(spec: KernelSpec) -> jit.Code:
     return jit.load(jit.compile_object(write_forward(spec).text, spec.target), [ENTRY])
 
 
@@ -54,7 +54,7 @@ def _address(module: Module, name: str, target: Target) -> int:
 
 
 @functools.cache
-def mod_code(tile: Tile, rewrite: Callable[[Function, Value, Value, Value], Value]) -> int:
+def mod_code(tile: TileShape, rewrite: Callable[[Function, Value, Value, Value], Value]) -> int:
     """The address of a mod that rewrites (q_idx vector, kv_idx, score) to a score in log4."""
     module = Module()
     with module.function("mod", REWRITE.parameters) as f:
@@ -78,7 +78,7 @@ def mod_code(tile: Tile, rewrite: Callable[[Function, Value, Value, Value], Valu
 
 @functools.cache
 def extent_code(
-    tile: Tile,
+    tile: TileShape,
     bounds: Callable[[Function, Value, Value, Value], tuple[Value, Value, Value]],
 ) -> int:
     """The address of an extent: (first and last q_idx, kv_idx) to (first, last, every)."""
@@ -148,10 +148,10 @@ class Call:
     target: Target = field(default_factory=Target.host)
 
     @property
-    def spec(self) -> ForwardSpec:
+    def spec(self) -> KernelSpec:
         dtypes = [x.dtype for x in (self.query, self.key, self.value)]
         dtypes.append(self.out_dtype or self.query.dtype)
-        return ForwardSpec(self.target, *(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        return KernelSpec(self.target, *(str(dtype).removeprefix("torch.") for dtype in dtypes))
 
     def run(self) -> tuple[Tensor, Tensor, Tensor]:
         """out, lse and max_scores."""
@@ -202,11 +202,11 @@ class Call:
             "members": 1,
             "partials": 0,
             "arrivals": 0,
-            **{name: 0 for name in FORWARD.fields if name.startswith(("key_scale", "value_scale"))},
+            **{name: 0 for name in KERNEL.fields if name.startswith(("key_scale", "value_scale"))},
         }
         contract.check("panel", self.spec, values)
         self.record = values
-        self._args = ctypes.create_string_buffer(FORWARD.pack(values))
+        self._args = ctypes.create_string_buffer(KERNEL.pack(values))
 
     def _tensors(self) -> dict[str, int | float]:
         assert self.out is not None

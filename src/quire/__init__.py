@@ -17,7 +17,9 @@ try:
     from quire.api.paged import PagedAttention
     from quire.api.patch import patch_torch, unpatch_torch
     from quire.api.plan import Plan, plan
+    from quire.api.stages import kernel
     from quire.api.varlen import varlen_attention, varlen_attn
+    from quire.api.why import why
     from quire.attention import attention
     from quire.aux_outputs import AuxOutput, AuxRequest
     from quire.block_mask import BlockMask, create_block_mask, create_mask
@@ -28,8 +30,6 @@ try:
     from quire.mods.dropout import random
     from quire.request import EagerModWarning
     from quire.support.dynamo import OneGraphWarning
-    from quire.tools.stages import kernel
-    from quire.tools.why import why
 finally:
     if _collecting:
         gc.enable()

@@ -41,11 +41,21 @@ class Passes(Protocol):
 def recorded(passes: Passes, call: Call) -> Result:
     """Compute a call, and let autograd record it."""
     apply: Any = Attention.apply
-    return Result(*apply(passes, call, *call.placed[:3], call.request.sink, *call.captures))
+    step = Step(passes, call)
+    return Result(*apply(step, *call.placed[:3], call.request.sink, *call.captures))
+
+
+class Step:
+    """A call and what computes it. It is no tuple: torch.func looks for tensors inside of those."""
+
+    __slots__ = ("call", "passes")
+
+    def __init__(self, passes: Passes, call: Call) -> None:
+        self.passes, self.call = passes, call
 
 
 class Attention(torch.autograd.Function):
-    """Takes passes, call, query, key, value, sink, *captures. Returns the fields of a Result.
+    """Takes step, query, key, value, sink, *captures. Returns the fields of a Result.
 
     The captured tensors are inputs, so that they get gradients, and so that autograd raises if one
     is changed in place before the backward pass.
@@ -54,16 +64,18 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def forward(*inputs: Any) -> tuple[Tensor | None, ...]:
         """Return the results, without autograd."""
-        passes, call, query, key, value, sink, *captures = inputs
-        with _without_autocast(query):
-            result: Result = passes.forward(call.on((query, key, value), sink, tuple(captures)))
+        step, query, key, value, sink, *captures = inputs
+        call = step.call.on((query, key, value), sink, tuple(captures))
+        with without_autocast(query):
+            result: Result = step.passes.forward(call)
         return tuple(result)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         """Save what the backward pass needs. Only autograd holds tensors, so it can free them."""
-        ctx.passes, call, *tensors = inputs
-        ctx.placed = call.placed.on(_EMPTY, _EMPTY, _EMPTY)
+        step, *tensors = inputs
+        ctx.passes = step.passes
+        ctx.placed = step.call.placed.on(_EMPTY, _EMPTY, _EMPTY)
         out, lse, *others = output
         ctx.mark_non_differentiable(*(x for x in others if x is not None))
         ctx.save_for_backward(out, lse, *tensors)
@@ -73,18 +85,17 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: Any) -> Any:
         """Return the gradients of the inputs that need one, and None for the others."""
         out, lse, query, key, value, sink, *captures = ctx.saved_tensors
-        _, _, wants_query, wants_key, wants_value, wants_sink, *learned = ctx.needs_input_grad
+        _, wants_query, wants_key, wants_value, wants_sink, *learned = ctx.needs_input_grad
         _check_held((query, key, value, *captures))
         detached = tuple(map(_detached, captures, learned))
         indices = tuple(index for index, wants in enumerate(learned) if wants)
         wanted = Wanted(wants_query, wants_key, wants_value, detached, indices)
         above = Above(out, lse, grad_out, grad_lse, sink)
-        with _without_autocast(query), _batched_refused(above):
+        with without_autocast(query), _batched_refused(above):
             found = ctx.passes.backward(ctx.placed.on(query, key, value), wanted, above)
         grad_sink = _sink_gradient(sink, found).to(sink.dtype) if wants_sink else None
         operands = zip((found.query, found.key, found.value), (query, key, value), strict=True)
         return (
-            None,
             None,
             *(_as_dtype_of(x, grad) for grad, x in operands),
             grad_sink,
@@ -155,6 +166,6 @@ def _detached(capture: Tensor, learned: bool) -> Tensor:
     return capture.detach().requires_grad_() if learned else capture.detach()
 
 
-def _without_autocast(query: Tensor) -> torch.autocast:
+def without_autocast(query: Tensor) -> torch.autocast:
     """Turn autocast off: the operands are cast already, and the passes choose their own dtypes."""
     return torch.autocast(query.device.type, enabled=False)

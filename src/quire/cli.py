@@ -40,13 +40,13 @@ except ModuleNotFoundError as missing:
     )
 
 from quire import __version__
+from quire.api.why import why
 from quire.draw import draw
 from quire.errors import MissingPackageError, QuireError
 from quire.runtime.cache import object_cache
 from quire.tools import demo, show, walk
 from quire.tools.colour import coloured
 from quire.tools.doctor import report
-from quire.tools.why import why
 
 Place = Annotated[
     str,

@@ -134,6 +134,7 @@ def _paged_layout(query: Tensor, memory: Paged) -> Key | None:
         or query.shape[2] > MOST_ROWS
         or not is_ordinary(table)
         or table.dim() != 2
+        or key.shape[2] == 0
         or table.shape[1] * key.shape[2] > MOST_KEYS
     ):
         return None
@@ -266,7 +267,7 @@ class CallPlan:
                 self._forward = ForwardPlan.of(call, self._learns)
             found = self._forward.run(call)
         if found is None:
-            with torch.no_grad():
+            with autograd.without_autocast(call.placed.query), torch.no_grad():
                 return eager.forward(call.problem, call.placed, request.sink, request.aux)
         if config().check_rows:
             recheck(call, found)

@@ -23,7 +23,7 @@ from quire.codegen.llvm import jit
 from quire.codegen.llvm.target import Target
 from quire.codegen.llvm.types import F32, F64
 from quire.codegen.phases.observe import write_observe
-from quire.codegen.phases.tiles import Tile
+from quire.codegen.phases.tiles import TileShape
 from quire.config import Backend, config
 from quire.errors import KernelMismatchError, OptionError
 from quire.reference import Reference
@@ -304,7 +304,7 @@ def test_what_is_no_request_is_refused() -> None:
 @pytest.mark.parametrize("processor", ["x86-64-v3", "x86-64-v4", "aarch64"])
 @pytest.mark.parametrize("element", [F32, F64], ids=str)
 def test_it_compiles_for_every_processor(form: Form, processor: str, element: Any) -> None:
-    tile = Tile(Target.named(processor), element)
+    tile = TileShape(Target.named(processor), element)
     assert OBSERVE.name in jit.assembly(write_observe(form, tile).text, tile.target)
 
 

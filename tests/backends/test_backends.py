@@ -46,7 +46,7 @@ def call_on(device: str, **options: Any) -> Call:
         requires_grad=False,
     )
     request = Request(tensor, Dense(tensor, tensor), **options)
-    return Call(request, Placed(tensor, tensor, tensor, One(8, 0, 0, 8)), Problem(scale=1.0))
+    return Call(request, Placed(tensor, tensor, tensor, One(8, 0, 0, 8)), Problem(scale=1.0), ())
 
 
 # The choice

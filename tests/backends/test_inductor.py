@@ -109,7 +109,7 @@ def test_other_devices(device: str, can_learn: bool) -> None:
     placed = Placed(tensor, tensor, tensor, One(8, 0, 0, 8))
 
     def there(**options: Any) -> Call:
-        return Call(Request(tensor, Dense(tensor, tensor), **options), placed, Problem(1.0))
+        return Call(Request(tensor, Dense(tensor, tensor), **options), placed, Problem(1.0), ())
 
     for options in ({}, {"aux": quire.AuxRequest(lse=True)}, {"sink": tensor}):
         assert (obstacle(there(**options)) is None) == can_learn  # type: ignore[arg-type]

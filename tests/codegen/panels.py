@@ -14,7 +14,7 @@ from quire.codegen.llvm.target import Target
 from quire.codegen.llvm.types import F32, F64
 from quire.codegen.mods.arguments import CaptureShape, ModArguments
 from quire.codegen.mods.functions import write_rewrite
-from quire.codegen.phases.tiles import Tile
+from quire.codegen.phases.tiles import TileShape
 from quire.ir.graph import Node
 
 _Rewrite = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 6)
@@ -46,7 +46,7 @@ class PanelRun:
         self.dtype = dtype
         target = target or Target.host()
         self.captures = list(captures)
-        self.tile = Tile(target, F64 if dtype == torch.float64 else F32)
+        self.tile = TileShape(target, F64 if dtype == torch.float64 else F32)
         roots = [*masks, *([] if score is None else [score])]
         self.arguments = ModArguments.of(roots, tuple(map(CaptureShape.of, captures)))
         module = Module()

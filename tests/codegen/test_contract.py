@@ -12,7 +12,7 @@ from kernel_launch import Call
 
 from quire import Dense, attention
 from quire.codegen import contract
-from quire.codegen.convention import BLOCK_Q, GRADIENTS, Form, ForwardSpec
+from quire.codegen.convention import BLOCK_Q, GRADIENTS, Form, KernelSpec
 from quire.codegen.llvm.target import Target
 from quire.codegen.llvm.types import F32
 from quire.codegen.scratch import scratch_bytes
@@ -20,12 +20,12 @@ from quire.errors import CodegenError
 from quire.runtime import launcher, prepare
 
 TARGET = Target.named("x86-64-v4")  # 64 queries to a panel
-SPEC = ForwardSpec(TARGET)
-INT8 = ForwardSpec(TARGET, key="int8", value="int8")
-WIDE = ForwardSpec(TARGET, head_dim=64, value_dim=64)
+SPEC = KernelSpec(TARGET)
+INT8 = KernelSpec(TARGET, key="int8", value="int8")
+WIDE = KernelSpec(TARGET, head_dim=64, value_dim=64)
 
 
-def record(form: Form, spec: ForwardSpec = SPEC) -> dict[str, int | float]:
+def record(form: Form, spec: KernelSpec = SPEC) -> dict[str, int | float]:
     """One that keeps to the convention; addresses are multiples of 64 that nobody follows."""
     call = Call(*(torch.zeros(1, 4, 8, 20) for _ in range(3)))
     call.prepare()

@@ -16,7 +16,7 @@ from quire.codegen.convention import (
     FULL,
     PARTIAL,
     REWRITE,
-    ForwardSpec,
+    KernelSpec,
     choose_block_q,
     choose_heads,
 )
@@ -188,7 +188,7 @@ def test_mixed_dtypes() -> None:
     wide = Call(query, key.float(), value.float()).run()
     assert torch.equal(out, wide[0])
     with pytest.raises(CodegenError, match="expected float64 queries with float64 keys"):
-        ForwardSpec(Target.host(), "float32", "float64", "float32", "float32")
+        KernelSpec(Target.host(), "float32", "float64", "float32", "float32")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -584,7 +584,7 @@ def test_launches_from_many_threads_do_not_meet() -> None:
 
 
 def test_mods_are_called_as_they_are_written() -> None:
-    spec = ForwardSpec(Target.named("x86-64-v3"))
+    spec = KernelSpec(Target.named("x86-64-v3"))
     module, nothing = Module(), ModArguments.of([], [])
     write_rewrite(module, "rewrite", spec.tile, nothing, None, [])
     declared = ", ".join(f"{type} %{name}" for name, type in REWRITE.parameters.items())
@@ -592,7 +592,7 @@ def test_mods_are_called_as_they_are_written() -> None:
 
 
 def test_scratch_and_blocks() -> None:
-    spec = ForwardSpec(Target.named("x86-64-v3"))
+    spec = KernelSpec(Target.named("x86-64-v3"))
     assert scratch_bytes("panel", spec.tile, 64, 64, 128) % 64 == 0
     assert scratch_bytes("panel", spec.tile, 512, 512, 64) < 2**20
     assert choose_block_q(spec.tile, 64, 64, rows=8 * 8192, threads=2) == 512

@@ -13,18 +13,18 @@ import torch
 
 import quire
 from quire import mods, plans
-from quire.codegen.convention import ForwardSpec
+from quire.codegen.convention import KernelSpec
 from quire.codegen.kernels.append import write_append
 from quire.codegen.kernels.backward import write_backward
 from quire.codegen.kernels.decode import write_decode
 from quire.codegen.kernels.forward import write_forward
-from quire.codegen.kernels.pyramid import DTYPES, write_pyramid
+from quire.codegen.kernels.pyramid import PYRAMID_DTYPES, write_pyramid
 from quire.codegen.llvm import jit, parallel
 from quire.codegen.llvm.target import Target, code_triple
 from quire.codegen.llvm.types import F32
 from quire.codegen.mods.arguments import ModArguments
 from quire.codegen.phases.observe import write_observe
-from quire.codegen.phases.tiles import Tile
+from quire.codegen.phases.tiles import TileShape
 from quire.config import config
 from quire.runtime import launch as launching
 from quire.runtime.mods import write_mods
@@ -99,16 +99,16 @@ def kernels(target: Target) -> Iterator[str]:
     """Everything that is ever compiled but mods, in the dtypes that are the hardest to convert."""
     for dtypes in (("float16", "int8"), ("float32", "bfloat16"), ("float64", "float64")):
         query, stored = dtypes
-        yield write_forward(ForwardSpec(target, query, stored, stored, query)).text
+        yield write_forward(KernelSpec(target, query, stored, stored, query)).text
         for width in (0, 128):
-            spec = ForwardSpec(target, query, stored, stored, query, width, width)
+            spec = KernelSpec(target, query, stored, stored, query, width, width)
             yield write_decode(spec).text
         yield write_append(target, query, stored).text
     for dtype in ("float16", "bfloat16", "float64"):
-        yield write_backward(ForwardSpec(target, dtype, dtype, dtype, dtype)).text
+        yield write_backward(KernelSpec(target, dtype, dtype, dtype, dtype)).text
     for form in ("panel", "row"):
-        yield write_observe(form, Tile(target, F32)).text
-    yield from (write_pyramid(dtype).text for dtype in DTYPES)
+        yield write_observe(form, TileShape(target, F32)).text
+    yield from (write_pyramid(dtype).text for dtype in PYRAMID_DTYPES)
     yield parallel.TEXT
 
 
@@ -161,7 +161,7 @@ def test_no_mod_is_left_out() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TARGETS)
 def test_mods_stand_alone(name: str) -> None:
-    tile = Tile(TARGETS[name], F32)
+    tile = TileShape(TARGETS[name], F32)
     each = [{"mask_mod": mask} for mask in MASKS.values()]
     each += [{"score_mod": score} for score in (SCORES | FUNCTIONS).values()]
     for given in each:
@@ -181,7 +181,7 @@ def test_windows_convention() -> None:
     windows, linux = (jit.assembly(text, TARGETS[f"{name} x86-64-v3"]) for name in SYSTEMS)
     assert "%rcx, %rax" in windows and "%r9, %rax" in windows
     assert "%rdi, %rax" in linux and "%rcx, %rax" in linux
-    spec = ForwardSpec(TARGETS["windows x86-64-v3"], "float32", "float32", "float32", "float32")
+    spec = KernelSpec(TARGETS["windows x86-64-v3"], "float32", "float32", "float32", "float32")
     assembly = jit.assembly(write_forward(spec).text, spec.target)
     for number in range(6, 16):
         assert f"vmovaps\t%xmm{number}, " in assembly

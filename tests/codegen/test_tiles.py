@@ -7,14 +7,14 @@ import re
 
 import pytest
 
-from quire.codegen.convention import ForwardSpec
+from quire.codegen.convention import KernelSpec
 from quire.codegen.kernels.backward import write_backward
 from quire.codegen.kernels.forward import write_forward
 from quire.codegen.llvm import jit
 from quire.codegen.llvm.target import Target
 from quire.codegen.llvm.types import F32, F64
 from quire.codegen.phases.gradient_tiles import UNROLLED, query_strips
-from quire.codegen.phases.tiles import NARROW_ROWS, SMALL_ROWS, Tile
+from quire.codegen.phases.tiles import NARROW_ROWS, SMALL_ROWS, TileShape
 
 TARGETS = ["x86-64-v3", "x86-64-v4", "aarch64"]
 FMA = re.compile(r"\bvfn?m(?:add|sub)\w+|\bfml[as]\b")
@@ -23,7 +23,7 @@ STACK = re.compile(r"%rsp|\bsp\b")
 
 @functools.cache
 def assembly(target: str, dtype: str, *, backward: bool = False) -> str:
-    spec = ForwardSpec(Target.named(target), dtype, dtype, dtype, dtype)
+    spec = KernelSpec(Target.named(target), dtype, dtype, dtype, dtype)
     write = write_backward if backward else write_forward
     return jit.assembly(write(spec).text, spec.target)
 
@@ -58,7 +58,7 @@ def test_micro_kernels_do_not_spill(target: str, dtype: str, function: str, unro
 @pytest.mark.parametrize("function", ["multiply_keys", "multiply_values"])
 def test_narrow_micro_kernels_do_not_spill(target: str, dtype: str, function: str) -> None:
     text = assembly(target, dtype)
-    parts = Tile(Target.named(target), F32).parts()
+    parts = TileShape(Target.named(target), F32).parts()
     assert parts
     for part in parts:
         loops = [x for x in innermost_loops(text, part.named(function)) if FMA.search(x)]
@@ -72,7 +72,7 @@ def test_narrow_micro_kernels_do_not_spill(target: str, dtype: str, function: st
 @pytest.mark.parametrize("target", TARGETS)
 def test_micro_kernels_of_gradients_do_not_spill(target: str, dtype: str) -> None:
     shape = Target.named(target)
-    tile = Tile(shape, F32 if dtype == "float32" else F64)
+    tile = TileShape(shape, F32 if dtype == "float32" else F64)
     parts = [shape.vectors, *([2] if shape.vectors > 2 else [])]  # of whole panels, and of half
     expected = {
         "multiply_keys": [2 * rows * shape.vectors for rows in (shape.rows, SMALL_ROWS)],

@@ -198,7 +198,12 @@ BLOCKS = by_hand(quire.BlockMask)
             "takes 1 positional.*Give it 4 or 5",
         ),
         ((mods.alibi(2),), {}, errors.ArgumentError, "tokens for the score_mod 'alibi_2'.*Give q_"),
-        ((mods.alibi(2), 8), {"score": "3"}, errors.ArgumentError, "expected score to be a number"),
+        (
+            (mods.alibi(2), 8),
+            {"score": "3"},
+            errors.ArgumentError,
+            "score must be a number, but is",
+        ),
         ((mods.alibi(2), 8), {"h": 2}, errors.CapturedIndexError, "index 2 is out of bounds"),
         ((3, 8), {}, errors.NotCallableError, "Pass the function itself"),
         ((mods.causal,), {}, errors.ArgumentError, "tokens for the mask_mod 'causal'.*Give q_len"),

@@ -36,7 +36,8 @@ def problem(table: Tensor) -> Problem:
 
 def forward(placed: Placed, table: Tensor) -> Result:
     request = Request(placed.query, Dense(placed.key, placed.value), aux=AuxRequest(lse=True))
-    call = Call(request, placed, problem(table))
+    it = problem(table)
+    call = Call(request, placed, it, it.captures)
     found = ForwardPlan.of(call, learns=True).run(call)
     assert found is not None
     return found

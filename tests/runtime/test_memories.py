@@ -33,7 +33,8 @@ def causal_alibi(dtype: torch.dtype) -> Problem:
 
 def run(placed: Placed) -> tuple[Tensor, Tensor]:
     request = Request(placed.query, Dense(placed.key, placed.value), aux=AuxRequest(lse=True))
-    call = Call(request, placed, causal_alibi(placed.query.dtype))
+    it = causal_alibi(placed.query.dtype)
+    call = Call(request, placed, it, it.captures)
     found = ForwardPlan.of(call, learns=False).run(call)
     assert found is not None and found.lse is not None
     return found.out, found.lse

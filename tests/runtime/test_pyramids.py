@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.codegen.kernels.pyramid import DTYPES
+from quire.codegen.kernels.pyramid import PYRAMID_DTYPES
 from quire.ir.pyramid import Axis, Pyramid, axes_of, heap
 from quire.runtime.pyramids import WORTH, build
 
@@ -37,7 +37,7 @@ def entries(found: Tensor, pyramid: Pyramid) -> Tensor:
 
 @pytest.mark.parametrize("largest", [False, True])
 @pytest.mark.parametrize("count", [1, 2, 3, 8, 37, 300])
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.uint8, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [*PYRAMID_DTYPES, torch.uint8, torch.float16], ids=str)
 def test_a_pyramid_is_the_heap(dtype: torch.dtype, count: int, largest: bool) -> None:
     every_second = random_numbers(dtype, count)
     for tensor in (every_second, every_second.contiguous()):
@@ -49,7 +49,7 @@ def test_a_pyramid_is_the_heap(dtype: torch.dtype, count: int, largest: bool) ->
 
 @pytest.mark.parametrize("largest", [False, True])
 @pytest.mark.parametrize("grains", [(0, 0), (1, 0), (0, 2), (2, 3)], ids=str)
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [*PYRAMID_DTYPES, torch.float16], ids=str)
 def test_a_pyramid_of_rectangles_is_the_heap_of_heaps(
     dtype: torch.dtype, grains: tuple[int, int], largest: bool
 ) -> None:

@@ -15,7 +15,7 @@ from quire import mods
 from quire.codegen.convention import EMPTY, PARTIAL, PLAIN
 from quire.codegen.llvm.target import Target
 from quire.codegen.llvm.types import F32
-from quire.codegen.phases.tiles import Tile
+from quire.codegen.phases.tiles import TileShape
 from quire.ir.interpret import interpret
 from quire.ir.pyramid import heap
 from quire.ir.trace import trace
@@ -53,7 +53,7 @@ def compiled_verdicts(mask: Callable[..., Any], ends: Tensor) -> Tensor:
     problem = Problem(scale=1.0, mask_mod=trace(mask, "mask"))
     graphs, captures = graphs_of(problem, torch.float32, N)
     shapes = capture_shapes(captures, graphs.pyramids)
-    code = compiled("panel", Tile(Target.host(), F32), graphs, shapes)
+    code = compiled("panel", TileShape(Target.host(), F32), graphs, shapes)
     everything = [*captures, *pyramids.build(captures, graphs.pyramids, PLENTY)]
     record = code.arguments.pack(everything, 0)
     assert code.addresses["verdict"], "nothing is known of the mask"

@@ -15,12 +15,11 @@ import copy
 
 import torch
 from torch import Tensor
-from torch.nn.attention import flex_attention as torch_flex
 
 from quire.backends import jit
 from quire.block_mask import BlockMask
 from quire.errors import ArgumentError, BackendError, DtypeError
-from quire.ir.trace import Kind, Mod, Traced, trace
+from quire.ir.trace import Mod, trace
 from quire.memory import Dense, Paged, Queries, Ragged
 from quire.plans import CallPlan, Key, layout_of, make
 from quire.request import Call, Mask, Problem, Request, call_of, check
@@ -51,20 +50,20 @@ class Plan:
     """What `plan` returns: a function of a query and a memory."""
 
     def __init__(self, request: Request) -> None:
-        query = request.query
         _check_dense(request.memory)
         check(request)
-        score_mod, masks = request.score_mod, request.masks
+        call = call_of(request)
+        self._plan_for(call)
+        score_mod, mask_mod, mask = call.problem[1:4]
         self._request = request._replace(
-            score_mod=None if score_mod is None else _traced(score_mod, "score", query),
-            masks=tuple(_kept(mask, query) for mask in masks),
+            score_mod=score_mod,
+            masks=tuple(x for x in (mask_mod, _kept(mask, request.query)) if x is not None),
         )
         call = call_of(self._request)
         self._captures = call.captures
         self._kinds = tuple(map(_kind, self._captures))
         self._fixed = call.problem.block_mask is not None  # for some lengths and positions alone
         self._known: BoundedDict[Key, tuple[CallPlan, Problem]] = BoundedDict(64)
-        self._planned(call)
 
     def __call__(self, query: Tensor, memory: Dense) -> Tensor:
         """The attention of `query` [B, Hq, L, D] over `memory`: [B, Hq, L, Dv]."""
@@ -73,7 +72,7 @@ class Plan:
         known = None if key is None else self._known.get(key)
         if known is None:
             call = self._checked(request)
-            known = self._planned(call), call.problem
+            known = self._plan_for(call), call.problem
             if key is not None:
                 self._known.keep(key, known)
         else:
@@ -110,7 +109,7 @@ class Plan:
         check(request)
         return call_of(request)
 
-    def _planned(self, call: Call) -> CallPlan:
+    def _plan_for(self, call: Call) -> CallPlan:
         reason = jit.obstacle(call)
         if reason is not None:
             raise BackendError(
@@ -143,14 +142,11 @@ def _check_dense(memory: object) -> None:
         )
 
 
-def _traced(mod: Mod, kind: Kind, query: Tensor) -> Traced:
-    return trace(mod, kind, score_dtype=working_dtype(query.dtype), device=query.device)
-
-
-def _kept(mask: Mask, query: Tensor) -> Mask:
-    """A mask that its owner's changes do not reach."""
-    if not isinstance(mask, torch_flex.BlockMask):
-        return _traced(mask, "mask", query)
-    kept = copy.deepcopy(BlockMask.from_torch(mask))
-    kept.mask_mod = _traced(mask.mask_mod, "mask", query)
+def _kept(mask: BlockMask | None, query: Tensor) -> BlockMask | None:
+    """A copy of a block mask that its owner's changes do not reach."""
+    if mask is None:
+        return None
+    kept = copy.deepcopy(mask)
+    dtype, device = working_dtype(query.dtype), query.device
+    kept.mask_mod = trace(mask.mask_mod, "mask", score_dtype=dtype, device=device)
     return kept

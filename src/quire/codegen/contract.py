@@ -18,7 +18,7 @@ from quire.codegen.convention import (
     EMPTY,
     PLAIN,
     Form,
-    ForwardSpec,
+    KernelSpec,
     gradient_columns,
 )
 from quire.codegen.phases.staging import ENDLESS, storage
@@ -35,7 +35,7 @@ class Terms:
     """What the CALL fields are checked against: it follows from the PLAN fields."""
 
     form: Form
-    spec: ForwardSpec
+    spec: KernelSpec
     head_dim: int
     value_dim: int
     rows: int  # queries that a thread computes at a time, for each member
@@ -48,7 +48,7 @@ class Terms:
     columns: tuple[int, int]  # in which gradients of keys and of values are summed
 
     @staticmethod
-    def of(form: Form, spec: ForwardSpec, plan: Fields) -> Terms:
+    def of(form: Form, spec: KernelSpec, plan: Fields) -> Terms:
         """Check the PLAN fields, and return what calls are checked against."""
         _check_blocks(form, spec, plan)
         _check_heads(form, plan)
@@ -83,7 +83,7 @@ class Terms:
         )
 
     def scratch_bytes(self, members: int) -> int:
-        """The bytes of scratch that a thread needs for pieces of so many members."""
+        """The bytes of scratch that a thread needs for pieces of `members` sequences."""
         return self.scratch_of_one if members == 1 else self._scratch_bytes(members)
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019  Terms are small
@@ -174,15 +174,15 @@ class Terms:
                 _expect(step % lanes == 0, f"{name}_{axis} in multiples of {lanes}", step)
 
 
-def check(form: Form, spec: ForwardSpec, record: Fields) -> None:
-    """Check a whole record, FORWARD or BACKWARD."""
+def check(form: Form, spec: KernelSpec, record: Fields) -> None:
+    """Check a whole record, KERNEL or BACKWARD."""
     terms = Terms.of(form, spec, record)
     terms.check_call(tuple(int(record[name]) for name in CALL))
     if form == "backward":
         terms.check_gradients(record)
 
 
-def _check_blocks(form: Form, spec: ForwardSpec, plan: Fields) -> None:
+def _check_blocks(form: Form, spec: KernelSpec, plan: Fields) -> None:
     """Blocks of queries are whole panels."""
     block_q, panel = plan["block_q"], spec.tile.width
     if form == "row":

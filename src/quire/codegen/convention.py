@@ -2,20 +2,24 @@
 
 One score matrix: queries go down, keys to the right, a cell is the score of one query and one key.
 
-                       keys -->
-                       |<---- block of keys ---->|<------ block of keys ----->|
-    queries     +----- +-------------------------+----------------------------+
-       |        | panel|   tile: one panel       |            tile            |
-       v        |      |   and one block of keys |                            |
-      block     +----- +------+------------------+----------------------------+
-      of        | panel| strip|      tile        |            tile            |
-      queries   |      |      |                  |                            |
-                +----- +------+------------------+----------------------------+
+                  keys -->
+                  |<------ piece: 8 blocks, 1024 keys ------ ...    span: 64 blocks ------ ...
+                  |<--- block: 128 keys --->|<--- block: 128 keys --->|
+    queries   +---+------+------------------+-------------------------+ .
+       |      |   |strip:|                  |                         |  |
+       v    panel |6 keys|      tile        |          tile           |  |
+              |   |      |                  |                         |  | block
+              +---+------+------------------+-------------------------+  | of
+              |   |                         |                         |  | queries
+            panel |          tile           |          tile           |  |
+              |   |. . . row: all scores of one query . . . . . . . . |  |
+              +---+-------------------------+-------------------------+ '
 
     row        one query of one head, or its numbers in memory: the scores, the result, ...
     column     one number of a row of query, key, value or out; in a panel, one query
-    lane       one number of a vector; lanes run over the queries of a panel, in decode over columns
-    panel      as many queries as `Tile.width`: a few vectors side by side
+    lane       one number of a vector; lanes run over the queries of a panel, but over columns and
+               keys in the decode kernel
+    panel      as many queries as `TileShape.width`: a few vectors side by side
     block      `block_kv` keys from a multiple of that on; or `block_q` queries of one head
     tile       what one panel does with one block of keys; its kind is EMPTY, PARTIAL, FULL or PLAIN
     strip      the keys, queries or columns that the micro kernel multiplies in one go
@@ -39,7 +43,7 @@ The backward kernel (`kernels/backward.py`) adds up gradients of keys and values
     share      a slice of the queries of one sequence that read one key head; it has its own sums
 
 A kernel is one function, `ENTRY`. Every thread of a launch calls it with the address of the same
-record: `FORWARD`, or `BACKWARD` for gradients. A kernel is compiled for dtypes and a target; sizes,
+record: `KERNEL`, or `BACKWARD` for gradients. A kernel is compiled for dtypes and a target; sizes,
 strides, lengths, masks and mods are fields of the record. Items of a sequence are numbered by head,
 then by block.
 
@@ -54,9 +58,7 @@ Without a list, every tile has the kind `tile_kind`, unless there is a `verdict`
 spans first, then about blocks, then about panels. A FULL tile gets `full_mod`, a PARTIAL one
 `partial_mod`, a PLAIN one `plain_mod`; a null pointer means that scores stay as they are. For a
 PARTIAL tile the kernel first calls `extent`, if there is one, to learn which keys the panel reads;
-if every query reads every key, the tile is PLAIN.
-
-`contract.py` checks every launch against this convention.
+if every query reads every key, the tile is PLAIN. `contract.py` checks records before a launch.
 """
 
 from __future__ import annotations
@@ -73,13 +75,13 @@ from quire.codegen.llvm.target import Target
 from quire.codegen.llvm.types import F32, F64, I64, PTR, Layout, Type, typed
 from quire.codegen.llvm.values import Signature, Value
 from quire.codegen.phases.staging import Number, padded, scratch_stride
-from quire.codegen.phases.tiles import Tile
+from quire.codegen.phases.tiles import TileShape
 from quire.errors import CodegenError
 
 ENTRY = "forward"  # the name of every kernel's function
 Form = Literal["panel", "row", "backward"]  # the kernels of forward.py, decode.py and backward.py
 BLOCK_Q = 128  # queries of a block in the backward kernel
-MOST_ROWS = 4  # a sequence with at most so many queries is computed row by row
+MOST_ROWS = 4  # the most queries of a sequence that is computed row by row
 KEYS_OF_PIECE = 1024
 EMPTY, PARTIAL, FULL, PLAIN = range(4)  # skip the tile; apply all masks, some, none
 
@@ -97,7 +99,7 @@ EXTENT = Signature("extent", typed("ptr arguments, i64 b h q_idx queries kv_idx 
 """Tells which keys a panel reads, see `mods/functions.py`."""
 
 VERDICT = Signature("verdict", typed("ptr arguments, i64 b h q_low q_high kv_low kv_high"), I64)
-"""Tells of which kind a tile is, see `mods/functions.py`."""
+"""Tells the kind of a tile, see `mods/functions.py`."""
 
 OBSERVE = Signature("observe", typed("ptr scores running_sum best place surprise, i64 first keys"))
 """Keeps track of the argmax and the entropy of rows, see `phases/observe.py`."""
@@ -179,7 +181,7 @@ PLAN = {
     "observe": PTR,  # an OBSERVE or null
 }
 
-FORWARD = Layout("forward", CALL | PLAN)
+KERNEL = Layout("forward", CALL | PLAN)
 CALL_PART, PLAN_PART = Layout("call", CALL), Layout("plan", PLAN)
 
 GRADIENTS = {
@@ -196,7 +198,7 @@ GRADIENTS = {
     **_strides("grad_value", "slice batch head row"),
     "masses": PTR,  # the sum of each key's weights, by query head
     **_strides("masses", "slice batch head"),
-    "captured": PTR,  # a CAPTURED record for each load that has a gradient
+    "captured": PTR,  # a CAPTURED_GRADIENT record for each load that has a gradient
     "wants_slopes": I64,  # 1 or 0: whether any gradient of scores is used
     "slope_scale": F64,  # what gradients of queries and keys are multiplied by at the end
     "odd": PTR,  # two i64: 1 if some gradient is not finite; 1 if some lse that is used is far
@@ -204,7 +206,7 @@ GRADIENTS = {
 BACKWARD = Layout("backward", CALL | PLAN | GRADIENTS)
 GRADIENTS_PART = Layout("gradients", GRADIENTS)
 
-CAPTURED = Layout("captured", typed("ptr base, i64 batch head slice"))
+CAPTURED_GRADIENT = Layout("captured", typed("ptr base, i64 batch head slice"))
 """Where shares add up the gradient of a captured tensor: an address, and strides in elements."""
 
 SEQUENCE = Layout(
@@ -242,7 +244,7 @@ class Record:
 
 
 @dataclass(frozen=True)
-class ForwardSpec:
+class KernelSpec:
     """What a kernel is compiled for: a target, and dtypes by torch's names.
 
     The decode kernel may also be compiled for a width of keys and values; 0 means any width.
@@ -265,9 +267,9 @@ class ForwardSpec:
             raise CodegenError(f"expected float64 queries with float64 keys, got {self}")
 
     @property
-    def tile(self) -> Tile:
+    def tile(self) -> TileShape:
         """Scratch, lse, max_scores and entropy are float64 if queries are, else float32."""
-        return Tile(self.target, F64 if self.query == "float64" else F32)
+        return TileShape(self.target, F64 if self.query == "float64" else F32)
 
 
 # --- how work is divided
@@ -279,7 +281,7 @@ def tile_entry(block: int, kind: int) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def choose_block_q(tile: Tile, head_dim: int, value_dim: int, rows: int, threads: int) -> int:
+def choose_block_q(tile: TileShape, head_dim: int, value_dim: int, rows: int, threads: int) -> int:
     """How many queries make a block, given the number of query rows of all heads.
 
     Large blocks copy keys to scratch less often. But the panels of a block must fit a cache, and
@@ -322,12 +324,12 @@ def num_pieces(kv_begin: Lengths, kv_end: Lengths) -> Lengths:
 # --- the layout of sums that the runtime allocates
 
 
-def partial_stride(tile: Tile, value_dim: Number) -> Number:
+def partial_stride(tile: TileShape, value_dim: Number) -> Number:
     """The distance between rows of `partials`, in elements."""
     return scratch_stride(tile, value_dim) + len(PARTIAL_STATES) * tile.lanes
 
 
-def gradient_columns(tile: Tile, width: Number) -> Number:
+def gradient_columns(tile: TileShape, width: Number) -> Number:
     """The width of the rows in which gradients are summed: whole pairs of vectors."""
     pair = 2 * tile.lanes
     return (width + (pair - 1)) & -pair

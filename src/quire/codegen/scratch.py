@@ -14,22 +14,22 @@ from quire.codegen.convention import BLOCK_Q, Form, gradient_columns
 from quire.codegen.llvm.types import I64, PTR
 from quire.codegen.phases.row_stream import MOST_AHEAD
 from quire.codegen.phases.staging import PLACEMENT, Number, padded, scratch_stride
-from quire.codegen.phases.tiles import SMALL_ROWS, Tile
+from quire.codegen.phases.tiles import SMALL_ROWS, TileShape
 
-BLOCKS_TOGETHER = 4  # the decode kernel computes so many blocks of keys at once
+BLOCKS_TOGETHER = 4  # blocks of keys that the decode kernel computes at once
 
 Regions: TypeAlias = Iterator[tuple[str, Number]]
 """Names of regions, and where each begins in elements."""
 
 
-def scratch_bytes(form: Form, tile: Tile, head_dim: int, value_dim: int, rows: int) -> int:
-    """How many bytes a thread needs that computes so many rows (queries) at a time."""
+def scratch_bytes(form: Form, tile: TileShape, head_dim: int, value_dim: int, rows: int) -> int:
+    """How many bytes of scratch a thread needs to compute `rows` queries at a time."""
     regions = dict(_REGIONS[form](tile, head_dim, value_dim, rows))
     return regions["end"] * tile.element.size
 
 
 def panel_regions(
-    tile: Tile, head_dim: Number, value_dim: Number, block_q: Number
+    tile: TileShape, head_dim: Number, value_dim: Number, block_q: Number
 ) -> Regions[Number]:
     """The scratch of the forward kernel: one block of queries, one block of keys, one panel."""
     block_kv = tile.target.block_kv
@@ -52,7 +52,9 @@ def panel_regions(
     yield from _placed(tile, sizes, block_q * 0)
 
 
-def row_regions(tile: Tile, head_dim: Number, value_dim: Number, rows: Number) -> Regions[Number]:
+def row_regions(
+    tile: TileShape, head_dim: Number, value_dim: Number, rows: Number
+) -> Regions[Number]:
     """The scratch of the decode kernel: some rows, and a few blocks of keys."""
     keys = BLOCKS_TOGETHER * tile.target.block_kv
     more = keys + MOST_AHEAD  # the last keys may be computed twice, and the next are prefetched
@@ -80,7 +82,7 @@ def row_regions(tile: Tile, head_dim: Number, value_dim: Number, rows: Number) -
 
 
 def backward_regions(
-    tile: Tile, head_dim: Number, value_dim: Number, block_q: Number
+    tile: TileShape, head_dim: Number, value_dim: Number, block_q: Number
 ) -> Regions[Number]:
     """The scratch of the backward kernel: one block of queries and one block of keys."""
     keys, values = gradient_stride(tile, head_dim), gradient_stride(tile, value_dim)
@@ -105,19 +107,19 @@ def backward_regions(
     yield from _placed(tile, sizes, block_q * 0)
 
 
-_REGIONS: dict[Form, Callable[[Tile, int, int, int], Regions[int]]] = {
+_REGIONS: dict[Form, Callable[[TileShape, int, int, int], Regions[int]]] = {
     "panel": panel_regions,
     "row": row_regions,
     "backward": backward_regions,
 }
 
 
-def row_stride(tile: Tile) -> int:
+def row_stride(tile: TileShape) -> int:
     """The distance between the scores of two rows in the decode kernel."""
     return BLOCKS_TOGETHER * tile.target.block_kv + tile.lanes
 
 
-def gradient_stride(tile: Tile, width: Number) -> Number:
+def gradient_stride(tile: TileShape, width: Number) -> Number:
     """The distance between rows of gradients: a pair of vectors more than they are wide.
 
     Rows at a distance of a power of two would compete for the same lines of the cache.
@@ -125,17 +127,17 @@ def gradient_stride(tile: Tile, width: Number) -> Number:
     return gradient_columns(tile, width) + 2 * tile.lanes
 
 
-def weights_stride(tile: Tile) -> int:
+def weights_stride(tile: TileShape) -> int:
     """The distance between the weights of two keys, which are those of all queries of a block."""
     return BLOCK_Q + tile.width
 
 
-def _placements(tile: Tile, count: int) -> int:
+def _placements(tile: TileShape, count: int) -> int:
     return count * PLACEMENT.size // tile.element.size
 
 
 def _placed(
-    tile: Tile, sizes: Sequence[tuple[str, int | Number]], start: Number
+    tile: TileShape, sizes: Sequence[tuple[str, int | Number]], start: Number
 ) -> Regions[Number]:
     """Regions one after the other, each beginning at a cache line."""
     align = 64 // tile.element.size

@@ -1,8 +1,8 @@
 """Evaluates a graph on torch tensors: this defines what every op means.
 
 What goes in: a graph, tensors for its inputs (of any shapes that broadcast, also 0-d under
-`torch.vmap`), and the captured tensors. What comes out: a tensor of the root's dtype, for autograd,
-too. Each node is computed at its own broadcast shape, so what depends on `h` alone is
+`torch.vmap`), and the captured tensors. What comes out: a tensor of the root's dtype. Autograd
+can differentiate it. Each node is computed at its own broadcast shape: what depends on `h` alone is
 computed once for each head.
 """
 

@@ -31,7 +31,7 @@ class Typing(Enum):
     LEAF = "the node says its own dtype", DTYPES
     SAME = "promoted operands, result of the same dtype", DTYPES
     NUMBER = "as SAME", INTEGERS | FLOATS
-    FLOAT = "as SAME, what is no float becomes the default float dtype first", FLOATS
+    FLOAT = "as SAME, but integers and bools become the default float dtype first", FLOATS
     BITS = "as SAME", INTEGERS | BOOL
     SHIFT = "as SAME", INTEGERS
     COMPARE = "promoted operands, bool result", DTYPES

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from quire.checks.arguments import dtype_name
-from quire.codegen.kernels.append import APPEND, LARGEST, LAYER, NAME, write_append
+from quire.codegen.kernels.append import APPEND, LARGEST_INT8, LAYER, NAME, write_append
 from quire.codegen.llvm import jit
 from quire.codegen.llvm.target import Target
 from quire.runtime import processor
@@ -244,10 +244,10 @@ def quantise(rows: Tensor) -> tuple[Tensor, Tensor]:
     the scale 0. A row with inf or NaN becomes zeros with that scale, so it is read as NaN.
     """
     numbers = rows.detach().float()
-    scale = numbers.abs().amax(-1) / LARGEST
+    scale = numbers.abs().amax(-1) / LARGEST_INT8
     usable = ((scale > 0) & (scale < torch.inf))[..., None]
     ratio = torch.where(usable, numbers / scale[..., None], 0)
-    return ratio.clamp(-LARGEST, LARGEST).round().to(torch.int8), scale
+    return ratio.clamp(-LARGEST_INT8, LARGEST_INT8).round().to(torch.int8), scale
 
 
 def dequantise(rows: Tensor, scale: Tensor) -> Tensor:

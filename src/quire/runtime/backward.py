@@ -17,7 +17,7 @@ from torch import Tensor
 from quire.block_mask import BlockRows
 from quire.codegen.convention import (
     BLOCK_Q,
-    CAPTURED,
+    CAPTURED_GRADIENT,
     GRADIENTS,
     GRADIENTS_PART,
 )
@@ -182,12 +182,14 @@ class Pass:
         value = self._sums_of_rows(placed.value) if wanted.value else None
         delta = torch.zeros_like(self.above.lse)
         flags = torch.zeros(2, dtype=torch.int64, device="cpu")
-        table = ctypes.create_string_buffer(CAPTURED.size * len(self.plan.loads) + 1)
+        table = ctypes.create_string_buffer(CAPTURED_GRADIENT.size * len(self.plan.loads) + 1)
         fields = self._fields(query, key, value, delta)
         fields |= {"captured": ctypes.addressof(table), "odd": flags.data_ptr()}
         for part in self._rounds():
             sums = {index: each.begin(part) for index, each in self.learned.items()}
-            records = [CAPTURED.pack_in_order(*sums[index]) for index in self._loaded_captures]
+            records = [
+                CAPTURED_GRADIENT.pack_in_order(*sums[index]) for index in self._loaded_captures
+            ]
             table.raw = b"".join((*records, b"\0"))
             self._launch(fields, part)
             for each in self.learned.values():

@@ -21,16 +21,17 @@ from torch import Tensor
 from quire.codegen.contract import ALIGNED, Terms
 from quire.codegen.convention import (
     CALL_PART,
+    KEYS_OF_PIECE,
     MOST_ROWS,
     PLAN_PART,
     SEQUENCE,
     Form,
-    ForwardSpec,
+    KernelSpec,
     num_items,
     num_pieces,
 )
 from quire.codegen.llvm import jit
-from quire.codegen.phases.tiles import Tile
+from quire.codegen.phases.tiles import TileShape
 from quire.ir.pyramid import Pyramid
 from quire.memory import One, Placed, longest
 from quire.memory.tables import Numbers, Sequences
@@ -51,8 +52,8 @@ class Kernel:
     """A compiled kernel, and the tile sizes that it was compiled for."""
 
     form: Form
-    spec: ForwardSpec
-    tile: Tile
+    spec: KernelSpec
+    tile: TileShape
     code: jit.Code
     address: int
 
@@ -283,7 +284,7 @@ def _table(placed: Placed, rows: Sequences, form: Form, heads: int, block_q: int
         pieces = np.maximum(1, num_pieces(rows.kv_begin, rows.kv_end))
     order = rows.largest_first()
     shared = members = None
-    if form == "row" and placed.page_table is not None and longest(pieces) > 1:
+    if form == "row" and placed.page_table is not None and longest(rows.kv_end) >= KEYS_OF_PIECE:
         page = placed.key.shape[2]
         order, shared, members = shared_pieces(rows, placed.page_table, page, order)
     rows, pieces = rows.where(order), pieces[order]

@@ -34,7 +34,7 @@ from quire.codegen.mods.functions import (
     write_row_rewrite,
     write_verdict,
 )
-from quire.codegen.phases.tiles import Tile
+from quire.codegen.phases.tiles import TileShape
 from quire.ir.bound import Bounds, bound
 from quire.ir.differentiate import Derivatives, differentiate
 from quire.ir.graph import Node, cast, const, constants, inputs, rebuild, rewrite, text
@@ -281,7 +281,7 @@ def capture_shapes(
 
 @functools.lru_cache(maxsize=512)
 def compiled(
-    form: Form, tile: Tile, graphs: ModGraphs, shapes: tuple[CaptureShape, ...]
+    form: Form, tile: TileShape, graphs: ModGraphs, shapes: tuple[CaptureShape, ...]
 ) -> ModCode:
     """Return the machine code of mods. Graphs that differ only in constants share their code.
 
@@ -336,7 +336,7 @@ def _written(form: Form, graphs: ModGraphs) -> list[str]:
     return [name for name in FUNCTIONS if _written_as(form, graphs, name) == name]
 
 
-def write_mods(form: Form, tile: Tile, graphs: ModGraphs, arguments: ModArguments) -> Module:
+def write_mods(form: Form, tile: TileShape, graphs: ModGraphs, arguments: ModArguments) -> Module:
     """Return a module with all functions that a problem needs."""
     module = Module()
     write = write_row_rewrite if form == "row" else write_rewrite

@@ -24,7 +24,7 @@ from quire.codegen.convention import (
     PARTIAL,
     PLAN_PART,
     Form,
-    ForwardSpec,
+    KernelSpec,
     choose_block_q,
     choose_heads,
     partial_stride,
@@ -39,7 +39,7 @@ from quire.codegen.llvm.types import F32, F64
 from quire.codegen.phases.observe import write_observe
 from quire.codegen.phases.softmax import LOG4_E
 from quire.codegen.phases.staging import ENDLESS
-from quire.codegen.phases.tiles import Tile
+from quire.codegen.phases.tiles import TileShape
 from quire.memory import One, Placed, longest
 from quire.memory.tables import Sequences
 from quire.results import Result
@@ -109,7 +109,7 @@ def _result_layout(results: Result) -> dict[str, int]:
     return layout | dict(zip(_NAMES["lse"], steps, strict=True))
 
 
-def _functions(code: ModCode, form: Form, tile: Tile, results: Result) -> dict[str, int]:
+def _functions(code: ModCode, form: Form, tile: TileShape, results: Result) -> dict[str, int]:
     """Return the addresses of the functions that the kernel calls."""
     observes = results.argmax is not None or results.entropy is not None
     return {
@@ -130,7 +130,7 @@ def queries_of_item(
     if form == "row":
         return max(1, rows.q_len if isinstance(rows, One) else longest(rows.q_len))
     query, value = placed.query, placed.value
-    tile = Tile(Target.host(), F64 if query.dtype == torch.float64 else F32)
+    tile = TileShape(Target.host(), F64 if query.dtype == torch.float64 else F32)
     count = num_rows(placed, rows)
     block_q = choose_block_q(tile, query.shape[3], value.shape[3], count, num_threads())
     if mask is None:
@@ -199,7 +199,7 @@ def strides(tensor: Tensor) -> tuple[int, ...]:
 # --- kernels --------------------------------------------------------------------------------------
 
 
-_WRITERS: dict[Form, Callable[[ForwardSpec], Module]] = {
+_WRITERS: dict[Form, Callable[[KernelSpec], Module]] = {
     "panel": write_forward,
     "row": write_decode,
     "backward": write_backward,
@@ -220,12 +220,12 @@ def kernel(
         head_dim = value_dim = 0  # any
     query, key, value, out = map(dtype_name, dtypes)
     widths = {"head_dim": head_dim, "value_dim": value_dim}
-    spec = ForwardSpec(Target.host(), query=query, key=key, value=value, out=out, **widths)
+    spec = KernelSpec(Target.host(), query=query, key=key, value=value, out=out, **widths)
     return kernel_of(form, spec)
 
 
 @functools.cache
-def kernel_of(form: Form, spec: ForwardSpec) -> Kernel:
+def kernel_of(form: Form, spec: KernelSpec) -> Kernel:
     """Return the kernel of a form, which is compiled or loaded once."""
     key = cache_key(form, repr(spec))
     code = code_of(key, spec.target, lambda: _WRITERS[form](spec), [ENTRY])
@@ -233,7 +233,7 @@ def kernel_of(form: Form, spec: ForwardSpec) -> Kernel:
 
 
 @functools.cache
-def observer(form: Form, tile: Tile) -> jit.Code:
+def observer(form: Form, tile: TileShape) -> jit.Code:
     """Return the function that a kernel calls if an argmax or an entropy is wanted."""
     key = cache_key("observe", form, repr(tile))
     return code_of(key, tile.target, lambda: write_observe(form, tile), [OBSERVE.name])

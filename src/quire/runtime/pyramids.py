@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.codegen.kernels.pyramid import DTYPES, NAMES, write_pyramid
+from quire.codegen.kernels.pyramid import NAMES, PYRAMID_DTYPES, write_pyramid
 from quire.codegen.llvm import jit
 from quire.codegen.llvm.target import Target
 from quire.ir.pyramid import Axis, Pyramid, anything, heap, missing_leaf
@@ -41,7 +41,7 @@ def is_worth(tensor: Tensor, pyramid: Pyramid, work: int) -> bool:
 
 def _built(tensor: Tensor, pyramid: Pyramid) -> Tensor:
     dtype = tensor.dtype
-    if len(pyramid.axes) > 2 or dtype not in DTYPES or tensor.numel() == 0:
+    if len(pyramid.axes) > 2 or dtype not in PYRAMID_DTYPES or tensor.numel() == 0:
         return heap(tensor, pyramid)
     layout = _layout(tensor.shape, tensor.stride(), pyramid.axes)
     entries = torch.empty(layout.size, dtype=dtype, device="cpu")

@@ -11,9 +11,8 @@ import warnings
 
 import torch
 
-import quire.errors
-
-_SKIPPED = tuple(os.path.dirname(file) + os.sep for file in (quire.errors.__file__, torch.__file__))
+_QUIRE = os.path.dirname(__file__)
+_SKIPPED = tuple(os.path.dirname(place) + os.sep for place in (_QUIRE, torch.__file__))
 
 
 def warn(message: str, category: type[Warning], through: tuple[str, ...] = ()) -> None:

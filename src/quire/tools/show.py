@@ -25,6 +25,7 @@ from types import FunctionType, ModuleType, SimpleNamespace
 from rich.console import Console
 from rich.text import Text
 
+from quire.api.stages import NAMES, Kernel, kernel
 from quire.checks import DTYPES
 from quire.checks.arguments import dtype_name
 from quire.errors import ArgumentError
@@ -32,7 +33,6 @@ from quire.ir.source import describe
 from quire.ir.trace import INPUTS, Mod, mod_kind
 from quire.mods.objects import Bound
 from quire.tools.colour import coloured
-from quire.tools.stages import NAMES, Kernel, kernel
 
 _DTYPES = {dtype_name(dtype): dtype for dtype in DTYPES}
 

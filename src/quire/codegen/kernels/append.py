@@ -19,7 +19,7 @@ from quire.codegen.phases.staging import Storage, storage
 
 NAME = "append"
 INT8 = "int8"
-LARGEST = 127  # the largest int8; -128 is not used
+LARGEST_INT8 = 127  # the largest int8; -128 is not used
 SIDES = ("key", "value")
 PACKED = 4  # vectors of floats that become one vector of int8
 
@@ -146,21 +146,21 @@ class _Writer:
     def _quantise(
         self, read: Value, into: Value, scale_at: Value, width: Value, streamed: Value
     ) -> None:
-        """Copy one head of one token as int8, with the scale max(abs(row)) / LARGEST.
+        """Copy one head of one token as int8, with the scale max(abs(row)) / LARGEST_INT8.
 
         The bits of floats without their sign have the order of the floats; infinity and NaN come
         last. If the scale is 0 or not finite, the row becomes 0.
         """
         f = self.f
         peak = self._peak(read, width)
-        scale = f.bitcast(peak, F32) / float(LARGEST)
+        scale = f.bitcast(peak, F32) / float(LARGEST_INT8)
         f.store(scale, scale_at)
         usable = (scale > 0.0) & (scale < float("inf"))
 
         def number(column: Value, count: int) -> Value:
             ratio = self._number(read, column, count)
             ratio = f.select(usable, ratio / f.splat(scale, ratio.type), 0.0)
-            ratio = f.maximum(f.minimum(ratio, float(LARGEST)), -float(LARGEST))
+            ratio = f.maximum(f.minimum(ratio, float(LARGEST_INT8)), -float(LARGEST_INT8))
             return f.convert(f.convert(f.intrinsic("rint", ratio), I32), I8)  # to even
 
         def stream() -> None:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 
-from quire.codegen.convention import BACKWARD, DERIVE, ForwardSpec, Record, gradient_columns
+from quire.codegen.convention import BACKWARD, DERIVE, KernelSpec, Record, gradient_columns
 from quire.codegen.kernels.items import QueryBlock, Share
 from quire.codegen.kernels.nest import Nest, entry
 from quire.codegen.kernels.visits import KeyBlock, KeyRange
@@ -50,7 +50,7 @@ OPERANDS = ("query", "key", "value", "out", "grad_out", "grad_query")
 class _BackwardPhases:
     """The functions that the loop nest calls; `gathers` by dtype."""
 
-    def __init__(self, module: Module, spec: ForwardSpec) -> None:
+    def __init__(self, module: Module, spec: KernelSpec) -> None:
         tile, stride = spec.tile, weights_stride(spec.tile)
         dtypes = sorted({spec.query, spec.key, spec.value, spec.out})
         self.gathers = {name: write_gather(module, tile, storage(name)) for name in dtypes}
@@ -66,7 +66,7 @@ class _BackwardPhases:
         self.scale_rows = write_scale_rows(module, tile)
 
 
-def write_backward(spec: ForwardSpec) -> Module:
+def write_backward(spec: KernelSpec) -> Module:
     """The kernel as a module that exports `ENTRY`: void(BACKWARD record), for every thread."""
     module = Module()
     phases = _BackwardPhases(module, spec)
@@ -80,7 +80,7 @@ def write_backward(spec: ForwardSpec) -> Module:
 class _BackwardNest(Nest):
     """The loop nest: all that a share adds to gradients."""
 
-    def __init__(self, spec: ForwardSpec, f: Function, phases: _BackwardPhases) -> None:
+    def __init__(self, spec: KernelSpec, f: Function, phases: _BackwardPhases) -> None:
         def regions(arg: Record) -> Regions[Value]:
             return backward_regions(spec.tile, arg["head_dim"], arg["value_dim"], arg["block_q"])
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 
-from quire.codegen.convention import PARTIAL_STATES, SEQUENCE, ForwardSpec, partial_stride
+from quire.codegen.convention import PARTIAL_STATES, SEQUENCE, KernelSpec, partial_stride
 from quire.codegen.kernels.items import Member, Piece, QueryBlock
 from quire.codegen.kernels.nest import entry
 from quire.codegen.kernels.row_nest import Row, RowNest, RowPhases
@@ -32,8 +32,8 @@ from quire.codegen.phases.tiles import across
 from quire.codegen.scratch import BLOCKS_TOGETHER
 
 
-def write_decode(spec: ForwardSpec) -> Module:
-    """The kernel as a module that exports `ENTRY`: void(FORWARD record), called by every thread."""
+def write_decode(spec: KernelSpec) -> Module:
+    """The kernel as a module that exports `ENTRY`: void(KERNEL record), called by every thread."""
     module = Module()
     phases = RowPhases(module, spec)
     with entry(module) as f:

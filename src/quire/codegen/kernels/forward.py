@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 
-from quire.codegen.convention import ForwardSpec
+from quire.codegen.convention import KernelSpec
 from quire.codegen.kernels.items import QueryBlock
 from quire.codegen.kernels.nest import entry
 from quire.codegen.kernels.panel_nest import PanelNest, PanelPhases, PanelTile, Strided
@@ -37,8 +37,8 @@ from quire.codegen.phases.softmax import close, sink_of
 from quire.codegen.phases.staging import PLACEMENT
 
 
-def write_forward(spec: ForwardSpec) -> Module:
-    """The kernel as a module that exports `ENTRY`: void(FORWARD record), called by every thread."""
+def write_forward(spec: KernelSpec) -> Module:
+    """The kernel as a module that exports `ENTRY`: void(KERNEL record), called by every thread."""
     module = Module()
     phases = PanelPhases(module, spec)
     with entry(module) as f:

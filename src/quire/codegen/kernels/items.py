@@ -1,6 +1,6 @@
 """Which work an item is: its sequence, its head, its queries and its keys.
 
-`Items` reads the FORWARD or BACKWARD record and the SEQUENCE records of `convention.py`. Threads
+`Items` reads the KERNEL or BACKWARD record and the SEQUENCE records of `convention.py`. Threads
 take numbers off a counter; a number becomes blocks of queries, a share or a piece here.
 """
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from quire.codegen.convention import ENTRY, FORWARD, ForwardSpec, Record
+from quire.codegen.convention import ENTRY, KERNEL, KernelSpec, Record
 from quire.codegen.kernels.items import Items, QueryBlock
 from quire.codegen.kernels.visits import Visits
 from quire.codegen.llvm.builder import Function, Module, Value
 from quire.codegen.llvm.types import F32, I8, I32, I64, PTR, Layout
 from quire.codegen.phases.staging import ENDLESS, PLACEMENT, padded, scratch_stride, storage
-from quire.codegen.phases.tiles import Tile
+from quire.codegen.phases.tiles import TileShape
 from quire.codegen.scratch import Regions
 
 
@@ -32,13 +32,13 @@ class Nest:
 
     def __init__(
         self,
-        spec: ForwardSpec,
+        spec: KernelSpec,
         f: Function,
         regions: Callable[[Record], Regions[Value]],
         operands: Sequence[str],
         *,
-        layout: Layout = FORWARD,
-        stride: Callable[[Tile, Value], Value] = scratch_stride,
+        layout: Layout = KERNEL,
+        stride: Callable[[TileShape, Value], Value] = scratch_stride,
     ) -> None:
         self.spec, self.f, self.tile = spec, f, spec.tile
         self.arg = arg = Record(f, layout, f.given["args"])

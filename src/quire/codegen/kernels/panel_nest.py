@@ -8,7 +8,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from quire.codegen.convention import OBSERVE, REWRITE, ForwardSpec, Record
+from quire.codegen.convention import OBSERVE, REWRITE, KernelSpec, Record
 from quire.codegen.kernels.items import QueryBlock
 from quire.codegen.kernels.nest import Nest
 from quire.codegen.kernels.visits import KeyBlock, KeyRange
@@ -32,7 +32,7 @@ OPERANDS = (*READ, "out")
 class Products:
     """The functions that compute a tile, for whole panels or for the first vectors of panels."""
 
-    def __init__(self, module: Module, tile: tiles.Tile) -> None:
+    def __init__(self, module: Module, tile: tiles.TileShape) -> None:
         self.tile = tile
         self.multiply_keys = tiles.write_multiply_keys(module, tile)
         self.exponentiate = tiles.write_exponentiate(module, tile)
@@ -42,7 +42,7 @@ class Products:
 class PanelPhases:
     """The functions that the kernel calls; `gather` and `place` by the name of a tensor."""
 
-    def __init__(self, module: Module, spec: ForwardSpec) -> None:
+    def __init__(self, module: Module, spec: KernelSpec) -> None:
         tile = spec.tile
         stored = {name: storage(spec.dtype_of(name)) for name in OPERANDS}
         in_place = [name for name in OPERANDS if stored[name].memory == tile.element]
@@ -84,7 +84,7 @@ class PanelTile(NamedTuple):
 class PanelNest(Nest):
     """The part of the forward kernel that computes tiles."""
 
-    def __init__(self, spec: ForwardSpec, f: Function, phases: PanelPhases) -> None:
+    def __init__(self, spec: KernelSpec, f: Function, phases: PanelPhases) -> None:
         def regions(arg: Record) -> Regions[Value]:
             return panel_regions(spec.tile, arg["head_dim"], arg["value_dim"], arg["block_q"])
 
@@ -175,7 +175,7 @@ class PanelNest(Nest):
             f.call_pointer(function, OBSERVE, scores=scores, **state, first=first, keys=count)
 
     def _odd(self, maxima: Value, queries: Value) -> Value:
-        """Whether the maximum of some query is +inf or NaN; only so many queries are looked at."""
+        """Whether the maximum of one of the first `queries` queries is +inf or NaN."""
         f, lanes = self.f, self.tile.lanes
         odd = [f.any_lane(~(x < math.inf)) for x in self.tile.load_row(f, maxima)]
         held = [x & (queries > v * lanes) if v else x for v, x in enumerate(odd)]

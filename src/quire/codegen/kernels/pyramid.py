@@ -26,7 +26,7 @@ from quire.ir.graph import Node
 
 NAMES = ("min", "max")
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
-DTYPES = (torch.bool, *_INTEGERS, torch.float32, torch.float64)
+PYRAMID_DTYPES = (torch.bool, *_INTEGERS, torch.float32, torch.float64)
 """The dtypes that pyramids are built for."""
 
 PARAMETERS = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from quire.codegen.convention import OBSERVE, ROW_REWRITE, ForwardSpec, Record
+from quire.codegen.convention import OBSERVE, ROW_REWRITE, KernelSpec, Record
 from quire.codegen.kernels.items import Member, Piece, QueryBlock
 from quire.codegen.kernels.nest import Nest
 from quire.codegen.kernels.visits import KeyBlock
@@ -38,7 +38,7 @@ COLUMNS_AGAIN = 32  # the same for columns of the values of a block
 class RowPhases:
     """The functions that the kernel calls, some by dtype or by the number of rows of a set."""
 
-    def __init__(self, module: Module, spec: ForwardSpec) -> None:
+    def __init__(self, module: Module, spec: KernelSpec) -> None:
         tile, sizes = spec.tile, set_sizes(spec.tile)
         key, value = storage(spec.key), storage(spec.value)
         read = {stored.name: stored for stored in (key, value)}
@@ -75,7 +75,7 @@ class Row(NamedTuple):
 class RowNest(Nest):
     """The part of the decode kernel that computes blocks of keys."""
 
-    def __init__(self, spec: ForwardSpec, f: Function, phases: RowPhases) -> None:
+    def __init__(self, spec: KernelSpec, f: Function, phases: RowPhases) -> None:
         def regions(arg: Record) -> Regions[Value]:
             rows = arg["block_q"] * arg["row_group"] * arg["members"]
             return row_regions(spec.tile, arg["head_dim"], arg["value_dim"], rows)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from quire.codegen.convention import EMPTY, EXTENT, FULL, PARTIAL, PLAIN, VERDICT, ForwardSpec
+from quire.codegen.convention import EMPTY, EXTENT, FULL, PARTIAL, PLAIN, VERDICT, KernelSpec
 from quire.codegen.kernels.items import Items, Piece, QueryBlock
 from quire.codegen.llvm.builder import Function, Value
 from quire.codegen.llvm.types import I32, I64
@@ -73,9 +73,9 @@ class _Walk:
         )[0]
 
     def blocks(self, number: Value, end: Value, span: Value) -> list[Value]:
-        """The first block, the end and the kind of what has this number, in a span of a kind.
+        """First block, end and kind: of one entry of the list, or of the blocks [number, end).
 
-        That is one entry of the list, or the blocks up to `end`, less EMPTY ones at either side.
+        Blocks that are EMPTY at either side are left out; `span` is the kind of all of the span.
         """
         return self.f.choose(
             self.listed, lambda: self._entry(number), lambda: self._unlisted(number, end, span)
@@ -112,7 +112,7 @@ class _Walk:
 class Visits:
     """Visits the tiles of blocks of queries."""
 
-    def __init__(self, f: Function, spec: ForwardSpec, items: Items) -> None:
+    def __init__(self, f: Function, spec: KernelSpec, items: Items) -> None:
         self.f, self.spec, self.items, self.arg = f, spec, items, items.arg
 
     @contextmanager

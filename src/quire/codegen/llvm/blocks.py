@@ -42,11 +42,7 @@ class Blocks:
         self.given = {
             name: Value(self, type, f"%{name}", 0) for name, type in signature.parameters.items()
         }
-
-    @property
-    def parameters(self) -> list[Value]:
-        """The parameters in their order; `given` has them by name."""
-        return list(self.given.values())
+        self.parameters = list(self.given.values())
 
     # --- lines
 

@@ -17,6 +17,7 @@ that made it, every block ends once. A violation raises a `CodegenError`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -157,9 +158,7 @@ class Function(Blocks):
 
     def any_lane(self, condition: Value) -> Value:
         """True if the condition holds in some lane."""
-        if not condition.type.lanes:
-            return self.value(condition, I1)
-        return self.reduce("or", condition)
+        return self.reduce("or", condition) if condition.type.lanes else self.value(condition, I1)
 
     def reduce(self, op: str, vector: Value) -> Value:
         """All lanes of a vector of integers combined by "or", "smax" and the like."""
@@ -247,9 +246,7 @@ class Function(Blocks):
         self, name: str, types: Sequence[Type], returns: Type, operands: Sequence[Value]
     ) -> Value:
         """Call an intrinsic of LLVM."""
-        parameters = {f"operand{place}": type for place, type in enumerate(types)}
-        signature = self._module.declare(Signature(f"llvm.{name}", parameters, returns))
-        return self.call(signature, *operands)
+        return self.call(self._module.declare(_intrinsic(name, tuple(types), returns)), *operands)
 
     def _call(self, target: str, signature: Signature, arguments: Sequence[Value]) -> Value:
         types = tuple(argument.type for argument in arguments)
@@ -260,6 +257,12 @@ class Function(Blocks):
             return self.emit(text, signature.returns, *arguments)
         self.emit_void(text, *arguments)
         return Value(self, VOID, "", 0)
+
+
+@functools.cache
+def _intrinsic(name: str, types: tuple[Type, ...], returns: Type) -> Signature:
+    parameters = {f"operand{place}": type for place, type in enumerate(types)}
+    return Signature(f"llvm.{name}", parameters, returns)
 
 
 class Module:
@@ -293,13 +296,14 @@ class Module:
     def declare(self, signature: Signature) -> Signature:
         """Declare an intrinsic in the module, and return it."""
         known = self._signatures.setdefault(signature.name, signature)
-        if known != signature:
+        if known is not signature and known != signature:
             raise CodegenError(f"expected {known}, got {signature}; the name is taken")
         return signature
 
     def knows(self, signature: Signature) -> bool:
         """True if a function with this signature can be called here."""
-        return self._signatures.get(signature.name) == signature
+        known = self._signatures.get(signature.name)
+        return known is signature or known == signature
 
     @property
     def text(self) -> str:

@@ -82,7 +82,7 @@ class Target:
         return self.vectors * self.lanes(element)
 
     def widened(self, vector_bits: int) -> Target:
-        """This processor with the tiles of processors whose vectors have so many bits."""
+        """This processor with the tiles of one whose vectors have `vector_bits` bits."""
         if vector_bits == self.vector_bits:
             return self
         # Only AVX2, with 256 bits, has 16 registers; processors of other widths have 32.

@@ -28,8 +28,10 @@ class Signature:
     def __post_init__(self) -> None:
         object.__setattr__(self, "parameters", dict(self.parameters))
 
-    def in_order(self, arguments: Sequence[Value], named: Mapping[str, Value]) -> list[Value]:
+    def in_order(self, arguments: Sequence[Value], named: Mapping[str, Value]) -> Sequence[Value]:
         """One value for each parameter: the first ones by position, all others by name."""
+        if not named and len(arguments) == len(self.parameters):
+            return arguments
         expected = list(self.parameters)
         given = {**dict(zip(expected, arguments, strict=False)), **named}
         if len(arguments) + len(named) != len(expected) or given.keys() != set(expected):

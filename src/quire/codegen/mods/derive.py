@@ -6,7 +6,7 @@
     scores[key, query]   in: the product of keys and queries; out: the weight that the value was
                          multiplied by, exp4(mod(score) - shift), after dropout
     slopes[key, query]   in: the product of values and grad_out; out: the gradient of the score
-    captured             a CAPTURED record for each load that has a gradient
+    captured             a CAPTURED_GRADIENT record for each load that has a gradient
 
 With P the weight before dropout, z the factor of dropout and dP the incoming slope:
 
@@ -21,7 +21,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quire.codegen.convention import CAPTURED, DERIVE
+from quire.codegen.convention import CAPTURED_GRADIENT, DERIVE
 from quire.codegen.llvm import vecmath
 from quire.codegen.llvm.builder import Function, Module, Value
 from quire.codegen.llvm.types import I8
@@ -31,7 +31,7 @@ from quire.codegen.mods.loads import Captured, Lanes
 from quire.codegen.mods.lower import ELEMENT, KEY, ROW, UNIFORM, Scope
 from quire.codegen.mods.scatter import add, densely
 from quire.codegen.phases.softmax import LOG4_E
-from quire.codegen.phases.tiles import Tile
+from quire.codegen.phases.tiles import TileShape
 from quire.codegen.scratch import weights_stride
 from quire.ir.graph import Node
 
@@ -58,7 +58,7 @@ class Derived:
 
 
 def write_derive(
-    module: Module, name: str, tile: Tile, arguments: ModArguments, derived: Derived
+    module: Module, name: str, tile: TileShape, arguments: ModArguments, derived: Derived
 ) -> None:
     """Write the function for one kind of tile."""
     with module.function(name, DERIVE.parameters) as f:
@@ -68,7 +68,9 @@ def write_derive(
 class _Derive:
     """The function while it is written."""
 
-    def __init__(self, f: Function, tile: Tile, arguments: ModArguments, derived: Derived) -> None:
+    def __init__(
+        self, f: Function, tile: TileShape, arguments: ModArguments, derived: Derived
+    ) -> None:
         self.f, self.tile, self.derived = f, tile, derived
         self.given = f.given
         rows, _ = scopes_of_rows(f, tile, arguments, queries_of_panel(f, tile))
@@ -105,8 +107,10 @@ class _Derive:
     def _sums(self, number: int, load: Node) -> Captured:
         """The sums of a load's gradient in this share."""
         f, given, scope = self.f, self.given, self.panel.rows[0]
-        record = f.offset(given["captured"], number * CAPTURED.size, I8)
-        base, batch, head, slice = (f.field(CAPTURED, record, name) for name in CAPTURED.fields)
+        record = f.offset(given["captured"], number * CAPTURED_GRADIENT.size, I8)
+        base, batch, head, slice = (
+            f.field(CAPTURED_GRADIENT, record, name) for name in CAPTURED_GRADIENT.fields
+        )
         offset = given["b"] * batch + given["key_head"] * head + given["slice"] * slice
         assert isinstance(load.payload, int)
         pointer = f.offset(base, offset, self.tile.element)

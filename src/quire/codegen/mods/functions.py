@@ -43,14 +43,14 @@ from quire.codegen.mods.loads import Lanes
 from quire.codegen.mods.lower import ELEMENT, KEY, ROW, UNIFORM, Scope
 from quire.codegen.mods.proofs import proof, provable
 from quire.codegen.phases.softmax import LOG4_E
-from quire.codegen.phases.tiles import Tile
+from quire.codegen.phases.tiles import TileShape
 from quire.ir.graph import Node
 
 
 def write_rewrite(
     module: Module,
     name: str,
-    tile: Tile,
+    tile: TileShape,
     arguments: ModArguments,
     score: Node | None,
     masks: Sequence[Node],
@@ -82,7 +82,7 @@ def write_rewrite(
 def write_row_rewrite(
     module: Module,
     name: str,
-    tile: Tile,
+    tile: TileShape,
     arguments: ModArguments,
     score: Node | None,
     masks: Sequence[Node],
@@ -111,7 +111,7 @@ def write_row_rewrite(
 
 
 def write_extent(
-    module: Module, name: str, tile: Tile, arguments: ModArguments, masks: Sequence[Node]
+    module: Module, name: str, tile: TileShape, arguments: ModArguments, masks: Sequence[Node]
 ) -> None:
     """Write a function that tells which keys of a panel are read at all, and whether all are."""
     with module.function(name, EXTENT.parameters, EXTENT.returns) as f:
@@ -137,7 +137,7 @@ def write_extent(
 
 
 def write_verdict(
-    module: Module, name: str, tile: Tile, arguments: ModArguments, can: Node, must: Node
+    module: Module, name: str, tile: TileShape, arguments: ModArguments, can: Node, must: Node
 ) -> None:
     """Write a function that tells the kind of a tile, from the bounds of its mask."""
     with module.function(name, VERDICT.parameters, VERDICT.returns) as f:
@@ -150,13 +150,13 @@ def write_verdict(
         )
 
 
-def queries_of_panel(f: Function, tile: Tile) -> list[Lanes]:
+def queries_of_panel(f: Function, tile: TileShape) -> list[Lanes]:
     """The positions of a panel's queries, vector by vector."""
     return [Lanes(f.given["q_idx"] + v * tile.lanes, 1) for v in range(tile.target.vectors)]
 
 
 def scopes_of_rows(
-    f: Function, tile: Tile, arguments: ModArguments, queries: Sequence[Lanes]
+    f: Function, tile: TileShape, arguments: ModArguments, queries: Sequence[Lanes]
 ) -> tuple[list[Scope], Value]:
     """A scope for each vector of queries, and the address of the mistake flag."""
     parameters, captured, flag = arguments.read(f, f.given["arguments"])
@@ -165,13 +165,13 @@ def scopes_of_rows(
     return [scope.inside({"q_idx": q_idx}, ROW, KEY, ELEMENT) for q_idx in queries], flag
 
 
-def existing(f: Function, tile: Tile) -> list[Value]:
+def existing(f: Function, tile: TileShape) -> list[Value]:
     """For each vector of a panel, which lanes hold a query."""
     queries = f.given["queries"]
     return [_lanes_below(f, tile, queries - v) for v in range(0, tile.width, tile.lanes)]
 
 
-def _lanes_below(f: Function, tile: Tile, count: Value) -> Value:
+def _lanes_below(f: Function, tile: TileShape, count: Value) -> Value:
     """The lanes whose number is below `count`."""
     lanes = tile.vector.as_int  # as wide as scores, so that no mask has to be converted
     limit = f.convert(f.maximum(f.minimum(count, tile.lanes), 0), lanes.scalar)
@@ -196,7 +196,7 @@ class Panel:
     """
 
     f: Function
-    tile: Tile
+    tile: TileShape
     rows: Sequence[Scope]
     masks: tuple[Node, ...]
     score: Node | None = None

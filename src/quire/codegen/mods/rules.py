@@ -143,7 +143,7 @@ def _power(f: Function, node: Node, a: Value, b: Value) -> Value:
 
 
 SMALL_EXPONENT = 6
-"""Exponents of at most so many bits need no loop."""
+"""Exponents of at most 6 bits need no loop."""
 
 
 def _integer_power(f: Function, a: Value, b: Value) -> Value:

@@ -19,23 +19,25 @@ from collections.abc import Iterator, Sequence
 from quire.codegen.convention import BLOCK_Q
 from quire.codegen.llvm.builder import Function, Module, Value
 from quire.codegen.llvm.types import I1, I64, typed
-from quire.codegen.phases.tiles import SMALL_ROWS, Tile, across, large_rows, outer_product
+from quire.codegen.phases.tiles import SMALL_ROWS, TileShape, across, large_rows, outer_product
 from quire.codegen.scratch import weights_stride
 
 UNROLLED = 2  # queries at a time in sums over queries
 
 
-def query_strips(tile: Tile) -> list[tuple[int, int]]:
+def query_strips(tile: TileShape) -> list[tuple[int, int]]:
     """The queries of a panel in strips of about equal size: (first, count)."""
     parts = -(-tile.width // tile.target.rows)
     ends = [tile.width * part // parts for part in range(parts + 1)]
     return [(first, end - first) for first, end in itertools.pairwise(ends)]
 
 
-def column_strips(f: Function, tile: Tile, columns: Value) -> Iterator[tuple[Tile, Value]]:
+def column_strips(
+    f: Function, tile: TileShape, columns: Value
+) -> Iterator[tuple[TileShape, Value]]:
     """The columns of rows in strips: as wide as a panel, and at the end perhaps half as wide.
 
-    Yields a Tile as wide as the strip, and the first column.
+    Yields a TileShape as wide as the strip, and the first column.
     """
     whole = columns & -tile.width
     with f.range(0, whole, tile.width) as d:
@@ -45,14 +47,14 @@ def column_strips(f: Function, tile: Tile, columns: Value) -> Iterator[tuple[Til
             yield tile._replace(part=2), whole
 
 
-def write_add_queries(module: Module, tile: Tile) -> Function:
+def write_add_queries(module: Module, tile: TileShape) -> Function:
     """The function that adds slopes[:, query] . keys to grads[query], for a panel of queries."""
     parameters = typed("ptr slopes keys, i64 stride count, ptr grads, i64 grad_stride columns")
     with module.function("add_queries", parameters, internal=True) as f:
         given = f.given
         slopes, keys, stride = given["slopes"], given["keys"], given["stride"]
 
-        def add(tile: Tile, first: int, rows: int, d: Value) -> None:
+        def add(tile: TileShape, first: int, rows: int, d: Value) -> None:
             column = f.offset(keys, d, tile.element)
 
             def numbers(j: Value) -> list[Value]:
@@ -75,7 +77,7 @@ def write_add_queries(module: Module, tile: Tile) -> Function:
 
 
 def key_strips(
-    f: Function, tile: Tile, first: Value, end: Value
+    f: Function, tile: TileShape, first: Value, end: Value
 ) -> Iterator[tuple[Value, list[Value]]]:
     """The keys [first, end) in strips: the first key of a strip, and all its keys.
 
@@ -88,7 +90,7 @@ def key_strips(
         yield key, [f.minimum(key + r, end - 1) for r in range(SMALL_ROWS)]
 
 
-def write_find_query_ranges(module: Module, tile: Tile) -> Function:
+def write_find_query_ranges(module: Module, tile: TileShape) -> Function:
     """The function that finds for each strip of keys the range of queries that read some of them.
 
     `key_ranges` has the range of keys that each panel reads. A strip's range of queries is stored
@@ -116,7 +118,7 @@ def write_find_query_ranges(module: Module, tile: Tile) -> Function:
     return f
 
 
-def write_add_keys(module: Module, tile: Tile) -> Function:
+def write_add_keys(module: Module, tile: TileShape) -> Function:
     """The function that adds weights[key] . rows to grads[key], for the keys [first, end).
 
     Each strip of keys sums over its range of queries.
@@ -127,7 +129,7 @@ def write_add_keys(module: Module, tile: Tile) -> Function:
         given = f.given
         stride, end = given["stride"], given["end"]
 
-        def add(tile: Tile, key: Value, strip: list[Value], d: Value) -> None:
+        def add(tile: TileShape, key: Value, strip: list[Value], d: Value) -> None:
             start, stop = (f.load(I64, given["query_ranges"], key * 2 + side) for side in (0, 1))
             step = weights_stride(tile)
             mine = [f.offset(given["weights"], at * step + start, tile.element) for at in strip]
@@ -157,12 +159,12 @@ def write_add_keys(module: Module, tile: Tile) -> Function:
     return f
 
 
-def _add_row(f: Function, tile: Tile, row: Sequence[Value], target: Value) -> None:
+def _add_row(f: Function, tile: TileShape, row: Sequence[Value], target: Value) -> None:
     old = tile.load_row(f, target)
     tile.store_row(f, [a + b for a, b in zip(old, row, strict=True)], target)
 
 
-def write_clear(module: Module, tile: Tile) -> Function:
+def write_clear(module: Module, tile: TileShape) -> Function:
     """The function that sets the keys [first, end) of a panel to zero."""
     parameters = typed("ptr panel, i64 first end")
     with module.function("clear", parameters, internal=True) as f:
@@ -172,7 +174,7 @@ def write_clear(module: Module, tile: Tile) -> Function:
     return f
 
 
-def write_add_masses(module: Module, tile: Tile) -> Function:
+def write_add_masses(module: Module, tile: TileShape) -> Function:
     """The function that adds the sum of a key's weights to masses[key]."""
     parameters = typed("ptr weights masses, i64 count")
     with module.function("add_masses", parameters, internal=True) as f:
@@ -186,7 +188,7 @@ def write_add_masses(module: Module, tile: Tile) -> Function:
     return f
 
 
-def write_dot_rows(module: Module, tile: Tile) -> Function:
+def write_dot_rows(module: Module, tile: TileShape) -> Function:
     """The function that gives dots[q] = a[q] . b[q] for rows in scratch of whole vectors."""
     parameters = typed("ptr a b, i64 stride depth count, ptr dots")
     with module.function("dot_rows", parameters, internal=True) as f:
@@ -207,7 +209,7 @@ def write_dot_rows(module: Module, tile: Tile) -> Function:
     return f
 
 
-def write_scale_rows(module: Module, tile: Tile) -> Function:
+def write_scale_rows(module: Module, tile: TileShape) -> Function:
     """The function that multiplies rows by `scale`, and returns whether some are not finite."""
     parameters = typed("ptr rows, i64 stride count columns") | {"scale": tile.element}
     with module.function("scale_rows", parameters, I1, internal=True) as f:

@@ -28,10 +28,10 @@ from quire.codegen.llvm import vecmath
 from quire.codegen.llvm.builder import Function, Module, Value
 from quire.codegen.llvm.types import I64
 from quire.codegen.phases.softmax import LN_4, Closed
-from quire.codegen.phases.tiles import Tile, across
+from quire.codegen.phases.tiles import TileShape, across
 
 
-def write_observe(form: Form, tile: Tile) -> Module:
+def write_observe(form: Form, tile: TileShape) -> Module:
     """A module that exports an OBSERVE function for a form of kernel."""
     module = Module()
     write = _write_panel if form == "panel" else _write_row
@@ -40,7 +40,7 @@ def write_observe(form: Form, tile: Tile) -> Module:
     return module
 
 
-def _write_panel(f: Function, tile: Tile) -> None:
+def _write_panel(f: Function, tile: TileShape) -> None:
     *pointers, first, keys = f.parameters
 
     with f.range(0, tile.width, tile.lanes) as at:
@@ -56,7 +56,7 @@ def _write_panel(f: Function, tile: Tile) -> None:
         _observe(f, tile, state, score, number, keys=keys)
 
 
-def _write_row(f: Function, tile: Tile) -> None:
+def _write_row(f: Function, tile: TileShape) -> None:
     scores, *state, first, keys = f.parameters
 
     def score(j: Value) -> Value:
@@ -74,7 +74,7 @@ def _write_row(f: Function, tile: Tile) -> None:
 
 def _observe(
     f: Function,
-    tile: Tile,
+    tile: TileShape,
     state: list[Value],
     score: Callable[[Value], Value],
     number: Callable[[Value], Value],
@@ -118,7 +118,7 @@ def _observe(
 # --- in the kernels ------------------------------------------------------------------------------
 
 
-def _load_places(f: Function, tile: Tile, pointer: Value) -> Value:
+def _load_places(f: Function, tile: TileShape, pointer: Value) -> Value:
     return f.load(tile.vector.as_int, pointer, align=tile.target.vector_bits // 8)
 
 
@@ -139,14 +139,14 @@ class Part(NamedTuple):
     factor: Value  # exp4 of that
 
 
-def forget(f: Function, tile: Tile, state: State) -> None:
+def forget(f: Function, tile: TileShape, state: State) -> None:
     """Reset the state of one vector of rows: no key has been seen."""
     tile.store(f, f.value(-math.inf, tile.vector), state.best)
     tile.store(f, f.value(-1, tile.vector.as_int), state.place)
     tile.store(f, f.value(0.0, tile.vector), state.surprise)
 
 
-def merge(f: Function, tile: Tile, mine: Part, theirs: Part) -> None:
+def merge(f: Function, tile: TileShape, mine: Part, theirs: Part) -> None:
     """Add what later keys have seen to the state of the keys before."""
     state = mine.state
     best, other = tile.load(f, state.best), tile.load(f, theirs.state.best)
@@ -175,7 +175,7 @@ def position(f: Function, number: Value, kv_begin: Value) -> Value:
     return f.select(wide < 0, wide, wide + kv_begin)
 
 
-def first_of_best(f: Function, tile: Tile, state: State) -> Value:
+def first_of_best(f: Function, tile: TileShape, state: State) -> Value:
     """The number of the key with the largest score of all lanes; the first of equals."""
     best, place = tile.load(f, state.best), _load_places(f, tile, state.place)
     step = 1

@@ -16,20 +16,20 @@ from quire.codegen.llvm.builder import Function, Module, Value
 from quire.codegen.llvm.types import PTR, typed
 from quire.codegen.phases.row_stream import Ahead, Index, columns_of_line, over_columns
 from quire.codegen.phases.staging import Storage
-from quire.codegen.phases.tiles import Tile
+from quire.codegen.phases.tiles import TileShape
 from quire.codegen.scratch import row_stride
 
 SUMS = 8  # products of a row and a key that are summed at once, a register each
 MOST_TOGETHER = 4  # rows of a set
 
 
-def set_sizes(tile: Tile) -> list[int]:
+def set_sizes(tile: TileShape) -> list[int]:
     """How many rows a set may have, in the order in which they are tried."""
     return [size for size in (4, 2, 1) if size <= min(tile.lanes, MOST_TOGETHER)]
 
 
 def write_multiply_keys(
-    module: Module, tile: Tile, stored: Storage, rows: int, width: int, *, again: bool = False
+    module: Module, tile: TileShape, stored: Storage, rows: int, width: int, *, again: bool = False
 ) -> Function:
     """The function that multiplies `count` keys with a set of `rows` rows.
 
@@ -48,7 +48,9 @@ def write_multiply_keys(
 class _KeyProducts:
     """The body of `multiply_keys` while it is written."""
 
-    def __init__(self, f: Function, tile: Tile, stored: Storage, rows: int, columns: Index) -> None:
+    def __init__(
+        self, f: Function, tile: TileShape, stored: Storage, rows: int, columns: Index
+    ) -> None:
         self.f, self.tile, self.stored, self.rows, self.columns = f, tile, stored, rows, columns
         self.together = SUMS // rows  # keys at a time
 

@@ -17,10 +17,10 @@ from quire.codegen.llvm.types import typed
 from quire.codegen.phases import observe
 from quire.codegen.phases.row_stream import Ahead
 from quire.codegen.phases.staging import Storage
-from quire.codegen.phases.tiles import UNREAD, Tile, across
+from quire.codegen.phases.tiles import UNREAD, TileShape, across
 
 
-def write_exponentiate(module: Module, tile: Tile, stored: Storage, width: int) -> Function:
+def write_exponentiate(module: Module, tile: TileShape, stored: Storage, width: int) -> Function:
     """The function that turns the scores of a row into weights.
 
     It updates the running maximum and sum of the row, and stores in `alpha` the factor by which
@@ -67,7 +67,7 @@ def write_exponentiate(module: Module, tile: Tile, stored: Storage, width: int) 
     return f
 
 
-def write_scale_weights(module: Module, tile: Tile) -> Function:
+def write_scale_weights(module: Module, tile: TileShape) -> Function:
     """The function that multiplies weights by the scales of int8 values; UNREAD stays UNREAD."""
     parameters = typed("ptr weights scales, i64 count")
     with module.function("scale_weights", parameters, internal=True) as f:
@@ -81,7 +81,7 @@ def write_scale_weights(module: Module, tile: Tile) -> Function:
     return f
 
 
-def write_merge(module: Module, tile: Tile) -> Function:
+def write_merge(module: Module, tile: TileShape) -> Function:
     """The function that adds the partial result of a piece, at `part`, to the state of a row."""
     parameters = typed("ptr running_max running_sum best place surprise out part, i64 columns")
     with module.function("merge", parameters, internal=True) as f:

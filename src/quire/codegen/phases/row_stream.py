@@ -20,7 +20,7 @@ from quire.codegen.phases.staging import (
     page_start,
     scale_start,
 )
-from quire.codegen.phases.tiles import Tile
+from quire.codegen.phases.tiles import TileShape
 
 ASKED = (3072, 1536, 768)  # how many bytes ahead a line is prefetched: three times
 MOST_AHEAD = 32  # rows of the next block that the table has after those of a block
@@ -30,7 +30,7 @@ Index: TypeAlias = Value | int
 """A column or a number of bytes: an int if it is known when the kernel is written."""
 
 
-def write_point(module: Module, tile: Tile, stored: Storage) -> Function:
+def write_point(module: Module, tile: TileShape, stored: Storage) -> Function:
     """The function that writes the addresses of the rows at positions [begin, end) to a table.
 
     It returns whether products can read the rows there: columns side by side, in whole vectors.
@@ -56,7 +56,7 @@ def write_point(module: Module, tile: Tile, stored: Storage) -> Function:
     return f
 
 
-def write_copy(module: Module, tile: Tile, stored: Storage) -> Function:
+def write_copy(module: Module, tile: TileShape, stored: Storage) -> Function:
     """The function that copies rows to scratch, given a table of their addresses.
 
     Rows keep their dtype and are filled up with zeros to whole vectors. The table then has the
@@ -81,19 +81,19 @@ def write_copy(module: Module, tile: Tile, stored: Storage) -> Function:
     return f
 
 
-def columns_of_line(tile: Tile, stored: Storage) -> int:
+def columns_of_line(tile: TileShape, stored: Storage) -> int:
     """How many columns a cache line has, but at least two vectors."""
     return max(2 * tile.lanes, LINE // stored.memory.size)
 
 
-def fold_row(f: Function, tile: Tile, stored: Storage, row: Value, width: Value) -> None:
+def fold_row(f: Function, tile: TileShape, stored: Storage, row: Value, width: Value) -> None:
     """Reorder the columns of a row in scratch as `read_pair` gives them: even, then odd."""
     low = [2 * lane for lane in range(tile.lanes)]
     picks = low, [lane + 1 for lane in low]
     _reorder(f, tile, stored, row, width=width, picks=picks)
 
 
-def unfold_row(f: Function, tile: Tile, stored: Storage, row: Value, width: Value) -> None:
+def unfold_row(f: Function, tile: TileShape, stored: Storage, row: Value, width: Value) -> None:
     """Undo `fold_row`."""
     pairs = [x for lane in range(tile.lanes) for x in (lane, tile.lanes + lane)]
     picks = pairs[: tile.lanes], pairs[tile.lanes :]
@@ -102,7 +102,7 @@ def unfold_row(f: Function, tile: Tile, stored: Storage, row: Value, width: Valu
 
 def _reorder(
     f: Function,
-    tile: Tile,
+    tile: TileShape,
     stored: Storage,
     row: Value,
     *,
@@ -185,7 +185,7 @@ def over_columns(
     return carry
 
 
-def write_gather_scales(module: Module, tile: Tile) -> Function:
+def write_gather_scales(module: Module, tile: TileShape) -> Function:
     """The function that copies the factors of int8 rows at [begin, end) to scratch."""
     parameters = typed("ptr rows, i64 begin end, ptr into")
     with module.function("gather_scales", parameters, internal=True) as f:

@@ -12,7 +12,7 @@ from quire.codegen.llvm.builder import Function, Module, Value
 from quire.codegen.llvm.types import PTR, typed
 from quire.codegen.phases.row_stream import Ahead, Index, columns_of_line, over_columns
 from quire.codegen.phases.staging import Storage
-from quire.codegen.phases.tiles import UNREAD, Tile
+from quire.codegen.phases.tiles import UNREAD, TileShape
 from quire.codegen.scratch import row_stride
 
 WEIGHTS = 8  # weights of a set that are held at once: rows times keys
@@ -27,7 +27,7 @@ class _ValueProducts:
     """
 
     def __init__(
-        self, f: Function, tile: Tile, stored: Storage, rows: int, careful: Function
+        self, f: Function, tile: TileShape, stored: Storage, rows: int, careful: Function
     ) -> None:
         self.f, self.tile, self.stored, self.rows, self._careful = f, tile, stored, rows, careful
         self.values, self.sums = f.given["values"], f.given["sums"]
@@ -79,7 +79,7 @@ class _ValueProducts:
 
 
 def write_multiply_values(
-    module: Module, tile: Tile, stored: Storage, rows: int, careful: Function, *, width: int
+    module: Module, tile: TileShape, stored: Storage, rows: int, careful: Function, *, width: int
 ) -> Function:
     """The function that adds values in the order in which they are read from memory.
 
@@ -164,7 +164,7 @@ class _StreamedValues(_ValueProducts):
 
 
 def write_multiply_columns(
-    module: Module, tile: Tile, stored: Storage, rows: int, careful: Function
+    module: Module, tile: TileShape, stored: Storage, rows: int, careful: Function
 ) -> Function:
     """The function that adds columns [begin, end) of values that are in a cache.
 
@@ -194,7 +194,7 @@ def write_multiply_columns(
     return f
 
 
-def write_add_read_values(module: Module, tile: Tile, stored: Storage) -> Function:
+def write_add_read_values(module: Module, tile: TileShape, stored: Storage) -> Function:
     """The function that gives weights . values[:, column], one vector wide, without unread keys."""
     parameters = typed("ptr values weights, i64 column columns count")
     name = f"add_read_values_{stored.name}"

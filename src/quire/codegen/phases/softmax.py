@@ -15,11 +15,10 @@ from quire.codegen.convention import Record
 from quire.codegen.llvm import vecmath
 from quire.codegen.llvm.builder import Function, Value
 from quire.codegen.llvm.types import F32, F64
-from quire.codegen.phases.tiles import Tile
+from quire.codegen.phases.tiles import TileShape
 
 LN_4 = math.log(4.0)
 LOG4_E = 1.0 / LN_4
-
 
 FINITE = {F32: torch.finfo(torch.float32).max, F64: torch.finfo(torch.float64).max}
 """The largest number of a type."""
@@ -63,7 +62,7 @@ def in_nats(f: Function, x: Value) -> Value:
     return f.select(size.equals(math.inf), x, bounded)
 
 
-def sink_of(f: Function, tile: Tile, arg: Record, head: Value) -> Value:
+def sink_of(f: Function, tile: TileShape, arg: Record, head: Value) -> Value:
     """The sink of a head in all lanes; -inf if there is none."""
     (sink,) = f.choose(
         arg["sink"].differs(f.null()),

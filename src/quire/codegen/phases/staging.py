@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeVar
 
 from quire.codegen.llvm.builder import Function, Module, Value
 from quire.codegen.llvm.types import F16, F32, F64, I1, I8, I16, I32, I64, PTR, Layout, Type, typed
-from quire.codegen.phases.tiles import SMALL_ROWS, Tile
+from quire.codegen.phases.tiles import SMALL_ROWS, TileShape
 from quire.errors import CodegenError
 
 PLACEMENT = Layout(
@@ -43,13 +43,13 @@ ENDLESS = 1 << 62  # the page size where there are no pages
 Number = TypeVar("Number", int, Value)
 
 
-def padded(tile: Tile, width: Number) -> Number:
+def padded(tile: TileShape, width: Number) -> Number:
     """The width of a row in scratch: whole vectors, and a multiple of SMALL_ROWS."""
     unit = max(tile.lanes, SMALL_ROWS)
     return (width + (unit - 1)) & -unit
 
 
-def scratch_stride(tile: Tile, width: Number) -> Number:
+def scratch_stride(tile: TileShape, width: Number) -> Number:
     """The distance between rows in scratch: a vector more than they are wide.
 
     Rows at a distance of a power of two would compete for the same lines of the cache.
@@ -148,7 +148,7 @@ def each_run(
     f.repeat(lambda carried: carried[0] < end, one, [begin])
 
 
-def write_gather(module: Module, tile: Tile, stored: Storage) -> Function:
+def write_gather(module: Module, tile: TileShape, stored: Storage) -> Function:
     """The function that copies the rows at positions [begin, end) to scratch."""
     parameters = typed("ptr rows, i64 begin end, ptr into, i64 stride")
     with module.function(f"gather_{stored.name}", parameters, internal=True) as f:
@@ -198,7 +198,7 @@ def scale_start(f: Function, rows: Value, page: Value) -> Value:
     return f.offset(scales, number * f.field(PLACEMENT, rows, "scale_page_stride"), F32)
 
 
-def write_place(module: Module, tile: Tile, stored: Storage) -> Function:
+def write_place(module: Module, tile: TileShape, stored: Storage) -> Function:
     """The function that gives the address of rows that lie in memory as they would in scratch.
 
     It returns null for rows on several pages, with strided columns, or of a width to be padded.
@@ -237,7 +237,7 @@ def _page_number(f: Function, rows: Value, page: Value) -> Value:
     return number
 
 
-def write_scatter(module: Module, tile: Tile, stored: Storage) -> Function:
+def write_scatter(module: Module, tile: TileShape, stored: Storage) -> Function:
     """The function that copies rows from scratch to the positions [begin, end) of a tensor."""
     parameters = typed("ptr rows, i64 begin end, ptr source, i64 stride")
     with module.function(f"scatter_{stored.name}", parameters, internal=True) as f:
@@ -274,7 +274,7 @@ def transpose(f: Function, rows: Sequence[Value]) -> list[Value]:
     return result
 
 
-def write_pack(module: Module, tile: Tile) -> Function:
+def write_pack(module: Module, tile: TileShape) -> Function:
     """The function that copies rows of queries to panels, times `scale`.
 
     A query becomes a column of a panel. Lanes past the last query repeat it.
@@ -298,7 +298,7 @@ def write_pack(module: Module, tile: Tile) -> Function:
     return f
 
 
-def write_unpack(module: Module, tile: Tile) -> Function:
+def write_unpack(module: Module, tile: TileShape) -> Function:
     """The function that copies panels of results to rows, every query times its entry of `scales`.
 
     It returns whether some result is not finite.
@@ -346,13 +346,13 @@ def write_unpack(module: Module, tile: Tile) -> Function:
     return f
 
 
-def _expect(f: Function, tile: Tile, starts: Sequence[Value], column: Value) -> None:
+def _expect(f: Function, tile: TileShape, starts: Sequence[Value], column: Value) -> None:
     """Prefetch what follows some rows in memory: the next head reads it."""
     for start in starts:
         f.prefetch(f.offset(start, column, tile.element))
 
 
-def _column_start(f: Function, tile: Tile, panels: Value, query: Value, depth: Value) -> Value:
+def _column_start(f: Function, tile: TileShape, panels: Value, query: Value, depth: Value) -> Value:
     """The address of a query's column in panels of `depth` rows."""
     panel = query.udiv(tile.width)
     start = panel * (depth * tile.width) + (query - panel * tile.width)

@@ -36,7 +36,7 @@ NARROW_ROWS = 8  # rows of the large micro kernel in narrow tiles
 UNREAD = -0.0  # the weight of a key that is not read, in the careful form
 
 
-class Tile(NamedTuple):
+class TileShape(NamedTuple):
     """The shape of tiles: a target, and the type of scratch memory.
 
     A narrow tile has the same layout in memory, but only the first `part` vectors of its panel are
@@ -73,7 +73,7 @@ class Tile(NamedTuple):
         """Whether only the first vectors of a panel are computed."""
         return self.part > 0
 
-    def parts(self) -> list[Tile]:
+    def parts(self) -> list[TileShape]:
         """The narrow tiles: those of one vector, two, four and so on."""
         sizes = (1 << n for n in range(self.target.vectors.bit_length()))
         return [self._replace(part=size) for size in sizes if size < self.target.vectors]
@@ -138,7 +138,7 @@ def across(f: Function, vector: Value, combine: Callable[[Value, Value], Value])
 
 def outer_product(
     f: Function,
-    tile: Tile,
+    tile: TileShape,
     count: Value,
     numbers: Callable[[Value], list[Value]],
     vectors: Callable[[Value], list[Value]],
@@ -164,14 +164,14 @@ def outer_product(
     return f.loop(0, count, add, carry=sums or tile.row(f, 0.0) * rows, step=unroll)
 
 
-def large_rows(tile: Tile, count: Value) -> Value:
+def large_rows(tile: TileShape, count: Value) -> Value:
     """How many of `count` rows the large micro kernel computes; the small one computes the rest."""
     unit = math.lcm(tile.large_rows, SMALL_ROWS)
     return count.udiv(unit) * unit
 
 
 def write_multiply_keys(
-    module: Module, tile: Tile, *, maxima: bool = True, row_stride: int = 0
+    module: Module, tile: TileShape, *, maxima: bool = True, row_stride: int = 0
 ) -> Function:
     """The function that gives scores[key] = keys[key] . queries, and each query's maximum.
 
@@ -179,62 +179,58 @@ def write_multiply_keys(
     """
     parameters = typed("ptr keys, i64 stride, ptr queries, i64 depth, ptr scores maxima, i64 count")
     with module.function(tile.named("multiply_keys"), parameters, internal=True) as f:
-        given = f.given
-        depth, count = given["depth"], given["count"]
+        given, count = f.given, f.given["count"]
         last = count - 1
-
-        def product(
-            starts: list[Value], begin: Value, number: Value, sums: list[Value]
-        ) -> list[Value]:
-            return outer_product(
-                f,
-                tile,
-                number,
-                lambda d: [f.load(tile.element, start, begin + d) for start in starts],
-                lambda d: tile.load_row(f, given["queries"], begin + d),
-                rows=len(starts),
-                unroll=1 if tile.narrow else 2,
-                sums=sums,
-            )
-
-        def product_in_place(starts: list[Value], sums: list[Value]) -> list[Value]:
-            def one_line(d: Value, sums: list[Value]) -> list[Value]:
-                for start in starts:
-                    f.prefetch(f.offset(start, d + depth, tile.element))
-                return product(starts, d, f.minimum(depth - d, tile.line), sums)
-
-            return f.loop(0, depth, one_line, carry=sums, step=tile.line)
 
         def multiply(first: Value, best: list[Value], rows: int) -> list[Value]:
             places = [first + r for r in range(rows)]
             if rows == SMALL_ROWS:  # past the end: the last key again; nobody reads its scores
                 places = [f.minimum(place, last) for place in places]
-            starts = [
-                f.offset(given["keys"], place * given["stride"], tile.element) for place in places
-            ]
-            nothing = tile.row(f, 0.0) * rows
-            if tile.narrow:
-                sums = product_in_place(starts, nothing)
-            else:
-                sums = product(starts, f.value(0, I64), depth, nothing)
-            for r, row in enumerate(tile.rows(sums)):
+            starts = [f.offset(given["keys"], at * given["stride"], tile.element) for at in places]
+            for r, row in enumerate(tile.rows(_multiply_rows(f, tile, starts))):
                 tile.store_row(f, row, given["scores"], first + r, row_stride)
                 if maxima:
                     best = [f.maximum(a, b) for a, b in zip(best, row, strict=True)]
             return best
 
+        def multiply_few(first: Value, best: list[Value]) -> list[Value]:
+            return multiply(first, best, SMALL_ROWS)
+
         large, rows = large_rows(tile, count), tile.large_rows
         best = tile.row(f, -math.inf) if maxima else []
         best = f.loop(0, large, lambda j, m: multiply(j, m, rows), carry=best, step=rows)
-        best = f.loop(
-            large, count, lambda j, m: multiply(j, m, SMALL_ROWS), carry=best, step=SMALL_ROWS
-        )
+        best = f.loop(large, count, multiply_few, carry=best, step=SMALL_ROWS)
         if maxima:
             tile.store_row(f, best, given["maxima"])
     return f
 
 
-def write_exponentiate(module: Module, tile: Tile, *, careful: bool = False) -> Function:
+def _multiply_rows(f: Function, tile: TileShape, starts: Sequence[Value]) -> list[Value]:
+    """The scores of some keys; in a narrow tile, what follows each key in memory is prefetched."""
+    depth, queries = f.given["depth"], f.given["queries"]
+
+    def product(begin: Value, count: Value, sums: list[Value]) -> list[Value]:
+        def keys(d: Value) -> list[Value]:
+            return [f.load(tile.element, start, begin + d) for start in starts]
+
+        def query_row(d: Value) -> list[Value]:
+            return tile.load_row(f, queries, begin + d)
+
+        size = {"rows": len(starts), "unroll": 1 if tile.narrow else 2}
+        return outer_product(f, tile, count, keys, query_row, sums=sums, **size)
+
+    def one_line(d: Value, sums: list[Value]) -> list[Value]:
+        for start in starts:
+            f.prefetch(f.offset(start, d + depth, tile.element))
+        return product(d, f.minimum(depth - d, tile.line), sums)
+
+    nothing = tile.row(f, 0.0) * len(starts)
+    if tile.narrow:
+        return f.loop(0, depth, one_line, carry=nothing, step=tile.line)
+    return product(f.value(0, I64), depth, nothing)
+
+
+def write_exponentiate(module: Module, tile: TileShape, *, careful: bool = False) -> Function:
     """The function that turns scores into weights and updates each query's maximum and sum."""
     parameters = typed("ptr scores maxima running_max running_sum alpha, i64 count")
     name = "exponentiate_carefully" if careful else "exponentiate"
@@ -280,7 +276,7 @@ def write_exponentiate(module: Module, tile: Tile, *, careful: bool = False) -> 
     return f
 
 
-def write_multiply_values(module: Module, tile: Tile, *, careful: bool = False) -> Function:
+def write_multiply_values(module: Module, tile: TileShape, *, careful: bool = False) -> Function:
     """The function that gives out[d] = out[d] * alpha + values[:, d] . weights.
 
     `columns` is a multiple of SMALL_ROWS.
@@ -322,7 +318,7 @@ def write_multiply_values(module: Module, tile: Tile, *, careful: bool = False) 
 
 def _selecting_product(
     f: Function,
-    tile: Tile,
+    tile: TileShape,
     count: Value,
     numbers: Callable[[Value], list[Value]],
     vectors: Callable[[Value], list[Value]],

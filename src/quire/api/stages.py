@@ -24,7 +24,7 @@ from quire.codegen.llvm import jit
 from quire.codegen.llvm.target import Target
 from quire.codegen.llvm.types import F32, F64
 from quire.codegen.mods.arguments import ModArguments
-from quire.codegen.phases.tiles import Tile
+from quire.codegen.phases.tiles import TileShape
 from quire.errors import ArgumentError
 from quire.ir.graph import text
 from quire.ir.trace import Mod, trace
@@ -41,7 +41,7 @@ class Kernel:
 
     graphs: ModGraphs
     arguments: ModArguments
-    tile: Tile
+    tile: TileShape
 
     @property
     def stages(self) -> Mapping[str, str]:
@@ -112,5 +112,5 @@ def kernel(
     graphs, captures = graphs_of(problem, wide, end=0)
     shapes = capture_shapes(captures, graphs.pyramids)
     processor = Target.host() if target is None else Target.named(target)
-    tile = Tile(processor, F64 if wide == torch.float64 else F32)
+    tile = TileShape(processor, F64 if wide == torch.float64 else F32)
     return Kernel(graphs, ModArguments.of(graphs.all, shapes), tile)

@@ -215,7 +215,12 @@ def branching(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         (same, (0, 0, 64, 3), errors.CapturedIndexError, r"index 64 .* at test_why\.py:\d+: `ret"),
         (same, (0, 0, -1, 3), errors.ArgumentError, "q_idx must be a whole number of at least 0"),
         (same, (0, 0, 1.5, 3), errors.ArgumentError, "q_idx must be a whole number"),
-        (capped, (0, 0, 1, 3, "2"), errors.ArgumentError, "score to be a number, got '2'. Give"),
+        (
+            capped,
+            (0, 0, 1, 3, "2"),
+            errors.ArgumentError,
+            "score must be a number, but is '2'. Give",
+        ),
         (branching, (0, 0, 1, 3), errors.TracedBranchError, r"at test_why\.py:\d+: `return q_idx"),
         (3, (0, 0, 1, 3), errors.NotCallableError, "Pass the function itself"),
         (lambda a: a, (0, 0, 1, 3), errors.ModSignatureError, "Give it 4 or 5"),

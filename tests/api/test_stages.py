@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import quire
+from quire.api.stages import kernel
 from quire.errors import ArgumentError
-from quire.tools.stages import kernel
 
 GOLDEN = Path(__file__).parent / "golden"
 MODS = {
