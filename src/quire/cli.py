@@ -1,18 +1,18 @@
 """The command line.
 
-    quire chat      a conversation with a language model on quire
-    quire tour      what quire does for that model, with pictures of its pages, in a minute or two
-    quire demo      a mod: drawn, checked and measured beside PyTorch, in under a minute
-    quire doctor    what this machine has to offer
-    quire show      what a mod of yours becomes
-    quire draw      what a mask of yours lets attention see, or a score mod makes of a score
-    quire why       what a mod of yours computes at one point
-    quire walk      which files of quire a call of yours enters
-    quire cache     the compiled kernels on disk
+    quire chat      chat with a language model that runs on quire
+    quire tour      run that model with a paged cache, and draw its pages, in a minute or two
+    quire demo      draw, check and measure a mod beside PyTorch, in under a minute
+    quire doctor    print versions, CPU, threads, cache and backends of this machine
+    quire show      print the graph, the code and the assembly of a mod
+    quire draw      draw which keys a mask lets each query read, or what a score_mod computes
+    quire why       print each step of a mod at one position
+    quire walk      print which files of quire a call enters
+    quire cache     print or remove the compiled kernels on disk
 
-A command is a function below. Only the entry point imports this module, so rich and typer stay
-optional for everyone else. It exits with 1 when a check of the demo fails, and with 2 for a mistake
-in what it was asked, told without a traceback.
+A command is a function below. Only the `quire` command imports this module, so rich and typer are
+optional packages. The exit status is 1 if a check of the demo fails, and 2 for a wrong argument,
+which is reported without a traceback.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ app.add_typer(cache, name="cache")
 
 
 def main() -> None:
-    """The entry point of the `quire` command."""
+    """Run the `quire` command."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:
@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def _in_options(message: str) -> str:
-    """A message about arguments of functions in words of the command line."""
+    """Replace names of arguments in a message by those of command line options."""
     for name in ("q_len", "kv_len", "block_size"):
         option = f"--{name.replace('_', '-')}"
         message = re.sub(rf"\b{name}=", f"{option} ", message)
@@ -138,10 +138,10 @@ def tour(
 
 
 def _prepare(command: str, threads: int | None) -> None:
-    """The model's package, and as many threads as were asked for."""
+    """Check that transformers is installed, and set the number of threads."""
     if importlib.util.find_spec("transformers") is None:
         raise MissingPackageError(
-            f"expected the package transformers, which {command} needs, got none. Install it: "
+            f"the package transformers must be installed for {command}, but is not. Install it: "
             f"pip install 'quire[models]'."
         )
     if threads is not None:
@@ -173,7 +173,8 @@ def show_mod(
     ] = "all",
 ) -> None:
     """What a mod of yours becomes: its graph, the code written for it, its assembly."""
-    show.run(Console(highlight=False), place, kind, dtype, target, stage)
+    console = Console(highlight=False)
+    show.run(console, place, kind=kind, dtype=dtype, target=target, stage=stage)
 
 
 @app.command("draw")
@@ -223,7 +224,7 @@ def explain_mod(
 ) -> None:
     """What a mod of yours computes at one point, under the lines that you wrote."""
     with contextlib.redirect_stdout(sys.stderr):  # the user's code runs here
-        found = why(show.load(place), b, h, q, kv, score)
+        found = why(show.load(place), b, h, q_idx=q, kv_idx=kv, score=score)
     Console(highlight=False).print(coloured(str(found), "python"), soft_wrap=True)
 
 

@@ -1,38 +1,37 @@
-"""The specification: attention written down once, in the plainest torch.
+"""The specification: attention in plain torch.
 
-Only tests import this. Every question of meaning is answered here, and every other path is
-compared with it. Mods are evaluated as the user wrote them, by torch.vmap, never through our
-tracer. Whole score matrices are made; nothing here is meant to be fast.
+Only tests import this module. It decides every question of meaning, and every other path is
+compared with it. Mods are evaluated as the user wrote them, by torch.vmap, without quire's tracer.
+Whole score matrices are computed; nothing here is meant to be fast. A row is a query of one head.
 
-- A mod means for each element what torch means on ordinary tensors. A Python number by which a
-  bfloat16 or float16 is multiplied or divided is not rounded first, as it would be by torch.vmap.
-
-- A row that may attend nowhere gives 0, log-sum-exp -inf, gradient 0. Never NaN.
-- A key is read by a row where the mask holds and its score is above -inf. What is not finite in a
-  key or value reaches exactly the rows that read it, forward and backward.
-- A score_mod is asked where the mask holds and nowhere else, and its slope is that of the elements
-  that are read: what it would do elsewhere, to a value, a gradient or an index, does not matter.
-- Scores are scaled before the score_mod sees them, in float32 (float64 for float64 inputs). The
-  log-sum-exp and the maximum have that dtype, the output that of the query.
-- Query head h reads key head h // (Hq // Hkv). One batch of keys serves every batch of queries.
-- Blocks that a block mask does not list do not exist; its mask_mod is not asked in full blocks. It
-  counts from its own first row and column, wherever the queries and keys sit.
+- A mod computes for each element what it computes on ordinary tensors. A Python number that
+  multiplies or divides a bfloat16 or float16 is not rounded first, as torch.vmap would do.
+- A row that reads no key has output 0, log-sum-exp -inf and gradient 0, never NaN.
+- A row reads a key if the mask is true and the score is above -inf. An inf or NaN in a key or value
+  reaches exactly the rows that read it, forward and backward.
+- A score_mod is called only where the mask is true. Only elements that are read have a gradient;
+  values, gradients and indices of the mod elsewhere have no effect.
+- Scores are scaled before the score_mod, in float32 (float64 for float64 inputs). The log-sum-exp
+  and the maximum have that dtype, the output has that of the query.
+- Query head h reads key head h // (Hq // Hkv). A key batch of 1 is shared by all query batches.
+- A block mask skips blocks that it does not list, and does not call its mask_mod in full blocks. It
+  counts from its own first row and column, whatever the positions of queries and keys are.
 - A sink is one more logit in each row's softmax, with no value. It is part of the log-sum-exp, so
-  that probability = exp(score - lse) holds with and without it; it is no part of the maximum.
-- Dropout drops probabilities after the softmax and scales the kept ones by 1 / (1 - p).
-- The slope of the log-sum-exp is the softmax, also where lse is so far from 0 that float32 holds
-  no more of it than the largest score. Then n equal keys have the slope 1 / n each, not 1.
-- A score of NaN makes its row NaN, and so does one of inf, though the log-sum-exp is inf.
-- The argmax of a row is the absolute position of the key with the largest score after the mods, of
-  equals the first; NaN counts as largest. It is -1 where nothing is read.
-- The entropy of a row is -sum p ln p over the probabilities of its keys before dropout. A sink has
-  its share of the probability and adds no term. It is 0 where nothing is read and has no gradient.
+  that probability = exp(score - lse) is true with and without it. It is not part of the maximum.
+- Dropout drops probabilities after the softmax and multiplies the others by 1 / (1 - p).
+- The gradient of the log-sum-exp is the softmax, even if |lse| is so large that in float32 it
+  equals the largest score. Then each of n equal keys has the gradient 1 / n, not 1.
+- A score of NaN makes its row NaN. A score of inf does so too, and the log-sum-exp is inf.
+- The argmax of a row is the absolute position of the key with the largest score after the mods. Of
+  equal scores it is the first; NaN counts as the largest. It is -1 if the row reads no key.
+- The entropy of a row is -sum p ln p over the probabilities of its keys before dropout. A sink
+  takes part of the probability and adds no term. It is 0 if the row reads no key. No gradient.
 - The mass of a key is the sum of its probabilities over the queries of one query head, before
-  dropout; a sink has its share of each row. A row that is NaN makes those keys NaN that it reads.
-  It has no gradient.
-- In ragged memory each sequence is attention of its own. `b` is its number, positions count from
-  its first row, and its last query sits at its last key; with more queries than keys both begin at
-  0. A row of the query that belongs to no sequence is a row that may attend nowhere.
+  dropout; a sink takes part of the probability. A NaN row makes the keys NaN that it reads. No
+  gradient.
+- In ragged memory, each sequence is computed on its own. `b` is its number and positions count from
+  its first row. Its last query has the position of its last key; with more queries than keys, both
+  begin at 0. A row of the query that belongs to no sequence is a row that reads no key.
 """
 
 from __future__ import annotations
@@ -78,8 +77,8 @@ def attention(
 ) -> Reference:
     """Attention of query [B, Hq, L, D] over key [B or 1, Hkv, S, D] and value [B or 1, Hkv, S, Dv].
 
-    `keep` [B, Hq, L, S] says what dropout keeps. Positions begin at `q_start` and `kv_start`, and
-    the numbers of sequences at `b_start`.
+    `keep` [B, Hq, L, S] is true where dropout keeps a probability, `sink` is [Hq]. Positions begin
+    at `q_start` and `kv_start`, and the numbers of sequences at `b_start`.
     """
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     batch, q_heads, q_len, head_dim = query.shape
@@ -91,10 +90,8 @@ def attention(
     starts = (b_start, 0, q_start, kv_start)
     scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
     finite = all(bool(torch.isfinite(x.to(dtype)).all()) for x in (query, key, value))
-
-    mask = torch.ones(shape, dtype=torch.bool)
-    if block_mask is not None:
-        mask = block_mask_elements(block_mask, shape)
+    whole = torch.ones(shape, dtype=torch.bool)
+    mask = whole if block_mask is None else block_mask_elements(block_mask, shape)
     if mask_mod is not None:
         mask = evaluate(mask_mod, mask, starts, fill=False)
 
@@ -104,33 +101,40 @@ def attention(
             scores = evaluate(score_mod, live, starts, scores, fill=-math.inf)
         return torch.where(live, scores, -math.inf)
 
-    with torch.no_grad():  # first what is read; what is not takes no part in any gradient
+    with torch.no_grad():  # find what is read first: all other scores have no gradient
         read = scores_where(mask) != -math.inf
     scores = scores_where(read)
+    lse, probabilities = _softmax(scores, read, sink)
+    undropped = probabilities.detach()
+    if keep is not None:
+        factor = 0.0 if dropout_p == 1.0 else 1.0 / (1.0 - dropout_p)
+        probabilities = torch.where(keep, probabilities * factor, 0.0)
+    candidates = torch.nn.functional.pad(scores, (0, 1), value=-math.inf).detach()  # S may be 0
+    return Reference(
+        out=_weighted_sum(probabilities.to(query.dtype), values.to(query.dtype), read, finite),
+        lse=lse,
+        max_scores=candidates.amax(-1),
+        probabilities=probabilities,
+        argmax=torch.where(read.any(-1), candidates.argmax(-1) + kv_start, -1),
+        entropy=torch.special.entr(undropped).sum(-1),
+        key_mass=undropped.sum(-2),
+    )
 
+
+def _softmax(scores: Tensor, read: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the log-sum-exp [B, Hq, L] and the probabilities of scores [B, Hq, L, S]."""
     logits = scores
     if sink is not None:
-        column = sink.to(dtype).view(1, -1, 1, 1).expand(*shape[:3], 1)
+        column = sink.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         logits = torch.cat([scores, column], dim=-1)
     empty = (logits == -math.inf).all(-1, keepdim=True)
     safe = torch.where(empty, 0.0, logits)
     lse = torch.where(empty.squeeze(-1), -math.inf, _log_sum_exp(safe))
-    probabilities = torch.where(read, torch.softmax(safe, -1)[..., : shape[3]], 0.0)
-    entropy = torch.special.entr(probabilities.detach()).sum(-1)
-    key_mass = probabilities.detach().sum(-2)
-    if keep is not None:
-        factor = 0.0 if dropout_p == 1.0 else 1.0 / (1.0 - dropout_p)
-        probabilities = torch.where(keep, probabilities * factor, 0.0)
-    out = _weighted_sum(probabilities.to(query.dtype), values.to(query.dtype), read, finite)
-    lowest = scores.new_full((*shape[:3], 1), -math.inf)  # the maximum of no keys at all
-    candidates = torch.cat([scores, lowest], -1).detach()
-    max_scores = candidates.amax(-1)
-    argmax = torch.where(read.any(-1), candidates.argmax(-1) + kv_start, -1)
-    return Reference(out, lse, max_scores, probabilities, argmax, entropy, key_mass)
+    return lse, torch.where(read, torch.softmax(safe, -1)[..., : scores.shape[3]], 0.0)
 
 
 class RaggedReference(NamedTuple):
-    """out [total, Hq, Dv], the others [total, Hq], of which key_mass has a row for each key."""
+    """out [total, Hq, Dv], the others [total, Hq]; key_mass has a row for each key."""
 
     out: Tensor
     lse: Tensor
@@ -150,10 +154,10 @@ def ragged_attention(
     q_starts: list[int] | None = None,
     **options: Any,
 ) -> RaggedReference:
-    """Attention of query [total, Hq, D] over key and value [total, Hkv, D], one after the other.
+    """Attention of query [total, Hq, D] over key [total, Hkv, D] and value [total, Hkv, Dv].
 
-    Sequence b has the rows `q_rows[b]` of the query and `kv_rows[b]` of key and value, and its
-    first query the position `q_starts[b]`. The `options` are those of `attention`.
+    Sequence b has the rows `q_rows[b]` of the query and `kv_rows[b]` of key and value. Its first
+    query has the position `q_starts[b]`. The `options` are those of `attention`.
     """
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     numbers = query.new_full(query.shape[:2], -math.inf, dtype=wide)
@@ -186,10 +190,10 @@ def evaluate(
     *,
     fill: float | bool,
 ) -> Tensor:
-    """A mod, as on ordinary tensors, at each element where `where` holds; `fill` elsewhere."""
+    """Return what a mod computes where `where` [B, Hq, L, S] is true, and `fill` elsewhere."""
     at = where.nonzero(as_tuple=True)
     result = torch.full_like(where if scores is None else scores, fill)
-    if at[0].numel() == 0:  # torch.vmap refuses to map over nothing
+    if at[0].numel() == 0:  # torch.vmap refuses a dimension of size 0
         return result
 
     def one(*args: Tensor) -> Tensor:
@@ -203,7 +207,7 @@ def evaluate(
 
 
 def block_mask_elements(block_mask: BlockMask, shape: tuple[int, ...]) -> Tensor:
-    """The elements that a block mask allows: [B, Hq, L, S]."""
+    """Return where a block mask is true: [B, Hq, L, S]."""
     full = torch.zeros(shape, dtype=torch.bool)
     if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
         full = _listed(block_mask, block_mask.full_kv_num_blocks, block_mask.full_kv_indices, shape)
@@ -214,12 +218,12 @@ def block_mask_elements(block_mask: BlockMask, shape: tuple[int, ...]) -> Tensor
 def _listed(
     block_mask: BlockMask, counts: Tensor, indices: Tensor, shape: tuple[int, ...]
 ) -> Tensor:
-    """The elements of the blocks that are in a list."""
+    """Return a tensor [B, Hq, L, S] that is true in the blocks of a list."""
     listed = torch.zeros(shape, dtype=torch.bool)
     rows, columns = block_mask.BLOCK_SIZE
     for b in range(shape[0]):
         for h in range(shape[1]):
-            at = min(b, counts.shape[0] - 1), min(h, counts.shape[1] - 1)  # one may serve them all
+            at = min(b, counts.shape[0] - 1), min(h, counts.shape[1] - 1)  # a size of 1 is shared
             for row in range(counts.shape[2]):
                 for block in indices[at][row, : counts[at][row]].tolist():
                     height = slice(row * rows, (row + 1) * rows)
@@ -228,7 +232,7 @@ def _listed(
 
 
 def _dot(query: Tensor, keys: Tensor, mask: Tensor, finite: bool) -> Tensor:
-    """query @ keys^T, in which what is not finite is seen only where the mask holds."""
+    """Return query @ keys^T. A number that is not finite counts only where `mask` is true."""
     if finite:
         return query @ keys.transpose(-2, -1)
     wide = mask.unsqueeze(-1)
@@ -238,7 +242,10 @@ def _dot(query: Tensor, keys: Tensor, mask: Tensor, finite: bool) -> Tensor:
 
 
 def _log_sum_exp(logits: Tensor) -> Tensor:
-    """torch.logsumexp, whose slope is exp(logit - lse): not the softmax where lse is rounded."""
+    """Return torch.logsumexp with the softmax as gradient.
+
+    torch's own gradient is exp(logit - lse), which is not the softmax if lse was rounded.
+    """
     if logits.shape[-1] == 0:
         return torch.logsumexp(logits, -1)
     largest = logits.detach().amax(-1, keepdim=True)
@@ -247,7 +254,7 @@ def _log_sum_exp(logits: Tensor) -> Tensor:
 
 
 def _weighted_sum(probabilities: Tensor, values: Tensor, read: Tensor, finite: bool) -> Tensor:
-    """probabilities @ values, in which what is not finite is seen only by the rows that read it."""
+    """Return probabilities @ values. A value that is not finite reaches only rows that read it."""
     if finite:
         return probabilities @ values
     seen = torch.where(read.unsqueeze(-1), values.unsqueeze(-3), 0.0)

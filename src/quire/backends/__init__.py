@@ -1,11 +1,11 @@
-"""Who computes a call: a table of backends, each of which says what it cannot do.
+"""The table of backends, and the choice between them.
 
-    jit        kernels that are generated for exactly this problem
-    eager      tiles of torch ops
+    jit        kernels that quire compiles for the mods of a call
+    eager      torch operations, tile by tile
     inductor   PyTorch's own flex_attention, compiled by PyTorch
 
-`auto` takes the first of the table that can. `explain_call` tells which that is and why not the
-others. A backend imports nothing of another one.
+`auto` takes the first backend of the table that can run a call. `explain_call` says which one that
+is, and why the others are not used. A backend imports nothing from another one.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ OBSTACLES: dict[BackendName, Callable[[Call], str | None]] = {
     "eager": _eager_obstacle,
     "inductor": inductor.obstacle,
 }
-"""Why each backend cannot compute a call, in the order in which `auto` tries them."""
+"""By backend: a function that returns why it cannot run a call, or None. `auto` tries in order."""
 
 
 class Candidates(NamedTuple):
-    """What was asked for: in the user's words, and as the backends to try in order."""
+    """The user's choice in words, and the backends to try in order."""
 
     words: str
     names: tuple[BackendName, ...]
 
 
 def choose(call: Call) -> BackendName:
-    """The backend that the request names, or for 'auto' the first that can compute the call."""
+    """Return the backend that the request names, or for 'auto' the first that can run the call."""
     candidates = _candidates(call.request.backend)
     reasons = []
     for name in candidates.names:
@@ -54,12 +54,12 @@ def choose(call: Call) -> BackendName:
         reasons.append(f"  {name}: {reason}.\n")
     raise BackendError(
         f"{candidates.words} cannot run this call:\n{''.join(reasons)}"
-        f"Ask quire.explain(...) what could, or change what stands in the way."
+        f"Call quire.explain(...) to see what could, or change the call."
     )
 
 
 def explain_call(call: Call) -> str:
-    """Which backend would run `call`, what it cannot skip, and why the others would not."""
+    """Describe which backend would run `call`, what it cannot skip, and why not the others."""
     candidates = _candidates(call.request.backend)
     obstacles = {name: obstacle(call) for name, obstacle in OBSTACLES.items()}
     able = [name for name in candidates.names if obstacles[name] is None]
@@ -80,7 +80,7 @@ def explain_call(call: Call) -> str:
 
 
 def _candidates(name: BackendName) -> Candidates:
-    """`name` with QUIRE_BACKEND in place of 'auto'."""
+    """Return the backends to try for `name`. QUIRE_BACKEND takes the place of 'auto'."""
     where, words, remedy = "backend", f"backend={name!r}", "Leave it out"
     if name == "auto" and config().backend != "auto":
         name = config().backend

@@ -1,12 +1,11 @@
 """PyTorch's own flex_attention, compiled by PyTorch: for devices other than the CPU.
 
-It can be asked for on the CPU with backend="inductor". There it needs a C++ compiler and some
-seconds for each new mod, and has neither a backward pass nor a log-sum-exp.
+On the CPU, backend="inductor" chooses it. There it needs a C++ compiler and some seconds for each
+new mod, and has neither a backward pass nor a log-sum-exp.
 
-Comes in: a `Call`; the user's mods are handed on as they were written. What PyTorch has no word
-for is said in its own: a mask_mod that holds everywhere becomes part of the score_mod (give a
-block mask as well to have blocks skipped), positions are shifted, a sink enters through the
-log-sum-exp. A block mask is read as PyTorch reads it: a block that it lists twice counts twice.
+PyTorch compiles the user's mods as they are. A mask_mod becomes part of the score_mod (give a block
+mask as well to have blocks skipped), mods shift positions, and a sink is added with the
+log-sum-exp. PyTorch reads the block mask: a block that it lists twice counts twice.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ DEVICES = ("cpu", "cuda", "xpu", "hpu", "mps")
 FORWARD_ONLY = ("cpu", "mps")
 CPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 RECOMPILE_LIMIT = 256
-"""How many kernels are kept: each mod, each dtype and some changes of shape need their own."""
-
+"""The most kernels that PyTorch keeps. Each mod, each dtype and some shapes need their own."""
 
 torch_attention: Callable[..., Any] = own(torch_flex.flex_attention)
 
@@ -45,7 +43,7 @@ torch_attention: Callable[..., Any] = own(torch_flex.flex_attention)
 
 
 def obstacle(call: Call) -> str | None:
-    """Why PyTorch cannot run `call`; None where it can, as far as can be told beforehand."""
+    """Return why PyTorch cannot run `call`; None if no reason is known before compilation."""
     device = call.placed.query.device.type
     if device not in DEVICES:
         return f"PyTorch's flex_attention does not run on {device}"
@@ -64,7 +62,7 @@ def obstacle(call: Call) -> str | None:
 
 
 def _backward_obstacle(call: Call) -> str | None:
-    """On some devices there is no backward pass, nor the log-sum-exp that it would start from."""
+    """Return why PyTorch cannot run `call` on a device without backward pass and log-sum-exp."""
     here = f"PyTorch's flex_attention on {call.placed.query.device.type}"
     named = zip(("query", "key", "value"), call.placed.operands, strict=True)
     learned = [name for name, tensor in named if tensor.requires_grad]
@@ -95,46 +93,42 @@ def _cpu_obstacle(call: Call) -> str | None:
 
 
 def attention(call: Call) -> Result:
-    """Hand `call` over to PyTorch."""
+    """Compute `call` with PyTorch."""
     query, batch = call.placed.query, call.placed.query.shape[0]
     key, value = (x.expand(batch, -1, -1, -1) for x in call.placed.operands[1:])
-    if not torch.is_grad_enabled():  # PyTorch looks at requires_grad alone
+    if not torch.is_grad_enabled():  # PyTorch checks requires_grad only
         query, key, value = query.detach(), key.detach(), value.detach()
-    request, problem, mask = call.request, call.problem, call.problem.block_mask
-    aux, (_, q_start, kv_start, *_) = request.aux, call.placed.one
+    request, mask = call.request, call.problem.block_mask
+    aux, sink, (_, q_start, kv_start, *_) = request.aux, request.sink, call.placed.one
     if mask is not None:
-        _ = mask.kv_indices  # Dynamo cannot follow how the tensors of a long mask are made
+        _ = mask.kv_indices  # Dynamo cannot trace how a long mask makes its tensors
+    score_mod = shift(request.score_mod, "score", q_start, kv_start)
+    mask_mod = shift(request.mask_mod, "mask", q_start, kv_start)
     with _torch_errors():
-        out, found = _compiled()(
+        out, (lse, max_scores) = _compiled()(
             query,
             key,
             value,
-            folded(
-                shift(request.score_mod, "score", q_start, kv_start),
-                shift(request.mask_mod, "mask", q_start, kv_start),
-            ),
-            mask,
-            problem.scale,
+            score_mod=with_mask(score_mod, mask_mod),
+            block_mask=mask,
+            scale=call.problem.scale,
             enable_gqa=query.shape[1] != key.shape[1],
-            kernel_options=call.request.kernel_options,
-            return_aux=torch_flex.AuxRequest(
-                aux.lse or call.request.sink is not None, aux.max_scores
-            ),
+            kernel_options=request.kernel_options,
+            return_aux=torch_flex.AuxRequest(aux.lse or sink is not None, aux.max_scores),
         )
-    lse, max_scores = found
-    if request.sink is not None and lse is not None:
-        out, lse = with_sink(out, lse, request.sink)
+    if sink is not None and lse is not None:
+        out, lse = with_sink(out, lse, sink)
     return Result(out, lse, max_scores)
 
 
 def _unknown(aux: AuxRequest) -> list[str]:
-    """What is asked for and PyTorch has no name for."""
+    """Return the names of the requested outputs that PyTorch does not have."""
     known = torch_flex.AuxRequest._fields
     return [name for name, wanted in aux._asdict().items() if wanted and name not in known]
 
 
 def _operator(*args: Any, **kwargs: Any) -> tuple[Tensor, torch_flex.AuxOutput]:
-    """A frame of ours, so that what we compile does not count against the user's own limit."""
+    """Call PyTorch from a function of quire, so that its recompile limit is not the user's."""
     result: tuple[Tensor, torch_flex.AuxOutput] = torch_attention(*args, **kwargs)
     return result
 
@@ -145,32 +139,32 @@ def _compiled() -> Callable[..., tuple[Tensor, torch_flex.AuxOutput]]:
     return torch.compile(_operator, fullgraph=True, **options)
 
 
-def folded(score_mod: Mod | None, mask_mod: Mod | None) -> Mod | None:
-    """A score_mod that gives -inf where `mask_mod` does not hold."""
+def with_mask(score_mod: Mod | None, mask_mod: Mod | None) -> Mod | None:
+    """Return a score_mod that returns -inf where `mask_mod` is false."""
     if mask_mod is None:
         return score_mod
 
     def masked(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         changed = score if score_mod is None else score_mod(score, b, h, q_idx, kv_idx)
-        holds = mask_mod(b, h, q_idx, kv_idx) & (b >= 0)  # a tensor also where it is Python's True
-        return torch.where(holds, changed, -math.inf)
+        allowed = mask_mod(b, h, q_idx, kv_idx) & (b >= 0)  # a tensor, even if the mod returns True
+        return torch.where(allowed, changed, -math.inf)
 
     return masked
 
 
 def with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
-    """Let `sink` [Hq] join the softmax whose result is out [B, Hq, L, Dv] and lse [B, Hq, L]."""
+    """Add `sink` [Hq] to the softmax whose results are out [B, Hq, L, Dv] and lse [B, Hq, L]."""
     total = torch.logaddexp(lse, sink.to(lse.dtype).view(1, -1, 1))
     kept = torch.exp(lse - total.masked_fill(total == -math.inf, 0.0))
     return out * kept.unsqueeze(-1).to(out.dtype), total
 
 
-# --- what goes wrong only then -------------------------------------------------------------------
+# --- errors of the compilation -------------------------------------------------------------------
 
 
 @contextmanager
 def _torch_errors() -> Iterator[None]:
-    """What PyTorch raises while it compiles, as an error of ours."""
+    """Turn errors that PyTorch raises while it compiles into a BackendError."""
     try:
         yield
     except compile_errors() as error:
@@ -198,7 +192,7 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0].rstrip(".")
 
 
-# --- in a graph of the user's --------------------------------------------------------------------
+# --- in a graph of torch.compile -----------------------------------------------------------------
 
 
 def flex_attention(
@@ -219,32 +213,35 @@ def flex_attention(
     sink: Tensor | None = None,
     backend: str = "auto",
 ) -> Any:
-    """Our flex_attention as PyTorch's operator, where a graph may not break."""
+    """Compute quire's flex_attention with PyTorch's operator, where a graph may not break.
+
+    query [B, Hq, L, D], key [B, Hkv, S, D], value [B, Hkv, S, Dv].
+    """
     if dropout_p != 0.0 or sink is not None:
         raise BackendError(
             f"PyTorch's operator, which computes under fullgraph=True and torch.export, has no "
             f"{'sink' if dropout_p == 0.0 else 'dropout'}, but one was given. Compile without "
             f"fullgraph=True."
         )
-    asked = return_aux
+    torch_request = return_aux
     if isinstance(return_aux, AuxRequest):
         for output in _unknown(return_aux):
             raise BackendError(
                 f"PyTorch's operator, which computes under fullgraph=True and torch.export, does "
                 f"not return {output}, but it was asked for. Compile without fullgraph=True."
             )
-        asked = torch_flex.AuxRequest(return_aux.lse, return_aux.max_scores)
+        torch_request = torch_flex.AuxRequest(return_aux.lse, return_aux.max_scores)
     result = torch_attention(
         query,
         key,
         value,
-        folded(score_mod, mask_mod),
-        block_mask,
-        scale,
-        enable_gqa,
-        return_lse,
-        kernel_options,
-        return_aux=asked,
+        score_mod=with_mask(score_mod, mask_mod),
+        block_mask=block_mask,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        return_lse=return_lse,
+        kernel_options=kernel_options,
+        return_aux=torch_request,
     )
     if isinstance(return_aux, AuxRequest):
         out, aux = result

@@ -1,6 +1,6 @@
-"""Kernels that are generated for exactly this problem: what they cannot do, and cannot skip.
+"""Which calls compiled kernels can run, and which tiles they cannot skip.
 
-`runtime/` plans and launches them.
+`runtime/` plans and launches the kernels.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from quire.checks import DTYPES
+from quire.checks.arguments import dtype_name
 from quire.codegen.mods.lower import check_lowerable
 from quire.errors import UnsupportedOpError
 from quire.ir.terms import TRUE
@@ -23,7 +24,7 @@ LARGEST_HEAD_DIM = 1024
 
 
 def obstacle(call: Call) -> str | None:
-    """Why no kernel can be generated for `call`; None where one can."""
+    """Return why no kernel can be generated for `call`; None if one can."""
     problem, (query, key, value) = call.problem, call.placed.operands
     if query.device.type != "cpu":
         return f"the tensors are on {query.device}, and kernels are generated for the CPU"
@@ -39,7 +40,7 @@ def obstacle(call: Call) -> str | None:
         return f"its head dim is {head_dim}, and kernels go up to {LARGEST_HEAD_DIM}"
     for name, dtype in (("keys", key.dtype), ("values", value.dtype)):
         if dtype not in (*DTYPES, torch.int8):
-            return f"{name} are {str(dtype).removeprefix('torch.')}, which kernels do not read"
+            return f"{name} are {dtype_name(dtype)}, which kernels do not read"
     if query.dtype != torch.float64 and torch.float64 in (key.dtype, value.dtype):
         return "keys or values are float64 and queries are not"
     return processor.obstacle()
@@ -57,10 +58,10 @@ def _mod_obstacle(name: str, mod: ReadyMod) -> str | None:
 
 
 def computed_unread(call: Call) -> str | None:
-    """Which tiles are computed though perhaps no query reads them; None where there are none."""
+    """Return which tiles are computed though perhaps no query reads them; None if all are read."""
     problem, placed = call.problem, call.placed
     mask = problem.mask_mod
-    # The mask of a call may have been a block mask, of which only pages make a mask_mod.
+    # Without a mask_mod in the request, this mask_mod was made from a block mask, over pages.
     if problem.block_mask is not None or call.request.mask_mod is None:
         return None
     if not isinstance(mask, Traced):
@@ -80,6 +81,6 @@ def computed_unread(call: Call) -> str | None:
     if bounds.can is TRUE:
         tiles = f"every tile, {scores}"
     advice = "A block_mask, made once with create_block_mask, says which tiles no query reads"
-    if not placed.is_dense and placed.page_table is None:  # which takes no block mask
+    if not placed.is_dense and placed.page_table is None:  # Ragged memory takes no block mask
         advice = "Comparisons of positions, and tables that they index, are bounded"
     return f"{tiles}: in the mask_mod {mask.name!r} {' and '.join(reasons)}. {advice}"

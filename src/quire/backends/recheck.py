@@ -1,4 +1,4 @@
-"""QUIRE_CHECK=1: what a kernel computed, computed again in float64 for some rows of it."""
+"""QUIRE_CHECK=1: compare some rows of a kernel's results with float64."""
 
 from __future__ import annotations
 
@@ -19,52 +19,53 @@ from quire.request import Call, Problem
 from quire.results import Result
 
 ROUNDINGS = 256
-"""How many roundings of the largest value a result may be off by."""
+"""The largest accepted error, as a multiple of the rounding error of the largest value."""
 
 
 def recheck(call: Call, result: Result) -> None:
-    """Compare rows, chosen at random, with float64; raise where they differ."""
+    """Compare random rows of `result` with float64, and raise if they differ."""
     sink = call.request.sink
-    for alone, rows, _ in in_rows(call.placed).each():
-        mine = {name: x[:, :, rows] for name, x in result.by_query.items()}
-        _recheck_one(call.problem, alone, sink, Result(**mine))
+    for dense, rows, _ in in_rows(call.placed).each():
+        part = {name: x[:, :, rows] for name, x in result.by_query.items()}
+        _recheck_one(call.problem, dense, sink, Result(**part))
 
 
 def _recheck_one(problem: Problem, placed: Placed, sink: Tensor | None, result: Result) -> None:
-    """Stripes of rows of one sequence.
-
-    As many as have `config().check_rows` rows together; of a small result that is all of it.
-    """
-    every = list(stripes(problem, placed))
+    """Compare random stripes of one sequence, until `config().check_rows` rows were compared."""
+    all_stripes = list(stripes(problem, placed))
     exact = placed.on(*(tensor.double() for tensor in placed.operands))
-    looked_at = 0
-    for stripe in random.sample(every, len(every)):
-        if looked_at >= config().check_rows:
+    num_compared = 0
+    for stripe in random.sample(all_stripes, len(all_stripes)):
+        if num_compared >= config().check_rows:
             break
-        looked_at += math.prod(part.stop - part.start for part in stripe.rows)
+        num_compared += math.prod(part.stop - part.start for part in stripe.rows)
         wanted = AuxRequest(entropy=result.entropy is not None)
-        expected = forward_stripe(problem, exact, stripe, sink, wanted)
-        size = _largest(expected.by_query["lse"])
-        for name, ours in result.by_query.items():
-            if name != "argmax":  # of two scores that are all but equal, either may be the larger
-                theirs = expected.by_query[name]
-                _compare(name, ours[stripe.rows], theirs, size, stripe, placed.query.dtype)
+        expected = forward_stripe(problem, exact, stripe, sink, wanted).by_query
+        for name, actual in result.by_query.items():
+            if name != "argmax":  # if two scores are nearly equal, either may be the larger
+                bound = _bound(name, expected, actual.dtype, placed.query.dtype)
+                _compare(name, actual[stripe.rows], expected[name], bound, stripe)
 
 
-def _compare(
-    name: str, actual: Tensor, expected: Tensor, size: float, stripe: Stripe, dtype: torch.dtype
-) -> None:
-    # An entropy is a small difference of scores, however large they are: their `size` counts.
-    largest = max(_largest(expected), size if name == "entropy" else 0.0)
-    epsilon = torch.finfo(dtype if name == "out" else actual.dtype).eps
-    bound = ROUNDINGS * epsilon * max(1.0, largest)
+def _bound(
+    name: str, expected: dict[str, Tensor], dtype: torch.dtype, query_dtype: torch.dtype
+) -> float:
+    """Return how far a result may be from its expected value."""
+    largest = _largest(expected[name])
+    if name == "entropy":  # it is computed as a difference of scores, which may be large
+        largest = max(largest, _largest(expected["lse"]))
+    epsilon = torch.finfo(query_dtype if name == "out" else dtype).eps
+    return ROUNDINGS * epsilon * max(1.0, largest)
+
+
+def _compare(name: str, actual: Tensor, expected: Tensor, bound: float, stripe: Stripe) -> None:
     error = (actual.double() - expected).abs()
     same = (error <= bound) | (actual == expected) | (actual.isnan() & expected.isnan())
     if not bool(same.all()):
         raise KernelMismatchError(
             f"{name} of batches {_range(stripe.batch)}, heads {_range(stripe.heads)}, queries "
-            f"{_range(stripe.queries)} is off by {error.nan_to_num(torch.inf).max():.3g}, and "
-            f"{bound:.3g} is what rounding explains. This is a bug of quire's: use "
+            f"{_range(stripe.queries)} must be within {bound:.3g} of float64, but is off by "
+            f"{error.nan_to_num(torch.inf).max():.3g}. This is a bug of quire: use "
             f"backend='eager', and report it with quire.kernel(...).stages."
         )
 

@@ -1,8 +1,8 @@
-"""Where keys and values live. A memory answers one question: where are the rows of sequence b?
+"""Where keys and values are: `Dense`, `Ragged` or `Paged` memory.
 
-A memory checks the tensors of a call (`check`), and says where their rows are, in the one form that
-backends read (`place`, which gives a `Placed`). `place` does not need `check` for tensors that lie
-as others did that were checked.
+A memory checks the tensors of a call (`check`), and returns where the rows of each sequence are, as
+a `Placed`, which every backend reads (`place`). `place` does not need `check` if tensors of the
+same layout have passed it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ from quire.memory.tables import (
     PageTables,
     ReadTables,
     Sequences,
-    Spans,
-    checked_counts,
     content_of,
     first_positions,
+    query_spans,
     spans,
 )
 from quire.results import working_dtype
@@ -35,7 +34,10 @@ Integers: TypeAlias = Tensor | Sequence[int]
 
 
 class Queries(NamedTuple):
-    """Where queries are: their sequences, and the position of the first of each."""
+    """Which rows of the query belong to each sequence, and the position of its first query.
+
+    The arguments q_start, q_offsets [B + 1] and q_lengths [B] of `attention`.
+    """
 
     start: int | Integers | None = None
     offsets: Integers | None = None
@@ -43,14 +45,14 @@ class Queries(NamedTuple):
 
 
 TOP_LEFT = Queries(start=0)
-"""The first query and the first key are at the same position."""
+"""The first query and the first key have the same position."""
 
 
 class One(NamedTuple):
-    """A single sequence in plain numbers. Its rows are all rows of a batch entry.
+    """The positions of a dense call, the same in every batch entry.
 
-    Queries are at positions q_start, q_start + 1, ... and keys at [kv_begin, kv_end). Mods see the
-    batch entries as b, b + 1, ...
+    Queries have the positions q_start, q_start + 1, ... and keys [kv_begin, kv_end). Mods get the
+    batch indices b, b + 1, ...
     """
 
     q_len: int
@@ -64,13 +66,13 @@ class Placed(NamedTuple):
     """The operands of a call, and which of their rows belong to which sequence.
 
                  query               key and value          rows
-        dense    [B, Hq, L, D]       [B or 1, Hkv, S, D]    one sequence, the same in every entry
+        dense    [B, Hq, L, D]       [B or 1, Hkv, S, D]    One, for every batch entry
         ragged   [1, Hq, total, D]   [1, Hkv, total, D]     a table of sequences
         paged    [1, Hq, total, D]   [P, Hkv, page, D]      a table of sequences
 
-    Row `p % page` of page `page_table[b, p // page]` is position p of sequence b. Pages of int8
-    have a factor for each row of each head, [P, Hkv, page]. `content` stands for all that the
-    tables hold: where it is equal, they are. It is None if nobody can tell.
+    Position p of sequence b is row `p % page` of page `page_table[b, p // page]`. Pages of int8
+    have scales [P, Hkv, page]. `content` identifies the content of all tables: equal means equal
+    tables. It is None if the tables cannot be compared.
     """
 
     query: Tensor
@@ -84,29 +86,29 @@ class Placed(NamedTuple):
 
     @property
     def is_dense(self) -> bool:
-        """Whether one sequence stands for every batch entry."""
+        """Return whether all batch entries have the same positions."""
         return isinstance(self.rows, One)
 
     @property
     def sequences(self) -> Sequences:
-        """The table of sequences; that of dense memory has one entry."""
+        """Return the table of sequences; for dense memory, it has one entry."""
         rows = self.rows
         return rows if isinstance(rows, Sequences) else Sequences.one(*rows)
 
     @property
     def one(self) -> One:
-        """The sequence of dense memory."""
+        """Return the positions of dense memory."""
         assert isinstance(self.rows, One), "dense memory"
         return self.rows
 
     @property
     def batches(self) -> int:
-        """How many batch entries each sequence stands for; there may be none."""
+        """Return how many batch entries each sequence of the table stands for; it may be 0."""
         return self.query.shape[0] if self.is_dense else 1
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """The longest query and the largest number of keys."""
+        """Return the largest numbers of queries and of keys of a sequence."""
         rows = self.rows
         if isinstance(rows, One):
             return rows.q_len, rows.kv_end - rows.kv_begin
@@ -114,7 +116,7 @@ class Placed(NamedTuple):
 
     @property
     def end(self) -> int:
-        """A bound of all positions."""
+        """Return a number above all positions."""
         rows = self.rows
         if isinstance(rows, One):
             return max(rows.kv_end, rows.q_start + rows.q_len)
@@ -122,53 +124,50 @@ class Placed(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The working dtype."""
+        """Return the working dtype."""
         dtype = self.query.dtype
         return dtype if dtype == torch.float32 else working_dtype(dtype)
 
     @property
     def operands(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value."""
+        """Return query, key and value."""
         return self.query, self.key, self.value
 
     def on(self, query: Tensor, key: Tensor, value: Tensor) -> Placed:
-        """The same places in other tensors."""
+        """Return the same rows of other tensors."""
         return self._replace(query=query, key=key, value=value)
 
     def each(self) -> Iterator[tuple[Placed, slice, slice]]:
-        """Every sequence as dense memory of its own, with the slices of its query and key rows.
+        """Yield each sequence as dense memory, with the slices of its query rows and key rows.
 
-        Sequences without queries are left out. Keys and values must not be in pages.
+        Sequences without queries are skipped. Keys and values must not be in pages.
         """
         rows = self.rows
         if isinstance(rows, One):
             yield self, slice(0, self.query.shape[2]), slice(0, self.key.shape[2])
             return
-        assert self.page_table is None, "keys are in rows"
+        assert self.page_table is None, "keys must not be in pages"
         query, key, value = self.operands
         columns = (column.tolist() for column in rows)
         for b, q_len, q_start, kv_begin, kv_end, q_row, kv_row in zip(*columns, strict=True):
             if q_len == 0:
                 continue
-            mine, keys = slice(q_row, q_row + q_len), slice(kv_row + kv_begin, kv_row + kv_end)
-            alone = One(q_len, q_start, kv_begin, kv_end, b)
-            yield (
-                Placed(query[:, :, mine], key[:, :, keys], value[:, :, keys], alone),
-                mine,
-                keys,
-            )
+            queries, keys = slice(q_row, q_row + q_len), slice(kv_row + kv_begin, kv_row + kv_end)
+            one = One(q_len, q_start, kv_begin, kv_end, b)
+            dense = Placed(query[:, :, queries], key[:, :, keys], value[:, :, keys], one)
+            yield dense, queries, keys
 
 
 def longest(lengths: Numbers) -> int:
-    """The largest of some lengths; 0 where there are none."""
+    """Return the largest of `lengths` [B], or 0 if B is 0."""
     return int(lengths.max(initial=0))
 
 
 @dataclass(frozen=True, eq=False)
 class Dense:
-    """Keys [B, Hkv, S, D] and values [B, Hkv, S, Dv] in any strides.
+    """Keys [B, Hkv, S, D] and values [B, Hkv, S, Dv] with any strides. B may be 1.
 
-    `Dense(key, value, start=4096)` is a shard: its first key sits at position 4096.
+    `Dense(key, value, start=4096)` is a shard: its first key has position 4096.
     """
 
     key: Tensor
@@ -176,16 +175,16 @@ class Dense:
     start: int = 0
 
     def check(self, query: Tensor, queries: Queries) -> None:
-        """query [B, Hq, L, D]."""
+        """Check query [B, Hq, L, D], keys and values."""
         if queries.offsets is not None or queries.lengths is not None:
             raise ArgumentError(
-                "q_offsets and q_lengths say where sequences lie that are packed into one tensor, "
-                "but memory is Dense. Leave them out, or use Ragged(key, value, offsets)."
+                "q_offsets and q_lengths must be None for Dense memory, but one is given. Leave "
+                "them out, or use Ragged(key, value, offsets) for sequences in one tensor."
             )
         checks.check_operands(query, self.key, self.value)
 
     def place(self, query: Tensor, queries: Queries) -> Placed:
-        """All batch entries are alike."""
+        """Return where the rows of query [B, Hq, L, D], keys and values are."""
         begin = self.start
         if type(begin) is not int or begin < 0:
             begin = checks.check_position("Dense.start", begin)
@@ -198,7 +197,7 @@ class Dense:
         return Placed(query, self.key, self.value, rows)
 
     def first_position(self, query: Tensor, start: object) -> int:
-        """Where the first query sits: where it is said to, or so that the last is at the end."""
+        """Return the position of the first query: `start`, or so that the last is at the end."""
         if start is None:
             return max(0, self.start + self.key.shape[2] - query.shape[2])
         if type(start) is int and start >= 0:
@@ -206,26 +205,26 @@ class Dense:
         return checks.check_position("q_start", start)
 
     def as_given(self, query: Tensor, rows: Tensor) -> Tensor:
-        """What there is for each query, laid out as the user's query is."""
+        """Return results [B, Hq, L, ...] in the layout of the user's query."""
         return rows
 
     def as_placed(self, query: Tensor, given: Tensor) -> Tensor:
-        """The other way round."""
+        """Return rows in the layout of the user's query as [B, Hq, L, ...]."""
         return given
 
     def keys_as_given(self, keys: Tensor) -> Tensor:
-        """What there is for each key, laid out as the user's keys are."""
+        """Return results [B, H, S, ...] in the layout of the user's keys."""
         return keys
 
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
-    """Keys [total, Hkv, D] and values [total, Hkv, Dv] of sequences that lie one after the other.
+    """Keys [total, Hkv, D] and values [total, Hkv, Dv] of sequences one after the other.
 
-    offsets = [0, 5, 5, 12]     three sequences: rows 0 to 4, none, rows 5 to 11
-    lengths = [3, 0, 7]         of which the first has only rows 0 to 2: nobody reads rows 3 and 4
+    offsets = [0, 5, 5, 12]     [B + 1], three sequences: rows 0 to 4, no rows, rows 5 to 11
+    lengths = [3, 0, 7]         [B], the first sequence has rows 0 to 2; rows 3 and 4 are unused
 
-    Any strides will do. A sequence reads its own keys alone.
+    Tensors may have any strides. A query reads only keys of its own sequence.
     """
 
     key: Tensor
@@ -234,18 +233,21 @@ class Ragged:
     lengths: Integers | None = None
 
     def check(self, query: Tensor, queries: Queries) -> None:
-        """query [total, Hq, D]."""
+        """Check query [total, Hq, D], keys and values."""
         checks.check_packed(query, self.key, self.value)
 
     def place(self, query: Tensor, queries: Queries) -> Placed:
-        """Without offsets of their own, queries are in the sequences that the keys are in."""
+        """Return where the rows of query [total, Hq, D], keys and values are.
+
+        Without q_offsets, queries have the offsets of the keys.
+        """
         keys = spans(("offsets", "lengths"), self.offsets, self.lengths, len(self.key))
         offsets, lengths = queries.offsets, queries.lengths
         if offsets is None:
             if len(query) != len(self.key):
                 raise ShapeError(
-                    f"query must have the {len(self.key)} rows of the keys, whose offsets it "
-                    f"shares, but has {len(query)}. Give q_offsets for sequences of its own."
+                    f"query must have {len(self.key)} rows, as the keys whose offsets it shares, "
+                    f"but has {len(query)}. Give q_offsets, the offsets of the queries."
                 )
             offsets = self.offsets
         rows = keys
@@ -254,8 +256,8 @@ class Ragged:
         count = len(rows.first)
         if count != len(keys.first):
             raise ArgumentError(
-                f"query and keys must be in as many sequences, but q_offsets are for {count} and "
-                f"offsets for {len(keys.first)}. Both hold one number more than there are "
+                f"q_offsets and offsets must be for the same number of sequences, but are for "
+                f"{count} and {len(keys.first)}. Both hold one number more than there are "
                 f"sequences."
             )
         sequences = Sequences(
@@ -270,38 +272,40 @@ class Ragged:
         return Placed(packed(query), packed(self.key), packed(self.value), sequences)
 
     def as_given(self, query: Tensor, rows: Tensor) -> Tensor:
-        """What there is for each query, laid out as the user's query is."""
+        """Return results [1, Hq, total, ...] in the layout of the user's query."""
         return unpacked(rows)
 
     def as_placed(self, query: Tensor, given: Tensor) -> Tensor:
-        """The other way round."""
+        """Return rows in the layout of the user's query as [1, Hq, total, ...]."""
         return packed(given)
 
     def keys_as_given(self, keys: Tensor) -> Tensor:
-        """What there is for each key, laid out as the user's keys are."""
+        """Return results [1, H, total, ...] in the layout of the user's keys."""
         return unpacked(keys)
 
 
 def packed(rows: Tensor) -> Tensor:
-    """Rows [total, H, D] as one batch entry [1, H, total, D]; or numbers [total, H]."""
+    """Return rows [total, H, ...] as [1, H, total, ...]; a 1-D tensor is returned as it is."""
     return rows.transpose(0, 1).unsqueeze(0) if rows.dim() > 1 else rows
 
 
 def unpacked(entry: Tensor) -> Tensor:
-    """The other way round."""
+    """Return rows [1, H, total, ...] as [total, H, ...]."""
     return entry[0].transpose(0, 1)
 
 
 @dataclass(frozen=True, eq=False)
 class Paged:
-    """Keys [P, Hkv, page, D] and values [P, Hkv, page, Dv] in pages that sequences own or share.
+    """Keys [P, Hkv, page, D] and values [P, Hkv, page, Dv] in pages, which sequences may share.
 
-    page_table = [[7, 2, 4], [5, 2, -1]]    with pages of 16: position 20 of sequence 1 is row 4 of
-    lengths    = [40, 30]                   page 2; it has 30 keys, the newest ones among them
+    page_table = [[7, 2, 4], [5, 2, -1]]    with pages of 16, position 20 of sequence 1 is row 4 of
+                                            page 2
+    lengths    = [40, 30]                   sequence 1 has 30 keys, with those of the new tokens
     first_page = [1, 0]                     page 7 was released: sequence 0 begins at position 16
 
-    Any strides will do. Entries for pages that a sequence does not have are not looked at. Pages of
-    int8 have factors `key_scale` and `value_scale` [P, Hkv, page]: a row is its numbers times that.
+    page_table [B, most], lengths and first_page [B]. Tensors may have any strides. Entries of the
+    table behind the last page of a sequence are ignored. Pages of int8 have scales `key_scale` and
+    `value_scale` [P, Hkv, page]: a row is its int8 numbers times its scale.
     """
 
     key: Tensor
@@ -313,12 +317,15 @@ class Paged:
     value_scale: Tensor | None = None
 
     def check(self, query: Tensor, queries: Queries) -> None:
-        """query [B, Hq, L, D]; or [total, Hq, D], where `q_offsets` say which rows are whose."""
+        """Check query [B, Hq, L, D] or [total, Hq, D], pages and scales."""
         checks.check_paged(query, self.key, self.value)
         checks.check_scales(self.key, self.key_scale, self.value, self.value_scale)
 
     def place(self, query: Tensor, queries: Queries) -> Placed:
-        """Tables that were met lately are not checked again: all layers of a step share them."""
+        """Return where the rows of query [B, Hq, L, D] or [total, Hq, D] and of keys are.
+
+        Tables that were read before are not read again: all layers of a step share them.
+        """
         given = PageTables(self.page_table, self.lengths, self.first_page)
         sizes = len(self.key), self.key.shape[2]
         plain = query.dim() == 4 and queries == (None, None, None)
@@ -328,7 +335,7 @@ class Paged:
             known = self._read(given, query, queries)
             if content is not None and content == content_of(given, content[0]):
                 KNOWN.keep(content, known)
-            else:  # another thread has changed a table meanwhile, or its content is not known
+            else:  # the tables cannot be compared, or another thread has changed one meanwhile
                 content = None
         return Placed(
             query=self.as_placed(query, query),
@@ -342,9 +349,9 @@ class Paged:
         )
 
     def _read(self, given: PageTables, query: Tensor, queries: Queries) -> ReadTables:
-        """Check the tables, and read them."""
+        """Check the tables and return their content."""
         table, begins, ends = given.checked(len(self.key), self.key.shape[2])
-        rows = self._query_rows(query, queries, len(ends))
+        rows = query_spans(query, queries.offsets, queries.lengths, len(ends))
         sequences = Sequences(
             b=np.arange(len(ends)),
             q_len=rows.lengths,
@@ -356,37 +363,8 @@ class Paged:
         )
         return ReadTables(sequences, table)
 
-    def _query_rows(self, query: Tensor, queries: Queries, count: int) -> Spans:
-        offsets, lengths = queries.offsets, queries.lengths
-        if query.dim() == 3:
-            if offsets is None:
-                raise ArgumentError(
-                    f"query [total, Hq, D] must come with q_offsets, the first row of each of "
-                    f"{count} sequences and the end of the last. For as many queries in each, give "
-                    f"query [B, Hq, L, D]."
-                )
-            rows = spans(("q_offsets", "q_lengths"), offsets, lengths, len(query))
-        elif offsets is not None:
-            raise ArgumentError(
-                "q_offsets say where sequences lie in query [total, Hq, D], but it has 4 "
-                "dimensions. Leave them out, or pack the rows of all sequences."
-            )
-        else:
-            batch, _, q_len, _ = query.shape
-            first = np.arange(batch) * q_len
-            room = np.full(batch, q_len)
-            if lengths is not None:
-                room = checked_counts("q_lengths", lengths, room)
-            rows = Spans(first, room)
-        if len(rows.first) != count:
-            raise ArgumentError(
-                f"query must be for the {count} sequences of the page table, but is for "
-                f"{len(rows.first)}. Give each a row of the table, also where it has no query."
-            )
-        return rows
-
     def as_given(self, query: Tensor, rows: Tensor) -> Tensor:
-        """Return results [1, Hq, B * L, ...] in the layout of the user's query."""
+        """Return results [1, Hq, total, ...] in the layout of the user's query."""
         if query.dim() == 3:
             return unpacked(rows)
         batch, _, q_len, _ = query.shape
@@ -396,7 +374,7 @@ class Paged:
         return rows.view(batch, q_len, *rows.shape[1:]).transpose(1, 2)
 
     def as_placed(self, query: Tensor, given: Tensor) -> Tensor:
-        """The other way round."""
+        """Return rows in the layout of the user's query as [1, Hq, total, ...]."""
         if query.dim() == 3:
             return packed(given)
         if query.shape[2] == 1 and given.dim() > 2:
@@ -404,9 +382,9 @@ class Paged:
         return packed(given.transpose(1, 2).flatten(0, 1))
 
     def keys_as_given(self, keys: Tensor) -> Tensor:
-        """What there is for each key: by page, or by position of each sequence."""
+        """Return results for keys unchanged: [P, Hkv, page, ...] or [B, Hq, positions]."""
         return keys
 
 
 Memory: TypeAlias = Dense | Ragged | Paged
-"""What `attention` takes."""
+"""The second argument of `attention`."""

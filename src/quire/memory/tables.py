@@ -1,7 +1,7 @@
-"""Tables of sequences: where the rows of each are, which positions they stand for, which pages.
+"""Tables of sequences: the rows, positions and pages of each.
 
-offsets = [0, 5, 5, 12]    three sequences: rows 0 to 4, none, rows 5 to 11
-lengths = [3, 0, 7]        of which the first has only rows 0 to 2; rows 3 and 4 are a hole
+offsets = [0, 5, 5, 12]    three sequences: rows 0 to 4, no rows, rows 5 to 11
+lengths = [3, 0, 7]        the first sequence has only rows 0 to 2; rows 3 and 4 are unused
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.checks import check_kind
-from quire.checks.arguments import tensor_of
+from quire.checks.arguments import check_never_falls, tensor_of
 from quire.errors import ArgumentError, DeviceError
 from quire.support.bounded import BoundedDict
 from quire.support.torch_private import in_transform, is_ordinary
@@ -23,7 +23,7 @@ Numbers: TypeAlias = NDArray[np.int64]
 
 
 class Sequences(NamedTuple):
-    """A table with an entry for each sequence in every column.
+    """A table with a row for each sequence; each field is a column [B].
 
                   q_row                     q_row + q_len
     query rows  ──┤ q_start, q_start + 1, ... ├──
@@ -40,31 +40,31 @@ class Sequences(NamedTuple):
 
     @staticmethod
     def one(q_len: int, q_start: int, kv_begin: int, kv_end: int, b: int = 0) -> Sequences:
-        """A single sequence, whose rows begin with the tensors'."""
+        """Return a table of one sequence, whose first row is the first row of the tensors."""
         columns = np.array([b, q_len, q_start, kv_begin, kv_end, 0, -kv_begin])
         return Sequences(*columns.reshape(-1, 1))
 
     @property
     def num(self) -> int:
-        """How many there are."""
+        """Return the number of sequences."""
         return len(self.b)
 
     @property
     def kv_len(self) -> Numbers:
-        """How many keys each has."""
+        """Return the number of keys of each sequence."""
         return self.kv_end - self.kv_begin
 
     def where(self, chosen: NDArray[np.bool_] | NDArray[np.int64]) -> Sequences:
-        """Those that are chosen, by truth values or in the order of their places."""
+        """Return some of the sequences, by a boolean mask [B] or by indices, in their order."""
         return Sequences(*(column[chosen] for column in self))
 
     def largest_first(self) -> Numbers:
-        """The places of the sequences in the order in which threads should take them."""
+        """Return the indices of the sequences, those with the most work first."""
         order: Numbers = np.argsort(-self.q_len * self.kv_len, kind="stable")
         return order
 
     def unowned(self, num_rows: int) -> NDArray[np.bool_] | None:
-        """Which rows of the query belong to no sequence; None where all belong to one."""
+        """Return which rows [num_rows] of the query belong to no sequence; None if none does."""
         if int(self.q_len.sum()) == num_rows:
             return None
         steps = np.zeros(num_rows + 1, np.int64)
@@ -75,14 +75,17 @@ class Sequences(NamedTuple):
 
 
 class Spans(NamedTuple):
-    """The first row of each sequence, and how many rows it has."""
+    """The first row of each sequence, and its number of rows."""
 
     first: Numbers
     lengths: Numbers
 
 
 def spans(names: tuple[str, str], offsets: object, lengths: object, num_rows: int) -> Spans:
-    """Where sequences are in `num_rows` rows; `names` are what the user calls offsets, lengths."""
+    """Return where sequences are among `num_rows` rows, from `offsets` [B + 1], `lengths` [B].
+
+    `names` are the names of these two arguments in error messages.
+    """
     ends = checked_offsets(names[0], offsets, num_rows)
     room = np.diff(ends)
     if lengths is not None:
@@ -95,19 +98,41 @@ def spans(names: tuple[str, str], offsets: object, lengths: object, num_rows: in
     return Spans(ends[:-1], room)
 
 
+def query_spans(query: Tensor, offsets: object, lengths: object, count: int) -> Spans:
+    """Return the rows of `count` sequences over pages, in query [B, Hq, L, D] or [total, Hq, D]."""
+    if query.dim() == 3:
+        if offsets is None:
+            raise ArgumentError(
+                f"query [total, Hq, D] must come with q_offsets, but they are missing. Give the "
+                f"first row of each of {count} sequences and the end of the last; or, if each has "
+                f"as many queries, give query [B, Hq, L, D]."
+            )
+        rows = spans(("q_offsets", "q_lengths"), offsets, lengths, len(query))
+    elif offsets is not None:
+        raise ArgumentError(
+            "q_offsets must come with query [total, Hq, D], but query has 4 dimensions. Leave "
+            "them out, or pack the rows of all sequences."
+        )
+    else:
+        batch, _, q_len, _ = query.shape
+        limits = np.full(batch, q_len)
+        counts = limits if lengths is None else checked_counts("q_lengths", lengths, limits)
+        rows = Spans(np.arange(batch) * q_len, counts)
+    if len(rows.first) != count:
+        raise ArgumentError(
+            f"query must be for the {count} sequences of the page table, but is for "
+            f"{len(rows.first)}. Give each a row of the table, also where it has no query."
+        )
+    return rows
+
+
 def checked_offsets(name: str, offsets: object, num_rows: int) -> Numbers:
-    """Where sequences begin and the last one ends, in `num_rows` rows."""
+    """Return `offsets` [B + 1]: the first of `num_rows` rows of each sequence, and the end."""
     advice = f"{name} are the first row of each sequence and the end of the last one."
     ends = _numbers(name, offsets, advice)
     if len(ends) == 0:
         raise ArgumentError(f"{name} must hold at least one number, but are empty. {advice}")
-    falls = np.flatnonzero(ends[1:] < ends[:-1])
-    if len(falls):
-        at = int(falls[0])
-        raise ArgumentError(
-            f"{name} must not fall, but {ends[at]} is followed by {ends[at + 1]} at place "
-            f"{at + 1}. {advice}"
-        )
+    check_never_falls(name, ends, advice)
     if ends[0] < 0 or ends[-1] > num_rows:
         raise ArgumentError(
             f"{name} must be from 0 to {num_rows}, the number of rows, but go from {ends[0]} "
@@ -117,37 +142,36 @@ def checked_offsets(name: str, offsets: object, num_rows: int) -> Numbers:
 
 
 def checked_lengths(names: tuple[str, str], lengths: object, room: Numbers) -> Numbers:
-    """How many rows each sequence has, `room` being how many it may have."""
-    return checked_counts(
-        *(names[1], lengths, room),
-        advice=f"{names[1]} are how many rows each sequence has, at most up to the next of "
-        f"{names[0]}.",
+    """Return `lengths` [B], the number of rows of each sequence, each at most its `room` [B]."""
+    advice = (
+        f"{names[1]} are how many rows each sequence has, at most up to the next of {names[0]}."
     )
+    return checked_counts(names[1], lengths, room, advice=advice)
 
 
 def checked_counts(
-    name: str, counts: object, room: Numbers, reason: str = "", advice: str = ""
+    name: str, counts: object, limits: Numbers, reason: str = "", advice: str = ""
 ) -> Numbers:
-    """One number for each sequence, from 0 up to its `room`, for a `reason`."""
-    advice = advice or f"Give one for each of {len(room)} sequences."
+    """Return `counts` [B], one number per sequence, each at most its limit; `reason` tells why."""
+    advice = advice or f"Give one for each of {len(limits)} sequences."
     given = _numbers(name, counts, advice)
-    if len(given) != len(room):
+    if len(given) != len(limits):
         raise ArgumentError(
-            f"{name} must hold a number for each of {len(room)} sequences, but hold {len(given)}. "
-            f"{advice}"
+            f"{name} must hold a number for each of {len(limits)} sequences, but hold "
+            f"{len(given)}. {advice}"
         )
-    wrong = np.flatnonzero((given < 0) | (given > room))
+    wrong = np.flatnonzero((given < 0) | (given > limits))
     if len(wrong):
         at = int(wrong[0])
         why = f", {reason}" if reason else ""
         raise ArgumentError(
-            f"{name}[{at}] must be from 0 to {room[at]}{why}, but is {given[at]}. {advice}"
+            f"{name}[{at}] must be from 0 to {limits[at]}{why}, but is {given[at]}. {advice}"
         )
     return given
 
 
 def first_positions(start: object, q_lengths: Numbers, kv_lengths: Numbers) -> Numbers:
-    """The position of each sequence's first query: `start`, or so that the last is at the end."""
+    """Return the position [B] of each first query: `start`, or so that the last is at the end."""
     if start is None:
         at_the_end: Numbers = np.maximum(kv_lengths - q_lengths, 0)
         return at_the_end
@@ -167,14 +191,14 @@ def first_positions(start: object, q_lengths: Numbers, kv_lengths: Numbers) -> N
 
 
 def _numbers(name: str, values: object, advice: str, ranks: tuple[int, ...] = (1,)) -> Numbers:
-    """Integers of the user's, as they are now."""
+    """Return a copy of the user's integers."""
     tensor: Tensor = tensor_of("integers", name, values, ranks=ranks, advice=advice)
     check_kind(name, tensor)
     if tensor.is_meta:
         raise DeviceError(
             f"{name} must hold numbers, but are on the meta device, which holds none. {advice}"
         )
-    if in_transform():  # which wraps every tensor
+    if in_transform():  # a wrapped tensor has no numpy()
         return np.array(tensor.tolist(), np.int64)
     numbers: Numbers = tensor.detach().cpu().numpy().astype(np.int64)
     return numbers
@@ -184,40 +208,40 @@ def _numbers(name: str, values: object, advice: str, ranks: tuple[int, ...] = (1
 
 
 MOST_BYTES = 2**16
-"""The size of a table up to which it is known by its content."""
+"""The largest size of a table that is compared by content."""
 
 _ADVICE = "A row holds the pages of one sequence, in the order of its positions."
 
 
 Content: TypeAlias = tuple[tuple[int, ...], tuple[object, ...]]
-"""The sizes of a call, and all that its tables hold."""
+"""The sizes of a call, and the bytes of its tables."""
 
 
 class ReadTables(NamedTuple):
-    """Tables that were checked: the sequences, and the page table as int32 [B, most]."""
+    """The content of checked tables: the sequences, and the page table as int32 [B, most]."""
 
     sequences: Sequences
     numbers: Tensor
 
 
 KNOWN: BoundedDict[object, ReadTables] = BoundedDict(16)
-"""What tables came to, by their content."""
+"""The tables that were read last, by their content."""
 
 
 class PageTables(NamedTuple):
-    """The tables of paged memory as the user gave them, see `Paged`."""
+    """The user's tables of paged memory, see `Paged`."""
 
     page_table: Tensor
     lengths: object
     first_page: object
 
     def checked(self, num_pages: int, page: int) -> tuple[Tensor, Numbers, Numbers]:
-        """The page table as int32 [B, most], and where the keys of each sequence begin and end."""
+        """Return the page table as int32 [B, most], and the first and end position of keys [B]."""
         tensor = tensor_of("integers", "page_table", self.page_table, ranks=(2,), advice=_ADVICE)
         check_kind("page_table", tensor)
         count, most = tensor.shape
-        room = np.full(count, most * page)
-        ends = checked_counts("lengths", self.lengths, room, f"{most} pages of {page} rows")
+        limits = np.full(count, most * page)
+        ends = checked_counts("lengths", self.lengths, limits, f"{most} pages of {page} rows")
         begins = np.zeros_like(ends)
         if self.first_page is not None:
             pages = -(-ends // page)
@@ -231,11 +255,11 @@ class PageTables(NamedTuple):
 
 
 def _check_pages(numbers: NDArray[np.int32], num_pages: int, first: Numbers, last: Numbers) -> None:
-    """Refuse a page that does not exist, among those from `first` up to `last` of a sequence."""
+    """Raise if a page from `first` [B] up to `last` [B] of a sequence does not exist."""
     if not numbers.size or (numbers.min() >= 0 and numbers.max() < num_pages):
         return
-    place = np.arange(numbers.shape[1])
-    used = (place >= first[:, None]) & (place < last[:, None])
+    column = np.arange(numbers.shape[1])
+    used = (column >= first[:, None]) & (column < last[:, None])
     wrong = np.argwhere(used & ((numbers < 0) | (numbers >= num_pages)))
     if len(wrong):
         b, at = wrong[0].tolist()
@@ -246,7 +270,7 @@ def _check_pages(numbers: NDArray[np.int32], num_pages: int, first: Numbers, las
 
 
 def content_of(tables: PageTables, sizes: tuple[int, ...]) -> Content | None:
-    """All that tables hold, for a call of such sizes; None where it cannot be told, or is large."""
+    """Return the bytes of all tables, with `sizes`; None if they cannot be read or are large."""
     table = tables.page_table
     if (
         not is_ordinary(table)

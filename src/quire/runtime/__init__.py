@@ -1,1 +1,1 @@
-"""From a problem to running code: the disk cache, threads, and plans that put them together."""
+"""Compiles, plans and launches kernels, and keeps their code on disk."""

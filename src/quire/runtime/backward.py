@@ -1,4 +1,8 @@
-"""The backward pass of a problem: shares of work, where each adds up, and how sums meet."""
+"""The backward pass on compiled kernels.
+
+Work is divided into shares (see `codegen/convention.py`). Each share adds to its own sums of the
+gradients of keys, values and captured tensors; at the end, the sums of all shares are added.
+"""
 
 from __future__ import annotations
 
@@ -30,29 +34,29 @@ from quire.runtime.tile_lists import NO_LISTS, TileLists, tile_lists
 from quire.support.bounded import BoundedDict
 from quire.support.torch_private import has_memory
 
-ENOUGH_SHARES = 8  # of one sequence; more would need more memory for their sums
+ENOUGH_SHARES = 8  # of one sequence; the sums of more shares would take more memory
 QUERIES_OF_SHARE = 1024  # at least
 LARGEST_SUMS = 2**27
-"""How many bytes the sums for captured tensors have at once, if they can have less."""
+"""The most bytes for sums of captured tensors, if one share does not need more."""
 
 
 def num_slices(q_len: int, heads: int, key_heads: int) -> int:
-    """By how many the queries of a sequence are shared out, for each key head."""
-    each = max(1, key_heads)  # also of no heads at all
-    rows = q_len * (heads // each)
-    return max(1, min(-(-ENOUGH_SHARES // each), rows // QUERIES_OF_SHARE))
+    """Return the number of slices of a sequence's queries, for each key head."""
+    count = max(1, key_heads)  # there may be no heads
+    rows = q_len * (heads // count)
+    return max(1, min(-(-ENOUGH_SHARES // count), rows // QUERIES_OF_SHARE))
 
 
 class BackwardPlan(NamedTuple):
-    """What a backward pass needs, apart from its tensors: made once, used many times."""
+    """All that a backward pass needs, except its tensors."""
 
     launcher: Launcher
     lists: TileLists
-    loads: tuple[Node, ...]  # that have a gradient
-    learned: tuple[int, ...]  # the captured tensors whose gradients are wanted, by their place
-    slices: tuple[int, ...]  # of each sequence
+    loads: tuple[Node, ...]  # loads of a mod that have a gradient
+    learned: tuple[int, ...]  # indices of the captured tensors whose gradients are wanted
+    slices: tuple[int, ...]  # the number of slices of each sequence
     scale: float
-    more: tuple[Tensor, ...]  # that the mods load from, besides what they capture
+    added_captures: tuple[Tensor, ...]  # tensors that mods load from, besides the user's captures
 
     @staticmethod
     def of(
@@ -62,7 +66,7 @@ class BackwardPlan(NamedTuple):
         learned: tuple[int, ...],
         results: Result,
     ) -> BackwardPlan:
-        """The plan for operands and results that lie like these."""
+        """Return the plan for operands and results with the layout of these."""
         lists = NO_LISTS
         if blocks is not None:
             lists = tile_lists(blocks, BLOCK_Q, Target.host().block_kv)
@@ -89,18 +93,18 @@ class BackwardPlan(NamedTuple):
             learned=learned,
             slices=tuple(num_slices(q_len, heads, key_heads) for q_len in lengths),
             scale=problem.scale,
-            more=loaded[len(problem.captures) :],
+            added_captures=loaded[len(problem.captures) :],
         )
 
     def run(
         self, placed: Placed, captures: tuple[Tensor, ...], wanted: Wanted, above: Above
     ) -> Gradients | None:
-        """The gradients; None where a number is not finite, or lse too far from 0 to be precise."""
-        return Pass(self, placed, (*captures, *self.more), wanted, above).gradients()
+        """Return the gradients; None if a number is not finite, or lse too far from 0."""
+        return Pass(self, placed, (*captures, *self.added_captures), wanted, above).gradients()
 
 
 class BackwardPlans:
-    """The backward passes of calls that are alike, by how their tensors lie."""
+    """The backward plans of calls with the same key, by the strides of their tensors."""
 
     def __init__(self) -> None:
         self._known: BoundedDict[object, BackwardPlan] = BoundedDict(16)
@@ -113,7 +117,7 @@ class BackwardPlans:
         wanted: Wanted,
         above: Above,
     ) -> Gradients | None:
-        """The gradients; None where they are to be recorded, or torch has to compute them."""
+        """Return the gradients; None if the eager backend has to compute them."""
         out, lse, *given = above[:4]
         grads = [None if x is None else x.resolve_neg() for x in given]
         query, key, value = (x.resolve_neg() for x in placed[:3])
@@ -122,35 +126,35 @@ class BackwardPlans:
         if torch.is_grad_enabled() or not all(map(has_memory, tensors)):
             return None
         placed = placed.on(query, key, value)
-        # Whoever keeps tensors for autograd may give them back in other strides.
-        kept = (query, key, value, out, lse, *captures)
-        layout = (wanted.learned, *(tensor.stride() for tensor in kept))
+        # Hooks on saved tensors may return them with other strides than in the forward pass.
+        saved = (query, key, value, out, lse, *captures)
+        layout = (wanted.learned, *(tensor.stride() for tensor in saved))
         plan = self._known.get(layout)
         if plan is None:
             problem = problem.with_captures(captures)
-            made = BackwardPlan.of(problem, placed, blocks, wanted.learned, Result(out, lse))
-            plan = self._known.keep(layout, made)
+            new = BackwardPlan.of(problem, placed, blocks, wanted.learned, Result(out, lse))
+            plan = self._known.keep(layout, new)
         return plan.run(
             placed, captures, wanted, above._replace(grad_out=grads[0], grad_lse=grads[1])
         )
 
 
 def key_mass(problem: Problem, placed: Placed, results: Result) -> Tensor | None:
-    """The probabilities, before dropout, summed over the queries of each head: [B, Hq, S].
+    """Return the probabilities before dropout, summed over the queries of each head: [B, Hq, S].
 
-    The tiles of the backward pass, up to their weights. None where lse does not give them.
+    The backward kernel computes them. Return None if an lse is too far from 0 to be precise.
     """
     problem, mask = problem._replace(dropout=None), problem.block_mask
     blocks = None if mask is None else mask.rows(*placed.lengths)
-    assert results.lse is not None, "it is computed for this"
+    assert results.lse is not None, "the key mass needs lse"
     plan = BackwardPlan.of(problem, placed, blocks, (), Result(results.out, results.lse))
     above = Above(results.out, results.lse, None, None)
-    captures, nothing = (*problem.captures, *plan.more), Wanted.of(False, False, False)
-    return Pass(plan, placed, captures, nothing, above).masses()
+    captures = (*problem.captures, *plan.added_captures)
+    return Pass(plan, placed, captures, Wanted.of(False, False, False), above).masses()
 
 
 class Pass:
-    """One backward pass."""
+    """One backward pass: its tensors, and the sums of its shares."""
 
     def __init__(
         self,
@@ -166,59 +170,61 @@ class Pass:
         self.grad_out = out.new_zeros(()).expand(out.shape) if grad_out is None else grad_out
         self.grad_lse = None if grad_lse is None else torch.empty_like(lse).copy_(grad_lse)
         self.dtype, self.key_heads = lse.dtype, placed.key.shape[1]
-        self.learned = {place: self._sums_of_capture(place) for place in plan.learned}
+        self.learned = {index: self._sums_of_capture(index) for index in plan.learned}
 
     def gradients(self) -> Gradients | None:
-        """Launch, and add up."""
+        """Launch the kernel for all shares, and return the sums of their gradients."""
         placed, wanted = self.placed, self.wanted
-        holes = not isinstance(placed.rows, One)  # rows of no sequence, perhaps
-        empty = torch.zeros_like if holes else torch.empty_like
-        query = empty(placed.query) if wanted.query else None
+        has_unowned_rows = not isinstance(placed.rows, One)  # perhaps; no share writes to them
+        new = torch.zeros_like if has_unowned_rows else torch.empty_like
+        query = new(placed.query) if wanted.query else None
         key = self._sums_of_rows(placed.key) if wanted.key else None
         value = self._sums_of_rows(placed.value) if wanted.value else None
         delta = torch.zeros_like(self.above.lse)
-        odd = torch.zeros(2, dtype=torch.int64, device="cpu")
+        flags = torch.zeros(2, dtype=torch.int64, device="cpu")
         table = ctypes.create_string_buffer(CAPTURED_GRADIENT.size * len(self.plan.loads) + 1)
         fields = self._fields(query, key, value, delta)
-        fields |= {"captured": ctypes.addressof(table), "odd": odd.data_ptr()}
+        fields |= {"captured": ctypes.addressof(table), "odd": flags.data_ptr()}
         for part in self._rounds():
-            sums = {place: each.begin(part) for place, each in self.learned.items()}
-            records = [CAPTURED_GRADIENT.pack_in_order(*sums[place]) for place in self._places]
+            sums = {index: each.begin(part) for index, each in self.learned.items()}
+            records = [
+                CAPTURED_GRADIENT.pack_in_order(*sums[index]) for index in self._loaded_captures
+            ]
             table.raw = b"".join((*records, b"\0"))
             self._launch(fields, part)
             for each in self.learned.values():
                 each.end()
-        not_finite, far = odd.tolist()
+        not_finite, far = flags.tolist()
         if not_finite or (far and self.above.whole):
             return None
         captures = [
-            self.learned[place].total if place in self.learned else None
-            for place in range(len(wanted.captures))
+            self.learned[index].total if index in self.learned else None
+            for index in range(len(wanted.captures))
         ]
         return Gradients(
-            query,
-            None if key is None else self._together(key, placed.key),
-            None if value is None else self._together(value, placed.value),
-            tuple(captures),
-            delta,
-            self.above.lse,
+            query=query,
+            key=None if key is None else self._total(key, placed.key),
+            value=None if value is None else self._total(value, placed.value),
+            captures=tuple(captures),
+            delta=delta,
+            lse=self.above.lse,
         )
 
     def masses(self) -> Tensor | None:
-        """The weights that each key has; None where an lse says too little of a row."""
+        """Return the sum of weights of each key; None if an lse is too far from 0."""
         placed = self.placed
         sums = self._zeros(placed.query.shape[1], placed.key.shape[2])
         fields = dict.fromkeys(GRADIENTS, 0) | _strided("masses", sums, ("slice", "batch", "head"))
-        odd = torch.zeros(2, dtype=torch.int64, device="cpu")
-        fields["odd"] = odd.data_ptr()
+        flags = torch.zeros(2, dtype=torch.int64, device="cpu")
+        fields["odd"] = flags.data_ptr()
         for part in self._rounds():
             self._launch(fields, part)
-        return None if odd[1].item() else self._folded(sums)
+        return None if flags[1].item() else self._sum_of_slices(sums)
 
     def _fields(
         self, query: Tensor | None, key: Tensor | None, value: Tensor | None, delta: Tensor
     ) -> dict[str, int | float]:
-        """The part of the kernel's record that is about gradients."""
+        """Return the part of the kernel's record that is about gradients."""
         wanted = self.wanted
         fields: dict[str, int | float] = dict.fromkeys(GRADIENTS, 0)
         fields |= _strided("grad_out", self.grad_out, ("batch", "head", "row", "column"))
@@ -238,8 +244,8 @@ class Pass:
     # --- shares
 
     @property
-    def _places(self) -> list[int]:
-        """From which captured tensor each load is."""
+    def _loaded_captures(self) -> list[int]:
+        """Return the index of the captured tensor of each load."""
         return [load.payload for load in self.plan.loads if isinstance(load.payload, int)]
 
     @property
@@ -248,7 +254,7 @@ class Pass:
         return self.placed.query.shape[0] if isinstance(rows, One) else rows.num
 
     def _rounds(self) -> Iterator[Round]:
-        """All shares, in parts whose sums for captured tensors are not too large."""
+        """Yield all shares, in rounds whose sums of captured tensors are not too large."""
         batch, heads = self._batch, self.key_heads
 
         def size(batch: int, heads: int) -> int:
@@ -263,7 +269,7 @@ class Pass:
                 yield Round(b, min(b + batch, self._batch), h, min(h + heads, self.key_heads))
 
     def _launch(self, fields: dict[str, int | float], part: Round) -> None:
-        """The shares of a round. They are numbered by sequence, then by head, then by slice."""
+        """Launch the shares of a round."""
         placed, above = self.placed, self.above
         table, first, stop = self._shares(part)
         if first == stop or 0 in placed.query.shape[:3]:
@@ -283,7 +289,10 @@ class Pass:
         )
 
     def _shares(self, part: Round) -> tuple[bytes, int, int]:
-        """The table of sequences, and the first and the last of the shares of a round."""
+        """Return the table of sequences, and the first and the end of the shares of a round.
+
+        Shares are numbered by sequence, then by head, then by slice.
+        """
         rows, slices = self.placed.rows, self.plan.slices
         if isinstance(rows, One):
             shares = self.key_heads * slices[0]
@@ -305,13 +314,13 @@ class Pass:
     # --- sums
 
     def _sums_of_rows(self, rows: Tensor) -> Tensor:
-        """Room for the gradients of keys or values: [slices, B, H, rows, whole panels]."""
+        """Return zeros for the gradients of keys or values: [slices, B, Hkv, S, D in panels]."""
         columns = self.plan.launcher.terms.columns
         width = columns[0 if rows is self.placed.key else 1]
         return self._zeros(rows.shape[1], rows.shape[2], width)
 
     def _zeros(self, heads: int, num_rows: int, *width: int) -> Tensor:
-        """Sums for rows of keys: as they are packed, or by position for each batch of its own."""
+        """Return zeros [slices, B, heads, num_rows, *width]; with pages, num_rows is positions."""
         placed = self.placed
         batch = placed.query.shape[0] if isinstance(placed.rows, One) else 1
         if placed.page_table is not None:
@@ -319,30 +328,30 @@ class Pass:
         shape = (max(self.plan.slices, default=1), batch, heads, num_rows, *width)
         return torch.zeros(shape, dtype=self.dtype, device="cpu")
 
-    def _together(self, sums: Tensor, like: Tensor) -> Tensor:
-        """All that was summed for keys or values, as one gradient."""
-        total = self._folded(sums)
+    def _total(self, sums: Tensor, like: Tensor) -> Tensor:
+        """Return the gradient of keys or values, in the shape of `like`, from all sums."""
+        total = self._sum_of_slices(sums)
         if self.placed.page_table is not None:
             total = self._to_pages(total, like)
-        elif like.shape[0] != total.shape[0]:  # all batches share their keys
+        elif like.shape[0] != total.shape[0]:  # all batches share one batch of keys
             total = folded(total).unsqueeze(0)
         return total[..., : like.shape[3]].contiguous()
 
     def _to_pages(self, total: Tensor, like: Tensor) -> Tensor:
-        """Sums by position, added to the rows of pages. Sequences may share some."""
+        """Add sums by position [B, Hkv, positions, D] to the pages, which may be shared."""
         table = self.placed.page_table
-        assert table is not None, "there are pages"
+        assert table is not None, "keys must be in pages"
         num_pages, heads, size, _ = like.shape
         rows = total.new_zeros(num_pages * size, heads, total.shape[-1])
         sequences = self.placed.sequences
         for b, (begin, end) in enumerate(zip(sequences.kv_begin, sequences.kv_end, strict=True)):
-            places = torch.arange(int(begin), int(end))
-            at = table[b, places // size].long() * size + places % size
-            rows.index_add_(0, at, total[b, :, places].transpose(0, 1))
+            positions = torch.arange(int(begin), int(end))
+            at = table[b, positions // size].long() * size + positions % size
+            rows.index_add_(0, at, total[b, :, positions].transpose(0, 1))
         return rows.view(num_pages, size, heads, -1).transpose(1, 2)
 
-    def _folded(self, sums: Tensor) -> Tensor:
-        """All slices as one: of each sequence as many as it has, so that others do not matter."""
+    def _sum_of_slices(self, sums: Tensor) -> Tensor:
+        """Add the slices of each sequence. Their number, and so the bits, depend on it alone."""
         if sums.shape[0] == 1:
             return sums[0]
         if len(set(self.plan.slices)) <= 1:
@@ -361,19 +370,22 @@ class Pass:
             total[:, :, at] = folded(sums[:count, :, :, at])
         return total
 
-    def _sums_of_capture(self, place: int) -> SumsOfCapture:
-        """What tells shares apart is an index of every load, or has sums of its own."""
-        loads = [load for load in self.plan.loads if load.payload == place]
+    def _sums_of_capture(self, index: int) -> SumsOfCapture:
+        """Return the sums of one captured tensor.
+
+        Sequences can share a sum if every load is indexed by b: then they add to different
+        elements. The same is true of heads and h, and of slices and q_idx.
+        """
+        loads = [load for load in self.plan.loads if load.payload == index]
         shared = [
             all(name in direct_inputs(load) for load in loads) for name in ("b", "h", "q_idx")
         ]
         slices = 1 if shared[2] else max(self.plan.slices, default=1)
-        tensor = self.captures[place]
-        return SumsOfCapture(tensor, self.dtype, (shared[0], shared[1]), slices)
+        return SumsOfCapture(self.captures[index], self.dtype, (shared[0], shared[1]), slices)
 
 
 def _strided(name: str, tensor: Tensor, axes: tuple[str, ...]) -> dict[str, int | float]:
-    """The address and the strides of a tensor; a batch of 1 is shared by all."""
+    """Return the address and strides of a tensor as fields; all share a batch of 1."""
     steps = tensor.stride()
     named = {
         f"{name}_{axis}": 0 if axis == "batch" and size == 1 else step

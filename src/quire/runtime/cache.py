@@ -1,17 +1,17 @@
-"""Object code on disk, so that a new process need not compile what an old one has.
+"""Compiled code on disk, so that each kernel is compiled once, not once per process.
 
-Code from this directory is run, so it is believed only if nobody else could have put it there: the
-directory belongs to the user with mode 0700, a file is a regular file of the user's, and it begins
-with a digest of its name and the rest. Anything else counts as absent and is written anew. A cache
-that cannot be read or written is no cache, never an error, and so is one without a place: a user
-who has no home directory. Files of any other name are never touched.
+Code from this directory is run, so it must come from this user: the directory must belong to the
+user with mode 0700, a file must be a regular file of the user, and begin with a digest of its name
+and content. Any other file counts as absent and is written anew. If the directory cannot be used,
+or the user has no home directory, kernels are compiled in every process; that is no error. Files
+with other names are never touched.
 
-Windows knows no modes. The default directory is within the user's profile there, which others may
-not enter, and it inherits that; who names another directory has to see to it.
+Windows has no modes. Its default directory is in the user's profile, which other users may not
+enter. Whoever chooses another directory must protect it.
 
     <directory>/<key>.o        MAGIC, sha256 of the key and the object, the object
-    <directory>/<key>.*.tmp    the same while it is written, or left behind by a process that ended,
-                               until it is an hour old
+    <directory>/<key>.*.tmp    a file that is being written, or was left by a process that was
+                               killed; it is deleted after an hour
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from quire.errors import ArgumentError, CodegenError
 
 MAGIC = b"quire object 2\n"
 LIMIT_BYTES = 256 * 2**20
-WRITTEN_WITHIN = 3600  # seconds: what is older and not complete was left behind
+WRITTEN_WITHIN = 3600  # seconds; an older incomplete file was left by a killed process
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _NAME = re.compile(r"[0-9a-f]{64}\.(o|\w+\.tmp)")
 
 
 class Usage(NamedTuple):
-    """How much a cache holds, in files and bytes."""
+    """The number of files in a cache, and their bytes."""
 
     files: int
     size: int
@@ -59,7 +59,7 @@ class ObjectCache:
         self.limit = limit
 
     def get(self, key: str) -> bytes | None:
-        """The object that was stored under `key`; None if there is none that can be trusted."""
+        """Return the object of `key`; None if there is none that can be trusted."""
         if self._distrust() is not None:
             return None
         with contextlib.suppress(OSError):
@@ -71,7 +71,7 @@ class ObjectCache:
         return None
 
     def put(self, key: str, image: bytes) -> None:
-        """Store an object. Readers see the old file, or the new one, never a part."""
+        """Store an object. Readers see the old file or the new one, never a part."""
         with contextlib.suppress(OSError):
             if self._distrust() is None:
                 self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -88,16 +88,16 @@ class ObjectCache:
             self._clean_up()
 
     def obstacle(self) -> str | None:
-        """Why nothing is kept in the directory; None where it is, or will be once it is made."""
+        """Return why the directory cannot be used; None if it can, or can be made."""
         return self._distrust() or self._unwritable()
 
     def clear(self) -> int:
-        """Remove every file of ours; returns how many there were."""
+        """Remove every file that `put` made, and return their number."""
         reason = self.obstacle()
         if reason is not None:
             raise ArgumentError(
-                f"expected a cache directory that quire uses, but it does not use "
-                f"{self.directory}: {reason}. Set QUIRE_CACHE_DIR to another, or empty it by hand."
+                f"the cache directory must be one that quire can use, but {self.directory} is not: "
+                f"{reason}. Set QUIRE_CACHE_DIR to another, or empty it by hand."
             )
         removed = 0
         for path, _ in list(self._files()):
@@ -107,7 +107,7 @@ class ObjectCache:
         return removed
 
     def usage(self) -> Usage:
-        """What the directory holds now."""
+        """Return the number and size of the files in the directory."""
         sizes = [status.st_size for _, status in self._files()]
         return Usage(len(sizes), sum(sizes))
 
@@ -117,7 +117,7 @@ class ObjectCache:
         return path
 
     def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
-        """The files that `put` made, and nothing else that lies beside them."""
+        """Yield the files that `put` made, and no others."""
         if self._distrust() is not None:
             return
         for path in self.directory.glob("*"):
@@ -128,7 +128,7 @@ class ObjectCache:
                         yield path, status
 
     def _distrust(self) -> str | None:
-        """Why others could have put something here; None where they could not, or nothing is."""
+        """Return why other users could write here; None if they cannot, or nothing is here yet."""
         if not self.directory.is_absolute():
             return "this user has no home directory"
         try:
@@ -145,7 +145,7 @@ class ObjectCache:
         return f"others may enter it (mode {mode:03o}, not 700)" if mode & 0o077 else None
 
     def _unwritable(self) -> str | None:
-        """Why no file can be made here, or not the directory itself."""
+        """Return why no file can be made here, or why the directory cannot be made."""
         upward = (self.directory, *self.directory.parents)
         existing = next(filter(os.path.lexists, upward), self.directory)
         if not (os.path.isdir(existing) and os.access(existing, os.W_OK | os.X_OK)):
@@ -159,7 +159,7 @@ class ObjectCache:
         return None
 
     def _clean_up(self) -> None:
-        """Drop what was left behind, and what was written longest ago until the limit holds."""
+        """Delete files of killed processes, and the oldest files until the limit is kept."""
         files = sorted(self._files(), key=lambda file: file[1].st_mtime)
         for path, status in files:
             if path.suffix == ".tmp" and time.time() - status.st_mtime > WRITTEN_WITHIN:
@@ -178,7 +178,7 @@ _HAS_MODES = os.name != "nt"
 
 
 def _digest(key: str, image: bytes) -> bytes:
-    """Of an object under its name, so that no other's is taken for it."""
+    """Return the digest of an object and its key, so that a renamed file is not accepted."""
     return hashlib.sha256(key.encode() + image).digest()
 
 
@@ -191,11 +191,11 @@ def _is_own_file(status: os.stat_result) -> bool:
 
 
 def _read_own_file(path: Path) -> bytes:
-    """The bytes of a regular file of this user's; links are not followed, pipes not waited for."""
+    """Return the bytes of a regular file of this user. Do not follow links or wait for pipes."""
     handle = os.open(path, _OPEN)
     with os.fdopen(handle, "rb") as file:
         if not _is_own_file(os.fstat(handle)):
-            raise OSError(f"{path} is not a file of this user's")
+            raise OSError(f"{path} is not a file of this user")
         return file.read()
 
 
@@ -204,19 +204,19 @@ _OPEN = sum(getattr(os, flag, 0) for flag in _FLAGS)
 
 
 def object_cache() -> ObjectCache:
-    """The cache of this process, where the configuration says."""
+    """Return the cache in the directory that is configured."""
     return ObjectCache(config().cache_dir)
 
 
 def cache_key(*parts: str) -> str:
-    """A name for an object: a hash of what it is made from and of what makes it."""
+    """Return the name of an object: a hash of its inputs, of LLVM and of the code generator."""
     whole = "\0".join((*parts, llvm_version(), source_digest()))
     return hashlib.sha256(whole.encode()).hexdigest()
 
 
 @functools.cache
 def source_digest() -> str:
-    """A hash of the code generator itself, so that no version of it uses another's objects."""
+    """Return a hash of the source of the code generator, so that its versions share no objects."""
     digest = hashlib.sha256()
     for package in (quire.codegen, quire.ir):
         for path in sorted(Path(package.__path__[0]).rglob("*.py")):
@@ -227,11 +227,11 @@ def source_digest() -> str:
 def code_of(
     key: str, target: Target, write: Callable[[], Module], exports: Sequence[str]
 ) -> jit.Code:
-    """Code from the disk cache, or of the module that `write` gives, which is then kept there."""
+    """Return code from the disk cache; or compile the module of `write`, and store it there."""
     cache = object_cache()
     image = cache.get(key)
     if image is not None:
-        with contextlib.suppress(CodegenError):  # it does not load: another takes its place
+        with contextlib.suppress(CodegenError):  # if it does not load, compile it again
             return jit.load(image, exports)
     image = jit.compile_object(write().text, target)
     code = jit.load(image, exports)

@@ -1,4 +1,4 @@
-"""The gradients of captured tensors: where each share of the work adds, and how sums meet."""
+"""The gradients of captured tensors: one sum for each share of the work, or a shared one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ class Round(NamedTuple):
 
 
 class SumsOfCapture:
-    """The gradient of a captured tensor: sums [b, key head, slice, ...] of a round, and of all."""
+    """The gradient of a captured tensor: sums [b, key head, slice, ...] of a round, and the total.
+
+    `shared` tells if all sequences, and if all key heads, add to the same sum.
+    """
 
     def __init__(
         self,
@@ -40,34 +43,33 @@ class SumsOfCapture:
         return 1 if b else batch, 1 if h else heads, self._slices
 
     def size(self, batch: int, heads: int) -> int:
-        """The bytes that a round needs."""
+        """Return the bytes that a round needs."""
         return math.prod((*self._counts(batch, heads), *self._shape)) * self._dtype.itemsize
 
     def begin(self, part: Round) -> tuple[int, int, int, int]:
-        """Where the sums of a round are: the address of the first, and from share to share."""
+        """Return the address of the sums of a round, and their strides over b, head and slice."""
         counts = self._counts(part.b_stop - part.b, part.h_stop - part.h)
-        if counts == (1, 1, 1):  # no two shares have a place in common, whatever the round
+        if counts == (1, 1, 1):  # the round has one sum: use the total itself
             self._sums = self.total.view(1, 1, 1, *self._shape)
         else:
             self._sums = torch.zeros((*counts, *self._shape), dtype=self._dtype, device="cpu")
-        one = math.prod(self._shape)
-        batch, head, slice = (
-            0 if self._shared[0] else one * counts[1] * counts[2],
-            0 if self._shared[1] else one * counts[2],
-            0 if counts[2] == 1 else one,
-        )
-        before = part.b * batch + part.h * head
+        size = math.prod(self._shape)
+        batch_stride = 0 if self._shared[0] else size * counts[1] * counts[2]
+        head_stride = 0 if self._shared[1] else size * counts[2]
+        slice_stride = 0 if counts[2] == 1 else size
+        # The kernel counts from the first share of all rounds.
+        before = part.b * batch_stride + part.h * head_stride
         address = self._sums.data_ptr() - before * self._dtype.itemsize
-        return address, batch, head, slice
+        return address, batch_stride, head_stride, slice_stride
 
     def end(self) -> None:
-        """Add the sums of a round to those of all."""
+        """Add the sums of a round to the total."""
         if self._sums.data_ptr() != self.total.data_ptr():
             self.total += folded(self._sums.flatten(0, 2))
 
 
 def direct_inputs(load: Node) -> set[str]:
-    """The inputs that are indices of a load themselves."""
+    """Return the inputs (b, h, ...) that are an index of a load, without any arithmetic."""
     found = set()
     for index in load.args:
         while index.op == "cast":

@@ -1,4 +1,4 @@
-"""The forward pass of a call: planned once for operands that lie like its own, then launched."""
+"""The forward pass on compiled kernels: a plan is made once for a layout of operands, then run."""
 
 from __future__ import annotations
 
@@ -26,87 +26,87 @@ from quire.support.bounded import BoundedDict
 from quire.support.torch_private import has_memory
 
 STEPS = 4
-"""How many page tables a plan knows: one is read by all layers, or by those of a group."""
+"""How many page tables a plan remembers: all layers share one, or those of a group do."""
 
 
-class Room(NamedTuple):
-    """How the results of a call lie, so that they can be made for each call."""
+class ResultLayout(NamedTuple):
+    """Shape, strides and dtype of the output, and the dtypes of the other results [B, Hq, L]."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
-    numbers: dict[str, torch.dtype]  # of what there is one of for each query
+    others: dict[str, torch.dtype]
 
     @staticmethod
-    def of(call: Call, learns: bool) -> Room:
-        """A backward pass needs all digits of `out`, and lse."""
+    def of(call: Call, learns: bool) -> ResultLayout:
+        """Return the layout for a call. A backward pass needs lse, and `out` in working dtype."""
         placed, wanted = call.placed, call.request.aux
         if config().check_rows:
             wanted = wanted._replace(lse=True, max_scores=True)
         wanted = wanted._replace(lse=wanted.lse or learns or wanted.key_mass, key_mass=False)
         shape, strides = output_layout(placed.query, placed.value.shape[3])
-        numbers = {
+        others = {
             name: torch.int64 if name == "argmax" else placed.dtype
             for name, asked in wanted._asdict().items()
             if asked
         }
-        return Room(shape, strides, placed.dtype if learns else placed.query.dtype, numbers)
+        return ResultLayout(shape, strides, placed.dtype if learns else placed.query.dtype, others)
 
     def make(self) -> Result:
-        """New tensors, not filled."""
+        """Return new tensors, uninitialised."""
         out = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="cpu")
         if type(out) is not Tensor and not has_memory(out):
             raise TensorKindError(
-                f"expected to compute into a plain tensor, but a mode that is active makes a "
-                f"{type(out).__name__} of every new one. Call attention outside of it."
+                f"the output must be a plain tensor, but an active mode makes a "
+                f"{type(out).__name__} of every new tensor. Call attention outside of the mode."
             )
-        if not self.numbers:
+        if not self.others:
             return Result(out)
         shape = self.shape[:3]
         return Result(
-            out, **{name: out.new_empty(shape, dtype=dtype) for name, dtype in self.numbers.items()}
+            out, **{name: out.new_empty(shape, dtype=dtype) for name, dtype in self.others.items()}
         )
 
 
 class Part(NamedTuple):
-    """What computes the sequences of one form."""
+    """Computes the sequences of one form."""
 
     launcher: Launcher
     lists: TileLists
-    more: tuple[Tensor, ...]  # that the mods load from, besides what they capture
+    added_captures: tuple[Tensor, ...]  # tensors that mods load from, besides the user's captures
 
 
 class ForwardPlan(NamedTuple):
-    """All that a forward pass needs but its tensors."""
+    """All that a forward pass needs, except its tensors."""
 
     parts: tuple[Part, ...]
-    room: Room
-    gathers: bool  # the blocks of a block mask, which are scattered in a cache
+    layout: ResultLayout
+    gathers: bool  # whether to gather the scattered blocks of a block mask
     steps: BoundedDict[object, list[Records]]
 
     @staticmethod
     def of(call: Call, learns: bool) -> ForwardPlan:
-        """The plan for calls that are like this one."""
-        room = Room.of(call, learns)
+        """Return the plan for calls with the same key as this one."""
+        layout = ResultLayout.of(call, learns)
         _, placed, problem, _ = call
-        # The argmax of a row is a place in the cache, so nothing is moved where it is wanted.
+        # Gathered keys have other positions, which would be wrong in an argmax.
         if problem.block_mask is not None and not call.request.aux.argmax:
             problem, placed = gather(problem, placed)
-        gathers, results, rows = placed is not call.placed, room.make(), call.placed.rows
+        gathers, results, rows = placed is not call.placed, layout.make(), call.placed.rows
         origin = rows if isinstance(rows, One) else ORIGIN
         parts = (
-            _part(problem, placed, form, some, results, origin)
+            _part(problem, placed, form, some, results=results, origin=origin)
             for form, some in by_form(placed.rows)
         )
-        return ForwardPlan(tuple(parts), room, gathers, BoundedDict(STEPS))
+        return ForwardPlan(tuple(parts), layout, gathers, BoundedDict(STEPS))
 
     def run(self, call: Call) -> Result | None:
-        """The results; None where torch has to compute them, as an index is out of range."""
+        """Return the results; None if a mod used an index out of range, which torch must report."""
         request, placed, problem, captures = call
         if self.gathers:
             problem, placed = gather(problem, placed)
             captures = problem.captures
-        results, sink, wrong = self.room.make(), request.sink, False
+        results, sink, wrong = self.layout.make(), request.sink, False
         if sink is not None:
             sink = sink.to(placed.dtype).contiguous()
         rows = placed.rows
@@ -115,7 +115,7 @@ class ForwardPlan(NamedTuple):
         else:
             every = self._records(placed)
         for part, records in zip(self.parts, every):  # noqa: B905  they are as many
-            loaded = (*captures, *part.more) if part.more else captures
+            loaded = (*captures, *part.added_captures) if part.added_captures else captures
             wrong |= part.launcher.launch(
                 placed, records, results, loaded, sink=sink, lists=part.lists
             )
@@ -129,7 +129,7 @@ class ForwardPlan(NamedTuple):
         return None if mass is None else results._replace(key_mass=mass)
 
     def _records(self, placed: Placed) -> list[Records]:
-        """What each launch is told about its sequences."""
+        """Return the table of sequences for each launch."""
         known = None if placed.content is None else self.steps.get(placed.content)
         if known is not None:
             return known
@@ -145,9 +145,11 @@ def _part(
     placed: Placed,
     form: Form,
     rows: One | Sequences,
+    *,
     results: Result,
     origin: One,
 ) -> Part:
+    """Return what computes `rows`, the sequences of one form."""
     mask, lists = problem.block_mask, NO_LISTS
     block_q = queries_of_item(form, placed, rows, mask)
     if mask is not None:
@@ -168,7 +170,7 @@ def _part(
 
 
 def fill_holes(results: Result, sequences: Sequences) -> None:
-    """Say of the rows of no sequence that they attend nowhere."""
+    """Set the results of rows that belong to no sequence to `NOWHERE`."""
     holes = sequences.unowned(results.out.shape[2])
     if holes is None:
         return

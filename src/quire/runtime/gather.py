@@ -1,11 +1,11 @@
-"""Key blocks that lie scattered in one cache, put side by side: tiles have keys that are read.
+"""Puts the scattered key blocks that a block mask lists side by side, by a page table.
 
     blocks of a cache       0   1   2   3   4   5   6   7      a block mask lists 1, 4 and 6 for b
-    rows of b, gathered     1   4   6                          a table of pages, as in paged memory
+    page table of b         1   4   6                          as in paged memory
 
-A tile of the kernel is longer than such a block. Where it went through the cache as it lies, most
-of its keys would be somebody else's; through the table all of them are b's. Mods are asked about
-rows of the cache, as before: what changes is how they reckon them from a position.
+A tile of the kernel is longer than such a block. Without the page table, most keys of a tile would
+belong to other batch entries; with it, all belong to b. Mods still get rows of the cache: they
+compute the row from the position and the page table.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from quire.runtime.tile_lists import blocks_of_tiles
 from quire.support.bounded import BoundedDict
 
 WORTH = 0.75
-"""Gathered tiles per tile of the cache, up to which gathering pays."""
+"""Gather if at most this part of the tiles is left."""
 
 
 class Gathered(NamedTuple):
-    """The blocks that each batch reads [B or 1, most], how many, and a mask over them alone."""
+    """The blocks that each batch reads [B or 1, most], their number, and a mask over them."""
 
     table: Tensor
     counts: NDArray[np.int64]
@@ -42,18 +42,18 @@ class Gathered(NamedTuple):
 
 
 def gather(problem: Problem, placed: Placed) -> tuple[Problem, Placed]:
-    """The same problem over the blocks that are read; as it is, where these are not scattered."""
+    """Return the problem over the gathered blocks; unchanged if they are not scattered."""
     found = _find(problem, placed)
     if found is None:
         return problem, placed
     page, batch = found.mask.BLOCK_SIZE[1], placed.batches
     table = found.table.expand(batch, -1).contiguous()
-    first = placed.one
+    one = placed.one
     zeros = np.zeros(batch, np.int64)
     sequences = Sequences(
         b=np.arange(batch),
-        q_len=zeros + first.q_len,
-        q_start=zeros + first.q_start,
+        q_len=zeros + one.q_len,
+        q_start=zeros + one.q_start,
         kv_begin=zeros,
         kv_end=zeros + found.counts * page,
         q_row=zeros,
@@ -72,6 +72,7 @@ def gather(problem: Problem, placed: Placed) -> tuple[Problem, Placed]:
 
 
 def _find(problem: Problem, placed: Placed) -> Gathered | None:
+    """Return the gathered blocks of a problem; None if it is not worth it or not possible."""
     mask, rows = problem.block_mask, placed.key.shape[2]
     if (
         mask is None
@@ -94,7 +95,7 @@ _known: BoundedDict[tuple[object, ...], Gathered | None] = BoundedDict(16)
 
 
 def _gathered(mask: BlockMask, lengths: tuple[int, int], block_kv: int) -> Gathered | None:
-    """What each batch reads, if it lies in many more tiles of `block_kv` than it would fill."""
+    """Return the blocks that each batch reads; None if gathering saves too few tiles."""
     runs, size = mask.rows(*lengths).runs, mask.BLOCK_SIZE[1]
     read = _read_blocks(runs)
     counts = read.sum(axis=1)
@@ -108,7 +109,7 @@ def _gathered(mask: BlockMask, lengths: tuple[int, int], block_kv: int) -> Gathe
         return None
     order = order[:, :most]
     cells = np.take_along_axis(runs.cells(), order[:, None, None, :], axis=-1)
-    side_by_side = BlockMask._from_runs(
+    gathered_mask = BlockMask._from_runs(
         Runs.of_cells(cells),
         True,
         BLOCK_SIZE=mask.BLOCK_SIZE,
@@ -116,11 +117,11 @@ def _gathered(mask: BlockMask, lengths: tuple[int, int], block_kv: int) -> Gathe
         seq_lengths=(lengths[0], most * size),
         device=torch.device("cpu"),
     )
-    return Gathered(torch.from_numpy(order.astype(np.int32)), counts, side_by_side)
+    return Gathered(torch.from_numpy(order.astype(np.int32)), counts, gathered_mask)
 
 
 def _read_blocks(runs: Runs) -> NDArray[np.bool_]:
-    """Which key blocks some head and row of each batch reads: [B or 1, columns]."""
+    """Return which key blocks each batch reads in any head and row: [B or 1, columns]."""
     batches, heads, num_rows, columns = runs.shape
     changes = np.zeros((batches, columns + 1), np.int64)
     batch = runs.row_ids() // max(1, heads * num_rows)
@@ -131,10 +132,10 @@ def _read_blocks(runs: Runs) -> NDArray[np.bool_]:
 
 
 def _order(mask: BlockMask, read: NDArray[np.bool_]) -> tuple[NDArray[np.int64], bool]:
-    """The blocks that are read, as the longest row of each batch lists them; then the others.
+    """Return the order of blocks, those that are read first, and whether a list is not ascending.
 
-    And whether some list has them in another order than the cache. Lists of pages are in the order
-    of their sequence, in which fewer tiles are partial.
+    Blocks come in the order of the longest list of each batch. A list of pages has the order of the
+    sequence; in that order, fewer tiles are partial.
     """
     columns = read.shape[1]
     rank = np.where(read, columns, 2 * columns) + np.arange(columns)
@@ -150,31 +151,31 @@ def _order(mask: BlockMask, read: NDArray[np.bool_]) -> tuple[NDArray[np.int64],
             in_disorder |= any((np.diff(each) < 0).any() for each in listed)
             in_order = np.concatenate(listed)
             in_order = in_order[(in_order >= 0) & (in_order < columns)]
-            in_order = in_order[read[b, in_order]]  # whatever somebody wrote into the tensors
+            in_order = in_order[read[b, in_order]]  # the user may have edited the lists
             rank[b, in_order] = np.arange(len(in_order)) - len(in_order)
     order: NDArray[np.int64] = np.argsort(rank, axis=1)
     return order, in_disorder
 
 
 def _num_touched(read: NDArray[np.bool_], blocks: NDArray[np.int64]) -> int:
-    """How many tiles have a block that is read, `blocks` being the first and last of each."""
+    """Return how many tiles have a block that is read; `blocks` [2, tiles] are first and stop."""
     before = np.pad(np.cumsum(read, axis=1), ((0, 0), (1, 0)))
     first, stop = np.minimum(blocks, read.shape[1])
     return int((before[:, stop] > before[:, first]).sum())
 
 
 def _reading(mod: Traced, table: Tensor, page: int) -> Traced:
-    """`mod` over rows of the cache, asked about positions among the blocks in `table`."""
+    """Return `mod` with kv_idx replaced by the row of the cache, which `table` gives."""
     kv_idx, b = (Node("input", (), torch.int64, name) for name in ("kv_idx", "b"))
     size = const(page, torch.int64)
-    place, offset = (Node(op, (kv_idx, size), torch.int64) for op in ("floordiv", "mod"))
-    block = cast(Node("load", (b, place), table.dtype, len(mod.captures)), torch.int64)
+    column, offset = (Node(op, (kv_idx, size), torch.int64) for op in ("floordiv", "mod"))
+    block = cast(Node("load", (b, column), table.dtype, len(mod.captures)), torch.int64)
     row = Node("add", (Node("mul", (block, size), torch.int64), offset), torch.int64)
-    # A mod of paged attention asks for block and offset alone, and has no use for the row.
-    reckoned = {kv_idx: row, place: block, offset: offset}
+    # A mod of paged attention needs only the block and the offset, not the row.
+    replaced = {kv_idx: row, column: block, offset: offset}
 
     def visit(node: Node, args: tuple[Node, ...]) -> Node:
-        return reckoned[node] if node in reckoned else rebuild(node, args)
+        return replaced[node] if node in replaced else rebuild(node, args)
 
     output = rewrite(mod.output, visit)
     if output is mod.output:

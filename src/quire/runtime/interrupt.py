@@ -1,10 +1,9 @@
-"""Ctrl-C ends a long launch.
+"""Ctrl-C stops a long launch.
 
-Python runs its signal handlers in the main thread, between two steps of Python code, so none runs
-while the main thread is in a kernel. What Python's own handler in C does at once is to write the
-signal's number to a file of our choice: somebody who waits for that tells the threads, by the
-counter that they take their items from, that the results are no longer wanted. They return, and
-Python raises KeyboardInterrupt.
+Python runs signal handlers in the main thread, between two instructions of Python code: never while
+the main thread is in a kernel. But its C handler at once writes the number of the signal to a
+wakeup file descriptor. So a second thread reads from that, and sets the counter that threads take
+items off to `STOPPED`. The threads then return, and Python raises KeyboardInterrupt.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from quire.codegen.convention import STOPPED
 from quire.runtime.launch import launch
 
 LONG_WORK = 2**31
-"""Multiplications that take a tenth of a second or so; a launch of less is not worth a thread."""
+"""Multiplications that take about a tenth of a second. Shorter launches are not stoppable."""
 
 
 def launch_stoppable(kernel: int, argument: int, threads: int, counter: ctypes.c_int64) -> None:
-    """As `launch`; an interrupt ends it soon and raises KeyboardInterrupt.
+    """Do the same as `launch`, but Ctrl-C stops it and raises KeyboardInterrupt.
 
-    Results are then what happened to be written. Where Ctrl-C means something else to the program,
-    or this is not its main thread, nothing is watched.
+    Results are then incomplete. It does the same as `launch` outside the main thread, and if the
+    program has its own handler of Ctrl-C.
     """
     if (
         threading.current_thread() is not threading.main_thread()
@@ -37,7 +36,7 @@ def launch_stoppable(kernel: int, argument: int, threads: int, counter: ctypes.c
     with receiver, sender:
         sender.setblocking(False)
         before = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
-        if before != -1:  # signals wake somebody else, such as an event loop
+        if before != -1:  # something else waits for signals, such as an event loop
             signal.set_wakeup_fd(before)
             launch(kernel, argument, threads)
             return
@@ -50,7 +49,7 @@ def launch_stoppable(kernel: int, argument: int, threads: int, counter: ctypes.c
             sender.shutdown(socket.SHUT_WR)
             if watcher.ident is not None:
                 watcher.join()
-    if counter.value >= STOPPED:  # Python has raised it before it came to this line
+    if counter.value >= STOPPED:  # usually, Python has raised it before this line
         raise KeyboardInterrupt
 
 

@@ -1,8 +1,7 @@
-"""Who runs a kernel: one thread, torch's own OpenMP threads, or a pool of ours.
+"""The threads that run a kernel: torch's own OpenMP threads, or a thread pool.
 
-A kernel is a function of one pointer that every thread calls with the same argument; the threads
-divide the work among themselves by an atomic counter in it. So a launcher needs to know nothing,
-and results do not depend on which one is used or how many threads come.
+A kernel is a function of one pointer. Every thread calls it with the same argument, and takes its
+work off an atomic counter there. So results do not depend on the kind or number of threads.
 """
 
 from __future__ import annotations
@@ -26,18 +25,17 @@ from quire.config import config
 
 _Entry = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
-
 Launcher: TypeAlias = Callable[[int, int, int], None]
 """(kernel, argument, threads): run `kernel(argument)` in every thread, return when all are done."""
 
 
 def run_inline(kernel: int, argument: int, threads: int = 1) -> None:
-    """In the calling thread. Releases the GIL while it runs."""
+    """Run a kernel in the calling thread, without the GIL."""
     _entry(kernel)(argument)
 
 
 class GnuOpenMP:
-    """Threads of GNU's OpenMP, or of LLVM's, which has the same entry except on Windows."""
+    """Threads of GNU's OpenMP. LLVM's has the same function, except on Windows."""
 
     def __init__(self, library: str) -> None:
         self._parallel = ctypes.CDLL(library).GOMP_parallel
@@ -45,17 +43,17 @@ class GnuOpenMP:
         self._parallel.restype = None
 
     def __call__(self, kernel: int, argument: int, threads: int) -> None:
-        """Run in a parallel region of `threads` threads, the caller being one."""
+        """Run in a parallel region of `threads` threads; the calling thread is one of them."""
         self._parallel(kernel, argument, threads, 0)
 
     def ready(self, kernel: int, argument: int, threads: int) -> Callable[[], None]:
-        """The same as a function of nothing."""
+        """Return a function without parameters that does the same."""
         pointers = ctypes.c_void_p(kernel), ctypes.c_void_p(argument)
         return functools.partial(self._parallel, *pointers, ctypes.c_uint(threads), ctypes.c_uint())
 
 
 class LlvmOpenMP:
-    """Threads of LLVM's OpenMP, or of Intel's, which is made from it."""
+    """Threads of LLVM's OpenMP, or of Intel's, which is a copy of it."""
 
     def __init__(self, library: str) -> None:
         functions = ctypes.CDLL(library)
@@ -66,16 +64,16 @@ class LlvmOpenMP:
         image = jit.compile_object(parallel.TEXT, Target.host())
         self._code = jit.load(image, [parallel.RUN])
         pointer, number = ctypes.c_void_p, ctypes.c_int32
-        signature = ctypes.CFUNCTYPE(None, pointer, pointer, pointer, number, pointer, pointer)
-        self._run = signature(self._code.address(parallel.RUN))
+        parameters = [*[pointer] * len(self._functions), number, pointer, pointer]
+        self._run = ctypes.CFUNCTYPE(None, *parameters)(self._code.address(parallel.RUN))
 
     def __call__(self, kernel: int, argument: int, threads: int) -> None:
-        """Run in a parallel region of `threads` threads, the caller being one."""
+        """Run in a parallel region of `threads` threads; the calling thread is one of them."""
         self._run(*self._functions, threads, kernel, argument)
 
 
 class Pool:
-    """Threads of our own, for systems whose torch brings no OpenMP that we can call."""
+    """A thread pool, for systems whose torch has no OpenMP that can be called."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -83,15 +81,15 @@ class Pool:
         self._executor: ThreadPoolExecutor | None = None
 
     def __call__(self, kernel: int, argument: int, threads: int) -> None:
-        """Run in `threads` threads, the caller being one."""
+        """Run in `threads` threads; the calling thread is one of them."""
         executor = self._at_least(threads - 1)
         others = [executor.submit(run_inline, kernel, argument) for _ in range(threads - 1)]
         try:
             run_inline(kernel, argument)
-        finally:  # also of an interrupt: the argument is theirs until they are done
-            ended = wait(others).done
-        for done in ended:
-            done.result()
+        finally:  # after an interrupt, too: the others use the argument until they are done
+            wait(others)
+        for other in others:
+            other.result()
 
     def _at_least(self, size: int) -> ThreadPoolExecutor:
         with self._lock:
@@ -102,7 +100,7 @@ class Pool:
 
 
 def launch(kernel: int, argument: int, threads: int) -> None:
-    """Run a kernel in as many threads as are given; in this one alone after a fork."""
+    """Run a kernel in `threads` threads; after a fork, in the calling thread only."""
     if threads <= 1 or _forked:
         run_inline(kernel, argument)
     else:
@@ -110,7 +108,7 @@ def launch(kernel: int, argument: int, threads: int) -> None:
 
 
 def ready(kernel: int, argument: int, threads: int) -> Callable[[], None]:
-    """What launches a kernel again and again with the same argument, all of it converted once."""
+    """Return a function that launches a kernel, with all arguments converted for C."""
     alone = functools.partial(_entry(kernel), argument)
     if threads <= 1:
         return alone
@@ -129,27 +127,27 @@ def ready(kernel: int, argument: int, threads: int) -> Callable[[], None]:
 
 
 def num_threads() -> int:
-    """How many threads a kernel may use: QUIRE_THREADS, or as many as torch."""
+    """Return how many threads a kernel may use: QUIRE_THREADS, or as many as torch."""
     return 1 if _forked else config().threads or torch.get_num_threads()
 
 
 @functools.cache
 def launcher() -> Launcher:
-    """The threads that torch itself computes with, so that no second pool competes for cores.
+    """Return the threads that torch computes with, so that no second pool competes for cores.
 
-    A pool of ours where torch has no OpenMP that we can call.
+    Return a thread pool if torch has no OpenMP that can be called.
     """
     library = openmp_library()
     if library is not None:
         for kind in (GnuOpenMP, LlvmOpenMP):
-            with contextlib.suppress(OSError, AttributeError):  # it lacks what this kind calls
+            with contextlib.suppress(OSError, AttributeError):  # not a library of this kind
                 return kind(library)
     return Pool()
 
 
 @functools.cache
 def openmp_library() -> str | None:
-    """The OpenMP library that torch uses: the one beside it, or that of the system."""
+    """Return the path of torch's OpenMP library: the one beside torch, or the system's."""
     beside = os.path.join(os.path.dirname(torch.__file__), "lib", "*")
     return next(filter(_is_openmp, (*sorted(glob.glob(beside)), *_loaded_files())), None)
 
@@ -160,7 +158,7 @@ def _is_openmp(path: str) -> bool:
 
 
 def _loaded_files() -> list[str]:
-    """The files that are mapped into this process, where the system is Linux."""
+    """Return the files that are mapped into this process; none if the system is not Linux."""
     try:
         with open("/proc/self/maps", errors="replace") as file:
             return [line.rstrip("\n").split(maxsplit=5)[-1] for line in file]
@@ -177,7 +175,7 @@ _forked = False
 
 
 def _after_fork() -> None:
-    # The child has none of its parent's threads, and OpenMP would wait for them for ever.
+    # The child has none of its parent's threads; OpenMP would wait for them forever.
     global _forked
     _forked = True
 

@@ -1,8 +1,8 @@
-"""Launching a kernel: its record, its scratch memory, and the table of sequences that it reads.
+"""Launches a kernel: fills its record, its table of sequences, and allocates its scratch memory.
 
-Comes in: where rows live (`Placed`), results to fill, and the tensors that mods load from. A
-launcher is made once (`prepare.py`) and used many times. The number of keys is no part of it, so a
-cache that grows by a token at every step is read by the same launcher at every step.
+A launcher is made once (`prepare.py`) and used many times. It takes the operands (`Placed`), the
+results to fill, and the tensors that mods load from. It does not depend on the number of keys, so a
+KV cache that grows at every step needs one launcher.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from quire.runtime.shared_prefix import shared_pieces
 from quire.runtime.tile_lists import NO_LISTS, TileLists
 
 SMALL_WORK = 2**19
-"""Multiplications below which starting threads costs more than it saves."""
+"""The most multiplications of a call for which starting threads costs more than it saves."""
 
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """The kernel of a form for some dtypes, and what follows from its shape."""
+    """A compiled kernel, and the tile sizes that it was compiled for."""
 
     form: Form
     spec: KernelSpec
@@ -59,25 +59,25 @@ class Kernel:
 
 
 class Launcher(NamedTuple):
-    """A kernel, the code of the mods, and the part of its record that stays the same."""
+    """A kernel, the code of the mods, and the part of its record that is the same in all calls."""
 
     kernel: Kernel
     code: ModCode
-    heads: int  # that items are counted by
+    heads: int  # heads / heads of an item
     block_q: int
-    partial_bytes: int
+    partial_bytes: int  # of one slot
     record: bytes
     pyramids: tuple[Pyramid, ...]
     terms: Terms
 
     def records(self, placed: Placed, rows: One | Sequences) -> Records:
-        """Sequences as this kernel reads them."""
+        """Return the table of sequences for this kernel."""
         if isinstance(rows, One):
             return self.only(placed, rows)
         return _table(placed, rows, self.kernel.form, self.heads, self.block_q)
 
     def only(self, placed: Placed, rows: One) -> Records:
-        """The sequence of dense memory as this kernel reads it."""
+        """Return the table of the one sequence of dense memory."""
         q_len, q_start, begin, end, b = rows
         batch, heads, _, head_dim = placed.query.shape
         pieces = 1
@@ -104,73 +104,97 @@ class Launcher(NamedTuple):
         gradients: bytes = b"",
         first: int = 0,
     ) -> bool:
-        """Run the kernel; whether an index into a captured tensor was out of range.
+        """Run the kernel from item `first` on. Return whether a mod used an index out of range.
 
-        The backward kernel reads a third part of its record. Items are those from `first` on.
+        `gradients` is the part of the record that only the backward kernel reads.
         """
         table, num_sequences, products, items, slots, members = records
         if items == first:
             return False
-        query, key, value, _, page_table, key_scale, value_scale, _ = placed
-        out, lse, max_scores, argmax, entropy, _ = results
         threads = min(num_threads(), items - first) if products > SMALL_WORK else 1
         if self.pyramids:
             captures = [*captures, *pyramids.build(captures, self.pyramids, products)]
-        arguments, more = self.code.arguments, len(gradients)
-        block = ctypes.create_string_buffer(_SEQUENCES + more + len(table) + arguments.size)
-        address = ctypes.addressof(block) + more
-        each = self.terms.scratch_bytes(members)
-        with Scratch(threads, each, slots * self.partial_bytes, slots * 8) as scratch:
+        arguments = self.code.arguments
+        counters = _COUNTERS + len(gradients)
+        flag, sequences = counters + _FLAG, counters + _SEQUENCES
+        block = ctypes.create_string_buffer(sequences + len(table) + arguments.size)
+        start = ctypes.addressof(block)
+        scratch_bytes = self.terms.scratch_bytes(members)
+        with Scratch(threads, scratch_bytes, slots * self.partial_bytes, slots * 8) as scratch:
             if slots:
                 ctypes.memset(scratch.arrivals, 0, slots * 8)
-            # fmt: off
+            tensors, pages = _addresses(placed, results, sink)
             call = (
-                query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(),
-                0 if lse is None else lse.data_ptr(),
-                0 if max_scores is None else max_scores.data_ptr(),
-                0 if argmax is None else argmax.data_ptr(),
-                0 if entropy is None else entropy.data_ptr(),
-                0 if sink is None else sink.data_ptr(),
-                address + _SEQUENCES, num_sequences, items,
-                0 if page_table is None else page_table.data_ptr(),
-                0 if key_scale is None else key_scale.data_ptr(),
-                0 if value_scale is None else value_scale.data_ptr(),
-                lists.offsets_address, lists.entries_address,
-                address + _SEQUENCES + len(table),
-                scratch.address, scratch.each, members, scratch.partials, scratch.arrivals,
-                address + _COUNTERS,
+                *tensors,
+                start + sequences,
+                num_sequences,
+                items,
+                *pages,
+                lists.offsets_address,
+                lists.entries_address,
+                start + sequences + len(table),
+                scratch.address,
+                scratch.each,
+                members,
+                scratch.partials,
+                scratch.arrivals,
+                start + counters,
             )
-            # fmt: on
             self.terms.check_call(call)
-            packed = arguments.pack(captures, address + _FLAG)
-            start = first.to_bytes(8, sys.byteorder)
-            parts = (CALL_PART.pack_in_order(*call), self.record, gradients, start, _ZEROS)
+            packed = arguments.pack(captures, start + flag)
+            next_item = first.to_bytes(8, sys.byteorder)
+            parts = (CALL_PART.pack_in_order(*call), self.record, gradients, next_item, _ZEROS)
             content = b"".join((*parts, table, packed))
-            ctypes.memmove(address - more, content, len(content))
+            ctypes.memmove(start, content, len(content))
             if products > LONG_WORK:
-                counter = ctypes.c_int64.from_buffer(block, _COUNTERS + more)
-                launch_stoppable(self.kernel.address, address - more, threads, counter)
+                counter = ctypes.c_int64.from_buffer(block, counters)
+                launch_stoppable(self.kernel.address, start, threads, counter)
             else:
-                launch(self.kernel.address, address - more, threads)
-        return block[_FLAG + more] != b"\0"
+                launch(self.kernel.address, start, threads)
+        return block[flag] != b"\0"
 
 
-# One piece of memory for each launch:
-# [ call | plan | gradients, if any | counters: 16 x i64 | mistake flag: i64 | sequences
-#   | arguments of the mods ]
-_COUNTERS = CALL_PART.size + PLAN_PART.size
-_FLAG = _COUNTERS + 16 * 8
+# A launch has one block of memory:
+# [ call | plan | gradients, if any | counters, the first is the next item | flag: an index was out
+#   of range | table of sequences | arguments of the mods ]
+_COUNTERS = CALL_PART.size + PLAN_PART.size  # from the start of the block, without gradients
+_FLAG = 16 * 8  # from the first counter
 _SEQUENCES = _FLAG + 8
-_ZEROS = bytes(_SEQUENCES - _COUNTERS - 8)
+_ZEROS = bytes(_SEQUENCES - 8)  # all counters but the first, and the flag
+
+
+def _addresses(
+    placed: Placed, results: Result, sink: Tensor | None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the addresses of tensors in the order of CALL, 0 for None; page table and scales."""
+    query, key, value, _, page_table, key_scale, value_scale, _ = placed
+    out, lse, max_scores, argmax, entropy, _ = results
+    tensors = (
+        query.data_ptr(),
+        key.data_ptr(),
+        value.data_ptr(),
+        out.data_ptr(),
+        0 if lse is None else lse.data_ptr(),
+        0 if max_scores is None else max_scores.data_ptr(),
+        0 if argmax is None else argmax.data_ptr(),
+        0 if entropy is None else entropy.data_ptr(),
+        0 if sink is None else sink.data_ptr(),
+    )
+    pages = (
+        0 if page_table is None else page_table.data_ptr(),
+        0 if key_scale is None else key_scale.data_ptr(),
+        0 if value_scale is None else value_scale.data_ptr(),
+    )
+    return tensors, pages
 
 
 _free: deque[Tensor] = deque(maxlen=8)
 
 
 class Scratch:
-    """Working memory for one call. What a call gives back, the next one may have.
+    """Working memory for one call. The next call may reuse it.
 
-    Every thread has a part, `each` bytes after the one before; pieces of rows share the rest.
+    Every thread has its own `each` bytes; pieces of rows share `partials` and `arrivals`.
     """
 
     __slots__ = ("_memory", "_sizes", "address", "arrivals", "each", "partials")
@@ -201,10 +225,10 @@ class Scratch:
 
 
 class Records(NamedTuple):
-    """What a launch is told about sequences: a table, how many there are, and their items.
+    """The table of sequences for one launch, and the numbers of its sequences and items.
 
     An item may be for several sequences, its members. If one is, or if keys are in several pieces,
-    each piece of a sequence has a slot. `products` is about how many multiplications there are.
+    each piece of a sequence has a slot. `products` estimates the number of multiplications.
     """
 
     table: bytes
@@ -216,9 +240,9 @@ class Records(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Into how many pieces the keys of sequences are cut, and how many of these are shared.
+    """The number of pieces of keys of each sequence [B], and how many of them are shared.
 
-    The first `shared` are computed for all `members` of a group by its first sequence.
+    The first sequence of a group computes the first `shared` pieces for all its `members`.
     """
 
     pieces: Numbers
@@ -227,19 +251,19 @@ class Cut(NamedTuple):
 
     @property
     def slices(self) -> Numbers:
-        """How many pieces a sequence has items for."""
+        """Return the number of pieces that each sequence computes itself."""
         return np.where(self.members == 0, self.pieces - self.shared, self.pieces)
 
     @property
     def columns(self) -> dict[str, Numbers]:
-        """As records name them."""
+        """Return the columns of the table of sequences."""
         return {**self._asdict(), "slices": self.slices}
 
 
 def by_form(rows: One | Sequences) -> list[tuple[Form, One | Sequences]]:
-    """The sequences that are computed in the same form, together.
+    """Split sequences by the kernel that computes them: "row" for few queries, else "panel".
 
-    The form of a sequence depends on nothing but its own length.
+    The kernel of a sequence depends only on its own length.
     """
     if isinstance(rows, One):
         return [("row" if rows.q_len <= MOST_ROWS else "panel", rows)]
@@ -252,7 +276,7 @@ def by_form(rows: One | Sequences) -> list[tuple[Form, One | Sequences]]:
 
 
 def num_products(placed: Placed, rows: One | Sequences) -> int:
-    """About how many multiplications some sequences take."""
+    """Estimate the number of multiplications for some sequences."""
     batch, heads, _, head_dim = placed.query.shape
     if isinstance(rows, One):
         return batch * heads * head_dim * rows.q_len * (rows.kv_end - rows.kv_begin)
@@ -260,46 +284,44 @@ def num_products(placed: Placed, rows: One | Sequences) -> int:
 
 
 def _table(placed: Placed, rows: Sequences, form: Form, heads: int, block_q: int) -> Records:
-    """Threads take items in this order: large ones come first, so that none is left for the end."""
+    """Return the table of many sequences. The largest come first, so that no thread ends late."""
     pieces = np.ones_like(rows.q_len)
     if form == "row":
         pieces = np.maximum(1, num_pieces(rows.kv_begin, rows.kv_end))
     order = rows.largest_first()
-    shared = group = None
+    shared = members = None
     if form == "row" and placed.page_table is not None and longest(rows.kv_end) >= KEYS_OF_PIECE:
         page = placed.key.shape[2]
-        order, shared, group = shared_pieces(rows, placed.page_table, page, order)
+        order, shared, members = shared_pieces(rows, placed.page_table, page, order)
     rows, pieces = rows.where(order), pieces[order]
     cut = Cut(pieces, np.zeros_like(pieces), np.ones_like(pieces))
-    if shared is not None and group is not None:
-        cut = Cut(pieces, shared, group)
+    if shared is not None and members is not None:
+        cut = Cut(pieces, shared, members)
     each = num_items(rows.q_len, heads, block_q)
     items, slots = each * cut.slices, each * pieces
     columns = cut.columns | {"first_slot": np.cumsum(slots) - slots}
-    table = table_of(rows, np.cumsum(items) - items, columns)
-    members = longest(cut.members)
-    total = int(slots.sum()) if max(longest(pieces), members) > 1 else 0
+    most_members = longest(cut.members)
+    needs_slots = longest(pieces) > 1 or most_members > 1
     return Records(
-        table,
-        rows.num,
-        num_products(placed, rows),
+        table=table_of(rows, np.cumsum(items) - items, columns),
+        num_sequences=rows.num,
+        products=num_products(placed, rows),
         items=int(items.sum()),
-        slots=total,
-        members=members,
+        slots=int(slots.sum()) if needs_slots else 0,
+        members=most_members,
     )
 
 
-def table_of(sequences: Sequences, first_item: Numbers, more: dict[str, Numbers]) -> bytes:
-    """As the kernel reads them, each with the number of its first item; what is not said is 0."""
-    columns = sequences._asdict() | {"first_item": first_item} | more
-    nothing = np.zeros_like(first_item)
-    return np.stack([columns.get(name, nothing) for name in SEQUENCE.fields], axis=1).tobytes()
+def table_of(sequences: Sequences, first_item: Numbers, columns: dict[str, Numbers]) -> bytes:
+    """Return the table of sequences, with more `columns`; a field without a column is 0."""
+    columns = sequences._asdict() | {"first_item": first_item} | columns
+    zeros = np.zeros_like(first_item)
+    return np.stack([columns.get(name, zeros) for name in SEQUENCE.fields], axis=1).tobytes()
 
 
 def record(rows: One, pieces: int = 1, slices: int = 1) -> bytes:
-    """A single sequence as the kernel reads it: its items are pieces of keys, or slices."""
+    """Return the table of a dense call, with as many pieces of keys or slices of queries."""
     q_len, q_start, kv_begin, kv_end, b = rows
-    items = max(slices, pieces)
-    return SEQUENCE.pack_in_order(
-        *(b, 0, 0, 0, q_len, q_start, -kv_begin, kv_begin, kv_end, items, pieces, 0, 1, 0)
-    )
+    positions = (q_len, q_start, -kv_begin, kv_begin, kv_end)
+    fields = (b, 0, 0, 0, *positions, max(slices, pieces), pieces, 0, 1, 0)  # as in SEQUENCE
+    return SEQUENCE.pack_in_order(*fields)

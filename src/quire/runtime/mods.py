@@ -1,13 +1,14 @@
-"""From mods to machine code, in one column.
+"""From mods to machine code, step by step.
 
-    trace      a mod becomes a graph                         (when a request comes in)
-    shift      its loads count in one list of captured tensors
-    narrow     indices become 32-bit where they fit
-    bound      what a mask can and must be in a tile, as graphs
-    lower      all graphs become functions in LLVM's language
-    compile    the functions become machine code, looked up here, then on disk
+    trace      turn each mod into a graph (done when the request came in)
+    shift      number the captured tensors of all mods in one list
+    narrow     turn 64-bit indices into 32-bit ones where they fit
+    bound      make graphs that tell if a mask can be true, or must be true, in a tile
+    lower      turn all graphs into functions in LLVM's language
+    compile    turn the functions into machine code, or find it in this process or on disk
 
-`graphs_of` goes as far as `bound`, `compiled` to the end; `quire.kernel(...).stages` shows them.
+`graphs_of` does the steps up to `bound`, `compiled` the others; `quire.kernel(...).stages` shows
+their results.
 """
 
 from __future__ import annotations
@@ -48,19 +49,18 @@ from quire.request import Problem, ReadyMod
 from quire.runtime.cache import cache_key, code_of
 
 ORIGIN = One(0, 0, 0, 0)
-"""A sequence whose first query and key are at position 0."""
+"""Positions that begin at 0, for queries and keys."""
 
 _POSITION_BITS = (20, 31, 62)
-"""Positions are below one of these powers of two, so that few graphs stand for all lengths."""
+"""Limits of positions, as powers of two. With few limits, calls of many lengths share a graph."""
 
 
 class ModGraphs(NamedTuple):
     """The graphs of one problem, over one list of captured tensors.
 
-    `always` is the mask that holds in full tiles too, `partial` holds in the others as well.
-    `drop` is dropout as a graph that rewrites a weight, its input `score`. `bounds` are those of
-    `always`, where no block mask says which tiles there are. `learned` are the captured tensors
-    whose gradients are wanted, by their place in that list.
+    The mask `always` applies to full and partial tiles, `partial` to partial tiles only. `drop` is
+    dropout; its input `score` is a weight. `bounds` are the bounds of `always`, if there is no
+    block mask. `learned` are the indices of the captured tensors whose gradients are wanted.
     """
 
     score: Node | None = None
@@ -72,13 +72,13 @@ class ModGraphs(NamedTuple):
 
     @property
     def all(self) -> list[Node]:
-        """Those that there are."""
+        """Return the graphs of mods and bounds that are not None."""
         mods = [self.score, self.always, self.partial, self.drop]
         bounds = [] if self.bounds is None else [self.bounds.can, self.bounds.must]
         return [root for root in (*mods, *bounds) if root is not None]
 
     def everything(self, form: Form) -> list[Node]:
-        """Those that a form needs."""
+        """Return all graphs that the kernel of a form needs, derivatives included."""
         if form != "backward" or self.score is None:
             return self.all
         slope, loads = self.slopes
@@ -86,24 +86,24 @@ class ModGraphs(NamedTuple):
 
     @property
     def judges_heads(self) -> bool:
-        """Whether heads may skip other tiles than their neighbours."""
+        """Return whether the tiles that can be skipped differ from head to head."""
         return self.bounds is not None and _depends_on_head(self.bounds.can, self.bounds.must)
 
     @property
     def pyramids(self) -> tuple[Pyramid, ...]:
-        """What the bounds load from besides the captured tensors."""
+        """Return the pyramids that the bounds load from."""
         return () if self.bounds is None else self.bounds.pyramids
 
     @property
     def masks(self) -> dict[str, list[Node]]:
-        """The masks that hold where a function is used: in any tile, in full and partial ones."""
+        """Return the masks that apply to plain, full and partial tiles."""
         always = [] if self.always is None else [self.always]
         both = always if self.partial is None else [*always, self.partial]
         return {"plain": [], "full": always, "partial": both}
 
     @property
     def slopes(self) -> Derivatives:
-        """The derivatives of the score, for those loads alone that are from what is learned."""
+        """Return the derivatives of the score_mod, and of its loads from learned tensors."""
         if self.score is None:
             return Derivatives(None, {})
         score, loads = derivatives(self.score)
@@ -120,14 +120,14 @@ derivatives = functools.lru_cache(maxsize=512)(differentiate)
 
 
 class CaptureList:
-    """The captured tensors of all mods, and graphs that refer to them by their place in it."""
+    """The captured tensors of all mods. Graphs refer to them by their index in this list."""
 
     def __init__(self, end: int) -> None:
         self.tensors: list[Tensor] = []
         self.bits = _bits(end)
 
-    def root(self, mod: Traced | None) -> Node | None:
-        """The graph of a mod, ready to be compiled."""
+    def add(self, mod: Traced | None) -> Node | None:
+        """Add the tensors of a mod, and return its graph with their new indices."""
         if mod is None:
             return None
         first = len(self.tensors)
@@ -152,7 +152,7 @@ def _ranges(bits: int) -> dict[str, Range]:
 
 
 def _shifted(first: int, node: Node, args: tuple[Node, ...]) -> Node:
-    """A node whose loads count from `first`."""
+    """Rebuild a node; add `first` to the index of the tensor if it is a load."""
     if node.op != "load":
         return rebuild(node, args)
     assert isinstance(node.payload, int)
@@ -166,21 +166,21 @@ def graphs_of(
     mixed: BlockRows | None = None,
     rows: One = ORIGIN,
 ) -> tuple[ModGraphs, tuple[Tensor, ...]]:
-    """The graphs of a problem, and the tensors that they load from: `captures`, and then others.
+    """Return the graphs of a problem, and the tensors that they load from, its captures first.
 
-    Positions are below `end`. `mixed` is the block mask where its tiles touch blocks of several
-    kinds; it counts from the first query and key of `rows`.
+    Positions are below `end`. `mixed` is the block mask, if a tile of the kernel touches blocks of
+    several kinds; it counts from the first query and key of `rows`.
     """
     captures = CaptureList(end)
-    score = captures.root(_traced(problem.score_mod))
-    always = captures.root(_traced(problem.mask_mod))
+    score = captures.add(_traced(problem.score_mod))
+    always = captures.add(_traced(problem.mask_mod))
     partial_mod = _traced(problem.partial_mod)
     if mixed is not None and partial_mod is not None:
         partial_mod = _within_blocks(partial_mod, mixed, rows)
-    partial = captures.root(partial_mod)
+    partial = captures.add(partial_mod)
     drop = None
     if problem.dropout is not None:
-        drop = captures.root(_drop(problem.dropout.keep, problem.dropout.factor, dtype))
+        drop = captures.add(_drop(problem.dropout.keep, problem.dropout.factor, dtype))
     tensors = tuple(captures.tensors)
     bounds = None
     if problem.block_mask is None and problem.mask_mod is not None:
@@ -188,21 +188,21 @@ def graphs_of(
         first = 0 if problem.score_mod is None else len(problem.score_mod.captures)
         shapes = tuple(tuple(tensor.shape) for tensor in tensors)
         bounds = _bounds(output, first, captures.bits, shapes)
-        known = bounds.can is not TRUE or bounds.must is not FALSE
-        bounds = bounds if known else None
+        if bounds.can is TRUE and bounds.must is FALSE:  # they tell nothing
+            bounds = None
     return ModGraphs(score, always, partial, drop, bounds), tensors
 
 
 @functools.lru_cache(maxsize=1024)
 def _bounds(root: Node, first: int, bits: int, shapes: tuple[tuple[int, ...], ...]) -> Bounds:
-    """What a mask can and must be in a tile."""
+    """Return graphs that tell if a mask can be true, or must be true, in a tile."""
     if first:
         root = rewrite(root, functools.partial(_shifted, first))
     return bound(root, shapes, _ranges(bits))
 
 
 def bounds_of(mask: Traced, end: int) -> Bounds:
-    """The bounds of a mask alone, whose captured tensors come first."""
+    """Return the bounds of a mask, with its own list of captured tensors."""
     shapes = tuple(tuple(tensor.shape) for tensor in mask.captures)
     return _bounds(mask.output, 0, _bits(end), shapes)
 
@@ -216,12 +216,12 @@ def _traced(mod: ReadyMod) -> Traced: ...
 
 
 def _traced(mod: ReadyMod | None) -> Traced | None:
-    assert mod is None or isinstance(mod, Traced), "untraced mods do not come here"
+    assert mod is None or isinstance(mod, Traced), "a kernel needs mods that were traced"
     return mod
 
 
 def _drop(keep: Traced, factor: float, dtype: torch.dtype) -> Traced:
-    """Dropout on a weight. What is dropped keeps its sign: -0.0 marks what was never read."""
+    """Return dropout as a graph on a weight. 0.0 keeps the sign: -0.0 marks a key not read."""
     weight = Node("input", (), dtype, "score")
     kept, dropped = (Node("mul", (weight, const(number, dtype)), dtype) for number in (factor, 0.0))
     output = Node("where", (keep.output, kept, dropped), dtype)
@@ -229,7 +229,7 @@ def _drop(keep: Traced, factor: float, dtype: torch.dtype) -> Traced:
 
 
 def _within_blocks(mod: Traced, blocks: BlockRows, rows: One) -> Traced:
-    """A mask_mod that also asks the block mask about every element."""
+    """Return a mask_mod that looks up the kind of block of every element, and applies it."""
     cells = torch.from_numpy(blocks.runs.cells()).to(torch.int8)
     slot = len(mod.captures)
 
@@ -238,12 +238,12 @@ def _within_blocks(mod: Traced, blocks: BlockRows, rows: One) -> Traced:
         from_start = Node("sub", (position, const(start, torch.int64)), torch.int64)
         return Node("floordiv", (from_start, const(size, torch.int64)), torch.int64)
 
-    def own(name: str, count: int) -> Node:
+    def index_or_0(name: str, count: int) -> Node:  # a size of 1 is shared
         return Node("input", (), torch.int64, name) if count > 1 else const(0, torch.int64)
 
     indices = (
-        own("b", cells.shape[0]),
-        own("h", cells.shape[1]),
+        index_or_0("b", cells.shape[0]),
+        index_or_0("h", cells.shape[1]),
         index("q_idx", rows.q_start, blocks.block_size[0]),
         index("kv_idx", rows.kv_begin, blocks.block_size[1]),
     )
@@ -264,7 +264,7 @@ FUNCTIONS = ("plain", "full", "partial", "drop", "extent", "verdict")
 
 
 class ModCode(NamedTuple):
-    """The mods of a problem as machine code. A function without anything to do has address 0."""
+    """The mods of a problem as machine code. A function that is not needed has address 0."""
 
     arguments: ModArguments
     code: jit.Code | None
@@ -274,7 +274,7 @@ class ModCode(NamedTuple):
 def capture_shapes(
     captures: Sequence[Tensor], pyramids: Sequence[Pyramid]
 ) -> tuple[CaptureShape, ...]:
-    """What generated code knows of captured tensors and of pyramids of them."""
+    """Return the shapes of captured tensors and their pyramids that code is generated for."""
     ranks = [captures[pyramid.slot].dim() for pyramid in pyramids]
     return (*map(CaptureShape.of, captures), *(CaptureShape(rank, None) for rank in ranks))
 
@@ -283,10 +283,9 @@ def capture_shapes(
 def compiled(
     form: Form, tile: TileShape, graphs: ModGraphs, shapes: tuple[CaptureShape, ...]
 ) -> ModCode:
-    """The mods of a problem, looked up by the very nodes.
+    """Return the machine code of mods. Graphs that differ only in constants share their code.
 
-    The same mod gives the same nodes for as long as this cache holds on to them, and graphs that
-    differ in their constants alone share their code.
+    Nodes are interned, so this cache finds equal graphs by identity.
     """
     nodes = graphs.everything(form)
     arguments = ModArguments.of(nodes, shapes)
@@ -320,7 +319,7 @@ _codes: weakref.WeakValueDictionary[str, jit.Code] = weakref.WeakValueDictionary
 
 
 def _written_as(form: Form, graphs: ModGraphs, function: str) -> str | None:
-    """Which function is written for `function`: itself, an equal one, or none."""
+    """Return the name of the function that serves as `function`; None if it is not needed."""
     if function == "drop":
         return "drop" if graphs.drop is not None and form != "backward" else None
     if function == "verdict":
@@ -338,22 +337,23 @@ def _written(form: Form, graphs: ModGraphs) -> list[str]:
 
 
 def write_mods(form: Form, tile: TileShape, graphs: ModGraphs, arguments: ModArguments) -> Module:
-    """The module of all the functions that a problem needs."""
+    """Return a module with all functions that a problem needs."""
     module = Module()
     write = write_row_rewrite if form == "row" else write_rewrite
     for name in _written(form, graphs):
         if name == "drop":
-            write(module, name, tile, arguments, graphs.drop, [], unit=1.0)
+            write(module, name, tile, arguments, score=graphs.drop, masks=[], unit=1.0)
         elif name == "extent":
             write_extent(module, name, tile, arguments, graphs.masks["partial"])
         elif name == "verdict":
             assert graphs.bounds is not None
-            write_verdict(module, name, tile, arguments, graphs.bounds.can, graphs.bounds.must)
+            can, must, *_ = graphs.bounds
+            write_verdict(module, name, tile, arguments, can=can, must=must)
         elif form == "backward":
             slope, loads = graphs.slopes
             masks = tuple(graphs.masks[name])
             derived = Derived(graphs.score, slope, tuple(loads.items()), masks, graphs.drop)
             write_derive(module, name, tile, arguments, derived)
         else:
-            write(module, name, tile, arguments, graphs.score, graphs.masks[name])
+            write(module, name, tile, arguments, score=graphs.score, masks=graphs.masks[name])
     return module

@@ -1,8 +1,7 @@
-"""What launches a kernel, made for operands and results that lie in a certain way.
+"""Makes launchers, each for one layout of operands and results.
 
-A kernel is compiled once per form, dtypes and processor; for few queries there is also one for each
-width of heads that many models have. It is looked up in this process, then on disk, and only then
-compiled.
+A kernel is compiled once per form, dtypes and processor. For few queries, there is also one for
+each common head dim. A kernel is looked up in this process, then on disk, and compiled last.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from quire.block_mask import BlockMask
+from quire.checks.arguments import dtype_name
 from quire.codegen.contract import Terms
 from quire.codegen.convention import (
     ENTRY,
@@ -64,16 +64,15 @@ def make_launcher(
     lists: TileLists = NO_LISTS,
     item_heads: int = 1,
 ) -> Launcher:
-    """What launches a kernel for operands and results that lie like these."""
+    """Return a launcher for operands and results with the layout of these."""
     query, key, value = placed.operands
     heads, value_dim = query.shape[1], value.shape[3]
     dtypes = (query.dtype, key.dtype, value.dtype, results.out.dtype)
-    made = kernel(form, dtypes, head_dim=query.shape[3], value_dim=value_dim)
-    built = graphs.pyramids
-    code = compiled(form, made.tile, graphs, capture_shapes(captures, built))
-    group = max(1, heads // key.shape[1])  # also of no heads at all
+    found = kernel(form, dtypes, head_dim=query.shape[3], value_dim=value_dim)
+    code = compiled(form, found.tile, graphs, capture_shapes(captures, graphs.pyramids))
+    group = max(1, heads // key.shape[1])  # 1 if there are no heads
     row_group = item_heads
-    if form == "row":  # the queries of an item's heads share each block of keys
+    if form == "row":  # the heads of an item share each block of keys
         row_group = 1 if lists.per_head or graphs.judges_heads else group
         group = group // row_group
     record = {
@@ -87,39 +86,31 @@ def make_launcher(
         "tile_batch_stride": lists.batch_stride,
         "tile_per_head": lists.per_head,
         "tile_kind": FULL if graphs.always is None else PARTIAL,
-        **_functions(code, form, made.tile, results),
+        **_functions(code, form, found.tile, results),
     }
-    partial_bytes = partial_stride(made.tile, value_dim) * made.tile.element.size
+    partial_bytes = partial_stride(found.tile, value_dim) * found.tile.element.size
     return Launcher(
-        kernel=made,
+        kernel=found,
         code=code,
         heads=heads // row_group,
         block_q=block_q,
         partial_bytes=partial_bytes * block_q * row_group,
         record=PLAN_PART.pack(record),
-        pyramids=built,
-        terms=Terms.of(form, made.spec, record),
+        pyramids=graphs.pyramids,
+        terms=Terms.of(form, found.spec, record),
     )
 
 
 def _result_layout(results: Result) -> dict[str, int]:
-    """From row to row of the output, and of what has one number for each query."""
+    """Return the strides of the output, and of the results with one number per query."""
     numbers = next((x for name, x in results.by_query.items() if name != "out"), None)
     steps = (0, 0, 0) if numbers is None else strides(numbers)
-    return {
-        **dict(
-            zip(
-                ("out_batch", "out_head", "out_row", "out_column"),
-                strides(results.out),
-                strict=True,
-            )
-        ),
-        **dict(zip(("lse_batch", "lse_head", "lse_row"), steps, strict=True)),
-    }
+    layout = dict(zip(_NAMES["out"], strides(results.out), strict=True))
+    return layout | dict(zip(_NAMES["lse"], steps, strict=True))
 
 
 def _functions(code: ModCode, form: Form, tile: TileShape, results: Result) -> dict[str, int]:
-    """The addresses of what the kernel calls."""
+    """Return the addresses of the functions that the kernel calls."""
     observes = results.argmax is not None or results.entropy is not None
     return {
         "plain_mod": code.addresses["plain"],
@@ -135,7 +126,7 @@ def _functions(code: ModCode, form: Form, tile: TileShape, results: Result) -> d
 def queries_of_item(
     form: Form, placed: Placed, rows: One | Sequences, mask: BlockMask | None
 ) -> int:
-    """How many queries are computed together."""
+    """Return how many queries of a head a thread computes at once."""
     if form == "row":
         return max(1, rows.q_len if isinstance(rows, One) else longest(rows.q_len))
     query, value = placed.query, placed.value
@@ -144,13 +135,13 @@ def queries_of_item(
     block_q = choose_block_q(tile, query.shape[3], value.shape[3], count, num_threads())
     if mask is None:
         return block_q
-    # Blocks of queries that do not straddle the blocks of a mask, unless they became tiny.
+    # A block of queries should be within one block of the mask, unless it becomes tiny.
     divisor = math.gcd(block_q, mask.BLOCK_SIZE[0])
     return divisor if divisor >= SMALLEST_BLOCK else block_q
 
 
 def heads_of_item(form: Form, placed: Placed, rows: One | Sequences, block_q: int) -> int:
-    """How many heads are computed one after the other."""
+    """Return how many heads a thread computes one after the other."""
     if form == "row":
         return 1
     sequences = rows if isinstance(rows, Sequences) else Sequences.one(*rows)
@@ -161,13 +152,13 @@ def heads_of_item(form: Form, placed: Placed, rows: One | Sequences, block_q: in
 
 
 def num_rows(placed: Placed, rows: One | Sequences) -> int:
-    """How many query rows some sequences have in all heads."""
+    """Return the number of query rows of some sequences, in all heads."""
     count = rows.q_len if isinstance(rows, One) else int(rows.q_len.sum())
     return count * placed.query.shape[1] * placed.batches
 
 
 def row_layout(placed: Placed) -> dict[str, int]:
-    """The part of a plan that says where rows live."""
+    """Return the fields of a record that say where rows of query, key and value are."""
     query, key, value, table = placed.query, placed.key, placed.value, placed.page_table
     result = dict(zip(_NAMES["query"], strides(query), strict=True))
     for name, tensor in (("key", key), ("value", value)):
@@ -193,12 +184,14 @@ _NAMES = {
         "query": ("batch", "head", "row", "column"),
         "key": ("batch", "head", "page", "row", "column"),
         "value": ("batch", "head", "page", "row", "column"),
+        "out": ("batch", "head", "row", "column"),
+        "lse": ("batch", "head", "row"),
     }.items()
 }
 
 
 def strides(tensor: Tensor) -> tuple[int, ...]:
-    """From row to row. A first dimension of 1 is shared by all batches, and by all sequences."""
+    """Return the strides of a tensor, 0 for a batch of 1, which all batches or sequences share."""
     steps = tensor.stride()
     return steps if tensor.shape[0] > 1 else (0, *steps[1:])
 
@@ -216,26 +209,24 @@ _WRITERS: dict[Form, Callable[[KernelSpec], Module]] = {
 COMMON_WIDTHS = {64, 96, 128}
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def kernel(
     form: Form, dtypes: tuple[torch.dtype, ...], *, head_dim: int = 0, value_dim: int = 0
 ) -> Kernel:
-    """The kernel of a form for the dtypes of query, key, value and out.
+    """Return the kernel of a form for the dtypes of query, key, value and out.
 
-    One for few queries is written for the width of its rows, if many models have that.
+    For few queries and common head dims, it is compiled for these head dims.
     """
-    known = form == "row" and {head_dim, value_dim} <= COMMON_WIDTHS
-    query, key, value, out = map(_name, dtypes)
-    widths = (head_dim, value_dim) if known else (0, 0)
-    return kernel_of(form, KernelSpec(Target.host(), query, key, value, out, *widths))
+    if form != "row" or not {head_dim, value_dim} <= COMMON_WIDTHS:
+        head_dim = value_dim = 0  # any
+    query, key, value, out = map(dtype_name, dtypes)
+    widths = {"head_dim": head_dim, "value_dim": value_dim}
+    spec = KernelSpec(Target.host(), query=query, key=key, value=value, out=out, **widths)
+    return kernel_of(form, spec)
 
 
 @functools.cache
 def kernel_of(form: Form, spec: KernelSpec) -> Kernel:
-    """The kernel of a form, which is made once."""
+    """Return the kernel of a form, which is compiled or loaded once."""
     key = cache_key(form, repr(spec))
     code = code_of(key, spec.target, lambda: _WRITERS[form](spec), [ENTRY])
     return Kernel(form, spec, spec.tile, code, code.address(ENTRY))
@@ -243,6 +234,6 @@ def kernel_of(form: Form, spec: KernelSpec) -> Kernel:
 
 @functools.cache
 def observer(form: Form, tile: TileShape) -> jit.Code:
-    """The function that a kernel calls where an argmax or an entropy is wanted."""
+    """Return the function that a kernel calls if an argmax or an entropy is wanted."""
     key = cache_key("observe", form, repr(tile))
     return code_of(key, tile.target, lambda: write_observe(form, tile), [OBSERVE.name])

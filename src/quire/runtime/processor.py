@@ -1,9 +1,9 @@
-"""Whether this processor runs what is generated for it.
+"""Tests whether this processor can run the code that is generated for it.
 
-A processor says which instructions it has, and an emulator may name some that it does not run. So
-the first time that code is generated for a target, a child process runs a small function with
-instructions of each kind. If it ends the child, no kernel is used and `obstacle` says why. What
-passed is kept in the cache of objects, so that later processes need not try again.
+An emulator may list instructions that it cannot run. So before code is first generated for a
+target, a child process runs a small function with instructions of each kind. If that kills the
+child, no kernel is used, and `obstacle` returns the reason. A success is stored in the cache of
+kernels, so that later processes need no test.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TRIAL = "trial"
 
 
 def obstacle(*, keep: bool = True) -> str | None:
-    """Why no kernel runs on this machine; None where kernels do. Writes only if it is to `keep`."""
+    """Return why no kernel runs on this machine; None if kernels run. `keep` stores a success."""
     try:
         target = Target.host()
     except BackendError as error:
@@ -41,12 +41,12 @@ def _failure(target: Target, keep: bool) -> str | None:
     try:
         image = jit.compile_object(write_trial(target).text, target)
         ending = _run_in_child(image)
-    except CodegenError as error:  # on a system that nobody has tried
+    except CodegenError as error:  # on a system that quire was not tested on
         return f"{error}, as code for {target} was linked; use backend='eager'"
     if ending:
         return (
-            f"expected a processor that runs what it says it can, but code for {target} ended a "
-            f"trial with {ending}; use backend='eager', or set QUIRE_TARGET to an older processor"
+            f"the processor must run the instructions that it lists, but code for {target} ended "
+            f"a trial with {ending}; use backend='eager', or set QUIRE_TARGET to an older processor"
         )
     if keep:
         cache.put(key, image)
@@ -54,7 +54,7 @@ def _failure(target: Target, keep: bool) -> str | None:
 
 
 def write_trial(target: Target) -> Module:
-    """void(ptr): multiply-adds, conversions, selections and shuffles of whole vectors."""
+    """Return a module with `trial`: void(ptr), which has vector instructions of each kind."""
     module = Module()
     lanes = target.lanes(F32)
     with module.function("trial", {"memory": PTR}) as f:
@@ -70,7 +70,7 @@ def write_trial(target: Target) -> Module:
 
 
 def _run_in_child(image: bytes) -> str:
-    """How a child process ended that ran a trial; empty if it came to its end, or cannot be had."""
+    """Run a trial in a child. Return the signal that killed it; "" if none did, or without fork."""
     if not hasattr(os, "fork"):
         return ""
     code = jit.load(image, [_TRIAL])
@@ -78,7 +78,7 @@ def _run_in_child(image: bytes) -> str:
     memory = ctypes.create_string_buffer(4096)
     address = (ctypes.addressof(memory) + 63) & ~63
     with warnings.catch_warnings():
-        # The child takes no lock and starts no thread: it runs the function and ends.
+        # Forking is safe here: the child takes no lock and starts no thread.
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
@@ -86,7 +86,7 @@ def _run_in_child(image: bytes) -> str:
         os._exit(0)
     try:
         _, status = os.waitpid(child, 0)
-    except ChildProcessError:  # whoever ignores SIGCHLD never learns how a child ended
+    except ChildProcessError:  # the program ignores SIGCHLD, so the status is lost
         return ""
     if not os.WIFSIGNALED(status):
         return ""

@@ -1,4 +1,4 @@
-"""Pyramids of captured tensors, built anew at each call, since what tensors hold may change."""
+"""Builds pyramids of captured tensors, at each call, since the tensors may change."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from quire.ir.pyramid import Axis, Pyramid, anything, heap, missing_leaf
 from quire.runtime.cache import cache_key, code_of
 
 WORTH = 64
-"""Multiplications of attention for which a byte of a table is read."""
+"""Read a table if attention does at least this many multiplications per byte of it."""
 
 
 def build(captures: Sequence[Tensor], pyramids: Sequence[Pyramid], work: int) -> list[Tensor]:
-    """The pyramids of some tensors, where they are worth their time.
+    """Return the pyramids of captured tensors.
 
-    A table may have far more elements than a call has scores, as one of all queries has for a
-    few of them; then what it holds may be anything, and all of its tiles are computed.
+    A table may be far larger than the call, for example if the call has few queries. Then it is not
+    read: its pyramid allows any value, and all tiles are computed.
     """
     return [
         (_built if is_worth(captures[pyramid.slot], pyramid, work) else anything)(
@@ -35,7 +35,7 @@ def build(captures: Sequence[Tensor], pyramids: Sequence[Pyramid], work: int) ->
 
 
 def is_worth(tensor: Tensor, pyramid: Pyramid, work: int) -> bool:
-    """Whether a tensor is read for a call of so many multiplications."""
+    """Return whether to read a tensor for a call of `work` multiplications."""
     return len(pyramid.axes) == 1 or tensor.nbytes * WORTH <= work
 
 
@@ -44,27 +44,24 @@ def _built(tensor: Tensor, pyramid: Pyramid) -> Tensor:
     if len(pyramid.axes) > 2 or dtype not in PYRAMID_DTYPES or tensor.numel() == 0:
         return heap(tensor, pyramid)
     layout = _layout(tensor.shape, tensor.stride(), pyramid.axes)
-    entries = torch.empty(layout.room, dtype=dtype, device="cpu")
+    entries = torch.empty(layout.size, dtype=dtype, device="cpu")
     build, missing = _builder(Target.host(), dtype, pyramid.largest)
     source, into, size = tensor.data_ptr(), entries.data_ptr(), dtype.itemsize
     leaf, spare = missing.data_ptr(), into + layout.spare * size
     for start, place in layout.matrices:
         build(source + start * size, *layout.numbers, leaf, into + place * size, spare)
-    if tensor.dim() == 1 and layout.spare == layout.room:
+    if tensor.dim() == 1 and layout.spare == layout.size:
         return entries
     return entries.as_strided(layout.shape, layout.strides)
 
 
 class _Layout(NamedTuple):
-    """How the matrices of a tensor, along the axes of a pyramid, become those of its entries.
-
-    Everything is counted in elements.
-    """
+    """Where the matrices of a tensor and of its pyramid are, in elements."""
 
     numbers: tuple[int, ...]  # sizes, strides, leaves and grains of rows and of columns
-    matrices: list[tuple[int, int]]  # where each begins, in the tensor and among the entries
-    room: int
-    spare: int  # where a row begins that is put together from several
+    matrices: list[tuple[int, int]]  # where each begins, in the tensor and in the pyramid
+    size: int  # of the pyramid and a spare row
+    spare: int  # where the spare row begins, in which several rows are combined
     shape: list[int]
     strides: list[int]
 
@@ -74,7 +71,7 @@ def _layout(sizes: tuple[int, ...], strides: tuple[int, ...], axes: tuple[Axis, 
     single = len(axes) == 1
     row, column = (Axis(-1, 1), axes[0]) if single else axes
     one_row = 2 * column.leaves
-    # Of one row there is entry 1 alone: nobody writes entry 0, which would begin before it.
+    # A single row has only entry 1, and entry 0 is never written: it would be before the memory.
     first, each = (-one_row, one_row) if single else (0, 2 * row.leaves * one_row)
     steps, starts, count = {row.dim: one_row, column.dim: 1}, [0], 1
     others = [dim for dim in range(len(sizes)) if dim not in steps]
@@ -88,7 +85,7 @@ def _layout(sizes: tuple[int, ...], strides: tuple[int, ...], axes: tuple[Axis, 
     return _Layout(
         numbers=(rows[0], columns[0], rows[1], columns[1], *shapes),
         matrices=[(start, first + each * place) for place, start in enumerate(starts)],
-        room=each * count + (column.leaves << column.grain if column.grain else 0),
+        size=each * count + (column.leaves << column.grain if column.grain else 0),
         spare=each * count,
         shape=Pyramid(0, axes, False).shape(sizes),
         strides=[steps[dim] for dim in range(len(sizes))],
@@ -99,11 +96,12 @@ def _layout(sizes: tuple[int, ...], strides: tuple[int, ...], axes: tuple[Axis, 
 def _builder(
     target: Target, dtype: torch.dtype, largest: bool
 ) -> tuple[Callable[..., None], Tensor]:
-    """The function that builds a pyramid, and what it takes for missing leaves."""
+    """Return the function that builds a pyramid, and the value [1] of missing leaves."""
     address = _code(target, dtype).address(NAMES[largest])
     pointer, number = ctypes.c_void_p, ctypes.c_int64
-    signature = ctypes.CFUNCTYPE(None, pointer, *[number] * 8, pointer, pointer, pointer)
-    return signature(address), torch.full((1,), missing_leaf(dtype, largest), dtype=dtype)
+    parameters = [pointer, *[number] * 8, pointer, pointer, pointer]
+    function = ctypes.CFUNCTYPE(None, *parameters)(address)
+    return function, torch.full((1,), missing_leaf(dtype, largest), dtype=dtype)
 
 
 @functools.cache

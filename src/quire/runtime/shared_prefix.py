@@ -1,6 +1,6 @@
-"""Which sequences begin with the same pages, so that their keys are loaded once for all of them.
+"""Finds sequences that begin with the same pages, so that their keys are loaded once for all.
 
-Whole pieces of keys are shared, or none: what a row computes does not depend on its neighbours.
+Only whole pieces of keys are shared, so that results do not depend on the other sequences.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from quire.codegen.convention import KEYS_OF_PIECE
 from quire.memory.tables import Numbers, Sequences
 
 MOST_MEMBERS = 16
-"""Sequences whose rows are in the cache of a core at once."""
+"""The most sequences of a group: their rows must fit the cache of a core."""
 
 
 def shared_pieces(
     sequences: Sequences, page_table: Tensor, page: int, order: Numbers
 ) -> tuple[Numbers, Numbers | None, Numbers | None]:
-    """The sequences in an order in which groups are neighbours, and what each has in common.
+    """Return the order of sequences, group after group, and their columns `shared` and `members`.
 
-    `shared` are pieces that all of a group begin with; `members` is how many these are for the
-    first of a group, 0 for the others and 1 for who is alone.
+    `shared` is the number of pieces that the sequences of a group have in common. `members` is the
+    size of the group for its first sequence, 0 for the others, and 1 for a sequence without group.
+    Both are None if there is no group.
     """
     whole = np.where(sequences.kv_begin == 0, sequences.kv_end // KEYS_OF_PIECE, 0)
     if np.count_nonzero(whole) < 2 or (KEYS_OF_PIECE % page and page % KEYS_OF_PIECE):
@@ -30,13 +31,13 @@ def shared_pieces(
     pages = max(1, KEYS_OF_PIECE // page)  # of one piece
     groups: dict[tuple[int, bytes], list[int]] = {}
     alone: list[int] = []
-    for place in order.tolist():
-        if whole[place]:
-            row = table[sequences.b[place]]
-            key = int(sequences.q_len[place]), row[:pages].tobytes()
-            groups.setdefault(key, []).append(place)
+    for index in order.tolist():
+        if whole[index]:
+            row = table[sequences.b[index]]
+            key = int(sequences.q_len[index]), row[:pages].tobytes()
+            groups.setdefault(key, []).append(index)
         else:
-            alone.append(place)
+            alone.append(index)
     new_order: list[int] = []
     shared: list[int] = []
     members: list[int] = []
@@ -46,7 +47,7 @@ def shared_pieces(
             if len(part) == 1:
                 alone.append(part[0])
                 continue
-            count = _shared(table[sequences.b[part]], int(whole[part].min()), page)
+            count = _num_shared(table[sequences.b[part]], int(whole[part].min()), page)
             new_order += part
             shared += [count] * len(part)
             members += [len(part), *[0] * (len(part) - 1)]
@@ -58,8 +59,8 @@ def shared_pieces(
     return np.array(new_order), np.array(shared), np.array(members)
 
 
-def _shared(rows: Numbers, most: int, page: int) -> int:
-    """How many pieces all rows of a page table begin with."""
+def _num_shared(rows: Numbers, most: int, page: int) -> int:
+    """Return how many pieces, at most `most`, are the same in all rows of a page table."""
     used = rows[:, : -(-most * KEYS_OF_PIECE // page)]
     differ = np.flatnonzero((used != used[0]).any(axis=0))
     same = int(differ[0]) if len(differ) else used.shape[1]

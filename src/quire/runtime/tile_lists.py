@@ -1,8 +1,8 @@
-"""A block mask as the kernel reads it: for each block of queries the tiles to visit, ascending.
+"""Turns a block mask into tile lists: for each block of queries, the tiles to visit, ascending.
 
-The kernel's tiles need not be the mask's blocks. A tile is full where every block it touches is
-full, absent where every one is, and partial otherwise. Where some partial tile touches blocks of
-more than one kind the mask_mod alone cannot tell what holds in it: `mixed` has the rows then.
+A tile of the kernel may touch several blocks of the mask. It is full if all of them are full,
+absent if all are absent, and partial otherwise. If a partial tile touches blocks of several kinds,
+the mask_mod alone is not enough: `mixed` then has the block mask, to look up each element.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from quire.support.bounded import BoundedDict
 
 
 class TileLists(NamedTuple):
-    """Entries of all rows one after the other, and where each row starts."""
+    """The entries of all rows, one row after the other, and where each row starts."""
 
     offsets: NDArray[np.int64]
     entries: NDArray[np.int32]
-    batch_stride: int
-    per_head: int
-    mixed: BlockRows | None
-    offsets_address: int
-    entries_address: int
+    batch_stride: int = 0
+    per_head: int = 0
+    mixed: BlockRows | None = None
+    offsets_address: int = 0
+    entries_address: int = 0
 
 
-NO_LISTS = TileLists(np.empty(0, np.int64), np.empty(0, np.int32), 0, 0, None, 0, 0)
-"""No block mask: every tile is visited."""
+NO_LISTS = TileLists(np.empty(0, np.int64), np.empty(0, np.int32))
+"""The lists without a block mask: every tile is visited."""
 
 
 def read_lists(mask: BlockMask, lengths: tuple[int, int], block_q: int, block_kv: int) -> TileLists:
-    """The tiles of `block_q` x `block_kv` that a mask asks for.
+    """Return the tiles of `block_q` x `block_kv` that a mask lists.
 
-    A user may edit a mask's tensors at any time, so what was read before is known by its content.
+    The user may edit the tensors of a mask, so the cache of lists compares their content.
     """
     key = (mask.content(), lengths, block_q, block_kv)
     lists = _known.get(key)
@@ -49,7 +49,7 @@ _known: BoundedDict[tuple[object, ...], TileLists] = BoundedDict(16)
 
 
 def tile_lists(rows: BlockRows, block_q: int, block_kv: int) -> TileLists:
-    """The tiles of `block_q` x `block_kv` that rows of blocks ask for."""
+    """Return the tiles of `block_q` x `block_kv` that rows of blocks list."""
     q_size, kv_size = rows.block_size
     if q_size % block_q == 0 and kv_size % block_kv == 0:  # every tile is within one block
         runs, mixed = _divided(rows, q_size // block_q, kv_size // block_kv), False
@@ -74,25 +74,23 @@ def tile_lists(rows: BlockRows, block_q: int, block_kv: int) -> TileLists:
 
 
 def _divided(rows: BlockRows, tall: int, wide: int) -> Runs:
-    """The runs of tiles that are within blocks, `tall` of them below and `wide` beside another."""
+    """Return the runs of tiles if each block holds `tall` x `wide` whole tiles."""
     runs, (q_len, kv_len), (q_size, kv_size) = rows.runs, rows.seq_lengths, rows.block_size
     num_rows, num_columns = -(-q_len // (q_size // tall)), -(-kv_len // (kv_size // wide))
     batches, heads, mask_rows, _ = runs.shape
-    # Each tile row has the runs of the mask row that it lies in, cut off at the last key.
-    of = np.arange(num_rows) // tall
-    sources = (np.arange(batches * heads)[:, None] * mask_rows + of).ravel()
+    # Each row of tiles has the runs of the row of blocks that it is in, cut off at the last key.
+    mask_row = np.arange(num_rows) // tall
+    sources = (np.arange(batches * heads)[:, None] * mask_rows + mask_row).ravel()
     tiles = runs.pick(sources, (batches, heads, num_rows, num_columns))
     starts, stops = (np.minimum(ends * wide, num_columns) for ends in (tiles.starts, tiles.stops))
     return tiles._replace(starts=starts, stops=stops)
 
 
 def _kinds(rows: BlockRows, block_q: int, block_kv: int) -> tuple[NDArray[np.integer], bool]:
-    """What each tile is, and whether a partial one touches blocks of several kinds."""
+    """Return the kind of each tile, and whether a partial one touches blocks of several kinds."""
     (q_len, kv_len), (q_size, kv_size) = rows.seq_lengths, rows.block_size
-    q_ranges, kv_ranges = (
-        blocks_of_tiles(q_len, block_q, q_size),
-        blocks_of_tiles(kv_len, block_kv, kv_size),
-    )
+    q_ranges = blocks_of_tiles(q_len, block_q, q_size)
+    kv_ranges = blocks_of_tiles(kv_len, block_kv, kv_size)
     cells = rows.runs.cells()
     present = _count(cells != 0, q_ranges, kv_ranges)
     full = _count(cells == FULL_BLOCK, q_ranges, kv_ranges)
@@ -103,7 +101,7 @@ def _kinds(rows: BlockRows, block_q: int, block_kv: int) -> tuple[NDArray[np.int
 
 
 def blocks_of_tiles(length: int, tile: int, block: int) -> NDArray[np.int64]:
-    """The first block that each tile touches, and one past the last: [2, tiles]."""
+    """Return the first block that each tile touches, and one past the last: [2, tiles]."""
     starts = np.arange(0, length, tile, dtype=np.int64)
     stops = np.minimum(starts + tile, length)
     return np.stack([starts // block, -(-stops // block)])
@@ -112,7 +110,7 @@ def blocks_of_tiles(length: int, tile: int, block: int) -> NDArray[np.int64]:
 def _count(
     cells: NDArray[np.bool_], q_ranges: NDArray[np.int64], kv_ranges: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """How many cells are true in each tile's range of blocks, by differences of running sums."""
+    """Return how many cells are true in the blocks of each tile, from cumulative sums."""
     counts = cells.astype(np.int64)
     for axis, (first, last) in ((-2, q_ranges), (-1, kv_ranges)):
         one_before = [(0, 0)] * 4

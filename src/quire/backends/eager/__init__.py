@@ -1,7 +1,13 @@
-"""The tiled path in torch ops: any mod, memory linear in the sequence.
+"""Attention in torch operations, tile by tile: any mod, memory linear in the sequence.
 
-Scores are made one tile at a time and folded into a running maximum, sum and output (online
-softmax); the backward pass makes each tile again from the saved log-sum-exp. Read `tiling`, which
-tiles there are; `tile`, the scores of one; `forward`; `backward`; `key_mass`, the attention that
-each key receives; `per_sequence`, which does all that for ragged and paged memory.
+The forward pass computes the scores of one tile after the other, and updates a running maximum, sum
+and output (online softmax). The backward pass computes each tile again from the log-sum-exp.
+
+    tiling          which tiles there are
+    tile            the scores of one tile
+    forward         the forward pass of dense memory; `observe` adds argmax and entropy
+    backward        the backward pass of dense memory
+    key_mass        how much attention each key receives
+    far             rows whose log-sum-exp is too far from 0 to be precise
+    per_sequence    both passes for ragged and paged memory
 """

@@ -1,13 +1,12 @@
-"""The gradients, a tile at a time: each tile's scores are made again from the log-sum-exp.
+"""The backward pass of dense memory. It computes the scores of each tile again.
 
-With P the weights after softmax, d the gradient of what follows it, and for each row
-delta = sum(dO * O) - d lse:
+P is the softmax, dX the gradient of X, and delta = sum(dO * O) - d lse for each row:
 
     dV = dropped(P)^T dO      dP = dropped(dO V^T)      dS = P * (dP - delta)
 
-dS is the gradient of the modified scores. Autograd takes it through the score_mod, to the raw
-scores and to what the mod captures, and has no other part in this; unless gradients are enabled:
-then every step is recorded, so that the result can be differentiated again.
+dS is the gradient of the modified scores. Autograd computes the gradients of the raw scores and of
+captured tensors from it. If gradients are enabled, autograd records every step here, so that the
+result can be differentiated again.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ T = TypeVar("T")
 
 
 class Given(NamedTuple):
-    """What each row is given: the gradient dO [B, Hq, L, Dv], delta and lse [B, Hq, L]."""
+    """Inputs of each row: the gradient dO [B, Hq, L, Dv], delta and lse [B, Hq, L]."""
 
     out: Tensor
     delta: Tensor
@@ -42,7 +41,7 @@ class Given(NamedTuple):
 
     @staticmethod
     def of(above: Above) -> Given:
-        """From what comes from above."""
+        """Compute delta from the output and the gradients."""
         out, lse, grad_out, grad_lse = above[:4]
         if grad_out is None:
             grad_out = torch.zeros_like(out)
@@ -50,14 +49,14 @@ class Given(NamedTuple):
         return Given(grad_out, delta if grad_lse is None else delta - grad_lse, lse)
 
     def divided(self, found: Normaliser | None) -> Given:
-        """For probabilities that lse alone does not give: what they multiply has their share."""
+        """Replace lse by a shift, and multiply the factors of probabilities by their share."""
         if found is None:
             return self
         shift, share = found
         return Given(self.out * share.unsqueeze(-1), self.delta * share, shift)
 
     def at(self, stripe: Stripe, dtype: torch.dtype) -> Given:
-        """That of a stripe, with delta and lse as columns."""
+        """Return the inputs of a stripe, with delta and lse as [b, h, rows, 1]."""
         out, delta, lse = (tensor[stripe.rows].to(dtype) for tensor in self)
         return Given(out, delta.unsqueeze(-1), lse.unsqueeze(-1))
 
@@ -65,10 +64,9 @@ class Given(NamedTuple):
 def backward(
     problem: Problem, placed: Placed, blocks: BlockRows | None, wanted: Wanted, above: Above
 ) -> Gradients:
-    """The gradients of query, key, value and captures, in the working dtype.
+    """Return the gradients of query, key, value and captures of dense memory, in the working dtype.
 
-    Operands are in dense memory. `blocks` are those of the block mask, if any, in the forward pass:
-    the mask may have been edited since.
+    `blocks` are the blocks of the mask in the forward pass: it may have been edited since.
     """
     given = Given.of(above)
     if above.whole:
@@ -76,12 +74,12 @@ def backward(
     sums = _zeros(placed, wanted)._replace(delta=given.delta, lse=given.lse)
     if not (wanted.scores or wanted.value):
         return sums
-    compute = _forgetful(_tile_gradients)
+    compute = _checkpointed(functools.partial(_tile_gradients, problem, placed, wanted))
     for stripe in stripes(problem, placed, blocks):
         rows = placed.query[stripe.rows].to(placed.dtype)
-        mine = given.at(stripe, placed.dtype)
+        given_rows = given.at(stripe, placed.dtype)
         for keys in stripe.tiles:
-            part = compute(problem, placed, stripe, keys, rows, mine, wanted)
+            part = compute(stripe, keys, rows, given_rows)
             if part is not None:
                 _add(sums, part, stripe, keys)
     return sums
@@ -103,20 +101,21 @@ def _zeros(placed: Placed, wanted: Wanted) -> Gradients:
 
 
 def _add(sums: Gradients, part: Gradients, stripe: Stripe, keys: Keys) -> None:
+    """Add the gradients of one tile to the sums."""
     if sums.query is not None and part.query is not None:
         sums.query[stripe.rows] += part.query
-    for total, more in ((sums.key, part.key), (sums.value, part.value)):
-        if total is not None and more is not None:
+    for total, grad in ((sums.key, part.key), (sums.value, part.value)):
+        if total is not None and grad is not None:
             here = total[stripe.rows_of(keys, total)]
-            here += more.sum_to_size(here.shape)  # one batch of keys may serve them all
-    for total, more in zip(sums.captures, part.captures, strict=True):
-        if total is not None and more is not None:
-            total += more
+            here += grad.sum_to_size(here.shape)  # all batches may share one batch of keys
+    for total, grad in zip(sums.captures, part.captures, strict=True):
+        if total is not None and grad is not None:
+            total += grad
 
 
-def _forgetful(compute: Callable[..., T]) -> Callable[..., T]:
-    """`compute`, of whose record autograd keeps the inputs alone and makes the rest again."""
-    if in_transform() or not torch.is_grad_enabled():  # the first cannot do that
+def _checkpointed(compute: Callable[..., T]) -> Callable[..., T]:
+    """Return `compute` with checkpointing: autograd keeps its inputs, and computes it again."""
+    if in_transform() or not torch.is_grad_enabled():  # torch.func does not support checkpoints
         return compute
     return functools.partial(checkpoint, compute, use_reentrant=False, preserve_rng_state=False)
 
@@ -124,13 +123,13 @@ def _forgetful(compute: Callable[..., T]) -> Callable[..., T]:
 def _tile_gradients(
     problem: Problem,
     placed: Placed,
+    wanted: Wanted,
     stripe: Stripe,
     key_range: Keys,
     rows: Tensor,
     given: Given,
-    wanted: Wanted,
 ) -> Gradients | None:
-    """What one tile adds to the gradients; None where its mask holds nowhere."""
+    """Return what one tile adds to the gradients; None if its mask is false everywhere."""
     tile = Tile(problem, placed, stripe, key_range)
     if tile.is_empty:
         return None
@@ -148,7 +147,7 @@ def _tile_gradients(
         grad_weights = tile.dropped(grad_kept.view(scores.shape))
         grad_scores = weights * torch.where(read, grad_weights - given.delta, 0.0)
         grad_raw, grad_captures = _through_mod(
-            tile, raw, modified, wanted.captures, grad_scores, read
+            tile, raw, modified, captures=wanted.captures, grad=grad_scores, read=read
         )
         grad_products = grad_raw * problem.scale
         if wanted.query:
@@ -160,16 +159,16 @@ def _tile_gradients(
 
 
 def _sum_over_rows(weights: Tensor, rows: Tensor, read: Tensor, keys: Tensor) -> Tensor:
-    """weights^T @ rows over the query heads of each key head: [b, kvh, keys, n]."""
-    turned, turned_read = (by_group(x, keys).transpose(-2, -1) for x in (weights, read))
-    return weighted_sum(turned, by_group(rows, keys), turned_read)
+    """Return weights^T @ rows, summed over the query heads of a key head: [b, kvh, keys, n]."""
+    by_key, read_by_key = (by_group(x, keys).transpose(-2, -1) for x in (weights, read))
+    return weighted_sum(by_key, by_group(rows, keys), read_by_key)
 
 
 # --- through the score_mod -----------------------------------------------------------------------
 
 
 def _recorded(tile: Tile, raw: Tensor, only: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The raw and the modified scores, with a record of what lies between the two alone."""
+    """Return the raw and the modified scores. Autograd records the score_mod between them."""
     if not torch.is_grad_enabled():
         raw = raw.detach().requires_grad_()
     with torch.enable_grad():
@@ -180,20 +179,20 @@ def _through_mod(
     tile: Tile,
     raw: Tensor,
     modified: Tensor,
+    *,
     captures: tuple[Tensor, ...],
     grad: Tensor,
     read: Tensor,
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """From the gradient of the modified scores to those of the raw scores and the captures.
+    """Return the gradients of raw scores and captures from `grad`, that of the modified scores.
 
-    `grad` is 0 where a score is not read, but 0 times a slope that is not finite is NaN. In the
-    gradient of a capture that cannot be told from others; then only what is read runs again.
+    `grad` is 0 for scores that are not read, but 0 times a derivative of inf is NaN. If the
+    gradient of a capture is not finite, the mod runs again on the scores that are read.
     """
     if modified is raw:
         return grad, (None,) * len(captures)
     grad_raw, *grad_captures = _gradients(modified, (raw, *captures), grad)
-    spoilt = any(x is not None and not bool(x.isfinite().all()) for x in grad_captures)
-    if spoilt:
+    if any(x is not None and not bool(x.isfinite().all()) for x in grad_captures):
         raw, modified = _recorded(tile, raw, only=read)
         _, *grad_captures = _gradients(modified, (raw, *captures), grad)
     if grad_raw is None:
@@ -204,10 +203,10 @@ def _through_mod(
 def _gradients(
     output: Tensor, inputs: tuple[Tensor, ...], grad: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """`torch.autograd.grad` that knows that what requires no gradient has none."""
+    """Return torch.autograd.grad, with None for inputs that do not require grad."""
     sources = [tensor for tensor in inputs if tensor.requires_grad]
     if not sources or not output.requires_grad:
         return (None,) * len(inputs)
-    again = torch.is_grad_enabled()
-    found = iter(torch.autograd.grad(output, sources, grad, create_graph=again, allow_unused=True))
+    twice = torch.is_grad_enabled()
+    found = iter(torch.autograd.grad(output, sources, grad, create_graph=twice, allow_unused=True))
     return tuple(next(found) if tensor.requires_grad else None for tensor in inputs)

@@ -1,10 +1,9 @@
-"""Rows whose log-sum-exp is so far from 0 that rounding it loses what the softmax needs.
+"""Rows whose log-sum-exp is so far from 0 that its rounding spoils the softmax.
 
     scores -1e9, -1e9, -1e9      log-sum-exp -1e9 + log 3, in float32 -1e9
 
-exp(score - lse) is then 1 for each of the three and not 1/3. The backward pass has nothing but the
-log-sum-exp, so for such rows the softmax is made again: from the largest score, and the sum of
-exp(score - largest).
+Then exp(score - lse) is 1 for each of the three keys, not 1/3. For such rows, the backward pass
+computes the largest score and the sum of exp(score - largest) again, and uses them instead of lse.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from quire.results import is_far
 
 
 class Normaliser(NamedTuple):
-    """For each row [B, Hq, L] what makes probabilities: exp(score - shift) * share."""
+    """Numbers of each row [B, Hq, L], with probability = exp(score - shift) * share."""
 
     shift: Tensor
     share: Tensor
@@ -37,9 +36,9 @@ def normaliser(
     lse: Tensor,
     sink: Tensor | None,
 ) -> Normaliser | None:
-    """The shift and share of all rows, which are lse and 1 of most; None if they are of all.
+    """Return shift and share of all rows: lse and 1, except in rows far from 0. None if none is.
 
-    To autograd the shift is lse, of which it has all but the digits.
+    `lse` is [B, Hq, L], `sink` [Hq]. Autograd differentiates the shift as if it were lse.
     """
     far = is_far(lse)
     if not bool(far.any()):
@@ -58,7 +57,7 @@ def normaliser(
 def _largest_and_sum(
     problem: Problem, placed: Placed, stripe: Stripe, sink: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Of each row of a stripe the largest score, and the sum of exp(score - largest)."""
+    """Return the largest score and the sum of exp(score - largest) of each row of a stripe."""
     rows = placed.query[stripe.rows].to(placed.dtype)
     peak = rows.new_full((*rows.shape[:-1], 1), -math.inf)
     if sink is not None:

@@ -1,4 +1,4 @@
-"""Attention over all stripes, without a record for autograd."""
+"""The forward pass of dense memory, without autograd."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from quire.results import Result, output_layout
 def forward(
     problem: Problem, placed: Placed, sink: Tensor | None, wanted: AuxRequest = NO_AUX
 ) -> Result:
-    """Compute a stripe at a time, in the working dtype.
+    """Return the results of dense memory in the working dtype. The output has the query's layout.
 
-    Operands are in dense memory. The output lies in memory as the query does.
+    query [B, Hq, L, D], key [B or 1, Hkv, S, D], value [B or 1, Hkv, S, Dv], sink [Hq].
     """
     query = placed.query
     shape, strides = output_layout(query, placed.value.shape[-1])
@@ -40,7 +40,7 @@ def forward(
         for name, rows in result.by_query.items():
             rows[stripe.rows] = part[name]
     if wanted.key_mass:
-        assert result.lse is not None, "it is always made"
+        assert result.lse is not None, "lse is always computed"
         result = result._replace(key_mass=key_mass(problem, placed, result.lse, sink))
     return result
 
@@ -52,24 +52,29 @@ def forward_stripe(
     sink: Tensor | None,
     wanted: AuxRequest = NO_AUX,
 ) -> Result:
-    """Online softmax: `sums` and `total` are relative to exp(peak), the maximum so far."""
+    """Return the results of one stripe by online softmax.
+
+    `peak` is the largest score so far; `sums` and `total` are divided by exp(peak).
+    """
     rows = placed.query[stripe.rows].to(placed.dtype)
     peak = rows.new_full((*rows.shape[:-1], 1), -math.inf)
     total = torch.zeros_like(peak)
     sums = rows.new_zeros((*rows.shape[:-1], placed.value.shape[-1]))
-    observed = Observed.nothing(peak) if wanted.argmax or wanted.entropy else None
+    observed = Observed.before(peak) if wanted.argmax or wanted.entropy else None
     for keys in stripe.tiles:
         tile = Tile(problem, placed, stripe, keys)
         if tile.is_empty:
             continue
         scores = tile.masked(tile.modified(tile.raw_scores(rows)))
         higher = torch.maximum(peak, scores.amax(-1, keepdim=True))
-        weights = torch.exp(scores - subtrahend(higher))
-        rescale = torch.exp(peak - subtrahend(higher))
+        shift = subtrahend(higher)
+        weights = torch.exp(scores - shift)
+        rescale = torch.exp(peak - shift)
         read = by_group(scores != -math.inf, tile.values)
         if observed is not None:
-            shift = subtrahend(higher)
-            observed = observed.after(scores, tile.indices[3], weights, peak, total, shift)
+            observed = observed.after(
+                scores, tile.indices[3], weights, peak=peak, total=total, shift=shift
+            )
         tile_sums = weighted_sum(by_group(tile.dropped(weights), tile.values), tile.values, read)
         total = total * rescale + weights.sum(-1, keepdim=True)
         sums = sums * rescale + tile_sums.view_as(sums)
@@ -81,8 +86,8 @@ def forward_stripe(
 def _normalised(
     sums: Tensor, total: Tensor, peak: Tensor, sink: Tensor | None, observed: Observed | None
 ) -> Result:
-    """Divide by the sum of weights, which the sink joins once."""
-    top, kept = peak, total
+    """Add the sink to the sum of weights, and divide by it."""
+    top, total_of_keys = peak, total
     if sink is not None:
         logit = sink.to(sums.dtype).view(1, -1, 1, 1)
         top = torch.maximum(peak, logit)
@@ -94,5 +99,5 @@ def _normalised(
     result = Result(out, lse.squeeze(-1), peak.squeeze(-1))
     if observed is None:
         return result
-    entropy = observed.entropy(kept, total, peak - subtrahend(top))
+    entropy = observed.entropy(total_of_keys, total, peak - subtrahend(top))
     return result._replace(argmax=observed.place.squeeze(-1), entropy=entropy.squeeze(-1))

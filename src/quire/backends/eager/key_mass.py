@@ -1,7 +1,7 @@
 """How much attention each key received: the probabilities summed over queries.
 
-The sum of a row must be known before its probabilities are, so this is a pass of its own over the
-tiles, as the backward pass is: each tile's scores are made again from the log-sum-exp.
+Probabilities need the log-sum-exp of the whole row, so this is a second pass over all tiles, which
+computes their scores again.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from quire.request import Problem
 
 
 def key_mass(problem: Problem, placed: Placed, lse: Tensor, sink: Tensor | None) -> Tensor:
-    """The probabilities, before dropout, summed over the queries of a head: [B, Hq, S].
+    """Return the probabilities before dropout, summed over the queries of each head: [B, Hq, S].
 
-    `lse` [B, Hq, L] is that of the forward pass.
+    `lse` [B, Hq, L] is a result of the forward pass, `sink` is [Hq].
     """
     query, key, _ = placed.operands
     mass = lse.new_zeros((*query.shape[:2], key.shape[2]))

@@ -1,4 +1,4 @@
-"""What a row has seen so far of the scores themselves: where the largest is, and the entropy."""
+"""The argmax and the entropy of each row, updated tile by tile."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from torch import Tensor
 
 
 class Observed(NamedTuple):
-    """The place of the largest score, and `surprise`, the sum of weight * (score - largest).
+    """`place`, the position of the largest score, and `surprise` = sum(weight * (score - largest)).
 
-    Weights are exp(score - largest), as in the running softmax. Both are columns [b, h, rows, 1].
+    Weights are exp(score - largest), as in the running softmax. Both tensors are [b, h, rows, 1].
     """
 
     place: Tensor
     surprise: Tensor
 
     @staticmethod
-    def nothing(peak: Tensor) -> Observed:
-        """Before the first tile."""
+    def before(peak: Tensor) -> Observed:
+        """Return the state before the first tile."""
         return Observed(torch.full_like(peak, -1, dtype=torch.int64), torch.zeros_like(peak))
 
     def after(
@@ -27,13 +27,14 @@ class Observed(NamedTuple):
         scores: Tensor,
         kv_idx: Tensor,
         weights: Tensor,
+        *,
         peak: Tensor,
         total: Tensor,
         shift: Tensor,
     ) -> Observed:
-        """With one more tile, whose weights are relative to exp(shift).
+        """Return the state after one more tile, whose weights are exp(score - shift).
 
-        `peak` and `total` are the maximum and the sum of weights before it.
+        `peak` and `total` are the maximum and the sum of weights before this tile.
         """
         best, at = scores.max(-1, keepdim=True)
         higher = (best > peak) | (best.isnan() & ~peak.isnan())
@@ -46,10 +47,10 @@ class Observed(NamedTuple):
         )
 
     def entropy(self, total: Tensor, whole: Tensor, below: Tensor) -> Tensor:
-        """That of the probabilities, where all has been read.
+        """Return the entropy of the probabilities, after the last tile.
 
-        `total` is the sum of weights, `whole` that with a sink, relative to a maximum which is
-        higher by -`below`.
+        `total` is the sum of weights; `whole` is the sum with the sink, whose maximum is larger by
+        -`below`.
         """
         rescale = torch.exp(below)
         terms = self.surprise + total * (below - torch.log(whole))

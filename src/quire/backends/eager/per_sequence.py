@@ -1,7 +1,4 @@
-"""Ragged and paged attention as dense attention of one sequence after the other.
-
-It is what they mean, and how it is computed in torch ops.
-"""
+"""Ragged and paged memory: dense attention, one sequence after the other."""
 
 from __future__ import annotations
 
@@ -23,16 +20,16 @@ from quire.results import NOWHERE, Above, Gradients, Result, Wanted
 
 
 def in_rows(placed: Placed) -> Placed:
-    """The operands with keys and values in rows: those of pages are copied out of them."""
+    """Return paged memory as ragged memory: keys and values are copied out of their pages."""
     if placed.page_table is None:
         return placed
     pages, rows = _key_places(placed)
 
-    def taken(x: Tensor, scale: Tensor | None) -> Tensor:
+    def copied(x: Tensor, scale: Tensor | None) -> Tensor:
         found = x[pages, :, rows]
         if scale is not None:
-            factors = scale[pages, :, rows].to(placed.dtype)
-            found = found.to(placed.dtype) * factors.unsqueeze(-1)
+            scales = scale[pages, :, rows].to(placed.dtype)
+            found = found.to(placed.dtype) * scales.unsqueeze(-1)
         return found.transpose(0, 1).unsqueeze(0)
 
     sequences = placed.sequences
@@ -40,15 +37,15 @@ def in_rows(placed: Placed) -> Placed:
     first = np.cumsum(counts) - counts - sequences.kv_begin
     return Placed(
         query=placed.query,
-        key=taken(placed.key, placed.key_scale),
-        value=taken(placed.value, placed.value_scale),
+        key=copied(placed.key, placed.key_scale),
+        value=copied(placed.value, placed.value_scale),
         rows=sequences._replace(kv_row=first),
     )
 
 
 def _key_places(placed: Placed) -> tuple[Tensor, Tensor]:
-    """The page of every key and its row there, sequence after sequence."""
-    assert placed.page_table is not None, "there are pages"
+    """Return the page of every key and its row in the page, sequence after sequence."""
+    assert placed.page_table is not None, "keys must be in pages"
     sequences, page = placed.sequences, placed.key.shape[2]
     counts = sequences.kv_len
     first = np.repeat(sequences.kv_begin - np.cumsum(counts) + counts, counts)
@@ -62,13 +59,13 @@ def _key_places(placed: Placed) -> tuple[Tensor, Tensor]:
 
 
 def forward(problem: Problem, placed: Placed, sink: Tensor | None, wanted: AuxRequest) -> Result:
-    """The results of each sequence, and what rows hold that belong to none."""
+    """Return the results of all sequences. Rows that belong to no sequence get `NOWHERE`."""
     if placed.is_dense:
         return dense_forward.forward(problem, placed, sink, wanted)
-    given, placed = placed, in_rows(placed)
+    is_paged, placed = placed.page_table is not None, in_rows(placed)
     query, key, value = placed.operands
-    nobody = Placed(query[:, :, :0], key[:, :, :0], value[:, :, :0], One(0, 0, 0, 0))
-    sample = dense_forward.forward(problem, nobody, sink, wanted)
+    empty = Placed(query[:, :, :0], key[:, :, :0], value[:, :, :0], One(0, 0, 0, 0))
+    sample = dense_forward.forward(problem, empty, sink, wanted)  # which results, which dtypes
     whole = {
         name: rows.new_full((*rows.shape[:2], query.shape[2], *rows.shape[3:]), NOWHERE[name])
         for name, rows in sample.by_query.items()
@@ -76,24 +73,24 @@ def forward(problem: Problem, placed: Placed, sink: Tensor | None, wanted: AuxRe
     mass = None
     if wanted.key_mass:
         mass = query.new_zeros((*query.shape[:2], key.shape[2]), dtype=placed.dtype)
-    for alone, rows, keys in placed.each():
-        found = dense_forward.forward(problem, alone, sink, wanted)
+    for dense, rows, keys in placed.each():
+        found = dense_forward.forward(problem, dense, sink, wanted)
         for name, part in found.by_query.items():
             whole[name][:, :, rows] = part
         if mass is not None and found.key_mass is not None:
             mass[:, :, keys] = found.key_mass
-    if mass is not None and given.page_table is not None:
+    if mass is not None and is_paged:
         mass = _by_position(mass, placed.sequences)
     return Result(**whole, key_mass=mass)
 
 
 def _by_position(mass: Tensor, sequences: Sequences) -> Tensor:
-    """What is known of keys that lie in pages: [sequences, Hq, positions]."""
-    placed = mass.new_zeros((sequences.num, mass.shape[1], longest(sequences.kv_end)))
+    """Return mass [1, Hq, total] as [B, Hq, positions]."""
+    padded = mass.new_zeros((sequences.num, mass.shape[1], longest(sequences.kv_end)))
     columns = sequences.b, sequences.kv_begin, sequences.kv_end, sequences.kv_row
     for b, begin, end, row in zip(*(column.tolist() for column in columns), strict=True):
-        placed[b, :, begin:end] = mass[0, :, row + begin : row + end]
-    return placed
+        padded[b, :, begin:end] = mass[0, :, row + begin : row + end]
+    return padded
 
 
 # --- backward ------------------------------------------------------------------------------------
@@ -102,39 +99,39 @@ def _by_position(mass: Tensor, sequences: Sequences) -> Tensor:
 def backward(
     problem: Problem, placed: Placed, blocks: BlockRows | None, wanted: Wanted, above: Above
 ) -> Gradients:
-    """The gradients, the backward pass being that of each sequence alone."""
+    """Return the gradients: those of query, key and value joined, those of captures summed."""
     if placed.is_dense:
         return dense_backward.backward(problem, placed, blocks, wanted, above)
     given, placed = placed, in_rows(placed)
     parts: list[_Part] = []
     captures: list[Tensor | None] = [None] * len(wanted.captures)
-    for alone, rows, keys in placed.each():
-        found = dense_backward.backward(problem, alone, None, wanted, above.at(rows))
+    for dense, rows, keys in placed.each():
+        found = dense_backward.backward(problem, dense, None, wanted, above.at(rows))
         parts.append(_Part(rows, keys, found))
-        for place, grad in enumerate(found.captures):
+        for index, grad in enumerate(found.captures):
             if grad is not None:
-                known = captures[place]
-                captures[place] = grad if known is None else known + grad
+                total = captures[index]
+                captures[index] = grad if total is None else total + grad
     query, key, value = placed.operands
-    by_row = [(part.rows, part.found.query) for part in parts]
-    by_key = [(part.keys, part.found.key) for part in parts]
-    by_value = [(part.keys, part.found.value) for part in parts]
+    of_query = [(part.rows, part.found.query) for part in parts]
+    of_key = [(part.keys, part.found.key) for part in parts]
+    of_value = [(part.keys, part.found.value) for part in parts]
     deltas = [(part.rows, part.found.delta) for part in parts]
     lses = [(part.rows, part.found.lse) for part in parts]
-    grad_key = _joined(by_key, key, placed.dtype) if wanted.key else None
-    grad_value = _joined(by_value, value, placed.dtype) if wanted.value else None
+    grad_key = _joined(of_key, key, placed.dtype) if wanted.key else None
+    grad_value = _joined(of_value, value, placed.dtype) if wanted.value else None
     return Gradients(
-        query=_joined(by_row, query, placed.dtype) if wanted.query else None,
+        query=_joined(of_query, query, placed.dtype) if wanted.query else None,
         key=_to_pages(grad_key, given.key, given),
         value=_to_pages(grad_value, given.value, given),
         captures=tuple(captures),
         delta=_joined(deltas, above.lse, placed.dtype),
-        lse=_joined(lses, above.lse, placed.dtype, hole=-math.inf),
+        lse=_joined(lses, above.lse, placed.dtype, fill=-math.inf),
     )
 
 
 class _Part(NamedTuple):
-    """The gradients of one sequence, and where its rows and keys are among all."""
+    """The gradients of one sequence, and which rows and keys they are for."""
 
     rows: slice
     keys: slice
@@ -142,7 +139,7 @@ class _Part(NamedTuple):
 
 
 def _to_pages(grad: Tensor | None, like: Tensor, placed: Placed) -> Tensor | None:
-    """The gradient of what `in_rows` copied. Sequences may share pages."""
+    """Add the gradient of rows that `in_rows` copied to their pages, which may be shared."""
     if grad is None or placed.page_table is None:
         return grad
     pages, heads, size, width = like.shape
@@ -152,16 +149,16 @@ def _to_pages(grad: Tensor | None, like: Tensor, placed: Placed) -> Tensor | Non
 
 
 def _joined(
-    parts: list[tuple[slice, Tensor | None]], like: Tensor, dtype: torch.dtype, hole: float = 0.0
+    parts: list[tuple[slice, Tensor | None]], like: Tensor, dtype: torch.dtype, fill: float = 0.0
 ) -> Tensor:
-    """Parts of the rows of `like` in ascending order, and `hole` between them."""
+    """Return a tensor of the shape of `like` from parts of its rows, with `fill` between them."""
 
     def gap(num_rows: int) -> Tensor:
-        return like.new_full((*like.shape[:2], num_rows, *like.shape[3:]), hole, dtype=dtype)
+        return like.new_full((*like.shape[:2], num_rows, *like.shape[3:]), fill, dtype=dtype)
 
     end, joined = 0, []
     for at, part in parts:
-        assert part is not None, "what is wanted of one sequence is wanted of all"
+        assert part is not None, "every sequence must have this gradient"
         joined += [gap(at.start - end), part]
         end = at.stop
     return torch.cat([*joined, gap(like.shape[2] - end)], 2)

@@ -1,8 +1,7 @@
-"""The scores of one tile, and sums over its keys.
+"""The scores of one tile [b, h, rows, keys] in the working dtype, and sums over its keys.
 
-Comes in: a problem, operands in dense memory, a stripe and a tile. Goes out: tensors
-[b, h, rows, keys] in the working dtype. Nothing here is larger than a tile. Every step can be
-differentiated, and is recorded where the caller has gradients enabled.
+No tensor here is larger than a tile. Every step can be differentiated; autograd records it if the
+caller has gradients enabled.
 """
 
 from __future__ import annotations
@@ -30,19 +29,19 @@ class Tile:
 
     @cached_property
     def keys(self) -> Tensor:
-        """[b or 1, kvh, keys, D]."""
+        """Return the keys of the tile: [b or 1, kvh, keys, D]."""
         key = self.placed.key
         return key[self.stripe.rows_of(self.key_range, key)].to(self.placed.dtype)
 
     @cached_property
     def values(self) -> Tensor:
-        """[b or 1, kvh, keys, Dv]."""
+        """Return the values of the tile: [b or 1, kvh, keys, Dv]."""
         value = self.placed.value
         return value[self.stripe.rows_of(self.key_range, value)].to(self.placed.dtype)
 
     @cached_property
     def indices(self) -> Indices:
-        """The absolute b, h, q_idx and kv_idx of the tile."""
+        """Return the absolute b, h, q_idx and kv_idx of the tile, each a 1-D tensor."""
         rows, stripe = self.placed.one, self.stripe
         ranges = (
             (stripe.batch, rows.b),
@@ -58,25 +57,25 @@ class Tile:
 
     @cached_property
     def mask(self) -> Tensor | None:
-        """Where the masks hold, broadcastable to the scores; None for everywhere."""
+        """Return where all masks are true, broadcastable to the scores; None for everywhere."""
         mask = None
         for mod in self.key_range.masks:
-            holds = evaluate(mod, "mask", *self.indices)
-            mask = holds if mask is None else mask & holds
+            allowed = evaluate(mod, "mask", *self.indices)
+            mask = allowed if mask is None else mask & allowed
         return mask
 
     @property
     def is_empty(self) -> bool:
-        """Whether the masks hold nowhere."""
+        """Return whether no query of the tile reads a key."""
         return self.mask is not None and not bool(self.mask.any())
 
     def raw_scores(self, rows: Tensor) -> Tensor:
-        """The scaled scores of the stripe's `rows` of the query, before any mod."""
+        """Return the scaled scores of query rows [b, h, rows, D], before any mod."""
         products = by_group(rows, self.keys) @ self.keys.transpose(-2, -1)
         return products.view(*rows.shape[:-1], -1) * self.problem.scale
 
     def modified(self, raw: Tensor, *, only: Tensor | None = None) -> Tensor:
-        """Scores after the score_mod, which may be called `only` where this holds."""
+        """Return the scores after the score_mod. With `only`, call it just where this is true."""
         mod = self.problem.score_mod
         if mod is None:
             return raw
@@ -86,11 +85,11 @@ class Tile:
         return scores.to(raw.dtype).broadcast_to(raw.shape)
 
     def masked(self, scores: Tensor) -> Tensor:
-        """Scores with -inf where the mask is false."""
+        """Return the scores with -inf where the mask is false."""
         return scores if self.mask is None else torch.where(self.mask, scores, -math.inf)
 
     def dropped(self, weights: Tensor) -> Tensor:
-        """Weights after dropout."""
+        """Return the weights after dropout."""
         dropout = self.problem.dropout
         if dropout is None:
             return weights
@@ -103,32 +102,32 @@ class Tile:
 
 
 def probabilities(scores: Tensor, lse: Tensor) -> Tensor:
-    """What softmax makes of scores whose row has the log-sum-exp `lse`; 0 where one is -inf.
+    """Return exp(scores - lse), the softmax of rows with log-sum-exp `lse`; 0 for a score of -inf.
 
-    An infinite lse is that of a row that reads nothing, or of one that is NaN.
+    An lse of -inf is that of a row that reads no key; a row with an lse of inf becomes NaN.
     """
     shift = torch.where(lse.isinf(), math.nan, lse)
     return torch.exp(torch.where(scores != -math.inf, scores - shift, -math.inf))
 
 
 def subtrahend(peak: Tensor) -> Tensor:
-    """A maximum that can be subtracted from scores: 0 where there is none yet."""
+    """Return `peak`, or 0 if it is -inf: scores of -inf minus this are -inf, not NaN."""
     return torch.where(peak == -math.inf, 0.0, peak)
 
 
 def by_group(rows: Tensor, keys: Tensor) -> Tensor:
-    """Rows [b, h, r, n] as [b, kvh, h / kvh * r, n]: the heads of a group read one key head.
+    """Return rows [b, h, r, n] as [b, kvh, h / kvh * r, n], for keys [b or 1, kvh, ...].
 
-    So keys are never repeated. It is a view, or a copy of a tile.
+    The query heads of a group become rows of their key head, so that keys need not be repeated.
     """
     return rows.reshape(rows.shape[0], keys.shape[1], -1, rows.shape[-1])
 
 
 def weighted_sum(weights: Tensor, rows: Tensor, read: Tensor) -> Tensor:
-    """weights [b, h, m, n] @ rows [b or 1, h, n, d], in which `read` [b, h, m, n] is exact.
+    """Return weights [b, h, m, n] @ rows [b or 1, h, n, d], where only `read` [b, h, m, n] counts.
 
-    A weight that is not read is 0, but 0 times a row that is not finite is not: such rows are
-    added one by one, to what reads them.
+    The other weights are 0, but 0 times inf or NaN is NaN. So rows that are not finite are added
+    one by one, only where they are read.
     """
     finite = torch.isfinite(rows.detach()).all(-1)
     if bool(finite.all()):

@@ -1,4 +1,4 @@
-"""Which tiles there are, and in which order they are visited.
+"""Which tiles a call has, and their order.
 
 stripe: some batches x some heads x a range of queries
 tile:   a stripe x a range of keys, the unit of work
@@ -26,21 +26,21 @@ from quire.memory import Placed
 from quire.request import Problem, ReadyMod
 
 TILE_ELEMENTS = 2**18
-"""The most scores that are made at once: a megabyte, which stays in the cache of a core."""
+"""The most scores of a tile: a megabyte, which stays in the cache of a core."""
 
 TILE_SIDE = 256
-"""How many queries a tile has at most, and how many keys it should have at least."""
+"""The most queries of a tile, and the fewest keys that it should have."""
 
 
 class Keys(NamedTuple):
-    """A range of keys and the masks that hold in it."""
+    """A range of keys and the masks that apply to it."""
 
     positions: slice
     masks: tuple[ReadyMod, ...]
 
 
 class Stripe(NamedTuple):
-    """A range of query rows for some batches and heads, and the keys it reads, tile by tile."""
+    """A range of queries of some batches and heads, and the keys that they read, tile by tile."""
 
     batch: slice
     heads: slice
@@ -50,17 +50,17 @@ class Stripe(NamedTuple):
 
     @property
     def rows(self) -> tuple[slice, slice, slice]:
-        """Where the stripe lies in a tensor [B, Hq, L, ...]."""
+        """Return the index of the stripe in a tensor [B, Hq, L, ...]."""
         return self.batch, self.heads, self.queries
 
     def rows_of(self, keys: Keys, tensor: Tensor) -> tuple[slice, slice, slice]:
-        """Where the keys it reads lie in a tensor [B or 1, Hkv, S, ...]."""
+        """Return the index of the keys that it reads in a tensor [B or 1, Hkv, S, ...]."""
         batch = self.batch if tensor.shape[0] > 1 else slice(0, 1)
         return batch, self.kv_heads, keys.positions
 
 
 class Sizes(NamedTuple):
-    """The axis lengths of one call."""
+    """The sizes of one call."""
 
     batch: int
     q_heads: int
@@ -70,18 +70,18 @@ class Sizes(NamedTuple):
 
     @staticmethod
     def of(placed: Placed) -> Sizes:
-        """Read off query [B, Hq, L, D] and key [., Hkv, S, D]."""
+        """Return the sizes of query [B, Hq, L, D] and key [B or 1, Hkv, S, D]."""
         (batch, q_heads, q_len, _), key = placed.query.shape, placed.key
         return Sizes(batch, q_heads, key.shape[1], q_len, key.shape[2])
 
     @property
     def group(self) -> int:
-        """How many query heads read one key head."""
+        """Return how many query heads read one key head."""
         return self.q_heads // self.kv_heads
 
 
 def stripes(problem: Problem, placed: Placed, blocks: BlockRows | None = None) -> Iterator[Stripe]:
-    """All the work of a call, a stripe at a time; `blocks` are by default those of the mask now."""
+    """Yield all stripes of a call. `blocks` defaults to the current blocks of the block mask."""
     sizes = Sizes.of(placed)
     if 0 in (sizes.batch, sizes.q_heads, sizes.q_len):
         return
@@ -104,7 +104,7 @@ def stripes(problem: Problem, placed: Placed, blocks: BlockRows | None = None) -
 
 
 def _block_rows(problem: Problem, sizes: Sizes) -> BlockRows:
-    """The block mask as it is walked; without one, all is one full block."""
+    """Return the rows of the block mask; without one, a single full block."""
     lengths = (sizes.q_len, sizes.kv_len)
     if problem.block_mask is not None:
         return problem.block_mask.rows(*lengths)
@@ -113,9 +113,9 @@ def _block_rows(problem: Problem, sizes: Sizes) -> BlockRows:
 
 
 def _pair_ranges(sizes: Sizes, blocks: BlockRows, pairs: int) -> Iterator[tuple[slice, slice]]:
-    """Batches and heads in ranges of about `pairs` that read the same blocks.
+    """Yield ranges of batches and heads, of about `pairs` each, that have the same blocks.
 
-    A range has whole groups of heads, or one head where every head has blocks of its own.
+    A range has whole groups of heads, or one head if each head has its own blocks.
     """
     each_batch, each_head = (count > 1 for count in blocks.runs.shape[:2])
     heads = 1 if each_head else min(sizes.q_heads, max(1, pairs // sizes.group) * sizes.group)
@@ -126,6 +126,6 @@ def _pair_ranges(sizes: Sizes, blocks: BlockRows, pairs: int) -> Iterator[tuple[
 
 
 def _pieces(start: int, stop: int, size: int) -> Iterator[slice]:
-    """[start, stop) cut into ranges of `size` and a rest."""
+    """Yield slices of `size` that cover [start, stop); the last may be shorter."""
     for first in range(start, stop, size):
         yield slice(first, min(first + size, stop))
