@@ -109,8 +109,9 @@ def layout_of(request: Request) -> Key | None:
         or config().backend != "auto"
     ):
         return None
-    if type(memory) is Dense:
-        operands: Key | None = _dense_layout(query, memory)
+    operands: Key | None
+    if type(memory) is Dense and memory.start == 0:
+        operands = operand_layout(query, memory.key, memory.value)
     elif type(memory) is Paged and start is None:
         operands = _paged_layout(query, memory)
     else:
@@ -120,12 +121,6 @@ def layout_of(request: Request) -> Key | None:
     if sink is None:
         return (*operands, scale, aux)
     return (*operands, scale, aux, sink.shape, sink.dtype) if is_ordinary(sink) else None
-
-
-def _dense_layout(query: Tensor, memory: Dense) -> Key | None:
-    if type(memory.start) is not int or memory.start != 0:
-        return None
-    return operand_layout(query, memory.key, memory.value)
 
 
 def _paged_layout(query: Tensor, memory: Paged) -> Key | None:
@@ -254,16 +249,11 @@ class CallPlan:
 
     def run(self, call: Call) -> Result:
         """Compute a call. The output has the dtype of the query."""
-        if self._learns:
-            result = autograd.recorded(self, call)
-        elif self.backend == "inductor":
+        if self.backend == "inductor":
             return inductor.attention(call)
-        else:
-            result = self.forward(call)
-        dtype = call.placed.query.dtype
-        if result.out.dtype is dtype:
-            return result
-        return result._replace(out=result.out.to(dtype))
+        result = autograd.recorded(self, call) if self._learns else self.forward(call)
+        out, dtype = result.out, call.placed.query.dtype
+        return result if out.dtype is dtype else result._replace(out=out.to(dtype))
 
     def forward(self, call: Call) -> Result:
         """Compute the forward pass, without autograd."""
