@@ -86,7 +86,7 @@ def test_without_a_home_there_is_no_place_for_a_cache(monkeypatch: pytest.Monkey
     monkeypatch.setattr("os.path.expanduser", lambda path: path)
     assert not Config.read({}).cache_dir.is_absolute()
     assert Config.read({"QUIRE_CACHE_DIR": "/k"}).cache_dir == Path("/k")
-    with pytest.raises(ArgumentError, match=r"'~/k', and nobody knows the home .* in full"):
+    with pytest.raises(ArgumentError, match=r"'~/k', and the home directory in it is .* in full"):
         Config.read({"QUIRE_CACHE_DIR": "~/k"})
 
 
@@ -112,7 +112,7 @@ def test_a_bad_value_names_the_variable(name: str, text: str, expected: str, adv
     with pytest.raises(ArgumentError) as caught:
         Config.read({name: text})
     message = str(caught.value)
-    assert message.startswith(f"{name}: expected {expected}")
+    assert message.startswith(f"{name} must be {expected}")
     assert repr(text) in message
     assert advice in message
 
