@@ -18,7 +18,7 @@ from torch import Tensor
 import quire
 from quire import reference
 from quire.backends import inductor
-from quire.backends.inductor import folded, obstacle, with_sink
+from quire.backends.inductor import obstacle, with_mask, with_sink
 from quire.errors import BackendError
 from quire.memory import Dense, One, Placed, Queries
 from quire.plans import CallPlan
@@ -139,7 +139,7 @@ def test_a_mask_becomes_part_of_the_score() -> None:
     def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return q_idx >= kv_idx
 
-    assert folded(double, None) is double
+    assert with_mask(double, None) is double
     for mod, mask, expected in (
         (double, causal, 10.0),
         (None, causal, 5.0),
@@ -147,7 +147,7 @@ def test_a_mask_becomes_part_of_the_score() -> None:
         (double, lambda *_: False, -math.inf),
         (None, lambda b, h, q_idx, kv_idx: q_idx < kv_idx, -math.inf),
     ):
-        both = folded(mod, mask)
+        both = with_mask(mod, mask)
         assert both is not None
         assert both(torch.tensor(5.0), *numbers).item() == expected
 

@@ -463,7 +463,7 @@ NUMBERS = {
     ),
     "no memory": Bad(
         ArgumentError,
-        "memory must be a Dense, a Ragged or a Paged, but got Tensor. Wrap keys and values: "
+        "memory must be a Dense, a Ragged or a Paged, but is a Tensor. Wrap keys and values: "
         "Dense(key, value).",
         call=lambda: attend(tensor(B, HQ, S, D)),
     ),

@@ -622,15 +622,16 @@ def test_queries_that_do_not_fit() -> None:
     memory, packed = Paged(PAGES, PAGES, TABLE, [20, 16]), QUERY[:, :, 0]
     refused(
         ArgumentError,
-        "query [total, Hq, D] must come with q_offsets, the first row of each of 2 sequences and "
-        "the end of the last. For as many queries in each, give query [B, Hq, L, D].",
+        "query [total, Hq, D] must come with q_offsets, but they are missing. Give the first row "
+        "of each of 2 sequences and the end of the last; or, if each has as many queries, give "
+        "query [B, Hq, L, D].",
         memory,
         query=packed,
     )
     refused(
         ArgumentError,
-        "q_offsets say where sequences lie in query [total, Hq, D], but it has 4 dimensions. Leave "
-        "them out, or pack the rows of all sequences.",
+        "q_offsets must come with query [total, Hq, D], but query has 4 dimensions. Leave them "
+        "out, or pack the rows of all sequences.",
         memory,
         q_offsets=[0, 1, 2],
     )

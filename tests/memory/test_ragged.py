@@ -443,8 +443,8 @@ BAD = {
     ),
     "another number of rows": Bad(
         ShapeError,
-        "query must have the 12 rows of the keys, whose offsets it shares, but has 9. Give "
-        "q_offsets for sequences of its own.",
+        "query must have 12 rows, as the keys whose offsets it shares, but has 9. Give q_offsets, "
+        "the offsets of the queries.",
         query=torch.randn(9, 2, 8),
     ),
     "no offsets": Bad(
@@ -454,7 +454,7 @@ BAD = {
     ),
     "offsets that fall": Bad(
         ArgumentError,
-        f"offsets must not fall, but 7 is followed by 5 at place 2. {MUST_BE_FIRST_ROWS}",
+        f"offsets must not fall, but 7 is followed by 5 at position 2. {MUST_BE_FIRST_ROWS}",
         offsets=[0, 7, 5, 12],
     ),
     "offsets past the end": Bad(
@@ -509,8 +509,8 @@ BAD = {
     ),
     "other sequences of queries": Bad(
         ArgumentError,
-        "query and keys must be in as many sequences, but q_offsets are for 3 and offsets for 2. "
-        "Both hold one number more than there are sequences.",
+        "q_offsets and offsets must be for the same number of sequences, but are for 3 and 2. Both "
+        "hold one number more than there are sequences.",
         options={"q_offsets": [0, 2, 4, 12]},
     ),
     "query offsets past the end": Bad(
@@ -538,9 +538,9 @@ BAD = {
     ),
     "a block mask": Bad(
         BlockMaskError,
-        "mask must be a function of (b, h, q_idx, kv_idx) for Ragged memory, but got a BlockMask, "
-        "whose blocks are those of one length. Give its mask_mod: what no query reads is skipped "
-        "all the same.",
+        "mask must be a function of (b, h, q_idx, kv_idx) for Ragged memory, but is a BlockMask, "
+        "whose blocks are for a single length. Give its mask_mod: tiles that no query reads are "
+        "skipped with it, too.",
         options={"mask": create_block_mask(causal, 1, 1, 12, 12)},
     ),
     "a sink for other heads": Bad(
@@ -572,8 +572,8 @@ def test_refusals(name: str) -> None:
 def test_dense_memory_takes_no_offsets() -> None:
     dense = torch.randn(1, 2, 12, 8)
     message = (
-        "q_offsets and q_lengths say where sequences lie that are packed into one tensor, but "
-        "memory is Dense. Leave them out, or use Ragged(key, value, offsets)."
+        "q_offsets and q_lengths must be None for Dense memory, but one is given. Leave them out, "
+        "or use Ragged(key, value, offsets) for sequences in one tensor."
     )
     for options in ({"q_offsets": [0, 12]}, {"q_lengths": [12]}):
         with pytest.raises(ArgumentError) as caught:

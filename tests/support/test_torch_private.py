@@ -32,7 +32,7 @@ def test_every_name_is_there() -> None:
 def test_a_name_that_is_gone_is_told_with_the_version() -> None:
     found = torch_private._function("torch", "_C._functorch.is_no_more")
     message = (
-        rf"expected PyTorch to have torch\._C\._functorch\.is_no_more, which quire uses here, but "
+        rf"PyTorch must have torch\._C\._functorch\.is_no_more, which quire uses here, but "
         rf"torch {torch.__version__.replace('+', '[+]')} does not\. Install a version of torch"
     )
     with pytest.raises(TorchVersionError, match=message):

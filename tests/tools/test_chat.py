@@ -119,7 +119,8 @@ def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     for command in ("chat", "tour"):
         result = CliRunner().invoke(cli.app, [command])
         assert isinstance(result.exception, MissingPackageError)
-        assert f"which {command} needs, got none. Install it: pip" in str(result.exception)
+        missing = f"transformers must be installed for {command}, but is not. Install it: pip"
+        assert missing in str(result.exception)
 
 
 def test_letters_are_tokens() -> None:

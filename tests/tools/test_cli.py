@@ -285,7 +285,9 @@ def test_a_cache_that_is_not_used(cache: ObjectCache) -> None:
     assert cache_info()["used"] == "no: others may enter it (mode 755, not 700)"
     refused = run("cache", "clear")
     assert (refused.returncode, refused.stdout) == (2, "")
-    assert refused.stderr.startswith("quire: expected a cache directory that quire uses, but it")
+    assert refused.stderr.startswith(
+        "quire: the cache directory must be one that quire can use, but"
+    )
     assert len(list(cache.directory.iterdir())) == 1
 
 
@@ -400,7 +402,7 @@ def test_a_number_out_of_range_is_explained() -> None:
 def test_an_error_of_ours_is_one_line_without_a_traceback() -> None:
     done = run(*SMALL, QUIRE_BACKEND="fast")
     assert done.returncode == 2
-    assert done.stderr.strip().startswith("quire: QUIRE_BACKEND: expected one of auto, eager")
+    assert done.stderr.strip().startswith("quire: QUIRE_BACKEND must be one of auto, eager")
     assert "Traceback" not in done.stderr
 
 

@@ -190,7 +190,7 @@ class TestCacheDirectory:
         assert "(not used, this user has no home directory" in finding("cache directory")
 
     def test_a_bad_variable_is_a_finding(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert "expected a directory" in self.finding(monkeypatch, Path(__file__))
+        assert "must be a directory" in self.finding(monkeypatch, Path(__file__))
 
 
 def test_our_variables_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
