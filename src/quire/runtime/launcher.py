@@ -136,7 +136,7 @@ class Launcher(NamedTuple):
                 0 if key_scale is None else key_scale.data_ptr(),
                 0 if value_scale is None else value_scale.data_ptr(),
                 lists.offsets_address, lists.entries_address, start + sequences + len(table),
-                scratch.address, scratch_bytes, members, scratch.partials, scratch.arrivals,
+                scratch.address, scratch.each, members, scratch.partials, scratch.arrivals,
                 start + counters,
             )
             # fmt: on
