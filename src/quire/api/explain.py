@@ -9,21 +9,19 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, overload
+from typing import Any, Unpack, overload
 
-import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
-from quire.api.flex import aux_request, check_gqa, checked_masks, flex_attention
+from quire.api.flex import FlexOptions, aux_request, check_gqa, checked_masks, flex_attention
 from quire.api.kernel_options import FlexKernelOptions, check_kernel_options
-from quire.attention import attention
+from quire.attention import AttentionOptions, attention
 from quire.aux_outputs import NO_AUX, AuxRequest, checked_request
 from quire.backends import explain_call
-from quire.config import Backend as BackendName
 from quire.ir.trace import Mod
-from quire.memory import TOP_LEFT, Dense, Integers, Memory, Queries
-from quire.request import Mask, Request, checked_call
+from quire.memory import TOP_LEFT, Dense, Memory, Queries
+from quire.request import Request, checked_call
 
 
 @overload
@@ -39,11 +37,7 @@ def explain(
     kernel_options: FlexKernelOptions | None = ...,
     *,
     return_aux: AuxRequest | torch_flex.AuxRequest | None = ...,
-    mask_mod: Mod | None = ...,
-    dropout_p: float = ...,
-    generator: torch.Generator | None = ...,
-    sink: Tensor | None = ...,
-    backend: BackendName = ...,
+    **options: Unpack[FlexOptions],
 ) -> str: ...
 
 
@@ -52,17 +46,8 @@ def explain(
     query: Tensor,
     memory: Memory,
     *,
-    score_mod: Mod | None = ...,
-    mask: Mask | None = ...,
-    scale: float | None = ...,
     return_aux: AuxRequest | torch_flex.AuxRequest | None = ...,
-    dropout_p: float = ...,
-    generator: torch.Generator | None = ...,
-    sink: Tensor | None = ...,
-    q_start: int | Integers | None = ...,
-    q_offsets: Integers | None = ...,
-    q_lengths: Integers | None = ...,
-    backend: BackendName = ...,
+    **options: Unpack[AttentionOptions],
 ) -> str: ...
 
 

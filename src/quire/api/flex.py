@@ -7,7 +7,7 @@ PyTorch's parameters are an exact prefix of ours, in its order and with its mean
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -27,6 +27,16 @@ from quire.support.dynamo import instead
 from quire.support.warn import warn
 
 
+class FlexOptions(TypedDict, total=False):
+    """The parameters that PyTorch's flex_attention does not have."""
+
+    mask_mod: Mod | None
+    dropout_p: float
+    generator: torch.Generator | None
+    sink: Tensor | None
+    backend: BackendName
+
+
 @overload
 def flex_attention(
     query: Tensor,
@@ -40,11 +50,7 @@ def flex_attention(
     kernel_options: FlexKernelOptions | None = ...,
     *,
     return_aux: None = ...,
-    mask_mod: Mod | None = ...,
-    dropout_p: float = ...,
-    generator: torch.Generator | None = ...,
-    sink: Tensor | None = ...,
-    backend: BackendName = ...,
+    **options: Unpack[FlexOptions],
 ) -> Tensor: ...
 
 
@@ -61,11 +67,7 @@ def flex_attention(
     kernel_options: FlexKernelOptions | None = ...,
     *,
     return_aux: None = ...,
-    mask_mod: Mod | None = ...,
-    dropout_p: float = ...,
-    generator: torch.Generator | None = ...,
-    sink: Tensor | None = ...,
-    backend: BackendName = ...,
+    **options: Unpack[FlexOptions],
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -82,11 +84,7 @@ def flex_attention(
     kernel_options: FlexKernelOptions | None = ...,
     *,
     return_aux: AuxRequest,
-    mask_mod: Mod | None = ...,
-    dropout_p: float = ...,
-    generator: torch.Generator | None = ...,
-    sink: Tensor | None = ...,
-    backend: BackendName = ...,
+    **options: Unpack[FlexOptions],
 ) -> tuple[Tensor, AuxOutput]: ...
 
 
@@ -103,11 +101,7 @@ def flex_attention(
     kernel_options: FlexKernelOptions | None = ...,
     *,
     return_aux: torch_flex.AuxRequest,
-    mask_mod: Mod | None = ...,
-    dropout_p: float = ...,
-    generator: torch.Generator | None = ...,
-    sink: Tensor | None = ...,
-    backend: BackendName = ...,
+    **options: Unpack[FlexOptions],
 ) -> tuple[Tensor, torch_flex.AuxOutput]: ...
 
 
