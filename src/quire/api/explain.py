@@ -1,7 +1,6 @@
-"""`explain`: who would compute a call, why not the others, and what of a mask cannot be skipped.
+"""`explain`: which backend would compute a call, and why the others would not.
 
-A call is checked as `attention` and `flex_attention` check it, in the same place; in place of being
-launched it is told.
+The call is checked as `attention` and `flex_attention` check it, but it is not run.
 """
 
 from __future__ import annotations
@@ -52,7 +51,9 @@ def explain(
 
 
 def explain(query: Tensor, *operands: Any, **options: Any) -> str:
-    """Which backend would compute a call with the same arguments, and why not the others.
+    """Return text that says which backend would compute a call, and why the others would not.
+
+    The parameters are those of `flex_attention` or of `attention`.
 
         explain(query, key, value, mask_mod=causal)                   # flex_attention's arguments
         explain(query, Ragged(key, value, offsets), mask=causal)      # attention's
@@ -62,8 +63,8 @@ def explain(query: Tensor, *operands: Any, **options: Any) -> str:
     jit not used because eager was asked for; it could run this call.
     inductor not used because PyTorch's flex_attention has no dropout, and dropout_p is not 0.
 
-    Where a mask could not be bounded it says at which operation, and what that costs: tiles that no
-    query reads are computed then.
+    If quire cannot bound a mask, the text names the operation and the cost: tiles that no query
+    reads are computed.
     """
     of_memory = "memory" in options or isinstance(next(iter(operands), None), Memory)
     function: Callable[..., object] = attention if of_memory else flex_attention
