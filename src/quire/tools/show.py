@@ -136,8 +136,8 @@ def _run_file(path: Path) -> SimpleNamespace:
     """Run a file as if it were imported, and return its global names."""
     if not path.is_file():
         raise ArgumentError(
-            f"{str(path)!r} must be a Python file, but does not exist. Check the part before the "
-            f"colon."
+            f"{str(path)!r} must be a Python file, but there is no such file. Check the part "
+            f"before the colon."
         )
     sys.path.insert(0, str(path.parent))  # stays, since a mod may import when it is traced
     try:
