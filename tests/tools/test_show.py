@@ -162,7 +162,7 @@ def test_not_a_place(place: str) -> None:
 def test_no_such_file(tmp_path: Path) -> None:
     for path in (tmp_path / "none.py", tmp_path):
         with pytest.raises(
-            errors.ArgumentError, match="be a Python file, but there is no such .* Check"
+            errors.ArgumentError, match=r"be a Python file, but there is no such .* Check"
         ):
             show.load(f"{path}:near")
 
