@@ -57,7 +57,9 @@ def test_float64_has_half_the_lanes() -> None:
 
 
 def test_nothing_to_show() -> None:
-    with pytest.raises(ArgumentError, match="a score_mod or a mask_mod is needed"):
+    with pytest.raises(
+        ArgumentError, match="a score_mod or a mask_mod must be given, but both are None"
+    ):
         kernel()
     with pytest.raises(KeyError, match="'c' is none of the stages graph, llvm, asm"):
         kernel(mask_mod=quire.mods.causal).stages["c"]
