@@ -11,7 +11,11 @@ import torch
 from torch.nn.attention import flex_attention as torch_flex
 from typer.main import get_command
 
+from quire import Dense, attention
 from quire.cli import app
+from quire.config import config
+from quire.ir.ops import OPS
+from quire.tools.walk import Walk, walk
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "quire"
@@ -80,9 +84,10 @@ def test_the_first_screen_is_one() -> None:
 
 
 def stated_counts() -> dict[str, int]:
-    """Path below src/quire -> the number of lines that README gives, as in `[eager/](...) 690`."""
-    found = re.findall(r"\[`([\w/.]+)`\]\(src/quire/[\w/.]+\)\s+([\d,]+)", README)
-    return {path: int(count.replace(",", "")) for path, count in found}
+    """Path below src/quire -> the lines that README states, as in `| [ir/ops.py](...) | 100 |`."""
+    found = re.findall(r"\[`([\w/.]+)`\]\(src/quire/([\w/.]+)\) \| ([\d,]+) \|", README)
+    assert all(name == link for name, link, _ in found)
+    return {path: int(count.replace(",", "")) for path, _, count in found}
 
 
 def num_lines(path: Path) -> int:
@@ -92,7 +97,7 @@ def num_lines(path: Path) -> int:
 
 def test_the_line_counts_are_true_within_a_tenth() -> None:
     stated = stated_counts()
-    assert len(stated) >= 5
+    assert len(stated) >= 10
     real = {path: num_lines(SOURCE / path) for path in stated}
     wrong = {path: n for path, n in real.items() if abs(stated[path] - n) > max(10, n / 10)}
     assert not wrong, f"README says {stated}, but there are {wrong}"
@@ -107,6 +112,118 @@ def links(page: Path) -> list[str]:
 def test_links_lead_somewhere(page: Path) -> None:
     missing = [link for link in links(page) if not (page.parent / link).exists()]
     assert not missing
+
+
+def anchors(page: Path) -> set[str]:
+    """The headings of a page, as links name them: `## And, or, not` is `and-or-not`."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_to_headings_lead_to_one(page: Path) -> None:
+    found = re.findall(r"\]\((?!https?://)([^)#]*)#([^)]+)\)", page.read_text())
+    missing = [
+        (file, heading)
+        for file, heading in found
+        if heading not in anchors(page.parent / file if file else page)
+    ]
+    assert not missing
+
+
+# What pages say about the source
+
+ROOTS = (ROOT, SOURCE, *(ROOT / name for name in ("benchmarks", "docs", "tests")))
+
+
+def named_paths(page: Path) -> list[str]:
+    """The paths that stand in backticks, perhaps with a test: `tests/x.py::test_y`."""
+    return [
+        path for path in re.findall(r"`([\w./-]+(?:::\w+)?)`", page.read_text()) if is_path(path)
+    ]
+
+
+def is_path(text: str) -> bool:
+    """`ir/ops.py`, `codegen/` and `LICENSE.md` are; `torch.vmap` and `/` are not."""
+    return bool(re.fullmatch(r"(?!\.)[\w.-]+(/[\w.-]+)*(/|\.(py|md)(::\w+)?)", text))
+
+
+def exists(path: str) -> bool:
+    file, _, test = path.partition("::")
+    found = [root / file for root in ROOTS if (root / file).exists()]
+    if not test:
+        return bool(found)
+    return any(f"\ndef {test}(" in each.read_text() for each in found)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_paths_that_are_named_exist(page: Path) -> None:
+    missing = [path for path in named_paths(page) if not exists(path)]
+    assert not missing, f"{page.name} names {missing}"
+
+
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
+
+
+def test_the_drawings_of_the_architecture_name_what_exists() -> None:
+    drawn = re.findall(r"^```\n(.*?)^```", ARCHITECTURE, re.MULTILINE | re.DOTALL)
+    words = [word.strip("(),") for text in drawn for word in text.split()]
+    paths = [word for word in words if is_path(word)]
+    assert len(paths) > 30
+    missing = [path for path in paths if not exists(path)]
+    assert not missing
+
+
+def test_the_tree_of_folders_is_whole() -> None:
+    tree = re.findall(r"^```\n(attention\.py.*?)^```", ARCHITECTURE, re.MULTILINE | re.DOTALL)
+    (drawn,) = ({line.split()[0] for line in text.splitlines()} for text in tree)
+    real = {f"{path.name}/" if path.is_dir() else path.name for path in SOURCE.iterdir()}
+    assert real - {"__init__.py", "__pycache__/", "py.typed"} == {
+        path for path in drawn if "/" not in path[:-1]
+    }
+
+
+def test_the_number_of_ops_is_true() -> None:
+    assert f"nodes of {len(OPS)} ops" in ARCHITECTURE
+
+
+def steps_of(heading: str) -> list[str]:
+    """The files in the table below a heading, step by step."""
+    section = ARCHITECTURE.partition(f"### {heading}\n")[2].partition("\n#")[0]
+    return re.findall(r"^\| \d+ \| `([^`]+)` \|", section, re.MULTILINE)
+
+
+def in_order(files: list[str], way: Walk) -> bool:
+    """Whether a call enters these files one after the other, whatever else it enters between."""
+    entered = iter(stop.file for stop in way.stops)
+    return all(file in entered for file in files)
+
+
+def test_the_architecture_follows_a_call_as_it_goes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path))  # nothing is compiled yet
+    config.cache_clear()
+    slopes, operands = torch.rand(4), torch.randn(3, 1, 4, 200, 16)
+    query, key, value = operands.unbind(0)
+
+    def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return q_idx >= kv_idx
+
+    def call() -> None:
+        attention(query, Dense(key, value), score_mod=unlike_others, mask=causal)
+
+    def unlike_others(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score.tanh() * slopes[h].cos() - ((q_idx - kv_idx) % 7) / (h + 3) ** 2
+
+    first, later = walk(call), walk(call)
+    assert len(steps_of("The first call")) == 18
+    assert in_order(steps_of("The first call"), first)
+    named = steps_of("A later call like it")
+    assert in_order(named, later)
+    own = {file for file in named if not file.startswith(("ir/", "codegen/"))}
+    assert own | {"support/torch_private.py"} == set(later.files)
+    assert f"these are {len(later.files)} files" in ARCHITECTURE
 
 
 def test_the_make_commands_exist() -> None:

@@ -8,6 +8,7 @@ The backward pass needs only the output and the log-sum-exp of the forward pass.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
@@ -118,6 +119,10 @@ class Attention(torch.autograd.Function):
             "attention cannot look through torch.vmap, but a captured tensor is mapped by it. Put "
             "the mapped dimension into the batch dimension, and index the captured tensor by b."
         )
+
+
+# PyTorch asks for the signature at every call, and finds it sooner if it is an attribute.
+Attention.forward.__signature__ = inspect.signature(Attention.forward)  # type: ignore[attr-defined]
 
 
 def _check_held(tensors: Sequence[Tensor]) -> None:

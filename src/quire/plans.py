@@ -39,6 +39,7 @@ from quire.support.torch_private import is_ordinary, is_transformed, is_zero_ten
 
 Key: TypeAlias = tuple[object, ...]
 
+STRIDED = torch.strided
 MOST_KEYS = 2**19  # graphs of larger positions differ, and such calls take long anyway
 MOST_BYTES = 2**16  # of a block mask; comparing a larger one would take too long
 
@@ -69,7 +70,7 @@ def find(request: Request) -> tuple[CallPlan, Call]:
     if layout is None:
         check(request)
         return make(call_of(request))
-    call = call_of(request)
+    call = call_of(request, plain=True)
     key = key_of(layout, call)
     plan = None if key is None else known.get(key)
     if plan is not None:
@@ -94,35 +95,32 @@ def make(call: Call) -> tuple[CallPlan, Call]:
 
 def layout_of(request: Request) -> Key | None:
     """Return all that a plan takes from the request itself; None if the request has no key."""
-    memory, queries, scale = request.memory, request.queries, request.scale
+    query, memory, queries, _, _, scale, dropout_p, sink, aux, options, backend, generator = request
+    start, offsets, lengths = queries
     if (
-        request.backend != "auto"
-        or request.dropout_p != 0.0
-        or request.kernel_options is not None
-        or request.generator is not None
+        backend != "auto"
+        or dropout_p != 0.0
+        or options is not None
+        or generator is not None
         or not (scale is None or type(scale) is float)
-        or queries.offsets is not None
-        or queries.lengths is not None
-        or isinstance(queries.start, Tensor)
+        or offsets is not None
+        or lengths is not None
+        or isinstance(start, Tensor)
         or config().backend != "auto"
     ):
         return None
-    if type(memory) is Dense:
-        operands: Key | None = _dense_layout(request.query, memory)
-    elif type(memory) is Paged and queries.start is None:
-        operands = _paged_layout(request.query, memory)
+    operands: Key | None
+    if type(memory) is Dense and memory.start == 0:
+        operands = operand_layout(query, memory.key, memory.value)
+    elif type(memory) is Paged and start is None:
+        operands = _paged_layout(query, memory)
     else:
         return None
-    sink = request.sink
-    if operands is None or not (sink is None or is_ordinary(sink)):
+    if operands is None:
         return None
-    return (*operands, scale, request.aux, None if sink is None else (sink.shape, sink.dtype))
-
-
-def _dense_layout(query: Tensor, memory: Dense) -> Key | None:
-    if type(memory.start) is not int or memory.start != 0:
-        return None
-    return operand_layout(query, memory.key, memory.value)
+    if sink is None:
+        return (*operands, scale, aux)
+    return (*operands, scale, aux, sink.shape, sink.dtype) if is_ordinary(sink) else None
 
 
 def _paged_layout(query: Tensor, memory: Paged) -> Key | None:
@@ -132,7 +130,7 @@ def _paged_layout(query: Tensor, memory: Paged) -> Key | None:
     if (
         operands is None
         or query.shape[2] > MOST_ROWS
-        or not is_ordinary(table)
+        or type(table) is not Tensor
         or table.dim() != 2
         or key.shape[2] == 0
         or table.shape[1] * key.shape[2] > MOST_KEYS
@@ -160,66 +158,66 @@ def operand_layout(query: Tensor, key: Tensor, value: Tensor) -> Key | None:
             type(tensor) is not Tensor
             or not tensor.is_cpu
             or tensor.is_nested
-            or tensor.layout is not torch.strided
+            or tensor.layout is not STRIDED
+            or tensor.dim() != 4
             or tensor.is_neg()
             or is_zero_tensor(tensor)
+            or not tensor.untyped_storage().nbytes()
         ):
             return None
-    q_shape, k_shape, v_shape = query.shape, key.shape, value.shape
+    q_shape = query.shape
+    (k_batch, k_heads, kv_len, k_dim), (v_batch, v_heads, v_len, v_dim) = key.shape, value.shape
     if (
-        not len(q_shape) == len(k_shape) == len(v_shape) == 4
-        or k_shape[:3] != v_shape[:3]
-        or k_shape[2] > MOST_KEYS
+        kv_len != v_len
+        or kv_len > MOST_KEYS
         or q_shape[2] > MOST_KEYS
         or torch.is_autocast_enabled("cpu")
         or is_transformed()
         or config().check_rows
-        or not all(tensor.untyped_storage().nbytes() for tensor in (query, key, value))
     ):
         return None
+    # One tuple without its own lines: this is a part of every call.
     return (
-        q_shape,
-        query.stride(),
-        query.dtype,
-        k_shape[:2],
-        k_shape[3],
-        key.stride(),
-        key.dtype,
-        v_shape[3],
-        value.stride(),
-        value.dtype,
-        torch.get_num_threads(),
-    )
+        q_shape, query.stride(), query.dtype, torch.get_num_threads(),
+        k_batch, k_heads, k_dim, key.stride(), key.dtype,
+        v_batch, v_heads, v_dim, value.stride(), value.dtype,
+    )  # fmt: skip
 
 
 def key_of(layout: Key, call: Call) -> Key | None:
     """Return the key of a call whose request has this layout; None if its mods have no key."""
-    _, placed, problem, captures = call
-    learns = call.learns
+    request, placed, problem, captures = call
+    learns = torch.is_grad_enabled() and _requires_grad(request.sink, *placed[:3], *captures)
     rows = placed.rows
     if isinstance(rows, One):
         if rows.q_start > MOST_KEYS:
             return None
     elif learns or placed.content is None:  # a backward plan depends on the lengths of sequences
         return None
-    key: list[object] = [*layout, learns]
-    for mod in (problem.score_mod, problem.mask_mod, problem.partial_mod):
+    _, score_mod, mask_mod, mask, partial_mod, _ = problem
+    key: list[object] = [learns]
+    for mod in (score_mod, mask_mod, partial_mod):
         if mod is None:
             key.append(None)
-            continue
-        if not isinstance(mod, Traced):
+        elif isinstance(mod, Traced):
+            key.append(mod.output)
+        else:
             return None
-        key.append(mod.output)
     for tensor in captures:
         if not is_ordinary(tensor):
             return None
         key += (CaptureShape.of(tensor), tensor.shape)
-    if problem.block_mask is None:
-        return tuple(key)
-    return _with_blocks(key, call, problem.block_mask)
+    return (*layout, *key) if mask is None else _with_blocks((*layout, *key), call, mask)
 
 
-def _with_blocks(key: list[object], call: Call, mask: BlockMask) -> Key | None:
+def _requires_grad(*tensors: Tensor | None) -> bool:
+    for tensor in tensors:  # noqa: SIM110  a generator takes longer
+        if tensor is not None and tensor.requires_grad:
+            return True
+    return False
+
+
+def _with_blocks(key: Key, call: Call, mask: BlockMask) -> Key | None:
     """Return `key` with the content of the block mask; None if the mask has no key."""
     placed = call.placed
     # A block mask counts from the first query: with q_start, each step would have another graph.
@@ -242,7 +240,7 @@ class CallPlan:
 
     def __init__(self, call: Call, backend: BackendName) -> None:
         problem, mask = call.problem, call.problem.block_mask
-        self.backend, self._learns = backend, call.learns
+        self.backend, self._learns = backend, call.learns and backend != "inductor"
         self._forward: ForwardPlan | None = None  # made at the first call
         self._backward: BackwardPlans | None = None
         # A plan must not keep captured tensors alive, and the user may edit the mask after a call.
@@ -254,21 +252,21 @@ class CallPlan:
         if self.backend == "inductor":
             return inductor.attention(call)
         result = autograd.recorded(self, call) if self._learns else self.forward(call)
-        dtype = call.placed.query.dtype
-        if result.out.dtype == dtype:
-            return result
-        return result._replace(out=result.out.to(dtype))
+        out, dtype = result.out, call.placed.query.dtype
+        return result if out.dtype is dtype else result._replace(out=out.to(dtype))
 
     def forward(self, call: Call) -> Result:
         """Compute the forward pass, without autograd."""
-        found, request = None, call.request
+        found = None
         if self.backend == "jit":
-            if self._forward is None:
-                self._forward = ForwardPlan.of(call, self._learns)
-            found = self._forward.run(call)
+            plan = self._forward
+            if plan is None:
+                plan = self._forward = ForwardPlan.of(call, self._learns)
+            found = plan.run(call)
         if found is None:
-            with autograd.without_autocast(call.placed.query), torch.no_grad():
-                return eager.forward(call.problem, call.placed, request.sink, request.aux)
+            request, placed, problem, _ = call
+            with autograd.without_autocast(placed.query), torch.no_grad():
+                return eager.forward(problem, placed, request.sink, request.aux)
         if config().check_rows:
             recheck(call, found)
         return found

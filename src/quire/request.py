@@ -205,14 +205,40 @@ def check_mods(call: Call) -> None:
 # --- from a request to a call --------------------------------------------------------------------
 
 
-def call_of(request: Request) -> Call:
-    """Return the call of a request: find the rows of its operands, and trace each mod once."""
-    placed = _resolved(request.memory.place(request.query, request.queries))
-    query, p = placed.query, request.dropout_p
-    block_mask = partial_mod = None
-    score_mod = request.score_mod
+def call_of(request: Request, *, plain: bool = False) -> Call:
+    """Return the call of a request: find the rows of its operands, and trace each mod once.
+
+    `plain` says that autocast is off and that no operand is a lazy negation.
+    """
+    query, memory, queries, score_mod, masks, scale, p, *_ = request
+    placed = memory.place(query, queries)
+    if not plain:
+        placed = _resolved(placed)
+    if type(scale) is not float:
+        head_dim = query.shape[-1]
+        known = scale is None and head_dim > 0
+        scale = 1.0 / math.sqrt(head_dim) if known else checks.check_scale(scale, head_dim)
+    problem = Problem(scale)
+    if type(p) is not float or p != 0.0:
+        problem = problem._replace(dropout=check_dropout(p))
+    if score_mod is None and not masks:
+        return Call(request, placed, problem, ())
+    score_mod, mask_mod, block_mask, partial_mod = _ready_mods(request, placed)
+    problem = Problem(scale, score_mod, mask_mod, block_mask, partial_mod, dropout=problem.dropout)
+    captures = problem.captures
+    if captures and any(map(Tensor.is_neg, captures)):
+        captures = tuple(tensor.resolve_neg() for tensor in captures)
+        problem = problem.with_captures(captures)
+    return Call(request, placed, problem, captures)
+
+
+def _ready_mods(
+    request: Request, placed: Placed
+) -> tuple[ReadyMod | None, ReadyMod | None, BlockMask | None, ReadyMod | None]:
+    """Trace the score_mod, the mask that is a function, and the mask_mod of the block mask."""
+    score_mod, query = request.score_mod, placed.query
     score = None if score_mod is None else ready(score_mod, "score", query)
-    mask_mod = None
+    mask_mod = block_mask = partial_mod = None
     for mask in request.masks:
         if not isinstance(mask, torch_flex.BlockMask):
             mask_mod = ready(mask, "mask", query)
@@ -225,25 +251,7 @@ def call_of(request: Request) -> Call:
             if rows.q_start or rows.kv_begin:
                 mod = shift(mod, "mask", -rows.q_start, -rows.kv_begin)
             partial_mod = ready(mod, "mask", query)
-    problem = Problem(
-        scale=_scale(request.scale, query.shape[-1]),
-        score_mod=score,
-        mask_mod=mask_mod,
-        block_mask=block_mask,
-        partial_mod=partial_mod,
-        dropout=None if type(p) is float and p == 0.0 else check_dropout(p),
-    )
-    captures = problem.captures
-    if any(map(Tensor.is_neg, captures)):
-        captures = tuple(tensor.resolve_neg() for tensor in captures)
-        problem = problem.with_captures(captures)
-    return Call(request, placed, problem, captures)
-
-
-def _scale(scale: float | None, head_dim: int) -> float:
-    if scale is None and head_dim > 0:
-        return 1.0 / math.sqrt(head_dim)
-    return scale if type(scale) is float else checks.check_scale(scale, head_dim)
+    return score, mask_mod, block_mask, partial_mod
 
 
 def checked_call(request: Request) -> Call:

@@ -265,7 +265,7 @@ REFUSED: dict[
         "nodes below 6, the number of drafts behind position 4, got 6",
         lambda c, s: c.accept(s, 4, [[0, 1], [6]]),
     ),
-    "negative": (ArgumentError, "at least 0, got -1", lambda c, s: c.accept(s, 4, [[-1], [0]])),
+    "negative": (ArgumentError, "at least 0, but is -1", lambda c, s: c.accept(s, 4, [[-1], [0]])),
     "falling": (
         ArgumentError,
         "each follows its parent",

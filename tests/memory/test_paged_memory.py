@@ -36,7 +36,7 @@ from quire.errors import (
 )
 from quire.memory import Queries
 from quire.memory.tables import Sequences
-from quire.runtime.launcher import records_of
+from quire.runtime.launcher import _table
 from quire.runtime.shared_prefix import shared_pieces
 
 EVERYTHING = AuxRequest(*[True] * len(AuxRequest._fields))
@@ -431,7 +431,7 @@ def test_sequences_that_have_nothing_of_their_own(length: int) -> None:
         alone = attention(query[b : b + 1], Paged(keys, values, row[None], [length]), mask=causal)
         assert torch.equal(out[b : b + 1], alone)
     placed = Paged(keys, values, row.expand(5, -1), [length] * 5).place(query, Queries())
-    records = records_of(placed, placed.rows, "row", heads=2, block_q=1)
+    records = _table(placed, placed.sequences, "row", 2, 1)
     assert records.members == 5 and records.slots == 5 * 2 * (length // 1024)
 
 

@@ -303,6 +303,17 @@ MASKS = [
 each_mask = pytest.mark.parametrize("case", MASKS, ids=[case.name for case in MASKS])
 
 
+def test_every_mask_has_a_meaning_in_plain_python() -> None:
+    made = {value for value in PUBLIC if isinstance(value, mods.Mask)}
+    makers = {value for value in PUBLIC if value not in made and returned(value) == "Mask"}
+    names = {re.match(r"[a-z_]*[a-z]", case.name)[0] for case in MASKS}  # type: ignore[index]
+    assert {value.__name__ for value in made | makers} <= names
+
+
+def returned(function: Mod) -> object:
+    return inspect.get_annotations(function).get("return")
+
+
 @each_mask
 @pytest.mark.parametrize("way", WAYS)
 def test_a_mask_shows_what_a_double_loop_shows(case: Case, way: Callable[..., Tensor]) -> None:

@@ -21,7 +21,7 @@ from quire.block_mask import BlockMask
 from quire.errors import ArgumentError, BackendError, DtypeError
 from quire.ir.trace import Mod, trace
 from quire.memory import Dense, Paged, Queries, Ragged
-from quire.plans import CallPlan, Key, layout_of, make
+from quire.plans import CallPlan, Key, make, operand_layout
 from quire.request import Call, Mask, Problem, Request, call_of, check
 from quire.results import working_dtype
 from quire.support.bounded import BoundedDict
@@ -66,9 +66,9 @@ class Plan:
         self._known: BoundedDict[Key, tuple[CallPlan, Problem]] = BoundedDict(64)
 
     def __call__(self, query: Tensor, memory: Dense) -> Tensor:
-        """The attention of `query` [B, Hq, L, D] over `memory`: [B, Hq, L, Dv]."""
-        request = self._request._replace(query=query, memory=memory)
-        key = self._key(request)
+        """Return the attention of `query` [B, Hq, L, D] over `memory`: [B, Hq, L, Dv]."""
+        request = Request(query, memory, *self._request[2:])
+        key = self._key(query, memory)
         known = None if key is None else self._known.get(key)
         if known is None:
             call = self._checked(request)
@@ -76,15 +76,15 @@ class Plan:
             if key is not None:
                 self._known.keep(key, known)
         else:
-            placed = memory.place(query, request.queries)
+            placed = memory.place(query, self._request.queries)
             call = Call(request, placed, known[1], self._captures)
         return known[0].run(call).out
 
-    def _key(self, request: Request) -> Key | None:
-        """What the plan of a request depends on, besides the mods; None if it cannot be told."""
-        if type(request.memory) is not Dense:
+    def _key(self, query: Tensor, memory: Dense) -> Key | None:
+        """Return all that the plan depends on besides its mods; None if it cannot be told."""
+        if type(memory) is not Dense or type(memory.start) is not int or memory.start != 0:
             return None
-        layout = layout_of(request)
+        layout = operand_layout(query, memory.key, memory.value)
         if layout is None:
             return None
         for tensor in self._captures:
@@ -92,8 +92,7 @@ class Plan:
                 return None
             layout += (tensor.dtype, tensor.device, tensor.shape, tensor.stride())
         if self._fixed:
-            memory = request.memory
-            first = memory.first_position(request.query, request.queries.start)
+            first = memory.first_position(query, self._request.queries.start)
             layout += (first, memory.key.shape[2])
         return layout
 

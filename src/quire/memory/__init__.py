@@ -365,15 +365,21 @@ class Paged:
 
     def as_given(self, query: Tensor, rows: Tensor) -> Tensor:
         """Return results [1, Hq, total, ...] in the layout of the user's query."""
-        rows = unpacked(rows)
         if query.dim() == 3:
-            return rows
+            return unpacked(rows)
         batch, _, q_len, _ = query.shape
+        if q_len == 1:
+            return rows.transpose(0, 2)
+        rows = unpacked(rows)
         return rows.view(batch, q_len, *rows.shape[1:]).transpose(1, 2)
 
     def as_placed(self, query: Tensor, given: Tensor) -> Tensor:
         """Return rows in the layout of the user's query as [1, Hq, total, ...]."""
-        return packed(given if query.dim() == 3 else given.transpose(1, 2).flatten(0, 1))
+        if query.dim() == 3:
+            return packed(given)
+        if query.shape[2] == 1 and given.dim() > 2:
+            return given.transpose(0, 2)
+        return packed(given.transpose(1, 2).flatten(0, 1))
 
     def keys_as_given(self, keys: Tensor) -> Tensor:
         """Return results for keys unchanged: [P, Hkv, page, ...] or [B, Hq, positions]."""

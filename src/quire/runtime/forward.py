@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,6 +27,8 @@ from quire.support.torch_private import has_memory
 
 STEPS = 4
 """How many page tables a plan remembers: all layers share one, or those of a group do."""
+
+_CPU = torch.device("cpu")
 
 
 class ResultLayout(NamedTuple):
@@ -53,7 +56,7 @@ class ResultLayout(NamedTuple):
 
     def make(self) -> Result:
         """Return new tensors, uninitialised."""
-        out = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="cpu")
+        out = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=_CPU)
         if type(out) is not Tensor and not has_memory(out):
             raise TensorKindError(
                 f"the output must be a plain tensor, but an active mode makes a "
@@ -82,6 +85,7 @@ class ForwardPlan(NamedTuple):
     layout: ResultLayout
     gathers: bool  # whether to gather the scattered blocks of a block mask
     steps: BoundedDict[object, list[Records]]
+    size: tuple[int, int]  # of the query: numbers in all, and batch entries
 
     @staticmethod
     def of(call: Call, learns: bool) -> ForwardPlan:
@@ -97,7 +101,8 @@ class ForwardPlan(NamedTuple):
             _part(problem, placed, form, some, results=results, origin=origin)
             for form, some in by_form(placed.rows)
         )
-        return ForwardPlan(tuple(parts), layout, gathers, BoundedDict(STEPS))
+        size = placed.query.numel(), placed.query.shape[0]
+        return ForwardPlan(tuple(parts), layout, gathers, BoundedDict(STEPS), size)
 
     def run(self, call: Call) -> Result | None:
         """Return the results; None if a mod used an index out of range, which torch must report."""
@@ -108,15 +113,19 @@ class ForwardPlan(NamedTuple):
         results, sink, wrong = self.layout.make(), request.sink, False
         if sink is not None:
             sink = sink.to(placed.dtype).contiguous()
-        for part, records in zip(self.parts, self._records(placed), strict=True):
-            loaded = (*captures, *part.added_captures) if part.added_captures else captures
-            wrong |= part.launcher.launch(
-                placed, records, results, loaded, sink=sink, lists=part.lists
-            )
+        rows = placed.rows
+        if isinstance(rows, One):
+            every: Sequence[Records] = (self.parts[0].launcher.only(rows, *self.size),)
+        else:
+            every = self._records(placed)
+        for part, records in zip(self.parts, every):  # noqa: B905  there is one for each
+            launcher, lists, added = part
+            loaded = (*captures, *added) if added else captures
+            wrong |= launcher.launch(placed, records, results, loaded, sink=sink, lists=lists)
         if wrong:
             return None
-        if not isinstance(placed.rows, One) and placed.content is None:
-            fill_holes(results, placed.rows)
+        if placed.content is None and not isinstance(rows, One):
+            fill_holes(results, rows)
         if not request.aux.key_mass:
             return results
         mass = key_mass(call.problem, call.placed, results)

@@ -72,7 +72,23 @@ class Launcher(NamedTuple):
 
     def records(self, placed: Placed, rows: One | Sequences) -> Records:
         """Return the table of sequences for this kernel."""
-        return records_of(placed, rows, self.kernel.form, heads=self.heads, block_q=self.block_q)
+        if isinstance(rows, One):
+            return self.only(rows, placed.query.numel(), placed.query.shape[0])
+        return _table(placed, rows, self.kernel.form, self.heads, self.block_q)
+
+    def only(self, rows: One, products: int, batch: int) -> Records:
+        """Return the table of the one sequence of dense memory; `products` are those of a key."""
+        q_len, q_start, begin, end, b = rows
+        pieces = 1
+        if self.kernel.form == "row":
+            pieces = max(1, -(-end // KEYS_OF_PIECE) - begin // KEYS_OF_PIECE)
+        items = -(-q_len // self.block_q) * self.heads * pieces * batch
+        # fmt: off
+        table = SEQUENCE.pack_in_order(
+            b, 0, 0, 0, q_len, q_start, -begin, begin, end, pieces, pieces, 0, 1, 0
+        )
+        # fmt: on
+        return Records(table, 1, products * (end - begin), items, items if pieces > 1 else 0)
 
     def launch(
         self,
@@ -93,6 +109,8 @@ class Launcher(NamedTuple):
         table, num_sequences, products, items, slots, members = records
         if items == first:
             return False
+        query, key, value, _, page_table, key_scale, value_scale, _ = placed
+        out, lse, max_scores, argmax, entropy, _ = results
         threads = min(num_threads(), items - first) if products > SMALL_WORK else 1
         if self.pyramids:
             captures = [*captures, *pyramids.build(captures, self.pyramids, products)]
@@ -105,23 +123,23 @@ class Launcher(NamedTuple):
         with Scratch(threads, scratch_bytes, slots * self.partial_bytes, slots * 8) as scratch:
             if slots:
                 ctypes.memset(scratch.arrivals, 0, slots * 8)
-            tensors, pages = _addresses(placed, results, sink)
+            # fmt: off
             call = (
-                *tensors,
-                start + sequences,
-                num_sequences,
-                items,
-                *pages,
-                lists.offsets_address,
-                lists.entries_address,
-                start + sequences + len(table),
-                scratch.address,
-                scratch.each,
-                members,
-                scratch.partials,
-                scratch.arrivals,
+                query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(),
+                0 if lse is None else lse.data_ptr(),
+                0 if max_scores is None else max_scores.data_ptr(),
+                0 if argmax is None else argmax.data_ptr(),
+                0 if entropy is None else entropy.data_ptr(),
+                0 if sink is None else sink.data_ptr(),
+                start + sequences, num_sequences, items,
+                0 if page_table is None else page_table.data_ptr(),
+                0 if key_scale is None else key_scale.data_ptr(),
+                0 if value_scale is None else value_scale.data_ptr(),
+                lists.offsets_address, lists.entries_address, start + sequences + len(table),
+                scratch.address, scratch_bytes, members, scratch.partials, scratch.arrivals,
                 start + counters,
             )
+            # fmt: on
             self.terms.check_call(call)
             packed = arguments.pack(captures, start + flag)
             next_item = first.to_bytes(8, sys.byteorder)
@@ -143,31 +161,6 @@ _COUNTERS = CALL_PART.size + PLAN_PART.size  # from the start of the block, with
 _FLAG = 16 * 8  # from the first counter
 _SEQUENCES = _FLAG + 8
 _ZEROS = bytes(_SEQUENCES - 8)  # all counters but the first, and the flag
-
-
-def _addresses(
-    placed: Placed, results: Result, sink: Tensor | None
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the addresses of tensors in the order of CALL, 0 for None; page table and scales."""
-    query, key, value, _, page_table, key_scale, value_scale, _ = placed
-    out, lse, max_scores, argmax, entropy, _ = results
-    tensors = (
-        query.data_ptr(),
-        key.data_ptr(),
-        value.data_ptr(),
-        out.data_ptr(),
-        0 if lse is None else lse.data_ptr(),
-        0 if max_scores is None else max_scores.data_ptr(),
-        0 if argmax is None else argmax.data_ptr(),
-        0 if entropy is None else entropy.data_ptr(),
-        0 if sink is None else sink.data_ptr(),
-    )
-    pages = (
-        0 if page_table is None else page_table.data_ptr(),
-        0 if key_scale is None else key_scale.data_ptr(),
-        0 if value_scale is None else value_scale.data_ptr(),
-    )
-    return tensors, pages
 
 
 _free: deque[Tensor] = deque(maxlen=8)
@@ -263,18 +256,6 @@ def num_products(placed: Placed, rows: One | Sequences) -> int:
     if isinstance(rows, One):
         return batch * heads * head_dim * rows.q_len * (rows.kv_end - rows.kv_begin)
     return int(np.vdot(rows.q_len, rows.kv_len)) * heads * head_dim
-
-
-def records_of(
-    placed: Placed, rows: One | Sequences, form: Form, *, heads: int, block_q: int
-) -> Records:
-    """Return the table of sequences for the kernel of a form."""
-    if not isinstance(rows, One):
-        return _table(placed, rows, form, heads, block_q)
-    pieces = max(1, num_pieces(rows.kv_begin, rows.kv_end)) if form == "row" else 1
-    count = num_items(rows.q_len, heads, block_q) * pieces * placed.query.shape[0]
-    products = num_products(placed, rows)
-    return Records(record(rows, pieces), 1, products, count, count if pieces > 1 else 0)
 
 
 def _table(placed: Placed, rows: Sequences, form: Form, heads: int, block_q: int) -> Records:
