@@ -140,11 +140,8 @@ def bias_memory(table: Table, seconds: float, threads: int) -> None:
         threads=threads,
     )
     used, theirs = ours.peak_bytes or 0, peer.peak_bytes or 1
-    table.add(
-        f"learned relative bias, extra memory at N {n}",
-        *(100 * used / theirs, "% of eager", "<5"),
-        ours=f"{used / 1e6:.0f} MB",
-    )
+    case, share = f"learned relative bias, extra memory at N {n}", 100 * used / theirs
+    table.add(case, share, "% of eager", "<5", ours=f"{used / 1e6:.0f} MB")
 
 
 def mods(table: Table, seconds: float, threads: int) -> None:

@@ -19,6 +19,7 @@ from _race import Table, race, run_parts
 
 import quire
 from quire import Dense
+from quire.checks.arguments import dtype_name
 from quire.mods import alibi, causal, distance_bias, document, sliding_window, softcap
 
 
@@ -82,7 +83,7 @@ def dtypes(table: Table, seconds: float, threads: int) -> None:
                 },
                 seconds,
             )
-            name = str(dtype).removeprefix("torch.")
+            name = dtype_name(dtype)
             table.add(f"dense {name} N 2048 D {d} threads {threads}", _ratio(times), "x SDPA", must)
     for d in (64, 128):
         q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in operands(2048, d))

@@ -16,6 +16,7 @@ import torch
 from _race import Table, race, run_parts
 from torch.nn.attention.experimental._paged_attention import PagedAttention
 
+from quire.checks.arguments import dtype_name
 from quire.kv import PagedKVCache, PagePool, PrefixCache
 from quire.runtime.append import PageTensors, PageWriter
 
@@ -104,7 +105,7 @@ def _decode(table: Table, seconds: float, dtype: torch.dtype, pages_dtype: torch
     writers = itertools.cycle([writer.at(each) for each in slots])
     turns = {name: functools.partial(_page_of, step) for name, step in contestants.items()}
     times = race(turns, seconds)
-    name = str(pages_dtype).removeprefix("torch.")
+    name = dtype_name(pages_dtype)
     for how in ("by layer", "at once", "kernel", "copy"):
         must = "20" if how in ("by layer", "at once") else ""
         case = f"append 64 x 1 token, 32 layers, {name}, {how}"

@@ -19,6 +19,7 @@ from torch import Tensor
 
 import quire
 from quire import Dense, Paged
+from quire.checks.arguments import dtype_name
 from quire.kv import PagedKVCache
 from quire.mods import causal
 
@@ -82,7 +83,7 @@ def contiguous(table: Table, seconds: float, threads: int) -> None:
             },
             seconds,
         )
-        name = f"decode, contiguous {str(dtype).removeprefix('torch.')}"
+        name = f"decode, contiguous {dtype_name(dtype)}"
         rate = 1e-9 * (key.nbytes + value.nbytes) / times["read"]
         figure = 100 * times["read"] / times["ours"]
         table.add(name, figure, "% of read", share, read_gb_s=round(rate, 1))
@@ -106,16 +107,11 @@ def paged(table: Table, seconds: float, threads: int) -> None:
         slower, alone = (
             100 * (times[a] / times[b] - 1) for a, b in (("ours", "contiguous"), ("pages", "read"))
         )
-        table.add(
-            *(f"decode, random pages of {page}", slower, "% slower", f"at most {most}"),
-            reading_them_is=f"{alone:.1f} % slower",
-        )
+        case, bound = f"decode, random pages of {page}", f"at most {most}"
+        table.add(case, slower, "% slower", bound, reading_them_is=f"{alone:.1f} % slower")
         if page == 64:
             share, of_them = (100 * times[name] / times["ours"] for name in ("read", "pages"))
-            table.add(
-                *(f"decode, random pages of {page}", share, "% of read", "80"),
-                of_reading_them=f"{of_them:.1f} %",
-            )
+            table.add(case, share, "% of read", "80", of_reading_them=f"{of_them:.1f} %")
 
 
 def int8(table: Table, seconds: float, threads: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import overload
+from typing import TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -18,41 +18,30 @@ from quire.results import Result
 from quire.support.dynamo import never_traced
 
 
+class AttentionOptions(TypedDict, total=False):
+    """The keyword arguments of `attention` that do not change the type of its result."""
+
+    score_mod: Mod | None
+    mask: Mask | None
+    scale: float | None
+    dropout_p: float
+    generator: torch.Generator | None
+    sink: Tensor | None
+    q_start: int | Integers | None
+    q_offsets: Integers | None
+    q_lengths: Integers | None
+    backend: BackendName
+
+
 @overload
 def attention(
-    query: Tensor,
-    memory: Memory,
-    *,
-    score_mod: Mod | None = ...,
-    mask: Mask | None = ...,
-    scale: float | None = ...,
-    return_aux: None = ...,
-    dropout_p: float = ...,
-    generator: torch.Generator | None = ...,
-    sink: Tensor | None = ...,
-    q_start: int | Integers | None = ...,
-    q_offsets: Integers | None = ...,
-    q_lengths: Integers | None = ...,
-    backend: BackendName = ...,
+    query: Tensor, memory: Memory, *, return_aux: None = ..., **options: Unpack[AttentionOptions]
 ) -> Tensor: ...
 
 
 @overload
 def attention(
-    query: Tensor,
-    memory: Memory,
-    *,
-    score_mod: Mod | None = ...,
-    mask: Mask | None = ...,
-    scale: float | None = ...,
-    return_aux: AuxRequest,
-    dropout_p: float = ...,
-    generator: torch.Generator | None = ...,
-    sink: Tensor | None = ...,
-    q_start: int | Integers | None = ...,
-    q_offsets: Integers | None = ...,
-    q_lengths: Integers | None = ...,
-    backend: BackendName = ...,
+    query: Tensor, memory: Memory, *, return_aux: AuxRequest, **options: Unpack[AttentionOptions]
 ) -> tuple[Tensor, AuxOutput]: ...
 
 
@@ -61,17 +50,8 @@ def attention(
     query: Tensor,
     memory: Memory,
     *,
-    score_mod: Mod | None = ...,
-    mask: Mask | None = ...,
-    scale: float | None = ...,
     return_aux: torch_flex.AuxRequest,
-    dropout_p: float = ...,
-    generator: torch.Generator | None = ...,
-    sink: Tensor | None = ...,
-    q_start: int | Integers | None = ...,
-    q_offsets: Integers | None = ...,
-    q_lengths: Integers | None = ...,
-    backend: BackendName = ...,
+    **options: Unpack[AttentionOptions],
 ) -> tuple[Tensor, torch_flex.AuxOutput]: ...
 
 

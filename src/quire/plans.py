@@ -162,7 +162,6 @@ def operand_layout(query: Tensor, key: Tensor, value: Tensor) -> Key | None:
             or tensor.dim() != 4
             or tensor.is_neg()
             or is_zero_tensor(tensor)
-            or not tensor.untyped_storage().nbytes()
         ):
             return None
     q_shape = query.shape
@@ -174,6 +173,9 @@ def operand_layout(query: Tensor, key: Tensor, value: Tensor) -> Key | None:
         or torch.is_autocast_enabled("cpu")
         or is_transformed()
         or config().check_rows
+        or not query.untyped_storage().nbytes()
+        or not key.untyped_storage().nbytes()
+        or not value.untyped_storage().nbytes()
     ):
         return None
     # One tuple without its own lines: this is a part of every call.

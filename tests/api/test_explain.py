@@ -53,11 +53,24 @@ SCORES = {"dense": 2 * 24 * 24, "ragged": 2 * (25 + 35 * 35 + 10_000), "paged": 
 
 @pytest.mark.parametrize("name", ["flex_attention", "attention"])
 def test_it_takes_what_the_function_takes(name: str) -> None:
-    def shape(function: Callable[..., Any]) -> list[tuple[Any, ...]]:
-        return [
+    def shape(function: Callable[..., Any]) -> tuple[list[tuple[Any, ...]], dict[str, Any]]:
+        parameters = inspect.signature(function).parameters.values()
+        in_order = [
             (each.name, each.kind, each.annotation, each.default is each.empty)
-            for each in inspect.signature(function).parameters.values()
+            for each in parameters
+            if each.kind is each.POSITIONAL_OR_KEYWORD
         ]
+        by_name = {
+            each.name: (each.annotation, each.default is each.empty)
+            for each in parameters
+            if each.kind is each.KEYWORD_ONLY
+        }
+        for each in parameters:
+            if each.kind is each.VAR_KEYWORD:  # Unpack of a TypedDict
+                options = getattr(quire.api.explain, each.annotation.removeprefix("Unpack[")[:-1])
+                for name, kind in options.__annotations__.items():
+                    by_name[name] = (kind.__forward_arg__, name in options.__required_keys__)
+        return in_order, by_name
 
     assert shape(getattr(quire, name)) in [shape(form) for form in get_overloads(explain)]
 

@@ -203,7 +203,9 @@ def test_return_lse_is_deprecated_and_works() -> None:
 
 def test_return_lse_and_return_aux_exclude_each_other() -> None:
     query, key, value = tensors()
-    with pytest.raises(OptionError, match="return_lse and return_aux were both given") as caught:
+    with pytest.raises(
+        OptionError, match="only one of return_lse and return_aux must be given"
+    ) as caught:
         flex_attention(query, key, value, return_lse=True, return_aux=AuxRequest())
     assert isinstance(caught.value, ValueError)
 

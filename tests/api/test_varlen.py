@@ -250,7 +250,7 @@ BAD = {
     "as many sequences": Bad(
         ArgumentError,
         "cu_seqlens_q and cu_seqlens_k must be for as many sequences, but hold 3 and 2 numbers. "
-        "Both hold one more than there are sequences.",
+        "Give both one more number than there are sequences.",
         {"cu_seqlens_k": [0, 12]},
     ),
     "used": Bad(
@@ -278,7 +278,7 @@ BAD = {
     ),
     "window": Bad(
         ArgumentError,
-        f"window_size must be two numbers, but got 3. {WINDOW_ADVICE}",
+        f"window_size must be two numbers, but is 3. {WINDOW_ADVICE}",
         {"window_size": 3},
     ),
     "negative window": Bad(
@@ -300,14 +300,14 @@ BAD = {
     ),
     "probabilities": Bad(
         OptionError,
-        "return_attn_probs=True asks for probabilities, which are never all made. Use "
-        "return_aux=AuxRequest(lse=True): a probability is exp(score - lse).",
+        "return_attn_probs must be False, since probabilities are never all in memory, but is "
+        "True. Use return_aux=AuxRequest(lse=True): a probability is exp(score - lse).",
         {"return_attn_probs": True},
     ),
     "pages": Bad(
         OptionError,
-        "block_table names pages, and this function takes keys and values that are packed. Gather "
-        "the pages of each sequence, and leave block_table out.",
+        "block_table must be None, since keys and values are packed, but names pages. Gather the "
+        "pages of each sequence, or call quire.attention with Paged memory.",
         {"block_table": torch.zeros(2, 1, dtype=torch.int32)},
     ),
 }

@@ -142,7 +142,7 @@ def test_the_batch_and_the_head_are_chosen() -> None:
         )
         assert of_mod == of_blocks
         assert of_mod.count("▒▒") - 1 == 4 - 2 * b - h
-    with pytest.raises(errors.ArgumentError, match=r"expected h below 2.*got 2\. Choose one"):
+    with pytest.raises(errors.ArgumentError, match=r"h must be below 2.*but is 2\. Choose one"):
         quire.draw(block_mask, h=2)
 
 
@@ -197,16 +197,26 @@ BLOCKS = by_hand(quire.BlockMask)
             errors.ModSignatureError,
             "takes 1 positional.*Give it 4 or 5",
         ),
-        ((mods.alibi(2),), {}, errors.ArgumentError, "tokens for the score_mod 'alibi_2'.*Give q_"),
+        (
+            (mods.alibi(2),),
+            {},
+            errors.ArgumentError,
+            "q_len must be given for the score_mod 'alibi_2'.*Give",
+        ),
         (
             (mods.alibi(2), 8),
             {"score": "3"},
             errors.ArgumentError,
-            "score must be a number, but is",
+            "score must be a number, but is '3'",
         ),
         ((mods.alibi(2), 8), {"h": 2}, errors.CapturedIndexError, "index 2 is out of bounds"),
         ((3, 8), {}, errors.NotCallableError, "Pass the function itself"),
-        ((mods.causal,), {}, errors.ArgumentError, "tokens for the mask_mod 'causal'.*Give q_len"),
+        (
+            (mods.causal,),
+            {},
+            errors.ArgumentError,
+            "q_len must be given for the mask_mod 'causal'.*Give",
+        ),
         ((mods.causal, 0), {}, errors.ArgumentError, "q_len must be a whole number of at least 1"),
         (
             (mods.causal, 8, -1),
@@ -215,22 +225,32 @@ BLOCKS = by_hand(quire.BlockMask)
             "kv_len must be a whole number of at least 1",
         ),
         ((mods.causal, 8), {"b": -1}, errors.ArgumentError, "b must be a whole number"),
-        ((mods.causal, 8), {"width": 3}, errors.ArgumentError, "width of at least 24 .*got 3.*80"),
+        (
+            (mods.causal, 8),
+            {"width": 3},
+            errors.ArgumentError,
+            "width must be at least 24 .*but is 3.*80",
+        ),
         ((mods.causal, 8), {"block_size": 0}, errors.ArgumentError, "BLOCK_SIZE"),
         (
             (mods.causal, 8),
             {"path": "mask.gif"},
             errors.ArgumentError,
-            r"\.png or \.svg, got 'mask",
+            r"\.png or \.svg, but is 'mask",
         ),
-        ((BLOCKS, 8, 25), {}, errors.ArgumentError, r"made for, \(8, 24\), got \(8, 25\)\. Leave"),
-        ((BLOCKS._adjust(0, 8),), {}, errors.ArgumentError, r"lengths \(0, 8\)\. There is nothing"),
+        (
+            (BLOCKS, 8, 25),
+            {},
+            errors.ArgumentError,
+            r"block mask, \(8, 24\), but are \(8, 25\)\. Leave",
+        ),
+        ((BLOCKS._adjust(0, 8),), {}, errors.ArgumentError, r"but has lengths \(0, 8\)\. Draw"),
         ((branching, 8), {}, errors.TracedBranchError, r"write torch\.where"),
         (
             (unwritten, 8193, 8192),
             {},
             errors.ArgumentError,
-            r"67,108,864 elem.*got 67,117,056.*atan",
+            r"67,108,864 elem.*has 67,117,056.*atan",
         ),
         ((mods.padding([3]), 8), {"b": 1}, errors.CapturedIndexError, "index 1 is out of bounds"),
     ],

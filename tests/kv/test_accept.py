@@ -198,7 +198,7 @@ def test_running_out_leaves_no_trace() -> None:
     second = cache.fork(first)
     before, table = cache.statistics(), cache.memory(0, [first, second, third]).page_table
     held = [parts(cache, each) for each in (first, second, third)]
-    with pytest.raises(OutOfPages, match="got one for 2: 1 of 8 are free"):
+    with pytest.raises(OutOfPages, match="there must be 2 free pages, but only 1 of 8 are free"):
         cache.accept([first, third], [4, 2], [[1, 2, 3, 4, 5], range(1, 10)])
     assert cache.statistics() == before
     for each, was in zip((first, second, third), held, strict=True):
@@ -237,7 +237,7 @@ def test_rows_that_a_window_has_left_behind_are_not_moved() -> None:
     assert_same(cache, other, taken)
     assert cache.length(sequence) == 29 and cache.start(1, sequence) == start > 0
     assert_same(cache, sequence, whole[:, 1:])
-    with pytest.raises(ReleasedRowsError, match=r"window of 6 .* got 12"):
+    with pytest.raises(ReleasedRowsError, match=r"window of 6 .* but is 12"):
         cache.accept([sequence], 10, [[3, 4]])
     cache.check_integrity()
 
@@ -262,7 +262,7 @@ REFUSED: dict[
 ] = {
     "no node": (
         ArgumentError,
-        "nodes below 6, the number of drafts behind position 4, got 6",
+        "a node of a path must be below 6, the number of drafts from position 4 on, but is 6",
         lambda c, s: c.accept(s, 4, [[0, 1], [6]]),
     ),
     "negative": (ArgumentError, "at least 0, but is -1", lambda c, s: c.accept(s, 4, [[-1], [0]])),
@@ -271,7 +271,7 @@ REFUSED: dict[
         "each follows its parent",
         lambda c, s: c.accept(s, 4, [[2], [1, 0]]),
     ),
-    "twice": (ArgumentError, "got 1 and then 1", lambda c, s: c.accept(s, 4, [[2], [1, 1]])),
+    "twice": (ArgumentError, "1 is followed by 1", lambda c, s: c.accept(s, 4, [[2], [1, 1]])),
     "a fraction": (ArgumentError, "whole number", lambda c, s: c.accept(s, 4, [[2], [1.0]])),
     "no path": (ShapeError, "path for each of 2", lambda c, s: c.accept(s, 4, [[1]])),
     "no paths": (ShapeError, "path for each of 2", lambda c, s: c.accept(s, 4, 1)),  # type: ignore[arg-type]
@@ -279,13 +279,13 @@ REFUSED: dict[
     "flat": (ShapeError, "list of nodes", lambda c, s: c.accept(s, 4, [1, 2])),
     "prefix": (
         ArgumentError,
-        "at most 10 tokens, which the sequence has, got 11",
+        "at most 10, as the sequence has 10 tokens, but is 11",
         lambda c, s: c.accept(s, [4, 11], [[1], []]),
     ),
     "negative prefix": (ArgumentError, "at least 0", lambda c, s: c.accept(s, -1, [[1], []])),
     "prefixes": (ShapeError, "for each of 2", lambda c, s: c.accept(s, [1, 2, 3], [[1], []])),
     "huge": (ArgumentError, "at most 1,099", lambda c, s: c.accept(s, 1 << 80, [[1], []])),
-    "huge node": (ArgumentError, "nodes below 5", lambda c, s: c.accept(s, 4, [[1 << 80], []])),
+    "huge node": (ArgumentError, "must be below 5", lambda c, s: c.accept(s, 4, [[1 << 80], []])),
     "another cache": (
         SequenceError,
         "belongs to another cache",

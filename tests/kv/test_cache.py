@@ -215,9 +215,8 @@ def test_running_out_names_what_was_asked_and_leaves_everything() -> None:
     key = append(cache, a, 30)
     cache.keep(a, range(30))
     before = cache.statistics()
-    with pytest.raises(
-        OutOfPages, match=r"got one for 5: 4 of 12 are free, 7 are kept .* the limit is 12 pages"
-    ):
+    message = r"be 5 free pages, but only 4 of 12 are free, 7 are kept .* the limit is 12 pages"
+    with pytest.raises(OutOfPages, match=message):
         cache.extend([a, b], [3, 16])
     assert cache.statistics() == before and cache.length(b) == 0
     assert torch.equal(keys(cache, a), key[0])
@@ -247,7 +246,7 @@ def test_memory_that_ends_while_layers_grow_loses_nothing(
 
     c = cache.sequence()
     monkeypatch.setattr(torch, "empty", failing)
-    with pytest.raises(OutOfPages, match="8 more pages, 4,096 bytes, got none from the system"):
+    with pytest.raises(OutOfPages, match="8 more pages, 4,096 bytes, but has not"):
         cache.extend([c], 15 * 4)
     monkeypatch.undo()
     cache.free(c)
@@ -274,7 +273,7 @@ def test_a_window_lets_pages_go() -> None:
     table = cache.memory(0, [sequence]).page_table[0]
     assert (table[:5] == table[5]).all()  # never another sequence's
     cache.truncate(sequence, 26)
-    with pytest.raises(ReleasedRowsError, match=r"window of 6 .* position 20, got 25"):
+    with pytest.raises(ReleasedRowsError, match=r"window of 6 .* position 20, .* but is 25"):
         cache.truncate(sequence, 25)
     assert cache.length(sequence) == 26
     cache.check_integrity()
@@ -440,7 +439,7 @@ REFUSED: dict[str, tuple[type[QuireError], str, Refused]] = {
     "freed": (SequenceError, "freed", lambda c: c.length(freed(c))),
     "freed twice": (SequenceError, "freed", lambda c: c.free(freed(c))),
     "foreign": (SequenceError, "another cache", lambda c: c.fork(made().sequence())),
-    "no handle": (SequenceError, "got 3", lambda c: c.extend([3], 1)),  # type: ignore[list-item]
+    "no handle": (SequenceError, "this cache holds, but 3", lambda c: c.extend([3], 1)),  # type: ignore[list-item]
     "twice": (SequenceError, "once", lambda c: c.extend([c.sequence()] * 2, 1)),
     "counts": (ShapeError, "each of 1 seq", lambda c: c.extend([c.sequence()], [1, 2])),
     "too many": (
@@ -451,7 +450,7 @@ REFUSED: dict[str, tuple[type[QuireError], str, Refused]] = {
     "a fraction": (ArgumentError, "but is 1.5", lambda c: c.extend([c.sequence()], 1.5)),  # type: ignore[arg-type]
     "foreign rows": (
         SequenceError,
-        "rows that extend of this cache",
+        "rows must come from extend of this cache",
         lambda c: c.write(0, elsewhere(), rows(1, 2, 4), rows(1, 2, 4)),
     ),
     "salt": (ArgumentError, "salt must be bytes", lambda c: c.sequence([1], salt="a")),  # type: ignore[arg-type]
@@ -462,16 +461,16 @@ REFUSED: dict[str, tuple[type[QuireError], str, Refused]] = {
     "save early": (UnwrittenRowsError, "every layer", lambda c: c.save(waiting(c), "x")),
     "truncate early": (UnwrittenRowsError, "to 0", lambda c: c.truncate(waiting(c), 1)),
     "truncate beyond": (ArgumentError, "at most 0", lambda c: c.truncate(c.sequence(), 1)),
-    "layer": (ArgumentError, "from 0 to 1, got 2", lambda c: c.memory(2, [c.sequence()])),
+    "layer": (ArgumentError, "from 0 to 1, but is 2", lambda c: c.memory(2, [c.sequence()])),
     "keep beyond": (ArgumentError, "at most 0", lambda c: c.keep(c.sequence(), [1])),
     "key shape": (
         ShapeError,
-        r"key \[tokens, Hkv, width\] of \[1, 2, 4\], got \[1, 2, 5\]",
+        r"key must be \[tokens, Hkv, width\] of \[1, 2, 4\], but is \[1, 2, 5\]",
         lambda c: c.write(0, c.extend([c.sequence()], 1), rows(1, 2, 5), rows(1, 2, 4)),
     ),
     "value dtype": (
         DtypeError,
-        "value of floats, got torch.int64",
+        "value must hold floats, but is int64",
         lambda c: c.write(
             0, c.extend([c.sequence()], 1), rows(1, 2, 4), rows(1, 2, 4, dtype=torch.int64)
         ),
@@ -498,7 +497,7 @@ REFUSED: dict[str, tuple[type[QuireError], str, Refused]] = {
     ),
     "uneven": (
         ShapeError,
-        "expected 2 tokens for 2 sequences, got 3",
+        "must have 2 tokens, as the counts of 2 sequences add up to, but has 3",
         lambda c: c.append([c.sequence(), c.sequence()], rows(2, 3, 2, 4), rows(2, 3, 2, 4)),
     ),
 }
@@ -517,7 +516,7 @@ def test_what_is_refused(case: str) -> None:
     ("options", "message"),
     [
         ({"n_pages": None}, "n_pages or max_bytes"),
-        ({"growth": 1.0}, "growth above 1 and up to 2, got 1.0"),
+        ({"growth": 1.0}, "growth must be above 1 and at most 2, but is 1.0"),
         ({"n_pages": 0}, "n_pages must be"),
         ({"heads": 0}, "heads must be"),
         ({"groups": [Group([0])]}, "layers or groups"),
@@ -525,7 +524,7 @@ def test_what_is_refused(case: str) -> None:
         ({"layers": None, "groups": [Group([0]), Group([2])]}, "every layer from 0 on once"),
         ({"layers": None, "groups": [Group([0], window=0)]}, "window must be"),
         ({"layers": None, "groups": [Group([0], window=4)], "prefix": True}, "without a window"),
-        ({"dtype": torch.int32}, "expected a dtype out of float32"),
+        ({"dtype": torch.int32}, "dtype must be one of float32"),
     ],
 )
 def test_what_no_cache_is_made_of(options: dict[str, Any], message: str) -> None:
@@ -543,7 +542,7 @@ def test_rows_are_written_once_in_each_layer() -> None:
     a, b = cache.sequence(), cache.sequence()
     new = cache.extend([a, b], 1)
     cache.write(0, new, rows(2, 2, 4), rows(2, 2, 4))
-    with pytest.raises(UnwrittenRowsError, match="this layer has written"):
+    with pytest.raises(UnwrittenRowsError, match="it has written them"):
         cache.write(0, new, rows(2, 2, 4), rows(2, 2, 4))
     cache.free(a)
     with pytest.raises(UnwrittenRowsError, match="truncated or freed"):
@@ -573,7 +572,7 @@ def test_lost_pages_are_noticed() -> None:
     sequence = cache.sequence()
     append(cache, sequence, 9)
     cache._groups[0].table.end[0] = 2
-    with pytest.raises(PageError, match="a bug"):
+    with pytest.raises(PageError, match="this bug"):
         cache.check_integrity()
 
 

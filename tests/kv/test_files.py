@@ -103,7 +103,7 @@ def refused(cache: PagedKVCache, path: Path, message: str) -> None:
         ({"dtype": torch.bfloat16}, "its dtype is float32, and that of this cache bfloat16"),
         ({"groups": [Group([0, 1, 2])]}, "its layers is"),
         ({"groups": [Group([0, 2]), Group([1], window=6)]}, "its windows is"),
-        ({"page_size": 16}, "begins at 12"),
+        ({"page_size": 16}, "begin at 12"),
     ],
 )
 def test_a_file_of_another_cache_is_refused(
@@ -171,7 +171,7 @@ def test_a_header_that_lies_is_refused(change: dict[str, Any], tmp_path: Path) -
     head = json.dumps(written).encode()
     head += b" " * (-len(head) % 8)
     (tmp_path / "a").write_bytes(struct.pack("<Q", len(head)) + head + content[8 + length :])
-    refused(cache, tmp_path / "a", "got")
+    refused(cache, tmp_path / "a", "for a cache like this one, but .* is not: ")
 
 
 @pytest.mark.parametrize("depth", [300, 100_000])
@@ -185,7 +185,7 @@ def test_a_header_without_end_is_refused(depth: int, tmp_path: Path) -> None:
 
 def test_a_place_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
     cache = made()
-    with pytest.raises(SequenceFileError, match=r"got '.*no/a'.* Make the directory"):
+    with pytest.raises(SequenceFileError, match=r"but '.*no/a'.* Make the directory"):
         cache.save(filled(cache, 3), tmp_path / "no" / "a")
 
 
@@ -193,7 +193,7 @@ def test_a_file_of_other_tensors_is_refused(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     save_file({"weight": torch.zeros(3)}, tmp_path / "a")
-    refused(made(), tmp_path / "a", "does not say that it is one")
+    refused(made(), tmp_path / "a", "it has no header")
 
 
 CRASH = """

@@ -53,17 +53,15 @@ def refused(pool: PagePool, error: type[Exception], message: str, call: str, *ar
 def test_what_is_refused() -> None:
     pool = PagePool(4)
     pool.allocate(3)
-    refused(
-        pool, OutOfPages, "at most 1 pages, which are free of 4, got a request for 2", "allocate", 2
-    )
-    refused(pool, PageError, "expected a number of pages, got -1", "allocate", -1)
-    refused(pool, PageError, "got page 3, which is free", "share", [0, 3])
-    refused(pool, PageError, "got page 3, which is free", "release", [0, 3])
-    refused(pool, PageError, "got page 1 more often", "release", [0, 1, 1])
-    refused(pool, PageError, "from 0 to 3, got 4", "share", [4])
-    refused(pool, PageError, "from 0 to 3, got -1", "release", [-1])
-    refused(pool, PageError, "A pool only grows", "grow", 3)
-    with pytest.raises(PageError, match="got -1"):
+    refused(pool, OutOfPages, "at most 1, as so many of 4 pages are free, but is 2", "allocate", 2)
+    refused(pool, PageError, "count must be at least 0, but is -1", "allocate", -1)
+    refused(pool, PageError, "but page 3 is free", "share", [0, 3])
+    refused(pool, PageError, "but page 3 is free", "release", [0, 3])
+    refused(pool, PageError, "page 1 is released more often", "release", [0, 1, 1])
+    refused(pool, PageError, "from 0 to 3, but one is 4", "share", [4])
+    refused(pool, PageError, "from 0 to 3, but one is -1", "release", [-1])
+    refused(pool, PageError, "since a pool only grows, but is 3", "grow", 3)
+    with pytest.raises(PageError, match="must be at least 0, but is -1"):
         PagePool(-1)
 
 
@@ -82,7 +80,7 @@ def test_growing_adds_pages_that_are_taken_last() -> None:
         (lambda pool: pool._counts.__setitem__(0, 0), "1 pages are lost"),
         (lambda pool: pool._counts.__setitem__(3, 1), "free and held"),
         (lambda pool: pool._free.__setitem__(0, pool._free[1]), "free twice"),
-        (lambda pool: pool._counts.__setitem__(0, -1), "less than never"),
+        (lambda pool: pool._counts.__setitem__(0, -1), "a count is negative"),
         (lambda pool: pool._counts.__setitem__(0, 2), r"pages \[0\] are held \[1\] times"),
     ],
 )

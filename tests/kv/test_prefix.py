@@ -164,15 +164,20 @@ def test_what_is_refused() -> None:
     pages = pool.allocate(3)
     prefix.insert([1, 2, 3, 4], pages)
     for error, message, tokens, given in (
-        (PageError, "expected 3 pages, as many as 6 tokens fill, got 2", range(6), pages[:2]),
-        (PageError, "not kept yet", [9, 9], pages),
-        (PageError, "not kept yet", [9, 9, 9, 9], [pages[2], pages[2]]),
-        (PageError, "which is free", [9, 9], [7]),
+        (
+            PageError,
+            "pages must be at least 3, as many as 6 tokens fill, but are 2",
+            range(6),
+            pages[:2],
+        ),
+        (PageError, "must not be kept yet", [9, 9], pages),
+        (PageError, "must not be kept yet", [9, 9, 9, 9], [pages[2], pages[2]]),
+        (PageError, "but page 7 is free", [9, 9], [7]),
         (ArgumentError, "fit 32 bits", [2**40, 1], pages),
         (ArgumentError, "fit 32 bits", np.array([2**64 - 1, 1], np.uint64), pages),
-        (ArgumentError, "whole numbers, got float64", [1.0, 2.5], pages),
-        (ArgumentError, "whole numbers, got object", [2**70, 1], pages),
-        (ArgumentError, r"got shape \[1, 2\]", [[1, 2]], pages),
+        (ArgumentError, "whole numbers, but are float64", [1.0, 2.5], pages),
+        (ArgumentError, "whole numbers, but are object", [2**70, 1], pages),
+        (ArgumentError, r"but have shape \[1, 2\]", [[1, 2]], pages),
     ):
         with pytest.raises(error, match=message):
             prefix.insert(tokens, given)  # type: ignore[arg-type]
@@ -189,5 +194,5 @@ def test_damage_is_noticed(damage: str) -> None:
     first, second = prefix._blocks.values()
     wrong = {"num_children": 2, "last_used": -1, "tokens": b"", "page": second.page}[damage]
     setattr(first, damage, wrong)
-    with pytest.raises(PageError, match="a bug"):
+    with pytest.raises(PageError, match="this bug"):
         prefix.check_integrity()

@@ -191,7 +191,7 @@ def test_wrong_calls_say_what_attention_says() -> None:
         assert str(actual.value) == str(expected.value)
     with pytest.raises(DeviceError, match="meta"):
         step(q.to("meta"), Dense(k.to("meta"), v.to("meta")))
-    with pytest.raises(DtypeError, match=r"made for queries of torch\.float32"):
+    with pytest.raises(DtypeError, match=r"query must be torch\.float32, as the plan was made for"):
         step(q.double(), Dense(k, v))
 
 

@@ -86,9 +86,7 @@ def test_without_a_home_there_is_no_place_for_a_cache(monkeypatch: pytest.Monkey
     monkeypatch.setattr("os.path.expanduser", lambda path: path)
     assert not Config.read({}).cache_dir.is_absolute()
     assert Config.read({"QUIRE_CACHE_DIR": "/k"}).cache_dir == Path("/k")
-    with pytest.raises(
-        ArgumentError, match=r"'~/k', and the home directory in it is unknown. .* in full"
-    ):
+    with pytest.raises(ArgumentError, match=r"'~/k', and the home directory in it is .* in full"):
         Config.read({"QUIRE_CACHE_DIR": "~/k"})
 
 

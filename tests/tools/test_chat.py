@@ -83,7 +83,7 @@ def test_without_matplotlib_there_are_no_pictures(
     console = Console(file=io.StringIO(), width=80, highlight=False)
     tour_screen.run(console, tmp_path, new=8)
     said = console.file.getvalue()  # type: ignore[attr-defined]
-    assert said.endswith("Pictures: none, for want of matplotlib: pip install 'quire[draw]'\n")
+    assert said.endswith("Pictures: none without matplotlib: pip install 'quire[draw]'\n")
 
 
 def test_the_command(tmp_path: Path) -> None:

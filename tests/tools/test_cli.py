@@ -119,9 +119,9 @@ def test_show_in_a_terminal_and_without_colours(mods: Path) -> None:
 def test_show_of_a_mod_in_a_module() -> None:
     assert "le %0, %1 : bool" in run("show", "quire.mods:causal", "--stage", "graph").stdout
     for place, message in {
-        "no.such.module:near": "or a file that ends in .py, got 'no.such.module': No module named",
-        "quire.mods:near": "expected a function 'near' in quire.mods, but found none. Choose one",
-        "near": "expected FILE.py:NAME or MODULE:NAME, as in mods.py:near or quire.mods:causal, g",
+        "no.such.module:near": "ends in .py, but importing it raises: No module named",
+        "quire.mods:near": "quire.mods must have a function 'near', but has none. Choose one",
+        "near": "must be FILE.py:NAME or MODULE:NAME, as in mods.py:near or quire.mods:causal, b",
     }.items():
         done = run("show", place)
         assert done.returncode == 2
@@ -132,7 +132,9 @@ def test_show_of_a_mod_in_a_module() -> None:
 def test_messages_name_options() -> None:
     done = run("draw", "quire.mods:causal")
     assert done.returncode == 2
-    assert done.stderr.endswith("got none. Give --q-len, and --kv-len if it differs.\n")
+    assert done.stderr.endswith(
+        "but is None. Give the number of queries, and --kv-len if it differs.\n"
+    )
 
 
 @pytest.mark.parametrize("command", [("show", "quire.mods:causal"), ("doctor",), ("--help",)])

@@ -154,14 +154,16 @@ def test_without_source_the_graph_is_first() -> None:
 
 @pytest.mark.parametrize("place", ["program.py", ":near", "program.py:", ""])
 def test_not_a_place(place: str) -> None:
-    message = r"expected FILE\.py:NAME or MODULE:NAME, .* got .*Name a score_mod"
+    message = r"must be FILE\.py:NAME or MODULE:NAME, .* but is .*Name a score_mod"
     with pytest.raises(errors.ArgumentError, match=message):
         show.load(place)
 
 
 def test_no_such_file(tmp_path: Path) -> None:
     for path in (tmp_path / "none.py", tmp_path):
-        with pytest.raises(errors.ArgumentError, match=r"there is no file .*Check what stands"):
+        with pytest.raises(
+            errors.ArgumentError, match=r"be a Python file, but there is no such .* Check"
+        ):
             show.load(f"{path}:near")
 
 
@@ -170,7 +172,7 @@ def test_no_such_name(file: Path, name: str) -> None:
     with pytest.raises(errors.ArgumentError) as caught:
         show.load(f"{file}:{name}")
     assert str(caught.value) == (
-        f"expected a function {name!r} in {file}, but found none. "
+        f"{file} must have a function {name!r}, but has none. "
         f"Choose one of its own: prefer_near, banded, of_any, decorated, branching."
     )
 
@@ -178,8 +180,8 @@ def test_no_such_name(file: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("program", "reason"),
     [
-        ("x = 1\nx = y\n", "NameError: name 'y' is not defined at program.py:2: `x = y`. What"),
-        ("x = (\n", "SyntaxError: '(' was never closed (program.py, line 1). What"),
+        ("x = 1\nx = y\n", "NameError: name 'y' is not defined at program.py:2: `x = y`. Put"),
+        ("x = (\n", "SyntaxError: '(' was never closed (program.py, line 1). Put"),
         ("raise SystemExit(3)\n", "SystemExit: 3 at program.py:1"),
         ("import torch\ntorch.zeros(2, 'x')", "TypeError: "),
     ],
@@ -191,7 +193,7 @@ def test_a_file_that_does_not_run(file: Path, program: str, reason: str) -> None
     message = str(caught.value)
     assert message.startswith(f"{file} must run before a mod of it can be shown, but it ended")
     assert reason in message and "\n" not in message
-    assert message.endswith('can stand under `if __name__ == "__main__":`.')
+    assert message.endswith('does not need under `if __name__ == "__main__":`.')
 
 
 @pytest.mark.parametrize(
@@ -222,7 +224,7 @@ def test_not_an_option(option: str, word: str, choices: str) -> None:
     with pytest.raises(errors.ArgumentError) as caught:
         shown("not looked at", **{option: word})
     assert str(caught.value) == (
-        f"--{option}: expected one of {choices}, got {word!r}. Leave it out for the default."
+        f"--{option} must be one of {choices}, but is {word!r}. Leave it out for the default."
     )
 
 

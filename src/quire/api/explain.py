@@ -1,7 +1,6 @@
-"""`explain`: who would compute a call, why not the others, and what of a mask cannot be skipped.
+"""`explain`: which backend would compute a call, and why the others would not.
 
-A call is checked as `attention` and `flex_attention` check it, in the same place; in place of being
-launched it is told.
+The call is checked as `attention` and `flex_attention` check it, but it is not run.
 """
 
 from __future__ import annotations
@@ -9,21 +8,19 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, overload
+from typing import Any, Unpack, overload
 
-import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
-from quire.api.flex import aux_request, check_gqa, checked_masks, flex_attention
+from quire.api.flex import FlexOptions, aux_request, check_gqa, checked_masks, flex_attention
 from quire.api.kernel_options import FlexKernelOptions, check_kernel_options
-from quire.attention import attention
+from quire.attention import AttentionOptions, attention
 from quire.aux_outputs import NO_AUX, AuxRequest, checked_request
 from quire.backends import explain_call
-from quire.config import Backend as BackendName
 from quire.ir.trace import Mod
-from quire.memory import TOP_LEFT, Dense, Integers, Memory, Queries
-from quire.request import Mask, Request, checked_call
+from quire.memory import TOP_LEFT, Dense, Memory, Queries
+from quire.request import Request, checked_call
 
 
 @overload
@@ -39,11 +36,7 @@ def explain(
     kernel_options: FlexKernelOptions | None = ...,
     *,
     return_aux: AuxRequest | torch_flex.AuxRequest | None = ...,
-    mask_mod: Mod | None = ...,
-    dropout_p: float = ...,
-    generator: torch.Generator | None = ...,
-    sink: Tensor | None = ...,
-    backend: BackendName = ...,
+    **options: Unpack[FlexOptions],
 ) -> str: ...
 
 
@@ -52,22 +45,15 @@ def explain(
     query: Tensor,
     memory: Memory,
     *,
-    score_mod: Mod | None = ...,
-    mask: Mask | None = ...,
-    scale: float | None = ...,
     return_aux: AuxRequest | torch_flex.AuxRequest | None = ...,
-    dropout_p: float = ...,
-    generator: torch.Generator | None = ...,
-    sink: Tensor | None = ...,
-    q_start: int | Integers | None = ...,
-    q_offsets: Integers | None = ...,
-    q_lengths: Integers | None = ...,
-    backend: BackendName = ...,
+    **options: Unpack[AttentionOptions],
 ) -> str: ...
 
 
 def explain(query: Tensor, *operands: Any, **options: Any) -> str:
-    """Which backend would compute a call with the same arguments, and why not the others.
+    """Return text that says which backend would compute a call, and why the others would not.
+
+    The parameters are those of `flex_attention` or of `attention`.
 
         explain(query, key, value, mask_mod=causal)                   # flex_attention's arguments
         explain(query, Ragged(key, value, offsets), mask=causal)      # attention's
@@ -77,8 +63,8 @@ def explain(query: Tensor, *operands: Any, **options: Any) -> str:
     jit not used because eager was asked for; it could run this call.
     inductor not used because PyTorch's flex_attention has no dropout, and dropout_p is not 0.
 
-    Where a mask could not be bounded it says at which operation, and what that costs: tiles that no
-    query reads are computed then.
+    If quire cannot bound a mask, the text names the operation and the cost: tiles that no query
+    reads are computed.
     """
     of_memory = "memory" in options or isinstance(next(iter(operands), None), Memory)
     function: Callable[..., object] = attention if of_memory else flex_attention

@@ -1,13 +1,13 @@
-"""PyTorch's names and signatures, thin over `attention`.
+"""flex_attention() with PyTorch's signature.
 
     from quire import flex_attention    # in place of that of torch.nn.attention.flex_attention
 
-PyTorch's parameters are an exact prefix of ours, in its order and with its meaning.
+PyTorch's parameters come first, in its order and with its meaning. Ours follow.
 """
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -27,6 +27,16 @@ from quire.support.dynamo import instead
 from quire.support.warn import warn
 
 
+class FlexOptions(TypedDict, total=False):
+    """The parameters that PyTorch's flex_attention does not have."""
+
+    mask_mod: Mod | None
+    dropout_p: float
+    generator: torch.Generator | None
+    sink: Tensor | None
+    backend: BackendName
+
+
 @overload
 def flex_attention(
     query: Tensor,
@@ -40,11 +50,7 @@ def flex_attention(
     kernel_options: FlexKernelOptions | None = ...,
     *,
     return_aux: None = ...,
-    mask_mod: Mod | None = ...,
-    dropout_p: float = ...,
-    generator: torch.Generator | None = ...,
-    sink: Tensor | None = ...,
-    backend: BackendName = ...,
+    **options: Unpack[FlexOptions],
 ) -> Tensor: ...
 
 
@@ -61,11 +67,7 @@ def flex_attention(
     kernel_options: FlexKernelOptions | None = ...,
     *,
     return_aux: None = ...,
-    mask_mod: Mod | None = ...,
-    dropout_p: float = ...,
-    generator: torch.Generator | None = ...,
-    sink: Tensor | None = ...,
-    backend: BackendName = ...,
+    **options: Unpack[FlexOptions],
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -82,11 +84,7 @@ def flex_attention(
     kernel_options: FlexKernelOptions | None = ...,
     *,
     return_aux: AuxRequest,
-    mask_mod: Mod | None = ...,
-    dropout_p: float = ...,
-    generator: torch.Generator | None = ...,
-    sink: Tensor | None = ...,
-    backend: BackendName = ...,
+    **options: Unpack[FlexOptions],
 ) -> tuple[Tensor, AuxOutput]: ...
 
 
@@ -103,11 +101,7 @@ def flex_attention(
     kernel_options: FlexKernelOptions | None = ...,
     *,
     return_aux: torch_flex.AuxRequest,
-    mask_mod: Mod | None = ...,
-    dropout_p: float = ...,
-    generator: torch.Generator | None = ...,
-    sink: Tensor | None = ...,
-    backend: BackendName = ...,
+    **options: Unpack[FlexOptions],
 ) -> tuple[Tensor, torch_flex.AuxOutput]: ...
 
 
@@ -130,17 +124,18 @@ def flex_attention(
     sink: Tensor | None = None,
     backend: BackendName = "auto",
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput | torch_flex.AuxOutput]:
-    """Attention with programmable scores, as `torch.nn.attention.flex_attention.flex_attention`.
+    """Compute attention as `torch.nn.attention.flex_attention.flex_attention` does.
 
         flex_attention(query, key, value, score_mod=alibi, mask_mod=causal)
 
     query [B, Hq, L, D], key [B, Hkv, S, D], value [B, Hkv, S, Dv]; Hq = Hkv unless `enable_gqa`.
-    The first query and the first key both sit at position 0. Ours beyond PyTorch's: `mask_mod`
-    needs no block mask, `dropout_p` with its `generator`, `sink` [Hq] joins the softmax without a
-    value, `backend` says who computes. Returns [B, Hq, L, Dv]; with `return_aux` an `AuxOutput`
-    as well, with the deprecated `return_lse` the log-sum-exp [B, Hq, L].
+    The first query and the first key are both at position 0. PyTorch does not have these
+    parameters: `mask_mod` is a mask without blocks, `dropout_p` and `generator` are for dropout,
+    `sink` [Hq] is a logit that takes part in the softmax without a value, and `backend` names what
+    computes. Returns [B, Hq, L, Dv]. With `return_aux` it returns a pair of that and an
+    `AuxOutput`; with the deprecated `return_lse`, of that and the log-sum-exp [B, Hq, L].
 
-    torch.compile breaks the graph here; where it may not, PyTorch's operator is used instead.
+    torch.compile breaks the graph here. If it must not, it uses PyTorch's operator instead.
     """
     aux = aux_request(return_lse, return_aux)
     if kernel_options is not None:
@@ -171,12 +166,13 @@ def flex_attention(
 
 
 def aux_request(return_lse: bool, return_aux: object) -> AuxRequest:
-    """What is asked for besides the result, in either of PyTorch's ways."""
+    """Return which additional results `return_lse` or `return_aux` asks for."""
     if not return_lse and return_aux is None:
         return NO_AUX
     if return_lse and return_aux is not None:
         raise OptionError(
-            "return_lse and return_aux were both given. Use return_aux=AuxRequest(lse=True) alone."
+            "only one of return_lse and return_aux must be given, but both are. Use "
+            "return_aux=AuxRequest(lse=True) alone."
         )
     if return_lse:
         warn("return_lse is deprecated. Use return_aux=AuxRequest(lse=True).", FutureWarning)
@@ -187,27 +183,27 @@ def aux_request(return_lse: bool, return_aux: object) -> AuxRequest:
 def checked_masks(
     mask_mod: Mod | None, block_mask: torch_flex.BlockMask | None
 ) -> tuple[Mask, ...]:
-    """The masks that there are, each given by its own name."""
+    """Return the masks that are given. Raise if one is given under the name of the other."""
     if mask_mod is None and block_mask is None:
         return ()
     if isinstance(mask_mod, torch_flex.BlockMask):
         raise NotCallableError(
-            "mask_mod must be a function of (b, h, q_idx, kv_idx), but got a BlockMask. Give it as "
+            "mask_mod must be a function of (b, h, q_idx, kv_idx), but is a BlockMask. Give it as "
             "block_mask=."
         )
     if block_mask is not None and not isinstance(block_mask, torch_flex.BlockMask):
         raise BlockMaskError(
-            f"block_mask must be a BlockMask, but got a {type(block_mask).__name__}. Give a "
+            f"block_mask must be a BlockMask, but is a {type(block_mask).__name__}. Give a "
             f"function as mask_mod=, or make a mask of it with create_block_mask."
         )
     return tuple(mask for mask in (mask_mod, block_mask) if mask is not None)
 
 
 def check_gqa(query: object, key: object, enable_gqa: bool) -> None:
-    """As many heads of keys as of queries, unless it is said that they differ."""
+    """Raise if query and key have different numbers of heads, unless `enable_gqa` allows it."""
     if enable_gqa or not isinstance(query, Tensor) or not isinstance(key, Tensor):
         return
-    if query.is_nested or key.is_nested:  # refused later, and without a shape until then
+    if query.is_nested or key.is_nested:  # have no shape; a later check raises
         return
     if query.dim() == key.dim() == 4 and query.shape[1] != key.shape[1]:
         raise HeadsError(

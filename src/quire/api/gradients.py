@@ -1,4 +1,4 @@
-"""The backward pass as a function of results from elsewhere.
+"""attention_gradients(): the backward pass for results that were computed in parts.
 
     first, *others = [
         attention(query, shard, mask=causal, q_start=0, return_aux=AuxRequest(lse=True))
@@ -13,8 +13,9 @@
     ]
     grad_query = sum(part.query for part in parts)
 
-Keys may be cut into shards, on one machine or on several: given the output and the log-sum-exp of
-all keys together, each shard finds the gradients of its own, and those of the query add up.
+Keys may be cut into shards, on one machine or on several. Each shard takes the output and the
+log-sum-exp of all keys together, and computes the gradients of its own keys and values. The
+gradients of the query add up.
 """
 
 from __future__ import annotations
@@ -29,15 +30,16 @@ from quire.errors import DtypeError, ShapeError
 from quire.ir.trace import Mod
 from quire.memory import Integers, Memory, Queries
 from quire.plans import CallPlan
-from quire.request import Mask, Request, checked_call
+from quire.request import Call, Mask, Request, checked_call
 from quire.results import Above, Wanted
 from quire.support.dynamo import never_traced
 
 
 class AttentionGradients(NamedTuple):
-    """The gradients of query, key and value; `captured` has those of tensors that mods load from.
+    """The gradients of query, key and value, with their shapes.
 
-    They are those that require one, in pairs of the tensor and its gradient.
+    `captured` has a pair (tensor, gradient) for each tensor that a mod reads and that requires a
+    gradient.
     """
 
     query: Tensor
@@ -62,10 +64,12 @@ def attention_gradients(
     q_offsets: Integers | None = None,
     q_lengths: Integers | None = None,
 ) -> AttentionGradients:
-    """The gradients of attention over `memory`, whose keys may be some of those behind `out`.
+    """Compute the gradients of attention over `memory`, which may be one shard of all keys.
 
-    `out` and `lse` are results of `attention`, perhaps merged, and `grad_out` and `grad_lse` their
-    gradients. The other parameters are those of `attention`. A sink is part of `lse`.
+    `out` [B, Hq, L, Dv] and `lse` [B, Hq, L] are results of `attention`, perhaps merged from
+    several shards; `grad_out` and `grad_lse` are their gradients. For packed queries they are
+    [total, Hq, Dv] and [total, Hq]. The other parameters are those of `attention`. A sink is not a
+    parameter, as `lse` includes it.
     """
     call = checked_call(
         Request(
@@ -81,27 +85,14 @@ def attention_gradients(
     for name, tensor in zip(("key", "value"), operands[1:], strict=True):
         if not tensor.is_floating_point():
             raise DtypeError(
-                f"{name} must hold numbers that have a gradient, but is {tensor.dtype}. Give float "
-                f"pages, or let autograd find the gradient of the query."
+                f"{name} must hold floats, which have a gradient, but is {tensor.dtype}. Give "
+                f"float pages, or let autograd compute the gradient of the query."
             )
-    shape = (*operands[0].shape[:3], operands[2].shape[3])
-    dtype = call.placed.dtype
-
-    def placed(name: str, given: Tensor, shape: tuple[int, ...]) -> Tensor:
-        rows = memory.as_placed(query, given.detach())
-        if rows.shape != shape:
-            expected = list(memory.as_given(query, rows.new_empty(shape)).shape)
-            raise ShapeError(
-                f"{name} must have the shape {expected} of what attention returns, but has "
-                f"{list(given.shape)}. Give the results for this query."
-            )
-        return rows.to(dtype)
-
     above = Above(
-        placed("out", out, shape),
-        placed("lse", lse, shape[:3]),
-        placed("grad_out", grad_out, shape),
-        None if grad_lse is None else placed("grad_lse", grad_lse, shape[:3]),
+        _placed(call, "out", out),
+        _placed(call, "lse", lse),
+        _placed(call, "grad_out", grad_out),
+        None if grad_lse is None else _placed(call, "grad_lse", grad_lse),
         whole=False,
     )
     plan = CallPlan(call, "eager" if jit.obstacle(call) else "jit")
@@ -115,3 +106,17 @@ def attention_gradients(
         memory.keys_as_given(found.value.to(operands[2].dtype)),
         tuple((x, grad.to(x.dtype)) for x, grad in pairs if grad is not None),
     )
+
+
+def _placed(call: Call, name: str, given: Tensor) -> Tensor:
+    """Return a result of the forward pass, or its gradient, in the layout of kernels."""
+    query, memory, (q, _, value) = call.request.query, call.request.memory, call.placed.operands
+    shape = (*q.shape[:3], value.shape[3])[: 3 if name.endswith("lse") else 4]
+    rows = memory.as_placed(query, given.detach())
+    if rows.shape != shape:
+        wanted = list(memory.as_given(query, rows.new_empty(shape)).shape)
+        raise ShapeError(
+            f"{name} must have the shape {wanted} of what attention returns, but has "
+            f"{list(given.shape)}. Give the results for this query."
+        )
+    return rows.to(call.placed.dtype)

@@ -1,7 +1,7 @@
-"""The kernel options of PyTorch's flex_attention: accepted, checked, and mostly without meaning.
+"""The kernel options of PyTorch's flex_attention, which are checked and mostly ignored.
 
-They tune Triton kernels on GPUs. On the CPU none of them changes a result, so a value is checked
-only where PyTorch checks it; on other devices they are handed to PyTorch as they are.
+They tune Triton kernels on GPUs. On the CPU no option changes a result, so values are checked only
+if PyTorch checks them. On other devices the options are passed to PyTorch.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ OURS_TO_DECIDE = frozenset({"OUTPUT_LOGSUMEXP", "OUTPUT_MAX"})
 
 
 class KernelOptionWarning(UserWarning):
-    """A kernel option that nobody knows."""
+    """A kernel option is unknown to PyTorch and to quire."""
 
 
 def check_kernel_options(options: Mapping[str, object] | None) -> None:
-    """Refuse what PyTorch refuses; warn of a name that nobody knows."""
+    """Raise for options that PyTorch refuses. Warn of unknown names."""
     if options is None:
         return
     if not isinstance(options, Mapping):
         raise ArgumentError(
-            f"kernel_options must be a dict, but got {type(options).__name__}. See "
+            f"kernel_options must be a dict, but is a {type(options).__name__}. See "
             f"FlexKernelOptions."
         )
     for name in options:
@@ -65,8 +65,8 @@ def check_kernel_options(options: Mapping[str, object] | None) -> None:
         return
     if options.get("FORCE_USE_FLEX_ATTENTION"):
         raise OptionError(
-            "kernel_options has both BACKEND and FORCE_USE_FLEX_ATTENTION, which BACKEND replaces. "
-            "Drop FORCE_USE_FLEX_ATTENTION."
+            "kernel_options must not have both BACKEND and FORCE_USE_FLEX_ATTENTION, which BACKEND "
+            "replaces, but has both. Drop FORCE_USE_FLEX_ATTENTION."
         )
     if options["BACKEND"] not in get_args(KernelBackend):
         raise OptionError(
@@ -78,13 +78,13 @@ def check_kernel_options(options: Mapping[str, object] | None) -> None:
 def _check_name(name: object) -> None:
     if not isinstance(name, str):
         raise OptionError(
-            f"kernel_options must have names for keys, but got {name!r}. See FlexKernelOptions."
+            f"kernel_options must have strings as keys, but has {name!r}. See FlexKernelOptions."
         )
     plain = name[4:] if name.startswith(("fwd_", "bwd_")) else name
     if plain in OURS_TO_DECIDE:
         raise OptionError(
-            f"kernel_options must not contain {name}: which outputs are written follows from "
-            f"return_aux. Use return_aux=AuxRequest(...)."
+            f"kernel_options must not contain {name}, since return_aux decides which outputs are "
+            f"written, but does. Use return_aux=AuxRequest(...)."
         )
     if plain not in KNOWN:
         close = difflib.get_close_matches(plain, KNOWN, n=1, cutoff=0.5)

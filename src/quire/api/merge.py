@@ -1,4 +1,4 @@
-"""Two results of attention over different keys become the result over all of them.
+"""merge_attention(): the result over all keys, from two results over different keys.
 
     (out_a, aux_a), (out_b, aux_b) = (
         attention(query, shard, mask=causal, q_start=0, return_aux=AuxRequest(lse=True))
@@ -7,7 +7,8 @@
     )
     out, lse = merge_attention(out_a, aux_a.lse, out_b, aux_b.lse)
 
-An output is a mean of values, and its log-sum-exp says how much all of its keys weigh together.
+An output is a weighted mean of values, and exp(lse) is the sum of its weights. So the merged output
+is the mean of both outputs, weighted by exp(lse).
 """
 
 from __future__ import annotations
@@ -26,22 +27,22 @@ LSE_DTYPES = (torch.float32, torch.float64)
 def merge_attention(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Attention over two sets of keys, `(out, lse)`, from the results over each of them.
+    """Compute `(out, lse)` of attention over two sets of keys from the results over each set.
 
         out, lse = merge_attention(out_a, lse_a, out_b, lse_b)
         out, lse = merge_attention(out, lse, out_c, lse_c)    # and so on
 
-    Both sides are what `attention` returned for the same queries, with `AuxRequest(lse=True)`: out
-    [B, Hq, L, Dv] and lse [B, Hq, L], or packed, out [total, Hq, Dv] and lse [total, Hq]. No key
-    may be on both sides, and a sink is a key in this: give it to one call only.
+    Both sides are results of `attention` for the same queries, with `AuxRequest(lse=True)`: out
+    [B, Hq, L, Dv] and lse [B, Hq, L], or packed, out [total, Hq, Dv] and lse [total, Hq]. The two
+    sides must have no key in common. A sink counts as a key: give it to one call only.
 
-    A row that read nothing on one side, whose lse is -inf there, is that of the other to the bit;
-    one that read nothing at all is 0 with lse -inf. An lse of inf outweighs all that is finite, and
-    two of them make the row NaN; an lse of NaN makes row and lse NaN.
+    A row that reads no key on one side has lse -inf there, and the exact bits of the other side are
+    returned. A row that reads no key on both sides is 0, with lse -inf. An lse of inf outweighs any
+    finite lse. Two of them make the row NaN, and an lse of NaN makes row and lse NaN.
 
-    `out` has the dtype of `out_a`, but is computed in float32, or in float64 where an argument is:
-    in a long chain of bfloat16 begin with `out_a.float()` and nothing is rounded on the way.
-    Everything is differentiable, any number of times; a side that was not read has gradient 0.
+    `out` has the dtype of `out_a`. It is computed in float32, or in float64 if an argument is
+    float64. In a long chain of bfloat16, begin with `out_a.float()`, so that only the end rounds.
+    Results can be differentiated any number of times. A side that reads no key has gradient 0.
     """
     _check_sides(out_a, lse_a, out_b, lse_b)
     doubles = torch.float64 in (out_a.dtype, out_b.dtype, lse_a.dtype)
@@ -51,8 +52,8 @@ def merge_attention(
 
 
 def _merged(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    # What `where` leaves out gets gradient 0 from it, but 0 times inf would be NaN further up: the
-    # functions of lse see 0 in rows that are not shared.
+    # `where` gives the branch that it does not take gradient 0. Times an infinite derivative that
+    # is NaN, so the functions of lse are given 0 in rows that only one side reads.
     reads_a, reads_b = lse_a != -math.inf, lse_b != -math.inf
     shared = reads_a & reads_b
     a, b = torch.where(shared, lse_a, 0.0), torch.where(shared, lse_b, 0.0)
@@ -61,7 +62,7 @@ def _merged(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple
 
     reads_a, reads_b, shared = (x.unsqueeze(-1) for x in (reads_a, reads_b, shared))
     ahead = torch.where(shared, (lse_a - lse_b).unsqueeze(-1), 0.0)
-    # exp(lse_a - lse) and exp(lse_b - lse), which add up to 1 however large both are.
+    # The sigmoids are exp(lse_a - lse) and exp(lse_b - lse). They add up to 1, however large both.
     both = torch.sigmoid(ahead) * out_a + torch.sigmoid(-ahead) * out_b
     either = torch.where(reads_a, out_a, torch.where(reads_b, out_b, 0.0))
     return torch.where(shared, both, either), lse

@@ -1,17 +1,16 @@
-"""PyTorch's names with quire behind them, for CPU tensors.
+"""patch_torch(): let PyTorch's functions call quire for CPU tensors.
 
     quire.patch_torch()        # until quire.unpatch_torch()
-    with quire.patch_torch():  # or for a while
+    with quire.patch_torch():  # or inside the block only
         model(tokens)
 
-The functions of PyTorch stay the objects that they are; what is exchanged is their code. So whoever
-has imported one before, keeps it in a table or has compiled it gets ours too, and `unpatch_torch`
-puts back every bit. On other devices PyTorch's own code runs, and so it does in a graph that
-torch.compile may not break.
+PyTorch's function objects stay; only their code is exchanged. So code that imported, stored or
+compiled one of them earlier calls quire too, and `unpatch_torch` restores all of it. PyTorch's own
+code still runs on other devices, and in a graph that torch.compile must not break.
 
-PyTorch's `BlockMask` is left alone: ours is a subclass, and either kind is taken everywhere. So are
-`and_masks`, `or_masks` and `noop_mask`, which mean the same. Of `PagedAttention` the methods are
-exchanged: an instance that was made before has the tables that ours use.
+PyTorch's `BlockMask` is not changed: ours is a subclass, and all functions take both. `and_masks`,
+`or_masks` and `noop_mask` are not changed either, since ours do the same. The methods of
+`PagedAttention` are exchanged, and also work on instances that were made before.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ from quire.support.torch_private import JAGGED, PAGED, named
 
 
 class Row(NamedTuple):
-    """A function of PyTorch's, ours, and the place of the parameter that tells the device.
+    """A function of PyTorch, and ours. Argument number `device` decides which one runs.
 
-    Where that is an object of some kind, `attribute` of it tells.
+    That argument is a tensor or a device, or an object with a tensor in `attribute`.
     """
 
     module: str
@@ -48,14 +47,18 @@ class Row(NamedTuple):
 
 FLEX = "torch.nn.attention.flex_attention"
 PAGED_METHODS = (
-    *("reserve", "erase", "assign"),
-    *("convert_logical_block_mask", "get_mask_mod", "get_score_mod"),
+    "reserve",
+    "erase",
+    "assign",
+    "convert_logical_block_mask",
+    "get_mask_mod",
+    "get_score_mod",
 )
 ROWS = (
     Row(FLEX, "flex_attention", flex_attention, device=0),
     Row(FLEX, "create_block_mask", create_block_mask, device=5),
     Row(FLEX, "create_mask", create_mask, device=5),
-    # What F.scaled_dot_product_attention calls for nested tensors.
+    # F.scaled_dot_product_attention calls this for nested tensors.
     Row(JAGGED, jagged.__name__, jagged, device=0),
     *(
         Row(PAGED, f"PagedAttention.{name}", getattr(PagedAttention, name), 0, "page_table")
@@ -64,7 +67,10 @@ ROWS = (
 )
 
 STAND_INS: dict[str, Callable[..., Any]] = {}
-"""What the exchanged code calls, by module and name. Kept, for calls that are under way."""
+"""What the exchanged code calls, by module and name.
+
+Entries stay after `unpatch_torch`, for calls that are still running.
+"""
 
 _lock = lock()
 _depth = 0
@@ -72,7 +78,7 @@ _undo = ExitStack()
 
 
 class Patch:
-    """What `patch_torch` returns: leaving it as a context undoes that one call."""
+    """The result of `patch_torch`, a context manager: its end undoes that one call."""
 
     def __enter__(self) -> None:
         pass
@@ -82,19 +88,18 @@ class Patch:
 
 
 def patch_torch() -> Patch:
-    """Put quire behind PyTorch's `flex_attention`, block masks and `PagedAttention`.
+    """Let PyTorch's `flex_attention`, block masks and `PagedAttention` call quire.
 
     with patch_torch():
         out = torch.nn.attention.flex_attention.flex_attention(query, key, value)
 
-    And behind `F.scaled_dot_product_attention` where it is given nested tensors.
-
-    For CPU tensors alone. Without `with` it holds until `unpatch_torch()`; calls may be nested.
+    `F.scaled_dot_product_attention` calls quire for nested tensors too. Only calls with CPU tensors
+    are changed. Without `with`, the patch stays until `unpatch_torch()`. Calls may be nested.
     """
     global _depth
     with _lock:
         if _depth == 0:
-            with ExitStack() as stack:  # a row that fails undoes those before it
+            with ExitStack() as stack:  # if a row fails, the rows before it are undone
                 for row in ROWS:
                     _exchange(row, stack)
                 _undo.push(stack.pop_all())
@@ -103,7 +108,7 @@ def patch_torch() -> Patch:
 
 
 def unpatch_torch() -> None:
-    """Undo one `patch_torch()`; the last one restores PyTorch. Without any, do nothing."""
+    """Undo one `patch_torch()`. When all are undone, PyTorch is as before."""
     global _depth
     with _lock:
         _depth = max(0, _depth - 1)
@@ -112,7 +117,7 @@ def unpatch_torch() -> None:
 
 
 def _exchange(row: Row, stack: ExitStack) -> None:
-    """Give PyTorch's function our code, and have `stack` put its own back."""
+    """Give a function of PyTorch our code. `stack` restores its own code later."""
     theirs = named(row.module, row.name)
     assert isinstance(theirs, types.FunctionType) and not theirs.__closure__, "code needs a place"
     key = f"{row.module}.{row.name}"
@@ -122,10 +127,10 @@ def _exchange(row: Row, stack: ExitStack) -> None:
 
 
 def _code(theirs: Callable[..., Any], key: str) -> types.CodeType:
-    """Code with the parameters of `theirs`, whose defaults it goes on using.
+    """Return code that has the parameters of `theirs` and calls the stand-in under `key`.
 
-    It runs as part of PyTorch's module, whose globals have no name of ours. Dynamo enters only
-    code that names torch.
+    The function object keeps its defaults. The code runs with the globals of PyTorch's module, so
+    it imports what it needs. It imports torch since Dynamo only enters code that names torch.
     """
     signature = inspect.signature(theirs)
     bare = [p.replace(default=p.empty, annotation=p.empty) for p in signature.parameters.values()]
@@ -141,7 +146,7 @@ def _code(theirs: Callable[..., Any], key: str) -> types.CodeType:
 
 
 def _stand_in(row: Row, theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """The function that takes calls to PyTorch's: ours for the CPU, `theirs` for the rest."""
+    """Return the function that is called in place of PyTorch's: ours on the CPU, else `theirs`."""
 
     @never_entered
     def stand_in(*args: Any, **kwargs: Any) -> Any:
@@ -154,9 +159,10 @@ def _stand_in(row: Row, theirs: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_cpu(where: Any) -> bool:
-    """Whether a tensor is on the CPU, or a device is the CPU. None is the accelerator, if any.
+    """Return whether a tensor is on the CPU, or a device is the CPU.
 
-    Anything else is a mistake, and it is for ours to say so.
+    None is the accelerator if there is one, else the CPU. For any other object the result is True,
+    so that our function raises the error.
     """
     if where is None:
         where = torch.accelerator.current_accelerator(check_available=True) or "cpu"

@@ -1,12 +1,11 @@
-"""A plan for those who count microseconds.
-
+"""plan(): attention that is prepared once and called many times, with less time spent per call.
 
     step = quire.plan(query, Dense(keys[:, :, :1], values[:, :, :1]), mask=causal)
     for position in range(1, 4096):
         out = step(query, Dense(keys[:, :, :position], values[:, :, :position]))
 
-What a plan was given stays as it was: it does not see that a mod, a closure or a number has changed
-since. What captured tensors hold is read at every call.
+A plan keeps the mods, closures and numbers that it was made with, even if they change later. The
+content of captured tensors is read at every call.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ def plan(
     scale: float | None = None,
     q_start: int | None = None,
 ) -> Plan:
-    """Attention as `attention(query, memory, ...)` would compute it, ready to be repeated.
+    """Return a function of a query and a memory that computes `attention(query, memory, ...)`.
 
-    query [B, Hq, L, D], keys [B, Hkv, S, D]. The plan takes other queries and memories: of any
-    length, unless a block mask fixes them. It computes no gradients.
+    query [B, Hq, L, D], keys [B, Hkv, S, D], values [B, Hkv, S, Dv]. The function takes queries and
+    keys of any length, unless a block mask fixes the lengths. It computes no gradients.
     """
     masks = () if mask is None else (mask,)
     queries = Queries(q_start)
@@ -47,7 +46,7 @@ def plan(
 
 
 class Plan:
-    """What `plan` returns: a function of a query and a memory."""
+    """The result of `plan`: a function of a query and a memory."""
 
     def __init__(self, request: Request) -> None:
         _check_dense(request.memory)
@@ -62,7 +61,7 @@ class Plan:
         call = call_of(self._request)
         self._captures = call.captures
         self._kinds = tuple(map(_kind, self._captures))
-        self._fixed = call.problem.block_mask is not None  # for some lengths and positions alone
+        self._fixed = call.problem.block_mask is not None  # valid for these lengths and positions
         self._known: BoundedDict[Key, tuple[CallPlan, Problem]] = BoundedDict(64)
 
     def __call__(self, query: Tensor, memory: Dense) -> Tensor:
@@ -102,7 +101,7 @@ class Plan:
         query, made_for = request.query, self._request.query.dtype
         if isinstance(query, Tensor) and query.dtype != made_for:
             raise DtypeError(
-                f"this plan was made for queries of {made_for}, but got {query.dtype}. Make a "
+                f"query must be {made_for}, as the plan was made for, but is {query.dtype}. Make a "
                 f"plan for each dtype."
             )
         check(request)
@@ -112,8 +111,8 @@ class Plan:
         reason = jit.obstacle(call)
         if reason is not None:
             raise BackendError(
-                f"a plan runs compiled code, but {reason}. Call quire.attention, which finds "
-                f"another way."
+                f"a plan must run compiled code, but {reason}. Call quire.attention, which has "
+                f"other backends."
             )
         with torch.no_grad():
             made, _ = make(call)
@@ -123,26 +122,26 @@ class Plan:
         for tensor, made_for in zip(self._captures, self._kinds, strict=True):
             if _kind(tensor) != made_for:
                 raise ArgumentError(
-                    f"this plan was made for a captured tensor of dtype, dimensions and device "
-                    f"{made_for}, which now has {_kind(tensor)}. Make a new plan."
+                    f"a captured tensor must have the dtype, dimensions and device {made_for} that "
+                    f"the plan was made for, but has {_kind(tensor)}. Make a new plan."
                 )
 
 
 def _kind(tensor: Tensor) -> tuple[object, ...]:
-    """What must not change of a captured tensor. Its sizes and strides may."""
+    """Return the properties of a captured tensor that must not change. Sizes and strides may."""
     return tensor.dtype, tensor.dim(), tensor.device
 
 
 def _check_dense(memory: object) -> None:
     if isinstance(memory, Ragged | Paged):
         raise ArgumentError(
-            f"a plan takes Dense memory, but got a {type(memory).__name__}. Call quire.attention, "
-            f"which takes all."
+            f"the memory of a plan must be Dense, but is {type(memory).__name__}. Call "
+            f"quire.attention, which takes every memory."
         )
 
 
 def _kept(mask: BlockMask | None, query: Tensor) -> BlockMask | None:
-    """A copy of a block mask that its owner's changes do not reach."""
+    """Return a copy of a block mask, so that later changes of it do not reach the plan."""
     if mask is None:
         return None
     kept = copy.deepcopy(mask)

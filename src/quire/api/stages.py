@@ -1,4 +1,4 @@
-"""What a mod becomes on its way to the processor, as text.
+"""kernel(): the code that quire makes of a mod, as text.
 
     >>> kernel = quire.kernel(mask_mod=quire.mods.causal)
     >>> print(kernel.stages["graph"])
@@ -7,8 +7,8 @@
       %1 = input q_idx : int32
       %2 = le %0, %1 : bool
 
-Three stages: `graph`, the ops; `llvm`, the functions that the kernel calls; `asm`, what the
-processor runs. For a named target they are the same on every machine.
+There are three stages: `graph`, the ops; `llvm`, the functions that the kernel calls; `asm`, the
+instructions of the processor. For a named target they are the same on every machine.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class Kernel:
 
     @property
     def stages(self) -> Mapping[str, str]:
-        """The text of each stage, made when it is looked at."""
+        """The text of each stage by name. A stage is computed when it is first read."""
         return _Stages(self)
 
     @cached_property
     def graph(self) -> str:
-        """The ops of each mod, and of what a mask can and must be in a tile."""
+        """The ops of each mod, and of the bounds of a mask: if it can, and must, hold in a tile."""
         titles = {"score": self.graphs.score, "mask": self.graphs.always}
         if self.graphs.bounds is not None:
             titles |= {"can": self.graphs.bounds.can, "must": self.graphs.bounds.must}
@@ -63,12 +63,12 @@ class Kernel:
 
     @cached_property
     def llvm(self) -> str:
-        """The functions that the forward kernel calls, as LLVM reads them."""
+        """The functions that the forward kernel calls, in LLVM's language."""
         return write_mods("panel", self.tile, self.graphs, self.arguments).text
 
     @cached_property
     def asm(self) -> str:
-        """The same functions as the processor runs them."""
+        """The same functions in the assembly language of the processor."""
         return jit.assembly(self.llvm, self.tile.target)
 
 
@@ -95,14 +95,12 @@ def kernel(
     dtype: torch.dtype = torch.float32,
     target: str | None = None,
 ) -> Kernel:
-    """The code for a score_mod, a mask_mod or both, with queries of `dtype`.
+    """Return the code for a score_mod, a mask_mod or both, for queries of `dtype`.
 
-    `target` names a processor (x86-64-v3, x86-64-v4, aarch64); without it, it is this one.
+    `target` names a processor: x86-64-v3, x86-64-v4 or aarch64. By default it is this machine's.
     """
     if score_mod is None and mask_mod is None:
-        raise ArgumentError(
-            "a score_mod or a mask_mod is needed to show code for, but both are None. Pass one."
-        )
+        raise ArgumentError("a score_mod or a mask_mod must be given, but both are None. Pass one.")
     wide = working_dtype(dtype)
     problem = Problem(
         scale=1.0,

@@ -1,10 +1,10 @@
-"""Sequences packed into one tensor, called as other libraries call it.
+"""Attention of sequences that are packed into one tensor, with the signatures of other libraries.
 
     varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, causal=True)    # as flash-attention's
     varlen_attn(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k)                # as torch.nn.attention's
 
-Both take mods as well. In both, causal masks, windows and distances count from the end: the last
-query sits at the last key of its sequence, also where there are more queries than keys.
+Both also take mods. In both, causal masks, windows and distances count from the end: the last query
+is at the position of the last key of its sequence, even if there are more queries than keys.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from quire.mods.compose import MaskMod, ScoreMod, all_of, chain, named
 from quire.support.dynamo import never_traced
 
 EVERYTHING = (-1, -1)
-"""The window that hides nothing."""
+"""The window in which a query reads all keys."""
 
 
 @never_traced
@@ -59,43 +59,29 @@ def varlen_attention(
     return_aux: AuxRequest | None = None,
     backend: BackendName = "auto",
 ) -> Tensor | tuple[Tensor, AuxOutput]:
-    """Attention of q [total_q, Hq, D] over k and v [total_k, Hkv, D], sequence by sequence.
+    """Compute attention of q [total_q, Hq, D] over k [total_k, Hkv, D] and v [total_k, Hkv, Dv].
 
         varlen_attention(q, k, v, cu_seqlens, cu_seqlens, causal=True, window_size=(128, 0))
 
-    The parameters up to `block_table` are those of flash_attn_varlen_func. `cu_seqlens_k` may be
-    left out where keys lie as the queries do, and so may the longest lengths, which are only
-    compared with the lengths. `seqused_k` says how many keys of each sequence are used. Scores are
-    scaled, soft-capped, lowered by distance times slope, and then given to `score_mod`; a key is
-    read where window, causal mask and `mask` hold. In the mods `b` is the sequence, and positions
-    are within it.
+    The parameters up to `block_table` are those of flash_attn_varlen_func. Leave `cu_seqlens_k` out
+    if it equals `cu_seqlens_q` [B + 1]. The longest lengths are optional, and are only compared
+    with the lengths. `seqused_k` [B] says how many keys of each sequence are used. Scores are
+    scaled, soft-capped, lowered by distance times slope ([Hq] or [B, Hq]), and then given to
+    `score_mod`. A query reads a key if the window, the causal mask and `mask` allow it. In mods `b`
+    is the sequence, and positions count from its start.
 
-    Returns [total_q, Hq, Dv], and an `AuxOutput` [total_q, Hq] as well where `return_aux` asks.
+    Returns [total_q, Hq, Dv]. With `return_aux` it returns a pair of that and an `AuxOutput`.
     """
-    if return_attn_probs:
-        raise OptionError(
-            "return_attn_probs=True asks for probabilities, which are never all made. Use "
-            "return_aux=AuxRequest(lse=True): a probability is exp(score - lse)."
-        )
-    layout = _Layout.of(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, _NAMES)
+    _check_supported(return_attn_probs, block_table)
+    packed = (q, k, v)
+    layout = _Layout.of(packed, (cu_seqlens_q, cu_seqlens_k, seqused_k), _NAMES)
     layout.check_longest(("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k))
-    _check_no_pages(block_table)
-    reach = _window(window_size)
     place = layout.place()
-    masks: list[Any] = [] if mask is None else [mask]
-    if causal or reach != EVERYTHING:
-        masks.append(_within(reach[0], 0 if causal else reach[1], place))
-    scores: list[Any] = []
-    if softcap != 0.0:
-        scores.append(capped(softcap))
-    if alibi_slopes is not None:
-        scores.append(_lowered(alibi_slopes, layout.num, q.shape[1], place))
-    if score_mod is not None:
-        scores.append(score_mod)
+    slopes = None if alibi_slopes is None else _lowered(alibi_slopes, layout, q.shape[1], place)
     found: Tensor | tuple[Tensor, AuxOutput] = layout.attend(
-        *(q, k, v),
-        mask=all_of(*masks),
-        score_mod=chain(*scores),
+        packed,
+        mask=all_of(mask, _window(window_size, causal, place)),
+        score_mod=chain(capped(softcap) if softcap != 0.0 else None, slopes, score_mod),
         scale=softmax_scale,
         dropout_p=dropout_p,
         generator=generator,
@@ -127,14 +113,16 @@ def varlen_attn(
     mask: Mod | None = None,
     backend: BackendName = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The same with the names of `torch.nn.attention.varlen.varlen_attn`, and mods.
+    """Compute `varlen_attention` with the parameters of `torch.nn.attention.varlen.varlen_attn`.
 
         varlen_attn(query, key, value, offsets, offsets, longest, longest, window_size=(-1, 0))
 
-    Bits never depend on the batch, so `num_splits` changes nothing. Returns [T_q, Hq, Dv], and the
-    log-sum-exp [T_q, Hq] as well where `return_aux.lse` holds.
+    query [T_q, Hq, D], key [T_k, Hkv, D], value [T_k, Hkv, Dv], offsets [B + 1]. `num_splits` is
+    ignored, since results never depend on the batch. Returns [T_q, Hq, Dv], or a pair of that and
+    the log-sum-exp [T_q, Hq] if `return_aux.lse` is True.
     """
-    layout = _Layout.of(query, key, value, cu_seq_q, cu_seq_k, seqused_k, _TORCH_NAMES)
+    packed = (query, key, value)
+    layout = _Layout.of(packed, (cu_seq_q, cu_seq_k, seqused_k), _TORCH_NAMES)
     layout.check_longest(("max_q", max_q), ("max_k", max_k))
     if not enable_gqa and query.shape[1] != key.shape[1]:
         raise HeadsError(
@@ -143,7 +131,9 @@ def varlen_attn(
         )
     wants_lse = return_aux is not None and bool(return_aux.lse)
     found = varlen_attention(
-        *(query, key, value, cu_seq_q, cu_seq_k),
+        *packed,
+        cu_seq_q,
+        cu_seq_k,
         softmax_scale=scale,
         window_size=window_size,
         block_table=block_table,
@@ -167,7 +157,7 @@ _TORCH_NAMES = ("cu_seq_q", "cu_seq_k", "seqused_k")
 
 
 class _Layout(NamedTuple):
-    """Offsets and lengths of queries and keys."""
+    """The offsets [B + 1] and lengths [B] of queries and keys."""
 
     q_offsets: Numbers
     q_lengths: Numbers
@@ -176,36 +166,32 @@ class _Layout(NamedTuple):
 
     @staticmethod
     def of(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        q_ends: Integers,
-        k_ends: Integers | None,
-        used: Integers | None,
+        packed: tuple[Tensor, Tensor, Tensor],
+        spans: tuple[Integers, Integers | None, Integers | None],
         names: tuple[str, str, str],
     ) -> _Layout:
-        """As the user gave it, checked. Rows past the last sequence belong to none."""
-        check_packed(q, k, v)
-        q_offsets = checked_offsets(names[0], q_ends, len(q))
-        kv_offsets = checked_offsets(names[1], q_ends if k_ends is None else k_ends, len(k))
+        """Check and return offsets of queries, offsets of keys, and how many keys are used.
+
+        `names` are the user's names of `spans`. Rows after the last sequence belong to none.
+        """
+        check_packed(*packed)
+        q_ends, k_ends, used = spans
+        q_offsets = checked_offsets(names[0], q_ends, len(packed[0]))
+        k_ends = q_ends if k_ends is None else k_ends
+        kv_offsets = checked_offsets(names[1], k_ends, len(packed[1]))
         if len(q_offsets) != len(kv_offsets):
             raise ArgumentError(
                 f"{names[0]} and {names[1]} must be for as many sequences, but hold "
-                f"{len(q_offsets)} and {len(kv_offsets)} numbers. Both hold one more than there "
-                f"are sequences."
+                f"{len(q_offsets)} and {len(kv_offsets)} numbers. Give both one more number than "
+                f"there are sequences."
             )
         kv_lengths = np.diff(kv_offsets)
         if used is not None:
             kv_lengths = checked_lengths(names[1:], used, kv_lengths)
         return _Layout(q_offsets, np.diff(q_offsets), kv_offsets, kv_lengths)
 
-    @property
-    def num(self) -> int:
-        """How many sequences there are."""
-        return len(self.q_lengths)
-
     def check_longest(self, *given: tuple[str, int | None]) -> None:
-        """No sequence is longer than is said of queries and of keys."""
+        """Raise if a sequence is longer than the user's longest length, for queries and keys."""
         for (name, value), lengths in zip(given, (self.q_lengths, self.kv_lengths), strict=True):
             if value is None:
                 continue
@@ -218,45 +204,56 @@ class _Layout(NamedTuple):
                 )
 
     def place(self) -> Mod:
-        """place(b, q_idx): where a query is, so that the last one is at the last key.
+        """Return place(b, q_idx), the position of a query if the last one is at the last key.
 
-        With more queries than keys `q_idx` begins at 0, but the first queries are before that.
+        `q_idx` is that position, unless there are more queries than keys: then `q_idx` begins at
+        0, and the positions of the first queries are negative.
         """
         excess = torch.from_numpy(np.maximum(self.q_lengths - self.kv_lengths, 0))
         if not bool(excess.any()):
             return lambda b, q_idx: q_idx
         return lambda b, q_idx: q_idx - excess[b]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+    def attend(self, packed: tuple[Tensor, Tensor, Tensor], **options: Any) -> Any:
+        """Compute attention of packed queries, keys and values."""
+        q, k, v = packed
         memory = Ragged(k, v, *map(torch.from_numpy, (self.kv_offsets, self.kv_lengths)))
         offsets, lengths = map(torch.from_numpy, (self.q_offsets, self.q_lengths))
         return attention(q, memory, q_offsets=offsets, q_lengths=lengths, **options)
 
 
-# --- what is asked for by number -----------------------------------------------------------------
+# --- options -------------------------------------------------------------------------------------
 
 
-def _check_no_pages(block_table: object) -> None:
+def _check_supported(return_attn_probs: bool, block_table: object) -> None:
+    if return_attn_probs:
+        raise OptionError(
+            "return_attn_probs must be False, since probabilities are never all in memory, but is "
+            "True. Use return_aux=AuxRequest(lse=True): a probability is exp(score - lse)."
+        )
     if block_table is not None:
         raise OptionError(
-            "block_table names pages, and this function takes keys and values that are packed. "
-            "Gather the pages of each sequence, and leave block_table out."
+            "block_table must be None, since keys and values are packed, but names pages. Gather "
+            "the pages of each sequence, or call quire.attention with Paged memory."
         )
 
 
-def _window(window_size: Any) -> tuple[int, int]:
+def _window(window_size: Any, causal: bool, place: Mod) -> MaskMod | None:
+    """Return the mask of a window (left, right) and of `causal`, or None if all keys are read."""
     advice = "Give how many keys before and after it a query reads, -1 for all of them."
     if not isinstance(window_size, tuple | list) or len(window_size) != 2:
-        raise ArgumentError(f"window_size must be two numbers, but got {window_size!r}. {advice}")
+        raise ArgumentError(f"window_size must be two numbers, but is {window_size!r}. {advice}")
     left, right = (
-        whole_number(f"window_size[{place}]", number, minimum=-1, advice=advice)
-        for place, number in enumerate(window_size)
+        whole_number(f"window_size[{axis}]", number, minimum=-1, advice=advice)
+        for axis, number in enumerate(window_size)
     )
-    return left, right
+    if not causal and (left, right) == EVERYTHING:
+        return None
+    return _within(left, 0 if causal else right, place)
 
 
 def _within(left: int, right: int, place: Mod) -> MaskMod:
-    """From `left` keys before a query to `right` after it; -1 is without end."""
+    """Return a mask of `left` keys before a query to `right` keys after it. -1 is unlimited."""
 
     @named(f"window_{left}_{right}")
     def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -270,11 +267,11 @@ def _within(left: int, right: int, place: Mod) -> MaskMod:
     return mask
 
 
-def _lowered(slopes: Tensor, num_sequences: int, num_heads: int, place: Mod) -> ScoreMod:
-    """Scores lowered by distance times slope, on both sides."""
+def _lowered(slopes: Tensor, layout: _Layout, num_heads: int, place: Mod) -> ScoreMod:
+    """Return a score_mod that subtracts slope times distance, before and after the query."""
     advice = "Give one slope for each head [H], or for each sequence and head [B, H]."
     slope = tensor_of("floats", "alibi_slopes", slopes, ranks=(1, 2), advice=advice)
-    wanted = (num_heads,) if slope.ndim == 1 else (num_sequences, num_heads)
+    wanted = (num_heads,) if slope.ndim == 1 else (len(layout.q_lengths), num_heads)
     if slope.shape != wanted:
         raise ShapeError(
             f"alibi_slopes must have shape {list(wanted)}, but has {list(slope.shape)}. {advice}"

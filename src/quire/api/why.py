@@ -1,4 +1,4 @@
-"""Why a mod says what it says: the value of everything that it computes at one point.
+"""why(): the value of every step of a mod at one point.
 
     >>> def own_document(b, h, q_idx, kv_idx):
     ...     return (kv_idx <= q_idx) & (doc[q_idx] == doc[kv_idx])
@@ -14,7 +14,7 @@
 
     own_document = False
 
-In: a mod that can be traced, and numbers. Out: its steps, in the order in which they were written.
+The mod must be one that can be traced. Steps come in the order in which they were written.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from quire.ir.source import Location
 from quire.ir.trace import INPUTS, Mod, Traced, mod_kind, mod_name, trace
 from quire.ir.variables import variable_names
 
-LONGEST, WIDE = 28, 48  # characters: of an operand that is written out, and of a column
+LONGEST, WIDE = 28, 48  # characters: of an operand that is not shortened, and of a column
 
 _INFIX = {
     "add": "+",
@@ -58,11 +58,11 @@ _INFIX = {
     "shr": ">>",
 }
 _PREFIX = {"neg": "-", "not": "~"}
-_SILENT = ("input", "const", "cast")  # ops that are no step of their own
+_SILENT = ("input", "const", "cast")  # ops that are not shown as steps
 
 
 class Step(NamedTuple):
-    """One operation: what was written, with the values of its operands, and what came out."""
+    """One operation: its source, the same with the values of its operands, and its result."""
 
     location: Location | None
     expression: str
@@ -72,7 +72,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Explanation:
-    """A mod at one point, step by step; print it."""
+    """The steps of a mod at one point. `print` shows them."""
 
     name: str
     inputs: dict[str, Number]
@@ -90,7 +90,7 @@ class Explanation:
 
 
 def why(mod: Mod, b: int, h: int, q_idx: int, kv_idx: int, score: float = 0.0) -> Explanation:
-    """The value of everything that a score_mod or a mask_mod computes at one point.
+    """Return the value of every step of a score_mod or a mask_mod at one point.
 
     >>> print(quire.why(quire.mods.sliding_window(256), 0, 0, q_idx=300, kv_idx=3))
     sliding_window_256 at b = 0, h = 0, q_idx = 300, kv_idx = 3
@@ -103,7 +103,7 @@ def why(mod: Mod, b: int, h: int, q_idx: int, kv_idx: int, score: float = 0.0) -
 
     sliding_window_256 = False
 
-    A mask_mod does not read `score`.
+    `score` is ignored for a mask_mod.
     """
     kind = mod_kind(mod)
     point: dict[str, Number] = {
@@ -134,7 +134,7 @@ def why(mod: Mod, b: int, h: int, q_idx: int, kv_idx: int, score: float = 0.0) -
 
 
 def _values(traced: Traced, point: dict[str, Number]) -> dict[Node, Number]:
-    """What each node is, computed from what its operands are."""
+    """Return the value of each node, computed from the values of its operands."""
     env = {name: torch.tensor(value) for name, value in point.items()}
     tensors: dict[Node, Tensor] = {}
     for node in walk(traced.output):
@@ -155,7 +155,7 @@ def _where(traced: Traced, node: Node, alone: Node) -> str:
 
 
 def _in_order(traced: Traced) -> Iterator[tuple[Node, Location | None]]:
-    """The nodes as they were written. One without a line has that of whoever needed it first."""
+    """Yield nodes in the order of the source. A node without a line has that of its first user."""
     alive, seen = set(walk(traced.output)), set[Node]()
     for node in (*traced.lines, traced.output):
         if node in alive:
@@ -169,7 +169,7 @@ def _in_order(traced: Traced) -> Iterator[tuple[Node, Location | None]]:
 
 
 def _spelled(node: Node, operands: Sequence[str], captures: Sequence[str]) -> str:
-    """An operation as one would write it."""
+    """Return the source of an operation, given that of its operands."""
     match node.op:
         case "input":
             return str(node.payload)
@@ -191,7 +191,7 @@ def _spelled(node: Node, operands: Sequence[str], captures: Sequence[str]) -> st
 
 
 def _operand(user: Node, node: Node, text: str) -> str:
-    """`node` as a part of `user`: in brackets where that could be misread, dots if it is long."""
+    """Return `text` of `node` as an operand of `user`: in brackets if needed, "..." if too long."""
     if len(text) > LONGEST and user.op != "cast":
         return "..."
     while node.op == "cast":
@@ -217,7 +217,7 @@ def _line(location: Location | None) -> str:
 
 
 def _table(steps: list[Step]) -> list[str]:
-    """One step a line; what is wide stands out, so that the others stay together."""
+    """Return one line for each step. Wide steps do not widen the column of the others."""
     lengths = [len(step.expression) for step in steps]
     width = max((length for length in lengths if length <= WIDE), default=0)
     return [

@@ -39,12 +39,13 @@ def evaluate_tiles(
     for tile in _tiles(sizes, block_size):
         b, h, q, kv = (torch.arange(part.start, part.stop, device=device) for part in tile)
         shape = (len(b), len(h), len(q), len(kv))
+        place = {"b": b, "h": h, "q_idx": q, "kv_idx": kv}
         with torch.no_grad():
             if kind == "mask":
-                values = evaluate(mod, kind, b, h, q, kv)
+                values = evaluate(mod, kind, **place)
             else:
                 score = torch.zeros((), device=device).expand(shape)
-                values = ~torch.isneginf(evaluate(mod, kind, b, h, q, kv, score=score))
+                values = ~torch.isneginf(evaluate(mod, kind, **place, score=score))
         yield tile, values.expand(shape)
 
 

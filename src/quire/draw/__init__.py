@@ -3,10 +3,10 @@
     print(quire.draw(quire.mods.causal, 4096))
     quire.draw(quire.mods.sliding_window(4096), 1_000_000, path="window.png")
 
-Reading order: drawing (the function), subject (a mask, asked what its cells are), survey (a
-mask_mod asked about cells), scores (a score mod, asked for values), scale (numbers along an axis),
-text (for a terminal), picture (by matplotlib, which nothing else imports) and pages. However long
-the sequences are, a bounded number of cells is asked about, and no array has a side for each token.
+Reading order: drawing (the function), subject (a mask and the kinds of its cells), survey (the
+kinds of cells of a mask_mod), scores (the values of a score mod), scale (numbers along an axis),
+text (for a terminal), picture (with matplotlib, which only this file imports) and pages. Time and
+memory are bounded by the number of cells, however long the sequences are.
 """
 
 from quire.draw.drawing import Drawing, draw

@@ -1,4 +1,4 @@
-"""`draw`: check what came, and hand it to whoever writes text or a picture."""
+"""`draw`: check the arguments, and return a drawing that can be printed or saved."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _CPU = torch.device("cpu")
 
 
 class Drawing:
-    """Something that has been looked at: text when it is printed, a picture when it is saved.
+    """A drawing: `print` shows it as text, and `save` writes it as a picture.
 
-    Text needs nothing. Pictures need matplotlib, which is imported when one is asked for.
+    Pictures need matplotlib, which is imported when the first one is made. Text does not.
     """
 
     def __str__(self) -> str:
@@ -42,15 +42,15 @@ class Drawing:
         return str(self)
 
     def svg(self) -> str:
-        """The picture as SVG."""
+        """Return the picture as SVG."""
         return self._picture("svg").decode()
 
     def png(self) -> bytes:
-        """The picture as PNG."""
+        """Return the picture as PNG."""
         return self._picture("png")
 
     def _repr_png_(self) -> bytes | None:
-        """What a notebook shows; the text, where there is no matplotlib."""
+        """Return the picture for a notebook. None without matplotlib: a notebook shows the text."""
         try:
             return self.png()
         except MissingPackageError:
@@ -61,8 +61,8 @@ class Drawing:
         kind = (file := Path(path)).suffix.lower().removeprefix(".")
         if kind not in ("png", "svg"):
             raise ArgumentError(
-                f"expected a path that ends in .png or .svg, got {os.fspath(path)!r}. "
-                f"Name the file {file.stem}.png or {file.stem}.svg."
+                f"path must end in .png or .svg, but is {os.fspath(path)!r}. Name the file "
+                f"{file.stem}.png or {file.stem}.svg."
             )
         file.write_bytes(self._picture(kind))
 
@@ -77,7 +77,7 @@ class Drawing:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class MaskDrawing(Drawing):
-    """A mask."""
+    """A drawing of a mask."""
 
     subject: Subject
     width: int
@@ -93,7 +93,7 @@ class MaskDrawing(Drawing):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ScoreDrawing(Drawing):
-    """A score mod as a heat map."""
+    """A drawing of a score mod as a heat map."""
 
     scores: ScoreMap
     width: int
@@ -119,7 +119,7 @@ def draw(
     path: str | os.PathLike[str] | None = None,
     width: int = DEFAULT_WIDTH,
 ) -> Drawing:
-    """A mask_mod, a block mask or a score_mod as text, or with a `path` as a picture as well.
+    """Draw a mask_mod, a block mask or a score_mod as text, and with `path` also as a picture.
 
     >>> quire.draw(quire.mods.sliding_window(2), 6)
     sliding_window_2: 6 queries x 6 keys, sparsity 58.3 %
@@ -132,19 +132,19 @@ def draw(
       · · · ██████
     ██ seen  · hidden
 
-    Up to 128 tokens it shows elements, beyond that blocks: full where every query sees every key,
-    partial where some do, empty where none does. A cell of the drawing holds several blocks if
-    there are too many. `kv_len` is `q_len` unless given. A block mask is drawn as it is, with the
-    lengths and the blocks that it has. `width` is that of the text, in columns.
+    Up to 128 tokens it shows elements, for more tokens blocks. A block is full if every query sees
+    every key, partial if some do, and empty if none does. If there are too many blocks, a cell of
+    the drawing shows several. `kv_len` is `q_len` by default. A block mask is drawn with its own
+    lengths and blocks. `width` is the width of the text in columns.
 
-    A score_mod, which has five parameters, is drawn as a heat map of what it makes of `score`, at
-    one element of each cell where there are too many to show all. It has no blocks.
+    A score_mod, which has five parameters, is drawn as a heat map of the scores that it returns for
+    `score`. If there are too many elements, each cell shows one of them.
     """
     lengths, at = (q_len, kv_len), (as_count("b", b), as_count("h", h))
     if as_count("width", width) < LEAST_WIDTH:
         raise ArgumentError(
-            f"expected a width of at least {LEAST_WIDTH} columns, got {width}. The default is "
-            f"{DEFAULT_WIDTH}."
+            f"width must be at least {LEAST_WIDTH} columns, but is {width}. Leave it out for the "
+            f"default of {DEFAULT_WIDTH}."
         )
     drawing: Drawing
     if isinstance(mask, torch_flex.BlockMask):
@@ -164,9 +164,10 @@ def _of_mask_mod(
     size = _lengths(mod, lengths)
     traced = _traced(mod)
     cell = (1, 1) if max(size) <= ELEMENTS_UP_TO else block
+    place = {"lengths": size, "block": cell, "outline": block, "at": at}
     if isinstance(traced, Traced):
-        return TracedMask(mod_name(mod), size, cell, block, traced, at)
-    return Elements(mod_name(mod), size, cell, block, mod, at, traced)
+        return TracedMask(mod_name(mod), **place, mask=traced)
+    return Elements(mod_name(mod), **place, mod=mod, reason=traced)
 
 
 def _of_score_mod(
@@ -174,7 +175,7 @@ def _of_score_mod(
 ) -> ScoreMap:
     size = _lengths(mod, lengths)
     traced = _traced(mod)
-    evaluated = traced if isinstance(traced, Traced) else mod  # which torch.vmap runs
+    evaluated = traced if isinstance(traced, Traced) else mod  # torch.vmap runs it
     return ScoreMap(mod_name(mod), size, evaluated, at, score)
 
 
@@ -182,18 +183,18 @@ def _lengths(mod: Mod, lengths: tuple[int | None, int | None]) -> Pair:
     q_len, kv_len = lengths
     if q_len is None:
         raise ArgumentError(
-            f"expected the number of tokens for the {mod_kind(mod)}_mod {mod_name(mod)!r}, got "
-            f"none. Give q_len, and kv_len if it differs."
+            f"q_len must be given for the {mod_kind(mod)}_mod {mod_name(mod)!r}, but is None. Give "
+            f"the number of queries, and kv_len if it differs."
         )
     kv_len = q_len if kv_len is None else kv_len
     return as_count("q_len", q_len, 1), as_count("kv_len", kv_len, 1)
 
 
 def _traced(mod: Mod) -> Traced | ModError:
-    """Its graph, or why it has none that torch could do without."""
+    """Return the graph of a mod, or the reason why it has none but torch may still run it."""
     traced = try_trace(mod, mod_kind(mod), _CPU)
     if isinstance(traced, REFUSED):
-        raise traced  # torch could not run it either
+        raise traced  # torch cannot run it either
     return traced
 
 
@@ -204,20 +205,21 @@ def _of_blocks(mask: BlockMask, lengths: tuple[int | None, int | None], at: Pair
     )
     if asked != own and mask.BLOCK_SIZE != (NOOP_BLOCK_SIZE, NOOP_BLOCK_SIZE):
         raise ArgumentError(
-            f"expected the lengths that the block mask was made for, {own}, got {asked}. Leave "
-            f"q_len and kv_len out."
+            f"q_len and kv_len must be the lengths of the block mask, {own}, but are {asked}. "
+            f"Leave them out."
         )
     size = as_count("q_len", asked[0]), as_count("kv_len", asked[1])
     if 0 in size:
         raise ArgumentError(
-            f"expected a block mask with queries and keys, got one of lengths {size}. There is "
-            f"nothing to draw."
+            f"a block mask must have queries and keys to be drawn, but has lengths {size}. Draw "
+            f"one that is not empty."
         )
     rows = mask.rows(*size)
     for name, index, count in zip("bh", at, rows.runs.shape, strict=False):
         if index >= count > 1:
             raise ArgumentError(
-                f"expected {name} below {count}, which the block mask was made for, got {index}. "
+                f"{name} must be below {count}, as the block mask has {count}, but is {index}. "
                 f"Choose one that it has."
             )
-    return Blocks(mod_name(mask.mask_mod), size, rows.block_size, rows.block_size, rows.runs, at)
+    place = {"lengths": size, "block": rows.block_size, "outline": rows.block_size, "at": at}
+    return Blocks(mod_name(mask.mask_mod), **place, runs=rows.runs)

@@ -3,8 +3,8 @@
     maps.append(cache.page_map())            # after each step
     draw_pages(maps, path="pages.svg")
 
-Sequences take turns in four colours, so that neighbours differ; shared, kept and free pages have
-their own. Long runs show some of the steps and some of the pages.
+Sequences take four colours in turn, so that neighbours differ. Shared, kept and free pages have
+other colours. If there are too many steps or pages, some of them are shown.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from quire.kv.page_map import FREE, KEPT, OWNED, SHARED, PageMap
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MOST = 1024  # rows and columns
-LARGEST = 24  # dots of a cell
+MOST = 1024  # the largest number of rows and of columns
+LARGEST = 24  # the largest size of a cell in dots
 
 COLOURS = {
     FREE: "#eef0f3",
@@ -43,7 +43,7 @@ WORDS = {"sequences, in turn": OWNED, "shared": SHARED, "kept": KEPT, "free": FR
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PageDrawing(Drawing):
-    """Page maps, the last as text when it is printed, all as a picture when it is saved."""
+    """A drawing of page maps: the last one as text, all of them as a picture."""
 
     maps: Sequence[PageMap]
 
@@ -51,7 +51,7 @@ class PageDrawing(Drawing):
         return str(self.maps[-1])
 
     def kinds(self) -> Kinds:
-        """What each page is after each step, a key of COLOURS: [pages, steps]."""
+        """Return the state of each page after each step, a key of COLOURS: [pages, steps]."""
         num_pages = max(len(each.owners) for each in self.maps)
         owners = np.full((num_pages, len(self.maps)), FREE, np.int64)
         for step, each in enumerate(self.maps):
@@ -80,11 +80,11 @@ def _colours(kind: int) -> list[str]:
 def draw_pages(
     maps: Sequence[PageMap], *, path: str | os.PathLike[str] | None = None
 ) -> PageDrawing:
-    """Page maps, one after the other in time, as a picture."""
+    """Draw page maps, which follow each other in time, as a picture."""
     if not maps or not all(isinstance(each, PageMap) and len(each.owners) for each in maps[-1:]):
         raise ArgumentError(
-            "expected page maps of a cache that holds something at the end, got none. "
-            "cache.page_map() makes one."
+            "maps must be page maps, the last one with pages, but are not. Make them with "
+            "cache.page_map()."
         )
     drawing = PageDrawing(list(maps))
     if path is not None:

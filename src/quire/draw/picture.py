@@ -1,4 +1,4 @@
-"""Pictures, by matplotlib: cells of a few kinds or of many values, between two axes.
+"""Pictures with matplotlib: cells in colours, with numbers along two axes.
 
     name
     1,024 queries x 1,024 keys in blocks of 128, sparsity 43.8 %
@@ -10,8 +10,8 @@
        1024 └──────────────┘
             ■ full  ■ partial  ■ empty
 
-Lengths are in pixels of 1/96 inch; a PNG has RESOLUTION dots in each, and cells are whole numbers
-of dots wide. Figures are made without pyplot and its state, and a drawing is always the same bytes.
+Lengths are in pixels of 1/96 inch. A PNG has RESOLUTION dots per pixel, and cells are whole numbers
+of dots wide. Figures do not use pyplot and its state, so a drawing is always the same bytes.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ try:
     from matplotlib.textpath import text_to_path
 except ModuleNotFoundError as missing:
     raise MissingPackageError(
-        f"expected matplotlib, which pictures are made with, got this: {missing}. Install it: "
-        f"pip install 'quire[draw]'. Printing a drawing as text needs nothing."
+        f"matplotlib must be installed to make pictures, but importing it raises: {missing}. "
+        f"Install it: pip install 'quire[draw]'. Printing a drawing as text does not need it."
     ) from missing
 
 Pixels: TypeAlias = tuple[float, float]
-"""How long the two sides of the cells are."""
+"""The lengths of the two sides of all cells together."""
 
 RESOLUTION = 2
 POINT = 0.75  # of a pixel
 THIN = POINT / RESOLUTION
-SIDE, LEAST_SIDE = 512, 24  # of the cells: along their longer axis, and along the other
-MARGIN, LEFT, TOP, BELOW, LINE = 28, 92, 124, 56, 22  # around them, and a line of words below
-LARGE, MEDIUM, SMALL = 18, 12.5, 11.5  # of words
-LARGEST, LINES_FROM = 80, 6  # dots: of a cell, and of one that has lines around it
+SIDE, LEAST_SIDE = 512, 24  # of all cells: the longer side, and the least for the other
+MARGIN, LEFT, TOP, BELOW, LINE = 28, 92, 124, 56, 22  # space around cells, and of a line of text
+LARGE, MEDIUM, SMALL = 18, 12.5, 11.5  # sizes of text
+LARGEST, LINES_FROM = 80, 6  # dots: the largest cell, and the least one with lines around it
 
 PAPER, INK, QUIET = "#ffffff", "#181c23", "#626a76"
-# Told apart by those who see no red, no green or no blue, and in shades of grey.
+# People with colour blindness can tell these apart, and they differ in shades of grey.
 COLOURS = {EMPTY: "#eef0f3", PARTIAL: "#f0a63c", FULL: "#205493"}
 LOWERED = ("#7f3b08", "#b35806", "#e08214", "#fdb863", "#fee0b6")
 RAISED = ("#d1e5f0", "#92c5de", "#4393c3", "#2166ac", "#053061")
@@ -66,12 +66,12 @@ HEAT = colors.LinearSegmentedColormap.from_list("quire", (*LOWERED, "#f7f7f7", *
 SPECIAL = {"-inf": "#bcc2cb", "inf": "#181c23", "nan": "#c2185b"}
 
 STYLE: Any = {
-    "svg.fonttype": "none",  # letters stay letters
+    "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "quire",
     "text.parse_math": False,
     "text.color": INK,
     "font.size": SMALL * POINT,
-    "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"],  # as wide, where an SVG is looked at
+    "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"],  # similar widths, for viewers of SVG
     "axes.edgecolor": QUIET,
     "axes.linewidth": THIN,
     "axes.labelcolor": INK,
@@ -81,11 +81,11 @@ STYLE: Any = {
 }
 
 
-_rendering = lock()  # matplotlib's settings are those of all threads
+_rendering = lock()  # all threads share matplotlib's settings
 
 
 def rendered(figure: Callable[[], Figure], kind: str) -> bytes:
-    """The content of a file, png or svg. A user's settings of matplotlib change nothing in it."""
+    """Return the content of a png or svg file. The user's settings of matplotlib are ignored."""
     file = io.BytesIO()
     with _rendering, matplotlib.rc_context():
         matplotlib.rcdefaults()
@@ -99,7 +99,7 @@ def rendered(figure: Callable[[], Figure], kind: str) -> bytes:
 
 
 def mask_figure(subject: Subject) -> Figure:
-    """A mask."""
+    """Return a picture of a mask."""
     cells = subject.cells(room := most_pixels(subject.lengths))
     pixels = whole_dots(subject.lengths, cells.step, room)
     note = cell_size(subject, cells)
@@ -114,7 +114,7 @@ def mask_figure(subject: Subject) -> Figure:
 
 
 def score_figure(scores: ScoreMap) -> Figure:
-    """A heat map of a score mod: orange is lower than the score that came, blue is higher."""
+    """Return a heat map of a score mod: orange is below the given score, blue is above it."""
     found = scores.cells(room := most_pixels(scores.lengths))
     pixels = whole_dots(scores.lengths, found.step, room)
     note, special = sample(found), found.special()
@@ -127,7 +127,7 @@ def score_figure(scores: ScoreMap) -> Figure:
         dots[where] = colors.to_rgba_array(SPECIAL[name]) * 255
     extent = (0, columns * found.step[1], rows * found.step[0], 0)
     axes.imshow(dots, extent=extent, aspect="auto", interpolation="none")
-    axes.set(xlim=(0, scores.lengths[1]), ylim=(scores.lengths[0], 0))  # a last cell may be short
+    axes.set(xlim=(0, scores.lengths[1]), ylim=(scores.lengths[0], 0))  # may cut the last cell
     bar = axes.inset_axes((1 + 18 / pixels[1], 0, 12 / pixels[1], 1))
     figure.colorbar(heat, cax=bar).outline.set_visible(False)
     if found.ends is not None and found.ends.low < found.ends.high:
@@ -137,7 +137,7 @@ def score_figure(scores: ScoreMap) -> Figure:
 
 
 def _heat(found: Values, score: float) -> cm.ScalarMappable:
-    """Colours for values, the same distance from that of the score in both directions."""
+    """Return a scale of colours whose middle is the given score."""
     middle = score if np.isfinite(score) else 0
     low, high = found.ends or (middle, middle)
     reach = max(high - middle, middle - low) or 1
@@ -145,13 +145,13 @@ def _heat(found: Values, score: float) -> cm.ScalarMappable:
 
 
 def most_pixels(lengths: Pair) -> Pair:
-    """How long sides may be, in the proportion of the lengths unless that is too flat."""
+    """Return the largest sides, in the proportion of the lengths, but at least LEAST_SIDE."""
     q_side, kv_side = (max(LEAST_SIDE, SIDE * length // max(lengths)) for length in lengths)
     return q_side, kv_side
 
 
 def whole_dots(lengths: Pair, step: Pair, room: Pair, largest: int = LARGEST) -> Pixels:
-    """How long sides are, at most `room`, if cells of `step` tokens are whole dots wide."""
+    """Return the sides, at most `room`, for which a cell of `step` tokens is whole dots wide."""
     q_side, kv_side = (
         max(1, round(n / size * min(largest, max(1, most * RESOLUTION // ceil_div(n, size)))))
         for n, size, most in zip(lengths, step, room, strict=True)
@@ -169,7 +169,7 @@ def sheet(
     lines: int,
     right: float = 0,
 ) -> tuple[Figure, Axes]:
-    """An empty picture with its words and axes, and room for so many lines below the cells."""
+    """Return an empty picture with title and axes, and space for `lines` of text below."""
     inner = max(LEFT - MARGIN + pixels[1] + right, _width(about, MEDIUM))
     title = title if len(title) < inner / 4 else title[: int(inner / 4)] + "…"
     while _width(title, LARGE) > inner:
@@ -187,7 +187,7 @@ def sheet(
     axes.set_xlabel(names[1], loc="left", labelpad=6)
     axes.set_xticks(*_ticks(lengths[1], pixels[1]))
     places, numbers = _ticks(lengths[0], pixels[0])
-    axes.set_yticks(places, [names[0], *numbers[1:]])  # in place of the 0, where there is room
+    axes.set_yticks(places, [names[0], *numbers[1:]])  # the name stands in place of the 0
     axes.get_yticklabels()[0].set(color=INK, size=MEDIUM * POINT)
     return figure, axes
 
@@ -198,15 +198,15 @@ def _ticks(length: int, pixels: float) -> tuple[list[int], list[str]]:
 
 
 def _width(text: str, size: float) -> float:
-    """How many pixels a text takes, in bold letters from LARGE on."""
+    """Return the width of a text in pixels. From LARGE on, text is bold."""
     letters = FontProperties(size=size, weight="bold" if size >= LARGE else "normal")
     return float(text_to_path.get_text_width_height_descent(text, letters, ismath=False)[0])
 
 
 def paint(axes: Axes, kinds: Kinds, step: Pair, colours: Mapping[int, str]) -> None:
-    """Cells of some kinds, in layers: each holds all cells of its kind or a higher one.
+    """Draw cells in layers. The layer of a kind has all cells of this kind and of higher ones.
 
-    So there are few rectangles, and nothing shines through where cells of two kinds meet.
+    So there are few rectangles, and no gaps between cells of different kinds.
     """
     for kind in np.unique(kinds).tolist():
         boxes = np.array(list(rectangles(kinds >= kind)), float)
@@ -214,16 +214,16 @@ def paint(axes: Axes, kinds: Kinds, step: Pair, colours: Mapping[int, str]) -> N
         corners = np.stack([left, top, right, top, right, bottom, left, bottom], -1)
         path = Path.make_compound_path_from_polys(corners.reshape(-1, 4, 2))
         options: dict[str, Any] = {"linewidth": 0, "antialiased": False, "snap": False}
-        # Unlike add_patch this looks for no limits.
+        # add_artist is faster than add_patch, which updates the limits of the axes.
         axes.add_artist(patches.PathPatch(path, facecolor=colours[kind], **options))
 
 
 def rectangles(marked: NDArray[np.bool_]) -> Iterator[tuple[int, int, int, int]]:
-    """Rectangles (top, bottom, left, right) that cover what is marked, each cell once.
+    """Yield rectangles (top, bottom, left, right) that cover each marked cell once.
 
-    A run of cells is continued by the same run in the next row.
+    A rectangle grows while the next row has the same run of cells.
     """
-    growing: dict[tuple[int, int], int] = {}  # the run, and the row in which it began
+    growing: dict[tuple[int, int], int] = {}  # run of cells -> the row in which it began
     padded = np.pad(marked, ((0, 1), (1, 1)))
     for row, cells in enumerate(padded.astype(np.int8)):
         ends = np.flatnonzero(np.diff(cells)).reshape(-1, 2).tolist()
@@ -235,7 +235,7 @@ def rectangles(marked: NDArray[np.bool_]) -> Iterator[tuple[int, int, int, int]]
 
 
 def _lines(axes: Axes, lengths: Pair, pixels: Pixels, size: Pair, colour: str) -> None:
-    """Between cells, light; between the blocks of single elements, dark."""
+    """Draw lines every `size` tokens, if they are far enough apart."""
     dots = (RESOLUTION * p * each / n for p, each, n in zip(pixels, size, lengths, strict=True))
     if min(dots) >= LINES_FROM:
         options: dict[str, Any] = {"colors": colour, "linewidths": THIN, "antialiased": False}
@@ -244,7 +244,7 @@ def _lines(axes: Axes, lengths: Pair, pixels: Pixels, size: Pair, colour: str) -
 
 
 def legend(axes: Axes, meanings: Mapping[str, Sequence[str]], note: str = "") -> None:
-    """Below the cells: each meaning with its colours, and a note."""
+    """Draw below the cells: each meaning with its colours, and a note."""
     entries: list[Artist] = [
         offsetbox.HPacker(children=[_swatches(colours), _words(word)], sep=5)
         for word, colours in meanings.items()

@@ -1,10 +1,10 @@
-"""Numbers along an axis: where they stand, how they are written.
+"""Numbers along an axis: their positions and their text.
 
     scale(1 << 20).labels     # (0, "0"), (262144, "256k"), ..., (1048576, "1M")
     scale(1_000_000).labels   # (0, "0"), (200000, "200k"), ..., (1000000, "1M")
 
-Lengths that are few powers of two added up are counted in these, with a k of 1,024; others in tens,
-with a k of 1,000.
+A length that is a sum of few powers of two is divided into powers of two, with a k of 1,024. Other
+lengths are divided into 1, 2 or 5 times a power of ten, with a k of 1,000.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ MOST = 5  # steps along an axis
 
 
 class Scale(NamedTuple):
-    """Where the numbers stand, from 0 up to the length."""
+    """The positions and texts of numbers, from 0 up to the length."""
 
     step: int
     labels: tuple[tuple[int, str], ...]
 
 
 def scale(length: int, most: int = MOST) -> Scale:
-    """At most `most` steps between the numbers along `length` tokens."""
+    """Return the scale of `length` tokens with at most `most` steps."""
     binary = _is_binary(length)
     step = next(step for step in _steps(binary) if length <= most * step)
     kilo = 1024 if binary else 1000
@@ -32,7 +32,7 @@ def scale(length: int, most: int = MOST) -> Scale:
 
 
 def _is_binary(length: int) -> bool:
-    """Whether only the four highest bits are set: 640, 4096, 1 << 20."""
+    """Return whether only the four highest bits may be set: 640, 4096, 1 << 20."""
     below = max(0, length.bit_length() - 4)
     return length >> below << below == length
 
@@ -49,7 +49,7 @@ def _units(kilo: int) -> tuple[tuple[int, str], ...]:
 
 
 def _written(at: int, kilo: int, size: int, sign: str) -> str:
-    """In the unit of the step, or in a larger one that it fills: 1024k is 1M."""
+    """Return a number in the unit of the step, or in the largest unit that divides it."""
     if at == 0:
         return "0"
     if size > 1:

@@ -1,9 +1,8 @@
-"""What a score mod makes of one score, at some of its positions.
+"""The values that a score mod returns for one score, at some positions.
 
     ScoreMap("alibi_8", (1 << 20, 1 << 20), mod, (0, 0), 0.0).cells((512, 512)).values
 
-Out: one value for each cell, that of the element in the middle of it; so no array has a side for
-each token.
+Each cell has the value of the element in its middle, so the number of tokens does not matter.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ from quire.ir.vectorise import evaluate
 
 
 class Values(NamedTuple):
-    """What the score becomes at the middle of each cell."""
+    """The score that a mod returns at the middle of each cell."""
 
     values: NDArray[np.float64]
     step: Pair  # tokens in a cell
 
     @property
     def ends(self) -> Ends | None:
-        """The least and the largest finite value; None where there is none."""
+        """The least and the largest finite value, or None if no value is finite."""
         finite = self.values[np.isfinite(self.values)]
         return Ends(float(finite.min()), float(finite.max())) if finite.size else None
 
     def special(self) -> dict[str, NDArray[np.bool_]]:
-        """Where values are no numbers on a scale, for each kind of these that there is."""
+        """Return where values are -inf, inf or nan, for each of these that occurs."""
         kinds = {
             "-inf": np.isneginf(self.values),
             "inf": np.isposinf(self.values),
@@ -56,7 +55,7 @@ class Ends(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ScoreMap:
-    """A score mod with a name, a batch and a head, and the score that it is given."""
+    """A score mod with its name, the lengths, a batch and a head, and the score it is given."""
 
     name: str
     lengths: Pair
@@ -65,7 +64,7 @@ class ScoreMap:
     score: float
 
     def cells(self, most: Pair) -> Values:
-        """Its values in at most so many rows and columns of cells."""
+        """Return values in at most `most` rows and columns of cells."""
         q_step, kv_step = map(ceil_div, self.lengths, most)
         q_idx, kv_idx = (
             (torch.arange(0, length, step) + step // 2).clamp(max=length - 1)
@@ -74,10 +73,10 @@ class ScoreMap:
         score = torch.full((1, 1, len(q_idx), len(kv_idx)), self.score)
         b, h = (torch.tensor([index]) for index in self.at)
         with torch.no_grad():
-            found = evaluate(self.mod, "score", b, h, q_idx, kv_idx, score).expand_as(score)
-        return Values(found[0, 0].double().numpy(), (q_step, kv_step))
+            found = evaluate(self.mod, "score", b, h, q_idx=q_idx, kv_idx=kv_idx, score=score)
+        return Values(found.expand_as(score)[0, 0].double().numpy(), (q_step, kv_step))
 
 
 def written(value: float) -> str:
-    """A number in a few digits, and a large one in all that stand before the point."""
+    """Return a number with four digits, or with all digits before the point if it is large."""
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"

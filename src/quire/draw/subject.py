@@ -1,7 +1,7 @@
-"""What is drawn: a mask that can be asked what its cells are, however many there may be.
+"""A mask that is drawn, and the kinds of its cells.
 
-A subject is made of blocks, which are single elements where sequences are short. Cells are blocks,
-or rectangles of `fold` blocks where there are too many to show.
+A subject consists of blocks, which are single elements if sequences are short. A cell is one block,
+or a rectangle of `fold` blocks if there are too many to show.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ Pair: TypeAlias = tuple[int, int]
 """One number for queries, one for keys."""
 
 Kinds: TypeAlias = NDArray[np.uint8]
-"""EMPTY, PARTIAL or FULL: [rows, columns]."""
+"""EMPTY, PARTIAL or FULL for each cell: [rows, columns]."""
 
 MOST_ELEMENTS = 1 << 26
-"""How many elements of a mask_mod without a graph are looked at."""
+"""The largest number of elements of a mask_mod without a graph."""
 
 
 class Cells(NamedTuple):
-    """What the cells of a drawing are."""
+    """The kinds of the cells of a drawing."""
 
     kinds: Kinds
     step: Pair  # tokens in a cell
     empty: float  # the share of elements that lie in empty blocks
-    proven: bool  # nothing rests on samples
+    proven: bool  # False if kinds were estimated from samples
 
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """A mask with a name."""
+    """A mask with a name. Subclasses find the kinds of its cells."""
 
     name: str
     lengths: Pair
@@ -52,16 +52,16 @@ class Subject:
 
     @property
     def elementwise(self) -> bool:
-        """Whether its blocks are single elements."""
+        """Whether blocks are single elements."""
         return self.block == (1, 1)
 
     def num_blocks(self) -> Pair:
-        """How many blocks there are along each axis."""
+        """Return the number of blocks along each axis."""
         rows, columns = map(ceil_div, self.lengths, self.block)
         return rows, columns
 
     def cells(self, most: Pair) -> Cells:
-        """What it is in at most so many rows and columns of cells."""
+        """Return the mask in at most `most` rows and columns of cells."""
         rows, columns = (
             max(1, ceil_div(n, m)) for n, m in zip(self.num_blocks(), most, strict=True)
         )
@@ -90,7 +90,7 @@ class TracedMask(Subject):
 
 @dataclass(frozen=True, eq=False)
 class Elements(Subject):
-    """A mask_mod that has none: every element is looked at, up to a limit."""
+    """A mask_mod without a graph: all its elements are computed, up to a limit."""
 
     mod: Mod
     at: Pair
@@ -100,8 +100,8 @@ class Elements(Subject):
         count = self.lengths[0] * self.lengths[1]
         if count > MOST_ELEMENTS:
             raise ArgumentError(
-                f"expected at most {MOST_ELEMENTS:,} elements of a mask_mod that cannot be traced, "
-                f"got {count:,} of {self.name!r}: {self.reason} Draw fewer tokens, or write the "
+                f"a mask_mod that cannot be traced must have at most {MOST_ELEMENTS:,} elements, "
+                f"but {self.name!r} has {count:,}: {self.reason} Draw fewer tokens, or write the "
                 f"mask so that it can be traced."
             ) from self.reason
 
@@ -161,7 +161,7 @@ class Blocks(Subject):
 
 
 def extents(lengths: Pair, step: Pair) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """How many tokens lie in each row and in each column."""
+    """Return the number of tokens in each row and in each column of cells."""
     rows, columns = (
         np.minimum(np.arange(0, length, size) + size, length) - np.arange(0, length, size)
         for length, size in zip(lengths, step, strict=True)
@@ -172,17 +172,17 @@ def extents(lengths: Pair, step: Pair) -> tuple[NDArray[np.int64], NDArray[np.in
 def share(
     marked: NDArray[np.bool_], heights: NDArray[np.int64], widths: NDArray[np.int64]
 ) -> float:
-    """The share of elements that lie in what is marked."""
+    """Return the share of elements that lie in marked cells."""
     return float(heights @ (marked @ widths) / (heights.sum() * widths.sum()))
 
 
 def kinds_of(some: NDArray[np.bool_], every: NDArray[np.bool_]) -> Kinds:
-    """FULL where every element holds, PARTIAL where some do."""
+    """Return FULL where `every` is True, else PARTIAL where `some` is, else EMPTY."""
     return np.where(every, FULL, np.where(some, PARTIAL, EMPTY)).astype(np.uint8)
 
 
 def folded(kinds: Kinds, fold: Pair) -> Kinds:
-    """Rectangles of blocks as one cell each."""
+    """Return the kinds of cells of `fold` blocks each."""
     least, most = kinds, kinds
     for axis, count in enumerate(fold):
         starts = np.arange(0, kinds.shape[axis], count)

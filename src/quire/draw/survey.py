@@ -1,13 +1,13 @@
-"""What the cells of a traced mask are, asked with a bounded number of questions.
+"""The kinds of the cells of a traced mask, found with a bounded amount of work.
 
-    +-------+-------+        bounds decide most cells; an open one is split, and its parts are
-    | empty | +-+-+ |        asked, down to single blocks; of a block that bounds leave open the
-    |       | +-+-+ |        corners are looked at, then the elements
+    +-------+-------+        bounds decide most cells; an undecided cell is split into parts, down
+    | empty | +-+-+ |        to single blocks; of an undecided block the corners are computed, and
+    |       | +-+-+ |        then all elements
     +-------+-------+
 
-Where parts or elements would be too many, a sample of them is asked. One element that holds and
-one that does not prove a block partial, so a sample can only mistake partial for empty or full;
-`proven` says that nothing rests on samples.
+If there are too many parts or elements, a sample of them is used. A sample with a True and a False
+element proves a block partial. So a sample can only mistake partial for empty or full. `proven` is
+False if a result depends on samples.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from quire.block_mask.lists import EMPTY, FULL, PARTIAL, ceil_div
 from quire.ir.trace import Traced
 
 AT_ONCE = 1 << 18
-"""Questions that are asked together."""
+"""The number of rectangles or elements that are computed together."""
 
-PARTS = 8  # into which an open rectangle is split, along each side
+PARTS = 8  # an undecided rectangle is split into so many parts along each side
 MOST_PARTS = 1 << 19
 MOST_ELEMENTS = 1 << 23
-"""From where on samples are taken: of the parts at each size, and of the elements."""
+"""If there are more parts of one size, or more elements, a sample is taken."""
 
 
 class Survey(NamedTuple):
-    """What was found."""
+    """The kinds of all cells."""
 
     kinds: Tensor  # EMPTY, PARTIAL or FULL: [rows, columns]
     empty: float  # the share of elements that lie in empty blocks
@@ -47,7 +47,7 @@ def survey(
     block: tuple[int, int],
     fold: tuple[int, int],
 ) -> Survey:
-    """The cells of `fold` blocks each, at batch and head `at`. A last one may be short."""
+    """Return the kinds of cells of `fold` blocks, at batch and head `at`. The last may be short."""
     (b, h), (q_len, kv_len) = at, lengths
     ranges = {"b": (b, b), "h": (h, h), "q_idx": (0, q_len - 1), "kv_idx": (0, kv_len - 1)}
     place = {"b": torch.tensor(b), "h": torch.tensor(h)}
@@ -62,22 +62,22 @@ class _Axis(NamedTuple):
     block: int
 
     def low(self, start: Tensor) -> Tensor:
-        """The first position from a block on."""
+        """The first position of block `start`."""
         return start * self.block
 
     def high(self, stop: Tensor) -> Tensor:
-        """The last position before a block."""
+        """The last position before block `stop`."""
         return (stop * self.block).clamp(max=self.length) - 1
 
     def cut(self, count: int) -> tuple[Tensor, Tensor]:
-        """Where pieces of `count` blocks start and stop."""
+        """Return where pieces of `count` blocks start and stop."""
         end = ceil_div(self.length, self.block)
         start = torch.arange(0, end, count)
         return start, (start + count).clamp(max=end)
 
 
 class _Open(NamedTuple):
-    """Rectangles of blocks, each in a cell and standing for `weight` times its elements."""
+    """Undecided rectangles of blocks. Each is in a cell and represents `weight` times its area."""
 
     cell: Tensor
     top: Tensor
@@ -122,7 +122,7 @@ class _Surveyor:
         return Survey(kinds.view(shape), share, self.proven)
 
     def _settled(self, asked: _Open, look: Callable[[_Open], Tensor]) -> _Open:
-        """Write down what `look` decides about some rectangles, and return the others."""
+        """Record the kinds that `look` finds for rectangles, and return the undecided ones."""
         kind = look(asked) if len(asked.cell) else torch.empty(0)
         self.some[asked.cell[(kind == PARTIAL) | (kind == FULL)]] = True
         self.every[asked.cell[(kind == PARTIAL) | (kind == EMPTY)]] = False
@@ -135,7 +135,7 @@ class _Surveyor:
         return height * (self.kv.high(of.right) - self.kv.low(of.left) + 1)
 
     def _split(self, whole: _Open, fold: tuple[int, int], parts: tuple[int, int]) -> _Open:
-        """Rectangles of at most `fold` blocks as rectangles of at most `parts`."""
+        """Split rectangles of at most `fold` blocks into rectangles of at most `parts` blocks."""
         if not len(whole.cell):
             return whole
         across = ceil_div(fold[1], parts[1])
@@ -150,19 +150,19 @@ class _Surveyor:
         rows, columns = picked // across * parts[0], picked % across * parts[1]
         cell, top, bottom, left, right, weight = (side.unsqueeze(-1) for side in whole)
         split = _Open(
-            cell.expand_as(picked),
-            top + rows,
-            (top + rows + parts[0]).minimum(bottom),
-            left + columns,
-            (left + columns + parts[1]).minimum(right),
-            weight.expand_as(picked),
+            cell=cell.expand_as(picked),
+            top=top + rows,
+            bottom=(top + rows + parts[0]).minimum(bottom),
+            left=left + columns,
+            right=(left + columns + parts[1]).minimum(right),
+            weight=weight.expand_as(picked),
         )
         exists = (split.top < bottom) & (split.left < right)
         seen = torch.where(exists, self._area(split), 0).sum(-1)
         scaled = split.weight * (self._area(whole) / seen).unsqueeze(-1)
         return split._replace(weight=scaled).where(exists)
 
-    # --- what rectangles are: EMPTY, PARTIAL, FULL or UNSURE, for each of n
+    # --- the kinds [n] of n rectangles: EMPTY, PARTIAL, FULL or UNSURE
 
     def _bounded(self, asked: _Open) -> Tensor:
         def kinds(part: _Open) -> Tensor:
@@ -189,7 +189,7 @@ class _Surveyor:
         def all_of(part: _Open) -> Tensor:
             q_idx = self.q.low(part.top).unsqueeze(-1) + torch.arange(self.q.block)
             kv_idx = self.kv.low(part.left).unsqueeze(-1) + torch.arange(self.kv.block)
-            # The last position stands in for those that do not exist.
+            # The last position replaces positions after the end.
             q_idx, kv_idx = q_idx.clamp(max=self.q.length - 1), kv_idx.clamp(max=self.kv.length - 1)
             return self._seen(q_idx.unsqueeze(-1), kv_idx.unsqueeze(-2))
 
@@ -207,13 +207,13 @@ class _Surveyor:
         return kinds
 
     def _chosen(self, low: Tensor, high: Tensor, count: int) -> Tensor:
-        """Some positions between the ends: [n, count]."""
+        """Return random positions from `low` to `high`: [n, count]."""
         low, high = low.unsqueeze(-1), high.unsqueeze(-1)
         chance = torch.rand((len(low), count), generator=self.chance, dtype=torch.float64)
         return low + (chance * (high - low + 1)).long()
 
     def _seen(self, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        """What elements [n, ...] say of each of n rectangles."""
+        """Return the kinds of n rectangles, as their elements [n, ...] show them."""
         held = self.rectangles.holds(self.place | {"q_idx": q_idx, "kv_idx": kv_idx})
         held = held.expand_as(torch.broadcast_tensors(q_idx, kv_idx)[0]).flatten(1)
         return torch.where(held.all(-1), FULL, torch.where(held.any(-1), PARTIAL, EMPTY))

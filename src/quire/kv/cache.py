@@ -2,15 +2,16 @@
 
     cache = PagedKVCache(layers=32, heads=8, head_dim=128, page_size=16, max_bytes=8 << 30)
     a, b = cache.sequence(), cache.sequence()
-    rows = cache.extend([a, b], [5, 1])                  # room for 6 tokens, in every layer
+    rows = cache.extend([a, b], [5, 1])                  # reserves 6 rows in every layer
     for layer in range(32):
         cache.write(layer, rows, key, value)             # [6, Hkv, D]: five of a, then one of b
         memory = cache.memory(layer, [a, b])             # pages, page table and lengths
-    c = cache.fork(a)                                    # shares everything until one is extended
+    c = cache.fork(a)                                    # shares all pages until one is extended
 
-A sequence is a handle. Layers that keep the same positions form a group, with one pool of pages and
-one table; a group with a sliding window holds what the window reaches. Everything is checked before
-anything changes: a call that raises leaves the cache as it was. One thread at a time.
+A sequence is known by its handle. Layers that keep the same positions form a group, which has one
+pool of pages and one table. A group with a sliding window keeps only the pages that the window
+reaches. Each call checks its arguments before it changes anything, so a call that raises leaves the
+cache as it was. Only one thread may use a cache at a time.
 """
 
 from __future__ import annotations
@@ -41,11 +42,12 @@ Tokens = Sequence[int] | NDArray[np.int64]
 
 
 class PagedKVCache:
-    """Keys and values of sequences, in pages that are shared, forked and found again.
+    """Keys and values of sequences, in pages that several sequences can share.
 
-    Give `layers`, or `groups` where some have windows. `n_pages` limits the pages of each group,
-    `max_bytes` the memory of all; it is taken as it is needed, `growth` times as much each time.
-    With `prefix`, `keep` and `sequence(tokens)` find full pages again by their tokens.
+    Give `layers`, or `groups` if some layers have windows. `n_pages` limits the pages of each
+    group, and `max_bytes` the memory of all groups. Memory is allocated when it is needed, `growth`
+    times as much each time. With `prefix=True`, `keep` remembers full pages by their tokens, and
+    `sequence(tokens)` finds them again.
     """
 
     def __init__(
@@ -77,14 +79,15 @@ class PagedKVCache:
         }
         self._roster = Roster()
         self._prefix = self._prefix_cache() if prefix else None
-        # What `memory` gave last, which the next layer of a group asks for again.
+        # The last result of `memory` for each group: its other layers ask for the same.
         self._views: dict[int, tuple[list[SequenceHandle], View]] = {}
 
     def _prefix_cache(self) -> PrefixCache:
         if len(self._groups) > 1 or self._groups[0].table.window is not None:
             raise ArgumentError(
-                "expected one group of layers without a window for prefix=True, since pages behind "
-                "a window are gone, got others. Leave prefix out, or give all layers one group."
+                "prefix=True must have one group of layers without a window, since pages behind a "
+                "window are released, but the groups are others. Leave prefix out, or put all "
+                "layers into one group."
             )
         return PrefixCache(self._groups[0].pool, self.shape.page_size)
 
@@ -97,16 +100,16 @@ class PagedKVCache:
 
     @property
     def num_layers(self) -> int:
-        """How many layers there are, in all groups."""
+        """The number of layers in all groups."""
         return len(self._place)
 
     # --- sequences
 
     def sequence(self, tokens: Tokens | None = None, *, salt: bytes = b"") -> SequenceHandle:
-        """A new sequence: empty, or with the beginning of `tokens` that is known already.
+        """Return a new sequence: empty, or with the pages of `tokens` that `keep` remembers.
 
-        `length` says how many tokens that are. Whoever needs the output of the last token leaves
-        it out here.
+        `length` returns how many tokens these pages hold. To compute the output of the last token,
+        give `tokens` without it. Sequences with another `salt` do not share pages.
         """
         if tokens is None:
             return self._new_sequence()
@@ -123,15 +126,15 @@ class PagedKVCache:
         return handle
 
     def length(self, sequence: SequenceHandle) -> int:
-        """How many tokens a sequence has, those behind a window among them."""
+        """The number of tokens of a sequence, including those behind a window."""
         return int(self._roster.lengths[self._roster.row(sequence)])
 
     def start(self, layer: int, sequence: SequenceHandle) -> int:
-        """The first position that a layer still holds of a sequence."""
+        """The first position of a sequence that a layer still holds."""
         return self._group(layer).table.start(self._roster.row(sequence))
 
     def fork(self, sequence: SequenceHandle) -> SequenceHandle:
-        """Another sequence with the same tokens, which takes no page until one is extended."""
+        """Return a new sequence with the same tokens. It shares all pages until one is extended."""
         row = self._written_row(sequence)
         child = self._new_sequence()
         for group in self._groups:
@@ -140,13 +143,13 @@ class PagedKVCache:
         return child
 
     def truncate(self, sequence: SequenceHandle, length: int) -> None:
-        """Forget all tokens from position `length` on, as after a draft that was rejected."""
+        """Drop all tokens from position `length` on, for example a draft that was rejected."""
         row = self._roster.row(sequence)
         now = int(self._roster.lengths[row])
         if whole_number("length", length, minimum=0, advice="Say how many tokens stay.") > now:
             raise ArgumentError(
-                f"expected at most {now} tokens, which the sequence has, got {length}. extend adds "
-                f"tokens."
+                f"length must be at most {now}, as the sequence has {now} tokens, but is {length}. "
+                f"Add tokens with extend."
             )
         waiting = self._roster.unwritten_of(sequence)
         if waiting is not None and length > waiting.before[sequence]:
@@ -165,11 +168,12 @@ class PagedKVCache:
         prefix_length: int | Tensor | Sequence[int],
         paths: Tensor | Sequence[Tensor | Sequence[int]],
     ) -> None:
-        """Keep the drafts of a path, which are then the next tokens, and forget the other drafts.
+        """Keep the drafts on one path of a tree, and drop the other drafts.
 
-        Drafts are the tokens from position `prefix_length` on, in the order of `quire.mods.tree`'s
-        nodes, and a path names nodes from a root on. Their keys and values move to where they would
-        be had they come alone; pages that others hold too are copied before.
+        Drafts are the tokens from position `prefix_length` on, in the order of the nodes of
+        `quire.mods.tree`. `paths` has one list of nodes for each sequence, from a root on. The keys
+        and values of accepted drafts move to the positions after the prefix. Pages that other
+        sequences share are copied first.
         """
         rows = self._roster.rows(sequences)
         self._roster.refuse_unwritten(sequences)
@@ -185,7 +189,7 @@ class PagedKVCache:
         self._views.clear()
 
     def free(self, *sequences: SequenceHandle) -> None:
-        """Give back everything that sequences hold; the handles mean nothing afterwards."""
+        """Release all pages of sequences. Their handles are invalid afterwards."""
         self._roster.rows(sequences)
         for sequence in sequences:
             self._roster.give_up(sequence)
@@ -197,10 +201,11 @@ class PagedKVCache:
     # --- tokens
 
     def extend(self, sequences: Sequence[SequenceHandle], counts: Sequence[int] | int) -> Rows:
-        """Room for `counts` new tokens of each sequence, in every layer; `write` fills it.
+        """Reserve rows for `counts` new tokens of each sequence, in every layer.
 
-        Pages that others hold too are copied where they would be written to, and those that a
-        window no longer reaches are released. The lengths count the new tokens from now on.
+        `counts` is one number for each sequence, or one for all. `write` fills the rows that are
+        returned. Shared pages are copied before they are written to, and pages that a window no
+        longer reaches are released. `length` includes the new tokens at once.
         """
         rows = self._roster.rows(sequences)
         return self._extend(sequences, rows, token_counts(counts, len(rows)))
@@ -222,7 +227,7 @@ class PagedKVCache:
         return Rows(self._roster, sequences, lengths, len(places[0]), waiting)
 
     def write(self, layer: int, rows: Rows, key: Tensor, value: Tensor) -> None:
-        """Fill new rows of one layer: keys [tokens, Hkv, D] and values [tokens, Hkv, Dv]."""
+        """Write `key` [tokens, Hkv, D] and `value` [tokens, Hkv, Dv] to the new rows of a layer."""
         slots = rows.waiting.get(layer)
         if (
             slots is None
@@ -235,7 +240,10 @@ class PagedKVCache:
         rows.done(layer)
 
     def _checked_slots(self, layer: int, rows: Rows, key: Tensor, value: Tensor) -> SlotWriter:
-        """What a layer writes with, once all is checked; the layers to come have the same form."""
+        """Check rows, key and value, and return what writes them.
+
+        Later layers with tensors of the same form are not checked again.
+        """
         self._group(layer)
         self.shape.expect_rows("key", key, key.shape, rows.num_tokens)
         self.shape.expect_rows("value", value, value.shape, rows.num_tokens)
@@ -250,15 +258,17 @@ class PagedKVCache:
         value: Tensor,
         counts: Sequence[int] | int | None = None,
     ) -> None:
-        """Add tokens to sequences in all layers: keys [layers, tokens, Hkv, D], values alike.
+        """Add tokens to sequences, in all layers.
 
-        Rows of the first sequence come first. Without `counts` each gets as many as the others.
+        `key` is [layers, tokens, Hkv, D] and `value` [layers, tokens, Hkv, Dv]; tokens of the first
+        sequence come first. `counts` says how many belong to each sequence, by default equally
+        many.
         """
         for name, tensor in (("key", key), ("value", value)):
             if tensor.dim() != 4 or len(tensor) != self.num_layers:
                 raise ShapeError(
-                    f"expected {name} [layers, tokens, Hkv, width] of {self.num_layers} layers, "
-                    f"got {list(tensor.shape)}. Stack the layers, or write one by one."
+                    f"{name} must be [layers, tokens, Hkv, width] of {self.num_layers} layers, but "
+                    f"has shape {list(tensor.shape)}. Stack the layers, or write one by one."
                 )
             self.shape.expect_rows(name, tensor, tensor.shape[1:], key.shape[1])
         tokens = key.shape[1]
@@ -266,11 +276,11 @@ class PagedKVCache:
         number = token_counts(tokens // max(1, len(held)) if counts is None else counts, len(held))
         if int(number.sum()) != tokens:
             raise ShapeError(
-                f"expected {int(number.sum())} tokens for {len(sequences)} sequences, got "
-                f"{tokens}. Give the counts that the tokens add up to."
+                f"key must have {int(number.sum())} tokens, as the counts of {len(sequences)} "
+                f"sequences add up to, but has {tokens}. Give counts that add up to the tokens."
             )
         for group in self._groups:
-            group.writer.kernel(key, value)  # what cannot be compiled is told before room is made
+            group.writer.kernel(key, value)  # raises before rows are reserved if it cannot compile
         rows = self._extend(sequences, held, number)
         for group in self._groups:
             slots = rows.waiting[next(iter(group.layers))]
@@ -280,9 +290,9 @@ class PagedKVCache:
     # --- reading
 
     def memory(self, layer: int, sequences: Sequence[SequenceHandle]) -> Paged:
-        """Where the keys and values of sequences are: pages, page table and lengths.
+        """Return the pages, page table and lengths of sequences, which `attention` reads.
 
-        It is a snapshot: ask again after sequences were extended, truncated or freed.
+        It is a snapshot: call it again after sequences were extended, truncated or freed.
         """
         group, place = self._group(layer), self._place[layer]
         known = self._views.get(place)
@@ -293,9 +303,9 @@ class PagedKVCache:
         return known[1].memory(group.layers[layer].tensors)
 
     def dense(self, layer: int, sequence: SequenceHandle) -> Dense:
-        """A copy of the rows that a layer holds of a sequence, one after the other.
+        """Return a copy of the rows that a layer holds: key [1, Hkv, S, D], value [1, Hkv, S, Dv].
 
-        Those of int8 are given in float32.
+        Rows of int8 are returned as float32.
         """
         row, group = self._roster.row(sequence), self._group(layer)
         held = group.layers[layer].read(group.held_slots(row, int(self._roster.lengths[row])))
@@ -308,42 +318,43 @@ class PagedKVCache:
     # --- prefixes
 
     def keep(self, sequence: SequenceHandle, tokens: Tokens, *, salt: bytes = b"") -> int:
-        """Let `sequence(tokens)` find the full pages of a sequence, also after it is freed.
+        """Remember the full pages of a sequence, so that `sequence(tokens)` finds them later.
 
-        Returns how many pages were not known. They are evicted when pages run out.
+        They stay when the sequence is freed, and are evicted when pages run out. Returns the number
+        of pages that were not kept yet.
         """
         prefixes, row = self._prefixes(), self._written_row(sequence)
         length = int(self._roster.lengths[row])
         if len(tokens) > length:
             raise ArgumentError(
-                f"expected at most {length} tokens, which the sequence has, got {len(tokens)}. "
-                f"Keep what is written."
+                f"tokens must be at most {length}, as the sequence has so many, but are "
+                f"{len(tokens)}. Give the tokens that are written."
             )
         return prefixes.insert(tokens, self._groups[0].table.held(row), salt=salt)
 
     def evict(self, count: int) -> int:
-        """Let go of up to `count` kept pages that no sequence uses; returns how many."""
+        """Release up to `count` kept pages that no sequence uses. Return how many."""
         return self._prefixes().evict(count)
 
     def _prefixes(self) -> PrefixCache:
         if self._prefix is None:
             raise ArgumentError(
-                "expected a cache that finds pages by tokens, got one that does not. Make it with "
-                "prefix=True."
+                "the cache must have a prefix cache to find pages by tokens, but has none. Make it "
+                "with prefix=True."
             )
         return self._prefix
 
     # --- files
 
     def save(self, sequence: SequenceHandle, path: str | os.PathLike[str]) -> None:
-        """Write a sequence to a file, which is the new one as a whole, or still the old one."""
+        """Write a sequence to a file. If that fails, an old file with that name stays whole."""
         row = self._written_row(sequence)
         length = int(self._roster.lengths[row])
         tensors = saved.rows_of(self._groups, row, length)
         files.save(path, saved.header(self.shape, self._groups, row, length), tensors)
 
     def load(self, path: str | os.PathLike[str]) -> SequenceHandle:
-        """A new sequence from a file that `save` has written, bit for bit."""
+        """Return a new sequence with the exact content of a file that `save` has written."""
         header, tensors = files.load(path, saved.header(self.shape, self._groups))
         plans = saved.plans(path, header, self._groups)
         self._budget.make_room(self._groups, plans, self._prefix)
@@ -357,15 +368,15 @@ class PagedKVCache:
     # --- looking at itself
 
     def page_map(self, layer: int = 0) -> PageMap:
-        """Who holds which page of a layer now: text when it is printed."""
+        """Return who holds which page of a layer now. `print` shows it as text."""
         return survey.page_map(self._group(layer).table, self._roster, self._prefix)
 
     def statistics(self) -> Statistics:
-        """What it holds now."""
+        """Return what the cache holds now."""
         return survey.statistics(self._groups, self._roster, self._prefix)
 
     def check_integrity(self) -> None:
-        """A PageError unless every page is free, or held exactly as often as is counted."""
+        """Raise PageError unless each page is free, or is held as often as its count says."""
         survey.check_integrity(self._groups, self._roster, self._prefix)
 
     # --- checks
@@ -379,6 +390,6 @@ class PagedKVCache:
         place = self._place.get(layer)
         if place is None:
             raise ArgumentError(
-                f"expected a layer from 0 to {self.num_layers - 1}, got {layer!r}. Count from 0."
+                f"layer must be from 0 to {self.num_layers - 1}, but is {layer!r}. Count from 0."
             )
         return self._groups[place]

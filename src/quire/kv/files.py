@@ -5,8 +5,8 @@
     metadata "quire"             the header as JSON: lengths, and what the cache was made for
     metadata "sha256"            of the header and of all tensors
 
-A file is written beside its name and then renamed: whoever reads sees the old sequence or the new
-one, also if the machine stops in between. What is read is checked before a cache sees any of it.
+A file is written under another name and then renamed. So a reader sees the old sequence or the new
+one, even if the machine stops in between. A file is checked before a cache uses any of it.
 """
 
 from __future__ import annotations
@@ -27,15 +27,14 @@ from torch import Tensor
 from quire.errors import MissingFileError, SequenceFileError
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The dtype whose bits are hashed, by size."""
-
+"""The integer dtype by size in bytes: tensors are hashed as integers."""
 
 _is_windows = os.name == "nt"
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a file says of itself; lists have an entry for each group of layers."""
+    """The header of a file. Its lists have an entry for each group of layers."""
 
     length: int
     starts: list[int]  # the first position that is held
@@ -48,7 +47,7 @@ class Header:
     version: int = 1
 
     def tensors(self) -> dict[str, tuple[list[int], str]]:
-        """Shape and dtype of the tensors that belong to it."""
+        """The shape and dtype of each tensor in the file."""
         parts = {"key": ([self.head_dim], self.dtype), "value": ([self.value_dim], self.dtype)}
         if self.dtype == "int8":
             parts |= {"key_scale": ([], "float32"), "value_scale": ([], "float32")}
@@ -61,7 +60,7 @@ class Header:
 
 
 def save(path: str | os.PathLike[str], header: Header, tensors: Mapping[str, Tensor]) -> None:
-    """Write a file that is there as a whole or not at all."""
+    """Write a file as a whole, or raise and leave no part of it behind."""
     safetensors = _library()
     plain = {name: tensor.contiguous() for name, tensor in tensors.items()}
     text = json.dumps(asdict(header))
@@ -80,16 +79,16 @@ def save(path: str | os.PathLike[str], header: Header, tensors: Mapping[str, Ten
                 draft.unlink()
         if isinstance(error, safetensors.SafetensorError | OSError | ValueError | TypeError):
             raise SequenceFileError(
-                f"expected a place that a file can be written to, got {str(path)!r}: "
-                f"{error}. Make the directory, or free space."
+                f"path must be a place for a file, but {str(path)!r} cannot be written: {error}. "
+                f"Make the directory, or free space."
             ) from error
         raise
 
 
 def load(path: str | os.PathLike[str], wanted: Header) -> tuple[Header, dict[str, Tensor]]:
-    """The header and tensors of a file, if a cache can take it that describes itself as `wanted`.
+    """Return the header and tensors of a file. Raise if it does not fit a cache like `wanted`.
 
-    Lengths and starts are the file's own; whether pages can begin there the cache has to say.
+    The length and the starts of `wanted` are not compared: `saved.plans` checks those of the file.
     """
     safetensors = _library()
     try:
@@ -103,13 +102,13 @@ def load(path: str | os.PathLike[str], wanted: Header) -> tuple[Header, dict[str
         _expect(metadata.get("sha256") == true, "its content is not what was written")
     except FileNotFoundError as error:
         raise MissingFileError(
-            f"expected a file that PagedKVCache.save has written, got {str(path)!r}, where "
-            f"there is none. Give the path that the sequence was saved under, or compute it."
+            f"path must be a file that PagedKVCache.save has written, but there is none at "
+            f"{str(path)!r}. Give the path that the sequence was saved under, or compute it."
         ) from error
     except (safetensors.SafetensorError, OSError, *_MALFORMED) as error:
         raise SequenceFileError(
-            f"expected a file that PagedKVCache.save has written, for a cache like this one, got "
-            f"{str(path)!r}: {error}. Save the sequence again, or compute it."
+            f"path must be a file that PagedKVCache.save has written for a cache like this one, "
+            f"but {str(path)!r} is not: {error}. Save the sequence again, or compute it."
         ) from error
     return header, tensors
 
@@ -123,8 +122,8 @@ def _library() -> Any:
         import safetensors.torch
     except ImportError as error:
         raise SequenceFileError(
-            "expected the package safetensors, which writes sequences to files, got none. Install "
-            "it: pip install 'quire[kv]'."
+            "the package safetensors, which writes sequences to files, must be installed, but is "
+            "not. Run: pip install 'quire[kv]'."
         ) from error
     return safetensors
 
@@ -139,13 +138,12 @@ def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:
 
 
 def _sync(path: Path) -> None:
-    """Have what was written on the disk, not on its way there."""
+    """Wait until a file or directory is on the disk."""
     is_directory = path.is_dir()
     if is_directory and _is_windows:
-        return  # where directories cannot be opened
-    handle = os.open(
-        path, os.O_RDONLY if is_directory else os.O_RDWR
-    )  # Windows asks for the latter
+        return  # Windows cannot open directories
+    # Windows only syncs files that are open for writing.
+    handle = os.open(path, os.O_RDONLY if is_directory else os.O_RDWR)
     try:
         os.fsync(handle)
     finally:
@@ -153,22 +151,27 @@ def _sync(path: Path) -> None:
 
 
 def _header(text: str) -> Header:
-    _expect(text != "", "it does not say that it is one")
+    _expect(text != "", "it has no header")
     written = json.loads(text)
     valid = isinstance(written, dict) and written.keys() == set(Header.__dataclass_fields__)
     _expect(valid, "its header has other fields")
     header = Header(**written)
     numbers = [header.length, *header.starts]
-    _expect(all(type(number) is int for number in numbers), "a length is no number")
-    _expect(0 <= header.length < 2**48, "its length is none")
-    _expect(all(0 <= start <= header.length for start in header.starts), "a start lies outside")
+    _expect(all(type(number) is int for number in numbers), "a length is not a number")
+    _expect(0 <= header.length < 2**48, "its length is out of range")
+    _expect(
+        all(0 <= start <= header.length for start in header.starts), "a start lies after the end"
+    )
     return header
 
 
 def _expect_same(header: Header, wanted: Header) -> None:
     alike = replace(wanted, length=header.length, starts=header.starts)
-    for (name, got), expected in zip(asdict(header).items(), asdict(alike).values(), strict=True):
-        _expect(got == expected, f"its {name} is {got}, and that of this cache {expected}")
+    ours = asdict(alike)
+    for name, theirs in asdict(header).items():
+        _expect(
+            theirs == ours[name], f"its {name} is {theirs}, and that of this cache {ours[name]}"
+        )
     _expect(len(header.starts) == len(wanted.starts), "it has a start too many or too few")
 
 

@@ -1,4 +1,4 @@
-"""Groups of layers that keep the same positions, and how much memory all of them may take."""
+"""Groups of layers that keep the same positions, and the limits of their memory."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from quire.kv.table import Moves, Numbers, PageTable, Plan
 from quire.memory import Paged
 from quire.runtime.append import PageTensors, PageWriter
 
-FIRST_PAGES = 16  # a pool starts with so many, and grows by as many at least
+FIRST_PAGES = 16  # the size of a new pool, and the least number of pages that it grows by
 NO_LIMIT = 2**62
 
 
 class Group(NamedTuple):
-    """Layers that keep the same positions: all of them, or those that a `window` reaches.
+    """Layers that keep the same positions: all positions, or those that a `window` reaches.
 
     As in `quire.mods.sliding_window`, a query sees itself and `window` positions before it.
     """
@@ -35,54 +35,54 @@ class Group(NamedTuple):
 
 @dataclass(eq=False)
 class LayerGroup:
-    """A group with its table and its memory."""
+    """A group of layers with its page table and the pages of each layer."""
 
     layers: dict[int, LayerPages]
     table: PageTable
-    page_bytes: int  # one page of all its layers
-    writer: PageWriter  # to the pages that there are now
+    page_bytes: int  # of one page in all layers
+    writer: PageWriter  # writes rows to the current tensors of all layers
 
     @classmethod
     def of(cls, group: Group, shape: PageShape) -> LayerGroup:
-        """A group without any pages."""
+        """Return a group without pages."""
         layers = {layer: LayerPages(shape) for layer in group.layers}
         table = PageTable(PagePool(0), shape.page_size, group.window)
         return cls(layers, table, len(layers) * shape.num_bytes, PageWriter(_tensors(layers)))
 
     @property
     def pool(self) -> PagePool:
-        """Its pages."""
+        """The pages of the group."""
         return self.table.pool
 
     @property
     def num_bytes(self) -> int:
-        """The memory of its pages."""
+        """The memory of all pages of the group."""
         return self.pool.num_pages * self.page_bytes
 
     def held_slots(self, row: int, length: int) -> Tensor:
-        """Where the positions lie that are held of a sequence with so many tokens."""
+        """The slots of all held positions of a sequence that has `length` tokens."""
         positions = np.arange(self.table.start(row), length)
         return torch.from_numpy(self.table.slots(np.full(len(positions), row), positions))
 
     def expect_window(self, row: int, length: int) -> None:
-        """An error unless all is held that a window reaches after `length` tokens."""
+        """Raise if the window reaches released pages once the sequence has `length` tokens."""
         table = self.table
         if table.first[row] > table.reach(length):
             raise ReleasedRowsError(
-                f"expected a length from which the window of {table.window} reaches back no "
-                f"further than position {table.start(row)}, got {length}: the pages before are "
-                f"released. Free the sequence and compute it again."
+                f"length must be one from which the window of {table.window} reaches back no "
+                f"further than position {table.start(row)}, as the pages before are released, but "
+                f"is {length}. Free the sequence and compute it again."
             )
 
     def commit(self, plan: Plan) -> None:
-        """Extend sequences, and copy the pages that they can no longer share."""
+        """Extend sequences. Copy the pages that they can no longer share."""
         copies = self.table.commit(plan)
         if len(copies.source):
             for pages in self.layers.values():
                 pages.copy(copies)
 
     def keep(self, plan: Plan, moves: Moves) -> None:
-        """Drop tokens of sequences, and move those that stay."""
+        """Drop tokens of sequences, and move the tokens that stay."""
         source = torch.from_numpy(self.table.slots(moves.rows, moves.source))
         copies = self.table.commit(plan)
         if len(source):
@@ -91,7 +91,7 @@ class LayerGroup:
                 pages.move(source, target, copies)
 
     def grow(self, more: int) -> None:
-        """Add pages, one layer after the other; where memory ends, some layers have more."""
+        """Add `more` pages to each layer. If memory runs out, only the first layers have them."""
         num_pages = self.pool.num_pages + more
         try:
             for pages in self.layers.values():
@@ -102,7 +102,7 @@ class LayerGroup:
 
 
 class View(NamedTuple):
-    """Where sequences are in the pages of a group, as attention takes it."""
+    """The page table and lengths of sequences in one group, as tensors for attention."""
 
     page_table: Tensor
     lengths: Tensor
@@ -110,12 +110,12 @@ class View(NamedTuple):
 
     @classmethod
     def of(cls, table: PageTable, rows: Numbers, lengths: Numbers) -> View:
-        """That of some rows of a table, now."""
+        """Return the current view of some rows of a table."""
         first = None if table.window is None else torch.from_numpy(table.first[rows])
         return cls(torch.from_numpy(table.view(rows)), torch.from_numpy(lengths), first)
 
     def memory(self, pages: PageTensors) -> Paged:
-        """The same in the pages of one layer."""
+        """Return the memory of these sequences in the pages of one layer."""
         return Paged(pages.key, pages.value, *self, pages.key_scale, pages.value_scale)
 
 
@@ -124,11 +124,11 @@ def _tensors(layers: dict[int, LayerPages]) -> dict[int, PageTensors]:
 
 
 def checked_groups(layers: int | None, groups: Iterable[Group] | None) -> list[Group]:
-    """One group of all layers, or the given ones if they name each layer once."""
+    """Return one group of all layers, or `groups` if they name each layer once."""
     if (layers is None) == (groups is None):
         raise ArgumentError(
-            f"expected layers or groups, got layers={layers} and groups={groups}. Give the number "
-            f"of layers, or groups of them where some have windows."
+            f"either layers or groups must be given, but layers is {layers} and groups is "
+            f"{groups}. Give the number of layers, or groups of them if some have windows."
         )
     if groups is None:
         count = whole_number("layers", layers, minimum=1, advice="Say how many layers there are.")
@@ -137,8 +137,8 @@ def checked_groups(layers: int | None, groups: Iterable[Group] | None) -> list[G
     named = sorted(layer for group in made for layer in group.layers)
     if not named or named != list(range(len(named))) or not all(group.layers for group in made):
         raise ArgumentError(
-            f"expected groups that name every layer from 0 on once, got {named}. Give each layer "
-            f"to one group."
+            f"groups must name every layer from 0 on once, but name {named}. Put each layer into "
+            f"one group."
         )
     for group in made:
         if group.window is not None:
@@ -148,19 +148,20 @@ def checked_groups(layers: int | None, groups: Iterable[Group] | None) -> list[G
 
 
 class Budget:
-    """Pages of a group, and bytes of all groups, that a cache may have at most."""
+    """The limits of a cache: pages of each group, and bytes of all groups."""
 
     def __init__(self, n_pages: int | None, max_bytes: int | None, growth: float = 2.0) -> None:
         if n_pages is None and max_bytes is None:
             raise ArgumentError(
-                "expected n_pages or max_bytes, got neither. Say how large the cache may become."
+                "n_pages or max_bytes must be given, but both are None. Give the largest size of "
+                "the cache."
             )
         self._pages = _limit("n_pages", n_pages)
         self._bytes = _limit("max_bytes", max_bytes)
         if not 1 < growth <= 2:
             raise ArgumentError(
-                f"expected a growth above 1 and up to 2, got {growth!r}. With 1.125 a cache takes "
-                f"an eighth more memory each time it is full."
+                f"growth must be above 1 and at most 2, but is {growth!r}. With 1.125 a full cache "
+                f"allocates an eighth more memory."
             )
         self._growth_rate = growth
 
@@ -171,7 +172,7 @@ class Budget:
     def make_room(
         self, groups: Sequence[LayerGroup], plans: Sequence[Plan], prefix: PrefixCache | None
     ) -> None:
-        """Have enough free pages for the plans: grow, then evict. Or raise, and change nothing."""
+        """Make enough pages free for the plans: grow, then evict. Or raise, and change nothing."""
         wanted = [
             max(0, plan.shortage - group.pool.num_free)
             for group, plan in zip(groups, plans, strict=True)
@@ -189,7 +190,11 @@ class Budget:
             prefix.evict(missing[0])
 
     def _growth(self, groups: Sequence[LayerGroup], wanted: list[int]) -> list[int]:
-        """How many pages to add to each group: in proportion, if that leaves others a share."""
+        """How many pages to add to each group.
+
+        A group gets the pages that it needs. It also grows in proportion to its size, as long as
+        each group after it keeps its share of the bytes that are left.
+        """
         left = self._bytes - sum(group.num_bytes for group in groups)
         grown = []
         for least, group in zip(wanted, groups, strict=True):
@@ -216,19 +221,19 @@ class Budget:
         pool = groups[place].pool
         kept = "" if prefix is None else f", {len(prefix)} are kept for prompts to come"
         return (
-            f"expected a request for pages that can be met, got one for {plans[place].num_pages}: "
-            f"{pool.num_free} of {pool.num_pages} are free{kept}, and the limit is {self}. Free or "
-            f"truncate sequences, or allow more."
+            f"there must be {plans[place].num_pages} free pages, but only {pool.num_free} of "
+            f"{pool.num_pages} are free{kept}, and the limit is {self}. Free or truncate "
+            f"sequences, or allow more."
         )
 
 
 def _grow(group: LayerGroup, more: int) -> None:
     try:
         group.grow(more)
-    except (MemoryError, RuntimeError) as error:  # the latter is torch's
+    except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError
         raise OutOfPages(
-            f"expected memory for {more} more pages, {more * group.page_bytes:,} bytes, got none "
-            f"from the system: {error}. Free sequences, or set a lower limit."
+            f"the system must have memory for {more} more pages, {more * group.page_bytes:,} "
+            f"bytes, but has not: {error}. Free sequences, or set a lower limit."
         ) from error
 
 

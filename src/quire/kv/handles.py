@@ -1,8 +1,8 @@
-"""Handles of sequences, and the rows that are made room for: who may be asked for what.
+"""Handles of sequences, and rows that are reserved but not written yet.
 
 row of the tables    0   1   2
-handles              a   .   c        b was freed: its row is given to the next sequence,
-lengths              9   0   4        and b itself is refused from then on
+handles              a   .   c        b was freed: the next sequence gets its row,
+lengths              9   0   4        and calls with the handle b raise from then on
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from quire.errors import ArgumentError, SequenceError, ShapeError, UnwrittenRows
 from quire.kv.table import Numbers
 from quire.runtime.append import SlotWriter
 
-MOST_TOKENS = 1 << 40  # of one sequence in one call: more would overflow what they add up to
+MOST_TOKENS = 1 << 40  # of one sequence in one call, so that sums do not overflow
 
 
 class SequenceHandle:
-    """A sequence of a cache. It means nothing once it is freed."""
+    """A sequence of a cache. The handle is invalid once the sequence is freed."""
 
     __slots__ = ("row", "serial")
 
     def __init__(self, row: int, serial: int) -> None:
         self.row = row
-        self.serial = serial  # how many sequences the cache has made before
+        self.serial = serial  # the number of sequences that the cache made before this one
 
 
 class Rows:
-    """Room for new tokens of some sequences, to be written once in each layer."""
+    """Reserved rows for new tokens of some sequences. Each layer writes them once."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Rows:
     ) -> None:
         self.roster = roster
         self.num_tokens = num_tokens
-        self.waiting = waiting  # where each layer that has not written yet will do so
+        self.waiting = waiting  # for each layer that has not written yet, what writes its rows
         self._sequences, self._lengths = list(sequences), lengths
         self._open = True
         if num_tokens:
@@ -51,38 +51,38 @@ class Rows:
 
     @functools.cached_property
     def before(self) -> dict[SequenceHandle, int]:
-        """How many tokens sequences had that these rows are still to be written of."""
+        """The length that each sequence had before these rows were reserved."""
         return dict(zip(self._sequences, self._lengths.tolist(), strict=True))
 
     def expect_layer(self, layer: int, roster: Roster) -> SlotWriter:
-        """Where a layer of the cache with this roster writes, or an error if it may not now."""
+        """Return what writes the rows of a layer. Raise if they are not this layer's to write."""
         if self.roster is not roster:
             raise SequenceError(
-                "expected rows that extend of this cache made room for, got some of another cache. "
-                "Write them there."
+                "rows must come from extend of this cache, but come from another cache. Write them "
+                "there."
             )
         if layer not in self.waiting:
-            why = "this layer has written" if self._open else "were truncated or freed"
+            why = "it has written them" if self._open else "they were truncated or freed"
             raise UnwrittenRowsError(
-                f"expected rows that extend made room for and that layer {layer} waits for, got "
-                f"some that {why}. Extend the sequences, and write each layer once."
+                f"rows must be reserved by extend and not yet written in layer {layer}, but {why}. "
+                f"Extend the sequences, and write each layer once."
             )
         return self.waiting[layer]
 
     def done(self, layer: int) -> None:
-        """A layer has written them."""
+        """Note that a layer has written the rows."""
         del self.waiting[layer]
         if not self.waiting:
             self.all_done()
 
     def all_done(self) -> None:
-        """All layers have written them."""
+        """Note that all layers have written the rows."""
         self.waiting = {}
         if self.num_tokens:
             self.roster.unwritten.remove(self)
 
     def give_up(self, sequence: SequenceHandle) -> None:
-        """Nobody may write them any more, since those of one sequence are gone."""
+        """Cancel the rows for all sequences, since `sequence` is truncated or freed."""
         self._open, self.waiting = False, {}
         del self.before[sequence]
         if not self.before:
@@ -90,19 +90,19 @@ class Rows:
 
 
 class Roster:
-    """The sequences of a cache: their handles and lengths, by their rows in the tables."""
+    """The handles and lengths of all sequences of a cache, by their rows in the tables."""
 
     def __init__(self) -> None:
         self.lengths: Numbers = np.zeros(0, np.int64)
         self._handles: list[SequenceHandle | None] = []
         self._free: list[int] = []
         self._num_made = 0
-        self.unwritten: list[Rows] = []  # some of whose sequences wait for some of their layers
-        # The sequences that were asked for last, which the next step asks for again.
+        self.unwritten: list[Rows] = []  # rows that some layers have not written yet
+        # The last argument and result of `rows`: the next step asks for the same sequences.
         self._known: tuple[list[SequenceHandle], Numbers] = [], np.zeros(0, np.int64)
 
     def __len__(self) -> int:
-        """How many rows there are, free ones among them."""
+        """The number of rows, including free ones."""
         return len(self._handles)
 
     @property
@@ -111,7 +111,7 @@ class Roster:
         return [handle for handle in self._handles if handle is not None]
 
     def add(self) -> SequenceHandle:
-        """A sequence without tokens."""
+        """Return a new sequence without tokens."""
         if not self._free:
             self._free.append(len(self._handles))
             self._handles.append(None)
@@ -129,31 +129,33 @@ class Roster:
         self._known = [], np.zeros(0, np.int64)
 
     def row(self, sequence: SequenceHandle) -> int:
-        """The row of a sequence that is not freed."""
+        """Return the row of a sequence. Raise if it was freed or belongs to another cache."""
         known = isinstance(sequence, SequenceHandle) and sequence.row < len(self._handles)
         if not known or self._handles[sequence.row] is not sequence:
             raise SequenceError(
-                f"expected a sequence that this cache holds, got {sequence!r}, which was freed or "
-                f"belongs to another cache. cache.sequence() makes a new one."
+                f"sequence must be one that this cache holds, but {sequence!r} was freed or "
+                f"belongs to another cache. Make a new one with cache.sequence()."
             )
         return sequence.row
 
     def rows(self, sequences: Sequence[SequenceHandle]) -> Numbers:
-        """The rows of several sequences."""
+        """Return the rows of several sequences, which must all be different."""
         wanted = list(sequences)
         if wanted != self._known[0]:
             rows = list(map(self.row, wanted))
             if len(set(rows)) < len(rows):
-                raise SequenceError("expected each sequence once, got one twice. Leave one out.")
+                raise SequenceError(
+                    "each sequence must be given once, but one is given twice. Leave one out."
+                )
             self._known = wanted, np.array(rows, np.int64)
         return self._known[1]
 
     def unwritten_of(self, sequence: SequenceHandle) -> Rows | None:
-        """The rows of a sequence that not all layers have written."""
+        """The reserved rows of a sequence that some layers have not written, or None."""
         return next((rows for rows in self.unwritten if sequence in rows.before), None)
 
     def refuse_unwritten(self, sequences: Iterable[SequenceHandle]) -> None:
-        """An error if one of the sequences has rows that not all layers have written."""
+        """Raise if one of the sequences has rows that some layers have not written."""
         if not self.unwritten:
             return
         for sequence in sequences:
@@ -161,25 +163,25 @@ class Roster:
             if rows is not None:
                 before = rows.before[sequence]
                 raise UnwrittenRowsError(
-                    f"expected a sequence whose rows are written in every layer, got one with rows "
-                    f"that are not, from position {before} on. Write them in the layers that are "
-                    f"left, or truncate the sequence to {before}."
+                    f"all rows of a sequence must be written in every layer, but those from "
+                    f"position {before} on are not. Write them in the layers that are left, or "
+                    f"truncate the sequence to {before}."
                 )
 
     def give_up(self, sequence: SequenceHandle) -> None:
-        """Rows that a sequence waits for are not written any more, by nobody in its batch."""
+        """Cancel the rows that one `extend` reserved, for all its sequences."""
         rows = self.unwritten_of(sequence)
         if rows is not None:
             rows.give_up(sequence)
 
 
 def token_counts(counts: Sequence[int] | int, num_sequences: int) -> Numbers:
-    """A number of tokens for each sequence."""
+    """Return a number of tokens for each sequence."""
     return one_each("counts", counts, num_sequences, "Say how many tokens a sequence gets.")
 
 
 def one_each(name: str, given: object, num_sequences: int, advice: str) -> Numbers:
-    """A number for each sequence: the same for all, or one for each of them."""
+    """Return a number for each sequence. `given` is one number for all, or one for each."""
     each = listed(given)
     if each is None:
         number = whole_number(name, given, minimum=0, advice=advice)
@@ -187,8 +189,8 @@ def one_each(name: str, given: object, num_sequences: int, advice: str) -> Numbe
         return np.full(num_sequences, number, np.int64)
     if len(each) != num_sequences:
         raise ShapeError(
-            f"expected {name} for each of {num_sequences} sequences, got {len(each)}. Give one "
-            f"number for all, or one for each."
+            f"{name} must have a number for each of {num_sequences} sequences, but has "
+            f"{len(each)}. Give one number for all, or one for each."
         )
     checked = [whole_number(name, number, minimum=0, advice=advice) for number in each]
     _refuse_overflow(name, max(checked, default=0))
@@ -196,7 +198,7 @@ def one_each(name: str, given: object, num_sequences: int, advice: str) -> Numbe
 
 
 def listed(given: object) -> list[object] | None:
-    """What can be listed, or None; a tensor of one number cannot."""
+    """Return `given` as a list, or None if it is no sequence, as a 0-D tensor."""
     try:
         return list(given)  # type: ignore[call-overload, no-any-return]  # that is the question
     except TypeError:
@@ -206,5 +208,6 @@ def listed(given: object) -> list[object] | None:
 def _refuse_overflow(name: str, number: int) -> None:
     if number > MOST_TOKENS:
         raise ArgumentError(
-            f"{name} must be at most {MOST_TOKENS:,}, got {number}. No cache holds as many tokens."
+            f"{name} must be at most {MOST_TOKENS:,}, but is {number}. Give the number of tokens, "
+            f"which no cache has more of."
         )

@@ -4,8 +4,8 @@
      0 aab##c+.
      8 bb..
 
-A letter is a sequence, in the order in which they were made; # is held more than once, + is kept
-for prompts to come, . is free. `quire.draw.pages` draws many of them, over time.
+A letter is a sequence, in the order in which sequences were made. # is a page that is held more
+than once, + is kept for later prompts, . is free. `quire.draw.pages` draws several maps over time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 FREE, KEPT, SHARED, OWNED = range(4)
-"""What a page is; OWNED + n is held by sequence n alone."""
+"""The states of a page. OWNED + n means that only sequence n holds it."""
 
 SIGNS = {FREE: ".", KEPT: "+", SHARED: "#"}
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -25,19 +25,19 @@ COLUMNS = 64
 
 @dataclass(frozen=True, eq=False)
 class PageMap:
-    """What each page of a pool is at one time."""
+    """The state of each page of a pool at one time."""
 
     owners: NDArray[np.int64]
     page_size: int
 
     def count(self, kind: int) -> int:
-        """How many pages are FREE, KEPT, SHARED, or OWNED by some sequence."""
+        """The number of pages that are FREE, KEPT, SHARED, or OWNED by one sequence."""
         owners = np.minimum(self.owners, OWNED)
         return int((owners == kind).sum())
 
     @property
     def facts(self) -> str:
-        """How many pages are what."""
+        """A line with the number of pages in each state."""
         return (
             f"{len(self.owners)} pages of {self.page_size} tokens: {self.count(OWNED)} held by one "
             f"sequence, {self.count(SHARED)} shared, {self.count(KEPT)} kept, "

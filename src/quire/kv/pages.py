@@ -1,10 +1,10 @@
-"""The memory of one layer: pages of keys and values that rows of tokens are written to.
+"""The memory of one layer: pages of keys and values.
 
     key    [P, Hkv, page, D]     row t of a page, head h: key[page, h, t]
     value  [P, Hkv, page, Dv]
-    key_scale, value_scale  [P, Hkv, page]     where pages are of int8: row = int8 * scale
+    key_scale, value_scale  [P, Hkv, page]     if pages are int8: row = int8 * scale
 
-A slot is page * page_size + the row in it. Whoever calls has checked shapes, dtypes and slots.
+A slot is page * page_size + the row in the page. Callers have checked shapes, dtypes and slots.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from quire.checks import check_kind
-from quire.checks.arguments import whole_number
+from quire.checks.arguments import dtype_name, whole_number
 from quire.errors import DtypeError, ShapeError
 from quire.kv.table import Copies
 from quire.runtime.append import PageTensors, place_rows
@@ -28,13 +28,13 @@ from quire.runtime.append import PageTensors, place_rows
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 DTYPES = (*FLOATS, torch.int8)
 
-ROOM = 4  # addresses are set aside for so many times the pages that there are
-WORTH_ROOM = 1 << 22  # bytes: what is less is copied in no time
+ROOM = 4  # a tensor reserves addresses for this many times its pages, so it can grow in place
+WORTH_ROOM = 1 << 22  # bytes: smaller tensors are copied when they grow, which is fast
 
 
 @dataclass(frozen=True)
 class PageShape:
-    """What one page of a layer is made of."""
+    """The sizes and dtype of one page of a layer."""
 
     heads: int
     page_size: int
@@ -44,29 +44,34 @@ class PageShape:
 
     @classmethod
     def checked(cls, dtype: torch.dtype, **sizes: int) -> PageShape:
-        """One of these sizes, if pages can have them."""
+        """Return a shape, or raise if a page cannot have this dtype or these sizes."""
         if dtype not in DTYPES:
-            names = ", ".join(str(each).removeprefix("torch.") for each in DTYPES)
-            raise DtypeError(f"expected a dtype out of {names}, got {dtype}. Choose one of these.")
+            names = ", ".join(map(dtype_name, DTYPES))
+            raise DtypeError(f"dtype must be one of {names}, but is {dtype}. Choose one of these.")
         for name, size in sizes.items():
             whole_number(name, size, minimum=1, advice="Give the size that the model has.")
         return cls(dtype=dtype, **sizes)
 
     def expect_rows(self, side: str, tensor: Tensor, rows: torch.Size, tokens: int) -> None:
-        """An error unless `tensor` has rows for so many tokens that can be the keys or values."""
+        """Raise unless `tensor` can be the keys or values ("key" or "value") of new tokens.
+
+        `rows` is its shape without a dimension of layers, which must be [tokens, Hkv, width].
+        """
         wanted = (tokens, self.heads, self.head_dim if side == "key" else self.value_dim)
         if rows != wanted:
             raise ShapeError(
-                f"expected {side} [tokens, Hkv, width] of {list(wanted)}, got {list(rows)}. Give a "
-                f"row for each new token, those of the first sequence first."
+                f"{side} must be [tokens, Hkv, width] of {list(wanted)}, but is {list(rows)}. Give "
+                f"a row for each new token, those of the first sequence first."
             )
         if tensor.dtype not in FLOATS:
-            raise DtypeError(f"expected {side} of floats, got {tensor.dtype}. Convert it.")
+            raise DtypeError(
+                f"{side} must hold floats, but is {dtype_name(tensor.dtype)}. Convert it with .to."
+            )
         check_kind(side, tensor)
 
     @property
     def parts(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Its tensors by name: the size of a row of one head, () for a scale, and the dtype."""
+        """The tensors of a page by name: the shape of one row (() for a scale) and the dtype."""
         rows = {"key": ((self.head_dim,), self.dtype), "value": ((self.value_dim,), self.dtype)}
         if self.dtype != torch.int8:
             return {**rows}
@@ -74,34 +79,34 @@ class PageShape:
 
     @property
     def num_bytes(self) -> int:
-        """Of one page: keys, values and scales."""
+        """The size of one page with its keys, values and scales."""
         rows = self.heads * self.page_size
         return rows * sum(math.prod(row) * dtype.itemsize for row, dtype in self.parts.values())
 
 
 class Room(NamedTuple):
-    """Pages of one tensor, and of those to come as many as there are addresses for.
+    """A tensor with more pages than are used, so that it can grow in place.
 
-    Addresses cost nothing: a system gives them memory when they are first written to.
+    The pages that are not used take no memory: the system provides it when they are first written.
     """
 
     pages: Tensor
-    memory: mmap.mmap | None = None  # behind the pages, if it is the system's
+    memory: mmap.mmap | None = None  # the mapping that holds the pages, if there is one
 
     @staticmethod
     def of(num_pages: int, page: tuple[int, ...], dtype: torch.dtype) -> Room:
-        """So many pages that are not filled, and addresses for more where that is worth it."""
+        """Return at least `num_pages` pages with undefined content, more if they are large."""
         size = ROOM * num_pages * math.prod(page) * dtype.itemsize
         if size >= WORTH_ROOM and hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a system that counts addresses as memory
+            with contextlib.suppress(OSError):  # some systems count unused addresses as memory
                 memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
                 return Room(torch.frombuffer(memory, dtype=dtype).view(-1, *page), memory)
         return Room(torch.empty((num_pages, *page), dtype=dtype))
 
     def first(self, num_pages: int) -> Tensor:
-        """So many pages, in huge pages of the system where there are some.
+        """Return the first `num_pages` pages, in huge pages of the system if it has them.
 
-        Rows of one token lie far apart, and would each miss the table of addresses.
+        Rows of one token lie far apart. In small system pages each row would miss the TLB.
         """
         pages = self.pages[:num_pages]
         if self.memory is not None:
@@ -121,8 +126,11 @@ class LayerPages:
         self.tensors = PageTensors(**{name: room.pages for name, room in self._rooms.items()})
 
     def grow(self, num_pages: int) -> None:
-        """Have so many pages: in place, or a copy. Who has read from here keeps the old memory."""
-        if len(self.tensors.key) >= num_pages:  # memory ran out the last time, after this layer
+        """Grow to `num_pages` pages, in place or by a copy.
+
+        After a copy, tensors that were handed out earlier still refer to the old memory.
+        """
+        if len(self.tensors.key) >= num_pages:  # the last growth failed at a later layer
             return
         rooms = dict(self._rooms)
         for name, (pages, _) in self._rooms.items():
@@ -141,19 +149,22 @@ class LayerPages:
             pages[target] = pages[source]
 
     def move(self, source: Tensor, target: Tensor, copies: Copies) -> None:
-        """Copy whole pages, and then rows from slots to slots, as all of them were before."""
+        """Copy whole pages, then write the rows of slots `source` to slots `target`.
+
+        The rows are read before anything is written.
+        """
         rows = self.read(source)
         if len(copies.source):
             self.copy(copies)
         self.place(target, rows)
 
     def place(self, slots: Tensor, rows: Mapping[str, Tensor]) -> None:
-        """Write rows as they were read: for each part, [tokens, Hkv, ...]."""
+        """Write rows to slots. `rows` has what `read` returns: [tokens, Hkv, ...] for each part."""
         for name, pages in self._parts().items():
             place_rows(pages, slots, rows[name])
 
     def read(self, slots: Tensor) -> dict[str, Tensor]:
-        """The rows in some slots: for each part, [tokens, Hkv, ...]."""
+        """Return the rows in some slots: [tokens, Hkv, ...] for each part."""
         size = self.shape.page_size
         page, row = slots.div(size, rounding_mode="floor"), slots.remainder(size)
         return {name: pages.transpose(1, 2)[page, row] for name, pages in self._parts().items()}

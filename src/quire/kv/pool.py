@@ -1,13 +1,12 @@
-"""Pages by number: who allocates one holds it, who shares it holds it too, the others are free.
+"""A pool of numbered pages with a count of holders for each. A page without holders is free.
 
     pool = PagePool(1024)
     pages = pool.allocate(4)      # 0 1 2 3, held once each
     pool.share(pages[:2])         # 0 and 1 are held twice
     pool.release(pages)           # gives back 2 and 3; 0 and 1 are held once
 
-In: numbers of pages, and arrays of their ids. Out: arrays of ids. There is no memory here and no
-torch; what lies in a page is the business of whoever holds it. All calls take many pages at once,
-check everything first, and leave the pool as it was if they refuse.
+The pool only counts. It has no tensors and does not know what a page contains. All calls take many
+pages at once and check everything first, so a call that raises leaves the pool as it was.
 """
 
 from __future__ import annotations
@@ -27,38 +26,38 @@ NO_PAGES: Pages = np.zeros(0, np.int32)
 
 
 class PagePool:
-    """A number of pages, each with a count of how often it is held."""
+    """Pages 0 to num_pages - 1, each with a count of how often it is held."""
 
     def __init__(self, num_pages: int) -> None:
         if num_pages < 0:
-            raise PageError(f"expected a number of pages, got {num_pages}. Give 0 or more.")
+            raise PageError(f"num_pages must be at least 0, but is {num_pages}. Give 0 or more.")
         self._counts: Pages = np.zeros(num_pages, np.int32)
-        # A stack: _free[:_num_free] are the free pages, the next one last.
+        # A stack: _free[:_num_free] are the free pages. The last one is allocated next.
         self._free: Pages = np.arange(num_pages, dtype=np.int32)[::-1].copy()
         self._num_free = num_pages
-        self._place: Pages = np.zeros(num_pages, np.int32)  # what it holds means nothing
+        self._place: Pages = np.zeros(num_pages, np.int32)  # working memory of `_tally`
 
     def __repr__(self) -> str:
         return f"PagePool({self.num_pages} pages, {self.num_free} free, {self.num_shared} shared)"
 
     @property
     def num_pages(self) -> int:
-        """How many pages there are."""
+        """The number of pages."""
         return len(self._counts)
 
     @property
     def num_free(self) -> int:
-        """How many of them nobody holds."""
+        """The number of pages that nobody holds."""
         return self._num_free
 
     @property
     def num_used(self) -> int:
-        """How many of them somebody holds."""
+        """The number of pages that somebody holds."""
         return self.num_pages - self._num_free
 
     @property
     def num_shared(self) -> int:
-        """How many of them are held more than once."""
+        """The number of pages that are held more than once."""
         return int((self._counts > 1).sum())
 
     @property
@@ -67,29 +66,29 @@ class PagePool:
         return self._free[: self._num_free].copy()
 
     def references(self, pages: Pages | Sequence[int]) -> Pages:
-        """How often each of some pages is held."""
+        """Return how often each of `pages` is held."""
         return self._counts[self._checked(pages)]
 
     def shared(self, pages: Pages) -> NDArray[np.bool_]:
-        """Which pages are held more than once. These are the caller's own, and not checked."""
+        """Return which of `pages` are held more than once. Their ids are not checked."""
         more: NDArray[np.bool_] = self._counts[pages] > 1
         return more
 
     def num_freed_by(self, pages: Pages) -> int:
-        """How many pages would become free if these were released."""
+        """The number of pages that would become free if `pages` were released."""
         if not len(pages):
             return 0
         held, times = self._tally(pages)
         return int((self._counts[held] == times).sum())
 
     def allocate(self, count: int) -> Pages:
-        """Free pages, held once from now on."""
+        """Return `count` free pages, which are then held once each."""
         if count < 0:
-            raise PageError(f"expected a number of pages, got {count}. Give 0 or more.")
+            raise PageError(f"count must be at least 0, but is {count}. Give 0 or more.")
         if count > self._num_free:
             raise OutOfPages(
-                f"expected at most {self._num_free} pages, which are free of {self.num_pages}, got "
-                f"a request for {count}. Release some, or make the pool larger."
+                f"count must be at most {self._num_free}, as so many of {self.num_pages} pages are "
+                f"free, but is {count}. Release some, or make the pool larger."
             )
         left = self._num_free - count
         pages: Pages = self._free[left : self._num_free][::-1].copy()
@@ -98,20 +97,20 @@ class PagePool:
         return pages
 
     def share(self, pages: Pages | Sequence[int]) -> None:
-        """Hold pages once more; one that is named twice, twice."""
+        """Hold each page once more, or twice more if it is given twice."""
         held, times = self._tally(pages)
         self._counts[held] += times
 
     def release(self, pages: Pages | Sequence[int]) -> Pages:
-        """Hold pages once less; returns those that have become free."""
-        if not len(pages):  # as where a draft is cut off within a page
+        """Hold each page once less. Return the pages that become free."""
+        if not len(pages):  # common: a draft that is dropped often fills no page
             return NO_PAGES
         held, times = self._tally(pages)
         counts = self._counts[held] - times
         if np.count_nonzero(counts < 0):
             raise PageError(
-                f"expected pages to be released as often as they are held, got page "
-                f"{held[counts.argmin()]} more often. Release what you hold, once."
+                f"pages must be released only as often as they are held, but page "
+                f"{held[counts.argmin()]} is released more often. Release what you hold, once."
             )
         self._counts[held] = counts
         freed: Pages = held[counts == 0]
@@ -120,11 +119,12 @@ class PagePool:
         return freed
 
     def grow(self, num_pages: int) -> None:
-        """Add free pages, until there are `num_pages`."""
+        """Add free pages until there are `num_pages`."""
         more = num_pages - self.num_pages
         if more < 0:
             raise PageError(
-                f"expected at least {self.num_pages} pages, got {num_pages}. A pool only grows."
+                f"num_pages must be at least {self.num_pages}, since a pool only grows, but is "
+                f"{num_pages}. Make a new pool."
             )
         new = np.arange(self.num_pages, num_pages, dtype=np.int32)[::-1]
         free, rest = np.split(self._free, [self._num_free])
@@ -134,15 +134,15 @@ class PagePool:
         self._num_free += more
 
     def check_integrity(self, held: Pages | Sequence[int] | None = None) -> None:
-        """A PageError unless each page is either free, once, or held.
+        """Raise PageError unless each page is either held, or listed once as free.
 
-        With `held`, the ids of all pages that anybody holds, as often as they do, each count has
-        to be the true one.
+        With `held`, which lists the pages of all holders, also raise if a count is not the number
+        of times that its page is listed.
         """
         free = self._free[: self._num_free]
-        _expect(self._num_free >= 0, "fewer than no pages are free")
+        _expect(self._num_free >= 0, "the number of free pages is negative")
         _expect(len(self._free) == self.num_pages, "the list of free pages has another length")
-        _expect(bool((self._counts >= 0).all()), "a page is held less than never")
+        _expect(bool((self._counts >= 0).all()), "a count is negative")
         _expect(
             bool((np.bincount(free, minlength=self.num_pages) <= 1).all()), "a page is free twice"
         )
@@ -163,20 +163,26 @@ class PagePool:
         # As unsigned numbers, negative ones are the largest.
         if ids.size and ids.view(np.uint32).max() >= self.num_pages:
             wrong = ids[(ids < 0) | (ids >= self.num_pages)][0]
-            raise PageError(f"expected pages from 0 to {self.num_pages - 1}, got {wrong}.")
+            raise PageError(
+                f"pages must be from 0 to {self.num_pages - 1}, but one is {wrong}. Give pages "
+                f"that allocate has returned."
+            )
         return ids
 
     def _held(self, pages: Pages | Sequence[int]) -> Pages:
         ids = self._checked(pages)
         if np.count_nonzero(self._counts[ids]) < ids.size:
             free = ids[self._counts[ids] == 0][0]
-            raise PageError(f"expected pages that are held, got page {free}, which is free.")
+            raise PageError(
+                f"pages must be held, but page {free} is free. Give pages that you hold."
+            )
         return ids
 
     def _tally(self, pages: Pages | Sequence[int]) -> tuple[Pages, Pages]:
-        """Each of some pages once, and how often it was named."""
+        """Return the distinct pages, and how often each is given."""
         ids = self._held(pages)
-        # Each is told its place; if all remember theirs, none was told two. That saves a sort.
+        # Write the place of each entry to its page. If every entry reads its own place back, no
+        # page is given twice, and nothing has to be sorted.
         places = np.arange(len(ids), dtype=np.int32)
         self._place[ids] = places
         if not np.count_nonzero(self._place[ids] != places):
@@ -187,4 +193,4 @@ class PagePool:
 
 def _expect(holds: bool, otherwise: str) -> None:
     if not holds:
-        raise PageError(f"expected each page to be free or held, but {otherwise}: a bug.")
+        raise PageError(f"each page must be free or held, but {otherwise}. Report this bug.")

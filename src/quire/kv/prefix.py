@@ -1,22 +1,23 @@
-"""Full pages found again by the tokens that led to them: prompts that begin alike share pages.
+"""Full pages found by their tokens, so that prompts with the same beginning share pages.
 
     prefix = PrefixCache(pool, page_size=16)
-    prefix.insert(prompt, pages)             # a sequence's pages, now also held here
-    pages = prefix.match(other_prompt)       # those of the common beginning, shared with the caller
+    prefix.insert(prompt, pages)             # the cache now holds these pages too
+    pages = prefix.match(other_prompt)       # pages of the common beginning, held for the caller
 
-A page of keys depends on all tokens up to its end. So a page is looked up by a digest of its tokens
-and of the page before:
+The keys in a page depend on all tokens up to its end. So a page is looked up by a digest of its
+tokens and of the digest of the page before:
 
     secret, salt ──▶ digest ──▶ digest ──▶ digest
                        ▲          ▲          ▲
                     page 0      page 1     page 2      of tokens
 
-Digests have 512 bits and start from a secret, so nobody can search for two prompts that collide;
-and a hit counts only if the very tokens agree, and the page before is the very one. A salt, one for
-each tenant, separates those who must not learn from the speed of an answer what others asked.
+Digests have 512 bits and start from a secret, so nobody can search for two prompts that collide.
+A page is also used only if its tokens are equal and the page before is the same object. Prompts
+with different salts share no pages: with a salt for each tenant, nobody can learn from the speed of
+an answer what other tenants asked.
 
-Pages are held like anybody holds them. What nobody else holds can be evicted, the least recently
-used first, and always from the end: a page is of no use without those before.
+The cache holds pages as sequences do. Pages that nobody else holds can be evicted, the least
+recently used first. A page is evicted after the pages that follow it, which need it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from quire.kv.pool import PagePool, Pages
 
 @dataclass(slots=True, eq=False)
 class _Block:
-    """A page that is kept, and the place of it."""
+    """A page that is kept, and its place in the tree of prompts."""
 
     digest: bytes
     tokens: bytes
@@ -47,17 +48,23 @@ class _Block:
 
 
 class PrefixCache:
-    """The full pages of prompts, by content. `secret` makes digests that others can reproduce."""
+    """The full pages of prompts, by their tokens.
+
+    Digests start from `secret`, by default random bytes. Give one to make them reproducible.
+    """
 
     def __init__(self, pool: PagePool, page_size: int, *, secret: bytes | None = None) -> None:
         if page_size < 1:
-            raise ArgumentError(f"page_size must be at least 1, got {page_size}.")
+            raise ArgumentError(
+                f"page_size must be at least 1, but is {page_size}. Give the tokens of a page."
+            )
         self.page_size = page_size
         self._pool = pool
         self._secret = secrets.token_bytes(32) if secret is None else secret
         self._blocks: dict[bytes, _Block] = {}
         self._kept: set[int] = set()
-        # (last_used, serial, block) of every block that is, or was, without children.
+        # A heap of (last_used, serial, block). Each block without children has an entry; there
+        # are also stale entries.
         self._leaves: list[tuple[int, int, _Block]] = []
         self._clock = self._serial = 0
 
@@ -70,7 +77,7 @@ class PrefixCache:
         return np.fromiter((block.page for block in self._blocks.values()), np.int32, len(self))
 
     def match(self, tokens: Sequence[int] | NDArray[np.int64], *, salt: bytes = b"") -> Pages:
-        """The pages of the longest known beginning, which the caller now holds as well."""
+        """Return the pages of the longest known beginning of `tokens`, held for the caller."""
         found = self._find(self._cut(tokens), salt)
         self._touch(found)
         pages: Pages = np.fromiter((block.page for block in found), np.int32, len(found))
@@ -84,27 +91,27 @@ class PrefixCache:
         *,
         salt: bytes = b"",
     ) -> int:
-        """Keep pages that hold `tokens`; returns how many were not known.
+        """Keep `pages`, which hold `tokens`. Return how many pages are new to the cache.
 
-        Tokens beyond the last full page are not looked at. Where a page with these tokens is known
-        already, that one stays and the new one is left to the caller.
+        Tokens after the last full page are ignored. If a page with the same tokens is kept already,
+        it stays, and the new one is not kept.
         """
         wanted = self._cut(tokens)
         ids = np.asarray(pages, np.int32)
         if len(ids) < len(wanted):
             raise PageError(
-                f"expected {len(wanted)} pages, as many as {len(tokens)} tokens fill, got "
-                f"{len(ids)}. Give the pages of the sequence from its beginning."
+                f"pages must be at least {len(wanted)}, as many as {len(tokens)} tokens fill, but "
+                f"are {len(ids)}. Give the pages of the sequence from its beginning."
             )
         found = self._find(wanted, salt)
         known = len(found)
         new: Pages = ids[known : len(wanted)]
         self._refuse_kept(new)
-        self._pool.share(new)  # which refuses what nobody holds
+        self._pool.share(new)  # raises if a page is free
         parent: _Block | bytes = found[-1] if found else salt
         for content, page in zip(wanted[known:], new.tolist(), strict=True):
             digest = self._digest(parent, content)
-            if digest in self._blocks:  # of other tokens, as unlikely as it is: those stay
+            if digest in self._blocks:  # a collision, however unlikely: the old page stays
                 self._pool.release(ids[len(found) : len(wanted)])
                 break
             block = _Block(digest, content, parent, page, self._clock)
@@ -118,17 +125,17 @@ class PrefixCache:
         return len(found) - known
 
     def evict(self, count: int) -> int:
-        """Give back `count` pages that nobody else holds; fewer, if there are not so many."""
+        """Release up to `count` pages that nobody else holds. Return how many."""
         return self._drop(self._victims(count))
 
     def can_evict(self, count: int) -> bool:
-        """Whether there are `count` pages that nobody else holds."""
+        """Return whether `evict` could release `count` pages."""
         victims = self._victims(count)
         self._spare(victims)
         return len(victims) == count
 
     def check_integrity(self) -> None:
-        """A PageError unless blocks, children and the queue of leaves agree."""
+        """Raise PageError unless blocks, children and the queue of leaves agree."""
         children: dict[int, int] = {}
         for digest, block in self._blocks.items():
             _expect(block.digest == digest, "a block lies under another's digest")
@@ -153,12 +160,18 @@ class PrefixCache:
         """The tokens of each full page, as bytes."""
         ids = np.asarray(tokens)
         if ids.ndim != 1:
-            raise ArgumentError(f"tokens must be a list of numbers, got shape {list(ids.shape)}.")
-        if ids.size and ids.dtype.kind not in "iu":  # which would be rounded to other tokens
-            raise ArgumentError(f"tokens must be whole numbers, got {ids.dtype}. Give their ids.")
+            raise ArgumentError(
+                f"tokens must be 1-D, but have shape {list(ids.shape)}. Give one prompt."
+            )
+        if ids.size and ids.dtype.kind not in "iu":  # floats would be rounded to other tokens
+            raise ArgumentError(
+                f"tokens must be whole numbers, but are {ids.dtype}. Give their ids."
+            )
         narrow = ids.astype(np.int32)
         if not np.array_equal(narrow, ids):
-            raise ArgumentError("tokens must be numbers that fit 32 bits, got a larger one.")
+            raise ArgumentError(
+                "tokens must fit 32 bits, but one is larger. Give the ids of a vocabulary."
+            )
         content, size = narrow.tobytes(), 4 * self.page_size
         return [content[at : at + size] for at in range(0, len(content) - size + 1, size)]
 
@@ -171,7 +184,7 @@ class PrefixCache:
 
     def _find(self, wanted: list[bytes], salt: bytes) -> list[_Block]:
         if not isinstance(salt, bytes):
-            raise ArgumentError(f"salt must be bytes, got {salt!r}. Encode it.")
+            raise ArgumentError(f"salt must be bytes, but is {salt!r}. Encode it.")
         found: list[_Block] = []
         parent: _Block | bytes = salt
         digest, blocks, blake2b = self._root(salt), self._blocks, hashlib.blake2b
@@ -188,8 +201,8 @@ class PrefixCache:
         again = self._kept.intersection(pages.tolist())
         if again or len(np.unique(pages)) < len(pages):
             raise PageError(
-                f"expected pages that are not kept yet, each once, got {sorted(again)[:5] or pages}"
-                f". A page holds the keys of one prompt: insert it with the tokens it was made of."
+                f"pages must not be kept yet, and each be given once, but are "
+                f"{sorted(again)[:5] or pages}. Insert a page once, with the tokens that it holds."
             )
 
     def _touch(self, chain: list[_Block]) -> None:
@@ -211,12 +224,18 @@ class PrefixCache:
             heapq.heapify(self._leaves)
 
     def _is_leaf(self, last_used: int, _serial: int, block: _Block) -> bool:
-        """Not queued before it was used again, had children or was dropped."""
+        """Return whether an entry of the queue is valid: its block is kept and has no children.
+
+        An entry is stale if its block was used again after it was queued.
+        """
         there = self._blocks.get(block.digest) is block
         return there and block.num_children == 0 and block.last_used == last_used
 
     def _victims(self, count: int) -> list[_Block]:
-        """Leaves to drop, each after its children; as if they were gone already."""
+        """Return up to `count` leaves to drop, children before parents.
+
+        They no longer count as children of their parents: call `_drop`, or `_spare` to undo it.
+        """
         victims: dict[int, _Block] = {}
         in_use: list[_Block] = []
         while len(victims) < count and self._leaves:
@@ -251,4 +270,4 @@ class PrefixCache:
 
 def _expect(holds: bool, otherwise: str) -> None:
     if not holds:
-        raise PageError(f"expected a sound prefix cache, but {otherwise}: a bug.")
+        raise PageError(f"a prefix cache must be consistent, but {otherwise}. Report this bug.")

@@ -1,4 +1,4 @@
-"""What a file holds of a sequence, and how a cache takes it in again; `files` writes and reads."""
+"""From a sequence in a cache to the content of a file, and back. `files` writes and reads files."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from quire.checks.arguments import dtype_name
 from quire.errors import SequenceFileError
 from quire.kv.files import Header
 from quire.kv.groups import LayerGroup
@@ -17,7 +18,7 @@ from quire.kv.table import PageTable, Plan
 def header(
     shape: PageShape, groups: Sequence[LayerGroup], row: int | None = None, length: int = 0
 ) -> Header:
-    """What a file says of a sequence with so many tokens; without a row, of an empty one."""
+    """Return the header for the sequence in `row` with `length` tokens, by default an empty one."""
     tables = [group.table for group in groups]
     return Header(
         length=length,
@@ -27,12 +28,12 @@ def header(
         heads=shape.heads,
         head_dim=shape.head_dim,
         value_dim=shape.value_dim,
-        dtype=str(shape.dtype).removeprefix("torch."),
+        dtype=dtype_name(shape.dtype),
     )
 
 
 def rows_of(groups: Sequence[LayerGroup], row: int, length: int) -> dict[str, Tensor]:
-    """The rows of a sequence in every layer, as they lie in pages: key.0, value.0, ..."""
+    """Return the rows of a sequence in every layer, in the dtype of pages: key.0, value.0, ..."""
     tensors: dict[str, Tensor] = {}
     for group in groups:
         slots = group.held_slots(row, length)
@@ -42,7 +43,7 @@ def rows_of(groups: Sequence[LayerGroup], row: int, length: int) -> dict[str, Te
 
 
 def plans(path: str | os.PathLike[str], read: Header, groups: Sequence[LayerGroup]) -> list[Plan]:
-    """The pages that a sequence takes, or an error if a group cannot hold it."""
+    """Return the pages that a sequence takes in each group. Raise if a group cannot hold it."""
     for group, start in zip(groups, read.starts, strict=True):
         _expect_start(path, group.table, start, read.length)
     return [
@@ -54,7 +55,7 @@ def plans(path: str | os.PathLike[str], read: Header, groups: Sequence[LayerGrou
 def place(
     groups: Sequence[LayerGroup], row: int, length: int, tensors: Mapping[str, Tensor]
 ) -> None:
-    """Write what `rows_of` has read to the pages of another sequence."""
+    """Write the tensors that `rows_of` has returned to the pages of another sequence."""
     for group in groups:
         slots = group.held_slots(row, length)
         for layer, pages in group.layers.items():
@@ -65,7 +66,7 @@ def _expect_start(path: str | os.PathLike[str], table: PageTable, start: int, le
     size = table.page_size
     if start % size or start > table.reach(length) * size:
         raise SequenceFileError(
-            f"expected a file whose rows begin with a page of {size} and reach back as far as "
-            f"the window of {table.window}, got {os.fspath(path)!r}, which begins at {start}. "
-            f"Load it into a cache with the page size it was saved from."
+            f"the rows of a file must begin with a page of {size} and reach back as far as the "
+            f"window of {table.window}, but those of {os.fspath(path)!r} begin at {start}. Load it "
+            f"into a cache with the page size that it was saved from."
         )

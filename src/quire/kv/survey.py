@@ -1,4 +1,4 @@
-"""A cache looks at itself: what it holds, who holds which page, and whether all of it adds up."""
+"""Statistics of a cache, a map of who holds which page, and a check that all counts are right."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quire.kv.table import Numbers, PageTable, spread
 
 
 class Statistics(NamedTuple):
-    """What a cache holds. With a waste of 0.04, 4 % of the rows of held pages hold no token."""
+    """What a cache holds. A waste of 0.04 means that 4 % of the rows of held pages are empty."""
 
     sequences: int
     tokens: int
@@ -31,7 +31,7 @@ class Statistics(NamedTuple):
 def statistics(
     groups: Sequence[LayerGroup], roster: Roster, prefix: PrefixCache | None
 ) -> Statistics:
-    """What is held now."""
+    """Return what a cache holds now."""
     pools = [group.pool for group in groups]
     filled = np.concatenate([_filled(group.table, roster, prefix) for group in groups])
     return Statistics(
@@ -47,7 +47,7 @@ def statistics(
 
 
 def _filled(table: PageTable, roster: Roster, prefix: PrefixCache | None) -> Numbers:
-    """How many rows of each held page hold a token."""
+    """Return the number of rows that hold a token, for each held page."""
     rows, size = np.arange(len(roster)), table.page_size
     first, end = table.first[rows], table.end[rows]
     which, columns = spread(rows, first, end - first)
@@ -60,7 +60,7 @@ def _filled(table: PageTable, roster: Roster, prefix: PrefixCache | None) -> Num
 
 
 def page_map(table: PageTable, roster: Roster, prefix: PrefixCache | None) -> PageMap:
-    """Who holds which page of a group now."""
+    """Return who holds which page of a group now."""
     owners = np.full(table.pool.num_pages, FREE, np.int64)
     if prefix is not None:
         owners[prefix.pages] = KEPT
@@ -74,7 +74,7 @@ def page_map(table: PageTable, roster: Roster, prefix: PrefixCache | None) -> Pa
 def check_integrity(
     groups: Sequence[LayerGroup], roster: Roster, prefix: PrefixCache | None
 ) -> None:
-    """A PageError unless every page is free, or held exactly as often as is counted."""
+    """Raise PageError unless each page is free, or is held as often as its count says."""
     rows = [handle.row for handle in roster.living]
     for group in groups:
         held = [group.table.held(row) for row in rows]
@@ -83,6 +83,9 @@ def check_integrity(
         group.pool.check_integrity(np.concatenate([np.zeros(0, np.int32), *held]))
         needed = -(-roster.lengths[rows] // group.table.page_size)
         if not np.array_equal(group.table.end[rows], needed):
-            raise PageError("expected as many pages as tokens need, got others: a bug.")
+            raise PageError(
+                "a sequence must have the pages that its tokens need, but one has others. Report "
+                "this bug."
+            )
     if prefix is not None:
         prefix.check_integrity()

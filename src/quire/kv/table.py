@@ -5,10 +5,10 @@
     sequence in row 1, 14 tokens         ~   ~   0   3      a window of 4 has released two pages
                                          └─ first ─┘└─ end
 
-Row r holds the pages of columns first[r] to end[r] - 1, each once in the pool's count. Lengths are
-the cache's, which is why they come as arguments. `plan` says what an extension takes, `plan_kept`
-what it takes to keep some tokens of a draft, and both change nothing; `commit` does it and cannot
-fail once the pages are there. No torch here.
+Row r holds the pages of columns first[r] to end[r] - 1, each once in the pool's count. The cache
+keeps the lengths, so methods take them as arguments. `plan` returns the pages that an extension
+needs, and `plan_kept` those that are needed to keep some drafts; both change nothing. `commit`
+carries a plan out, and cannot fail if enough pages are free.
 """
 
 from __future__ import annotations
@@ -23,50 +23,54 @@ from quire.kv.pool import NO_PAGES, PagePool, Pages
 Numbers: TypeAlias = NDArray[np.int64]
 """Rows, lengths or counts, one for each sequence."""
 
-
 Places: TypeAlias = tuple[Numbers, Numbers]
-"""Rows, and beside each a column or a position."""
+"""Rows, and a column or a position for each."""
 
 
 class Plan(NamedTuple):
-    """What it takes to extend some sequences, or to drop some of their tokens."""
+    """The pages that are allocated, copied and released to change some sequences."""
 
     rows: Numbers
     first: Numbers  # the first column that the window still reaches, for each row
     end: Numbers  # one past the last column, for each row
-    copied: Places  # of pages that are written to and that others hold too
-    num_pages: int
-    released: Pages  # behind the window, or with dropped tokens alone
-    num_freed: int  # of these
+    copied: Places  # where shared pages lie that are written to, so that they are copied first
+    num_new: int = 0
+    released: Pages = NO_PAGES  # pages behind the window, or with dropped tokens only
+    num_freed: int = 0  # how many of the released pages become free
+
+    @property
+    def num_pages(self) -> int:
+        """The number of pages to allocate: new ones and copies."""
+        return self.num_new + len(self.copied[0])
 
     @property
     def shortage(self) -> int:
-        """How many pages must be free before it starts."""
+        """The number of pages that must be free before `commit`."""
         return self.num_pages - self.num_freed
 
 
 class Copies(NamedTuple):
-    """Pages whose content goes to others."""
+    """Pages to copy from, and the pages to copy to."""
 
     source: Pages
     target: Pages
 
 
 class Kept(NamedTuple):
-    """Tokens that stay, of all from a position on."""
+    """The tokens that stay, out of all tokens from position `start` on."""
 
-    start: Numbers  # that position, for each sequence
-    counts: Numbers  # how many tokens stay of it
-    positions: Numbers  # where these are now, in order, those of the first sequence first
+    start: Numbers  # for each sequence
+    counts: Numbers  # how many tokens stay, for each sequence
+    positions: Numbers  # of the tokens that stay, those of the first sequence first
 
     @property
     def lengths(self) -> Numbers:
-        """How many tokens each sequence has in the end."""
+        """The number of tokens that each sequence has afterwards."""
         return self.start + self.counts
 
 
 class Moves(NamedTuple):
-    """Tokens that go to other positions of their sequences."""
+    """Tokens that move from one position of their sequence to another."""
 
     rows: Numbers
     source: Numbers
@@ -74,7 +78,7 @@ class Moves(NamedTuple):
 
 
 class PageTable:
-    """The pages of sequences, for layers that keep the same positions."""
+    """The pages of all sequences, for one group of layers."""
 
     def __init__(self, pool: PagePool, page_size: int, window: int | None) -> None:
         self.pool, self.page_size, self.window = pool, page_size, window
@@ -83,7 +87,7 @@ class PageTable:
         self.end: Numbers = np.zeros(0, np.int64)
 
     def reserve(self, rows: int, columns: int = 0) -> None:
-        """Have room for so many rows and columns."""
+        """Grow to at least this many rows and columns."""
         old_rows, old_columns = self.pages.shape
         if rows > old_rows or columns > old_columns:
             shape = _enough(rows, old_rows), _enough(columns, old_columns)
@@ -96,7 +100,7 @@ class PageTable:
             )
 
     def held(self, row: int) -> Pages:
-        """The pages of a row, those behind the window left out."""
+        """The pages that a row holds, without those behind the window."""
         return self.pages[row, self.first[row] : self.end[row]]
 
     def start(self, row: int) -> int:
@@ -104,14 +108,14 @@ class PageTable:
         return int(self.first[row]) * self.page_size
 
     def reach(self, length: int) -> int:
-        """How many pages a window leaves behind that ends before position `length`."""
+        """The number of pages before the window of a sequence with `length` tokens."""
         return 0 if self.window is None else max(0, length - self.window) // self.page_size
 
     def plan(self, rows: Numbers, lengths: Numbers, counts: Numbers) -> Plan:
-        """What it takes to write `counts` tokens behind `lengths`."""
+        """Return the plan to add `counts` tokens to sequences that have `lengths` tokens."""
         end = (lengths + counts + (self.page_size - 1)) // self.page_size
         new = int((end - self.end[rows]).sum())
-        writes = rows[np.minimum(lengths % self.page_size, counts) > 0]  # to a page that has room
+        writes = rows[np.minimum(lengths % self.page_size, counts) > 0]  # whose last page has room
         copied = self._shared((writes, self.end[writes] - 1))
         first = self.first[rows]
         released, freed = NO_PAGES, 0
@@ -119,13 +123,13 @@ class PageTable:
             first = np.maximum(first, np.maximum(0, lengths - self.window) // self.page_size)
             released = self.pages[_spread(rows, self.first[rows], first)]
             freed = self.pool.num_freed_by(released)
-        return Plan(rows, first, end, copied, new + len(copied[0]), released, freed)
+        return Plan(rows, first, end, copied, num_new=new, released=released, num_freed=freed)
 
     def plan_kept(self, rows: Numbers, kept: Kept) -> tuple[Plan, Moves]:
-        """What it takes to keep some tokens of sequences, and which of them have to move.
+        """Return the plan to keep some tokens of sequences, and the tokens that have to move.
 
-        They only move to the front, so a token whose page is held goes to one that is held, or to
-        where a window has left all pages behind: there it is no longer needed.
+        Tokens only move towards the front. So a token of a held page moves to a held page, or to a
+        position behind the window, where it is no longer needed.
         """
         first = self.first[rows]
         end = np.maximum(first, -(-kept.lengths // self.page_size))
@@ -135,19 +139,19 @@ class PageTable:
         moves = Moves(which[moved], kept.positions[moved], target[moved])
         copied = self._shared(self._columns(moves.rows, moves.target), released)
         freed = self.pool.num_freed_by(released)
-        return Plan(rows, first, end, copied, len(copied[0]), released, freed), moves
+        return Plan(rows, first, end, copied, released=released, num_freed=freed), moves
 
     def _columns(self, rows: Numbers, positions: Numbers) -> Places:
-        """The columns that positions lie in, each once; they rise within a row."""
+        """Return the columns of positions, each once. Positions rise within a row."""
         columns = positions // self.page_size
         new = np.ones(len(columns), np.bool_)
         new[1:] = (rows[1:] != rows[:-1]) | (columns[1:] != columns[:-1])
         return rows[new], columns[new]
 
     def _shared(self, written: Places, released: Pages = NO_PAGES) -> Places:
-        """Those whose page must not be written to, since somebody else would see it.
+        """Return those of the `written` places whose page must be copied, since others hold it too.
 
-        Whoever holds a page of `released` drops it and sees nothing any more.
+        Holders that are about to release the page, as `released` says, do not count.
         """
         pages: Pages = self.pages[written]
         copied = self.pool.shared(pages)
@@ -156,11 +160,12 @@ class PageTable:
         page, first, times = np.unique(pages, return_index=True, return_counts=True)
         if len(released):
             times += np.bincount(released, minlength=self.pool.num_pages)[page]
-        copied[first[self.pool.references(page) == times]] = False  # the last holder may keep it
+        # If all holders are given here, the first one keeps the page and the others copy it.
+        copied[first[self.pool.references(page) == times]] = False
         return written[0][copied], written[1][copied]
 
     def commit(self, plan: Plan) -> Copies:
-        """Do it; returns what has to be copied before anything is written."""
+        """Carry a plan out. Return the pages that must be copied before anything is written."""
         if len(plan.released):
             self.pool.release(plan.released)
         held = np.maximum(plan.first, self.end[plan.rows])
@@ -180,19 +185,20 @@ class PageTable:
         return Copies(source, copies)
 
     def plan_new(self, start: int, length: int) -> Plan:
-        """What it takes to have the positions from `start` to `length` in a row without pages."""
+        """Return the plan to hold positions `start` to `length` in a new row, yet to be named."""
         first, end = start // self.page_size, -(-length // self.page_size)
-        none, at = np.zeros(0, np.int64), np.array([-1])
-        return Plan(at, np.array([first]), np.array([end]), (none, none), end - first, NO_PAGES, 0)
+        none = np.zeros(0, np.int64)
+        ends = np.array([-1]), np.array([first]), np.array([end])
+        return Plan(*ends, copied=(none, none), num_new=end - first)
 
     def adopt(self, row: int, pages: Pages, first: int = 0) -> None:
-        """Let an empty row have pages that are held for it already."""
+        """Put pages into an empty row, from column `first` on. They are held for it already."""
         self.reserve(0, first + len(pages))
         self.first[row], self.end[row] = first, first + len(pages)
         self.pages[row, first : first + len(pages)] = pages
 
     def fork(self, row: int, into: int) -> None:
-        """Let an empty row share the pages of another."""
+        """Let the empty row `into` share the pages of `row`."""
         pages = self.held(row)
         self.pool.share(pages)
         self.adopt(into, pages, int(self.first[row]))
@@ -209,16 +215,16 @@ class PageTable:
         self.first[row] = self.end[row] = 0
 
     def slots(self, rows: Numbers, positions: Numbers) -> Numbers:
-        """Where positions lie: page * page_size + the row in it."""
+        """The slots of positions: page * page_size + the row in the page."""
         column = positions // self.page_size
         page = self.pages[rows, column].astype(np.int64)
         return (page - column) * self.page_size + positions
 
     def view(self, rows: Numbers) -> Pages:
-        """The table of some rows, [rows, columns].
+        """Return the page table of some rows, [rows, columns].
 
-        Where a window has left a page behind stands the first that is held, so that whoever looks
-        at it by mistake never sees another sequence.
+        An entry behind the window is the first page that the row holds, so that reading it by
+        mistake never shows another sequence.
         """
         columns = int(self.end[rows].max(initial=0))
         table = self.pages[rows, :columns]
@@ -230,12 +236,12 @@ class PageTable:
 
 
 def _spread(rows: Numbers, start: Numbers, end: Numbers) -> Places:
-    """Index of the columns from `start` to `end` of each row, one after the other."""
+    """Return an index of the columns from `start` to `end` of each row."""
     return spread(rows, start, np.maximum(0, end - start))
 
 
 def spread(rows: Numbers, start: Numbers, counts: Numbers) -> Places:
-    """Each row `counts` times, and beside it start, start + 1, ..."""
+    """Return each row `counts` times, and for each repetition start, start + 1, ..."""
     if np.count_nonzero(counts == 1) == len(counts):
         return rows, start
     before = np.cumsum(counts) - counts

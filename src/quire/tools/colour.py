@@ -2,8 +2,8 @@
 
     Console().print(coloured(quire.kernel(mask_mod=quire.mods.causal).stages["asm"], "asm"))
 
-In: text and the name of its language. Out: the same characters with styles. Whether these are seen
-is the console's decision: it leaves them out where there is no terminal, and with NO_COLOR.
+Text goes in, and the same text with styles comes out. The console leaves styles out if there is no
+terminal, or if NO_COLOR is set.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _STYLES = {
     "word": "bright_blue",
 }
 
-# What stands first wins, so a name is not searched for types.
+# The first alternative that matches wins, so types inside names are not coloured.
 _GRAPH = r"""
     (?P<label>  ^\w+:$                                        ) # mask:
   | (?P<name>   %\d+                                          ) # %2
@@ -53,7 +53,7 @@ _TOKENS = {
 
 
 def coloured(text: str, language: str) -> Text:
-    """`text` in the colours of python, graph, llvm or asm."""
+    """Return `text` in the colours of its language: python, graph, llvm or asm."""
     if language == "python":
         shown = Syntax("", "python", theme="ansi_dark").highlight(text)
         shown.rstrip()

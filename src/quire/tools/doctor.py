@@ -1,10 +1,10 @@
-"""What `quire doctor` says: the facts about this machine that decide how fast attention runs.
+"""The command `quire doctor`: facts about this machine that decide how fast attention runs.
 
     >>> dict(report())["backend eager"]
     'yes'
 
-Comes in: nothing. Goes out: rows of (what, finding), in the order in which they are worth reading.
-A finding that cannot be made says so in its row; nothing here raises, writes or starts a thread.
+Rows are (what, finding). If something cannot be found out, its row says so. Nothing here raises,
+writes a file or starts a thread.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from quire.runtime.cache import object_cache
 _CPUINFO = Path("/proc/cpuinfo")
 _MAPS = Path("/proc/self/maps")
 
-# LLVM's names of what makes kernels fast.
+# LLVM's names of features that make kernels fast.
 _WORTH_NAMING = re.compile(r"avx2|fma|f16c|avx512.*|avxvnni|amx.*|neon|fullfp16|bf16|sve2?")
 
 
 def report() -> list[tuple[str, str]]:
-    """Every finding, as rows of (what, finding)."""
+    """Return all rows of (what, finding)."""
     return [
         ("quire", _version("quire")),
         ("python", platform.python_version()),
@@ -88,7 +88,7 @@ def _target() -> str:
 
 
 def _openmp_runtime() -> str:
-    """The OpenMP libraries in this process: two of them compete for the same cores."""
+    """Return the OpenMP libraries in this process. Two of them would compete for cores."""
     pattern = re.compile(r"/(lib(?:gomp|iomp5|omp)\b[^/\s]*)")
     libraries = sorted({m[1] for line in _lines(_MAPS) if (m := pattern.search(line))})
     if not libraries:
@@ -124,7 +124,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _why_no_inductor() -> str | None:
-    """torch.compile on a CPU writes C++ and needs a compiler for it."""
+    """Return why inductor cannot run: torch.compile needs a C++ compiler on a CPU."""
     default = "clang++" if sys.platform == "darwin" else "g++"
     compiler = os.environ.get("CXX", default)
     if shutil.which(compiler):

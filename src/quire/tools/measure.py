@@ -1,12 +1,12 @@
-"""Time and peak memory of a function, each contestant in a fresh process of its own.
+"""Time and peak memory of functions, each in its own new process.
 
     fast, slow = race(make_fast, make_slow, seconds=5)
-    fast.seconds, fast.peak_bytes     # of its best call; beyond what was there before the first
+    fast.seconds, fast.peak_bytes     # of its best call; beyond the memory before the first call
 
-Comes in: factories, which pickle; each is called once in its process and returns what is measured.
-Contestants take turns, so that whatever else the machine does slows them alike, and the best time
-of each counts. A process that was never used is the only one whose peak memory means something:
-freed memory that an allocator keeps would hide the next peak.
+A factory is called once in its process and returns the function that is measured. It must be
+picklable. Functions take turns, so that other programs slow all of them equally, and the best time
+of each counts. Each has a new process, since freed memory that an allocator keeps would hide the
+next peak.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 class Reading(NamedTuple):
-    """What one contestant needed: seconds of its best call, bytes at its worst moment.
+    """The figures of one contestant: seconds of its best call, and its peak memory in bytes.
 
-    `peak_bytes` is None where the system does not tell. `refusal` says why there are no figures.
+    `peak_bytes` is None if the system does not report it. `refusal` is why there are no figures.
     """
 
     seconds: float = float("inf")
@@ -52,8 +52,8 @@ def race(
 ) -> list[Reading]:
     """Call the contestants in turns until about `seconds` have passed, each at least once.
 
-    One thread is measured best: several wait for each other whenever another program takes a core.
-    `tick` is told how much of the time, from 0 to 1, has passed.
+    Measure one thread if you can: several wait for each other when another program takes a core.
+    `tick` is called with the share of the time that has passed, from 0 to 1.
     """
     with ExitStack() as stack:
         contestants = [stack.enter_context(Contestant(make, threads)) for make in factories]
@@ -70,7 +70,7 @@ def race(
 
 
 class Contestant:
-    """A process that builds its function, then calls it each time it is told to."""
+    """A process that builds its function, and calls it once for each message."""
 
     def __init__(self, factory: Factory, threads: int) -> None:
         context = _clean_processes()
@@ -95,18 +95,18 @@ class Contestant:
         self._process.join()
 
     def wait_until_ready(self) -> None:
-        """Return when the function is built, so that others are not slowed by the building."""
+        """Wait until the function is built, since building would slow the others."""
         self._receive()
 
     @property
     def is_running(self) -> bool:
-        """Whether it has not refused."""
+        """Whether the function has not failed."""
         return self.reading.refusal is None
 
     def run_once(self) -> None:
-        """One call; a contestant that has refused is not asked again."""
+        """Call the function once, unless it has failed before."""
         if self.is_running:
-            with suppress(BrokenPipeError):  # it died: receiving finds out how
+            with suppress(BrokenPipeError):  # the process died: _receive finds its exit code
                 self._ours.send("go")
             self._receive()
 
@@ -121,20 +121,20 @@ class Contestant:
 
 
 def _clean_processes() -> SpawnContext | ForkServerContext:
-    """Processes in which torch is imported and nothing has been computed.
+    """Return a way to start processes in which torch is imported and nothing was computed.
 
-    A fork of this very process would have its memory, and OpenMP threads that do not answer.
+    A fork of this process would have its memory, and OpenMP threads that do not respond.
     """
     if "forkserver" not in multiprocessing.get_all_start_methods():  # Windows
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["quire"])  # once, rather than in each process
+    context.set_forkserver_preload(["quire"])  # imported once, and not in each process
     return context
 
 
 def _serve(factory: Factory, threads: int, pipe: Connection) -> None:
-    """The life of a contestant: build, report, then one call and one report for each message."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends us
+    """Run a contestant: build, report, then make one call and one report for each message."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C, and ends this process
     try:
         torch.set_num_threads(threads)
         function = factory()
@@ -147,14 +147,14 @@ def _serve(factory: Factory, threads: int, pipe: Connection) -> None:
             seconds, after = time.perf_counter() - start, peak_memory()
             extra = None if before is None or after is None else after - before
             pipe.send(Reading(seconds, extra))
-    except EOFError:  # the parent is done with us
+    except EOFError:  # the parent has closed the pipe
         return
     except Exception as error:
         pipe.send(Reading(refusal=f"{type(error).__name__}: {error}"))
 
 
 def peak_memory() -> int | None:
-    """The most memory that this process ever held at once, in bytes; None where nobody knows."""
+    """Return the peak memory of this process in bytes, or None if the system does not report it."""
     try:
         for line in _STATUS.read_text().splitlines():
             name, _, value = line.partition(":")
@@ -171,9 +171,9 @@ def peak_memory() -> int | None:
 
 
 def _forget_past() -> None:
-    """Give freed memory back and let the peak be what is held now, where the system can do so.
+    """Return freed memory to the system and reset the peak, if the system can do so.
 
-    Where it cannot, what was needed to get ready hides a part of what is measured.
+    If it cannot, memory that was used to build the function hides a part of the peak.
     """
     gc.collect()
     with suppress(OSError, AttributeError, TypeError):  # not the GNU C library; the last on Windows

@@ -1,9 +1,9 @@
-"""What `quire show FILE.py:NAME` prints: a mod of the user's, and what it becomes.
+"""The command `quire show FILE.py:NAME`: print a mod and the code that quire makes of it.
 
     quire show mods.py:near --target aarch64 --stage asm
 
-In: words from the command line. Out: text on a console. One stage alone comes without a title, so
-that another program can read it. The file runs for that, and what it prints goes to stderr.
+A single stage is printed without a title, so that another program can read it. The file is run to
+get the mod, and what it prints goes to stderr.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _DTYPES = {dtype_name(dtype): dtype for dtype in DTYPES}
 def run(
     console: Console, place: str, kind: str | None, dtype: str, target: str, stage: str
 ) -> None:
-    """Print the mod that `place` names."""
+    """Print the mod that `place` names, and its stages."""
     _check("--kind", kind or "mask", INPUTS)
     _check("--dtype", dtype, _DTYPES)
     _check("--stage", stage, (*NAMES, "all"))
@@ -64,13 +64,13 @@ def run(
 def _check(option: str, word: str, choices: Collection[str]) -> None:
     if word not in choices:
         raise ArgumentError(
-            f"{option}: expected one of {', '.join(choices)}, got {word!r}. Leave it out for the "
+            f"{option} must be one of {', '.join(choices)}, but is {word!r}. Leave it out for the "
             f"default."
         )
 
 
 def _all(mod: Mod, made: Kernel) -> Iterator[tuple[str, str]]:
-    """What the user wrote, where that can be had, and every stage, as (language, text)."""
+    """Yield (language, text) of the user's source, if it is known, and of every stage."""
     source = source_of(mod)
     if source is not None:
         yield "python", source
@@ -78,7 +78,7 @@ def _all(mod: Mod, made: Kernel) -> Iterator[tuple[str, str]]:
 
 
 def source_of(mod: Mod) -> str | None:
-    """The lines in which a mod was written; None where they are not known."""
+    """Return the source of a mod, or None if it is not known."""
     while isinstance(mod, functools.partial | Bound):
         mod = mod.func if isinstance(mod, functools.partial) else mod.function
     try:
@@ -91,12 +91,13 @@ def source_of(mod: Mod) -> str | None:
 
 
 def load(place: str) -> Mod:
-    """What stands under a name: "mods.py:near", "mods.py:Masks.near" or "quire.mods:causal"."""
+    """Return the mod at a place: "mods.py:near", "mods.py:Masks.near" or "quire.mods:causal"."""
     file, _, name = place.rpartition(":")
     if not (file and name):
         raise ArgumentError(
-            f"expected FILE.py:NAME or MODULE:NAME, as in mods.py:near or quire.mods:causal, got "
-            f"{place!r}. Name a score_mod or mask_mod, and the file or module that has it."
+            f"the mod must be FILE.py:NAME or MODULE:NAME, as in mods.py:near or "
+            f"quire.mods:causal, but is {place!r}. Name a score_mod or mask_mod, and its file or "
+            f"module."
         )
     path = Path(file).absolute()
     is_module = not path.is_file() and all(part.isidentifier() for part in file.split("."))
@@ -109,8 +110,8 @@ def load(place: str) -> Mod:
         )
         own = ", ".join(names)
         raise ArgumentError(
-            f"expected a function {name!r} in {file}, but found none. "
-            f"Choose one of its own: {own or 'there is none'}."
+            f"{file} must have a function {name!r}, but has none. Choose one of its own: "
+            f"{own or 'there is none'}."
         ) from None
     return mod
 
@@ -126,19 +127,19 @@ def _import_module(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ImportError as error:
         raise ArgumentError(
-            f"expected a module that can be imported, or a file that ends in .py, got {name!r}: "
-            f"{error}. Check what stands before the colon."
+            f"{name!r} must be a module that can be imported, or a file that ends in .py, but "
+            f"importing it raises: {error}. Check the part before the colon."
         ) from error
 
 
 def _run_file(path: Path) -> SimpleNamespace:
-    """The global names of a file after it has run, not as __main__ but as if imported."""
+    """Run a file as if it were imported, and return its global names."""
     if not path.is_file():
         raise ArgumentError(
-            f"expected a file of Python, but there is no file {str(path)!r}. Check what stands "
+            f"{str(path)!r} must be a Python file, but there is no such file. Check the part "
             f"before the colon."
         )
-    sys.path.insert(0, str(path.parent))  # where it finds its neighbours, then and when traced
+    sys.path.insert(0, str(path.parent))  # stays, since a mod may import when it is traced
     try:
         return SimpleNamespace(**runpy.run_path(str(path), run_name="__shown__"))
     except (Exception, SystemExit) as error:
@@ -148,6 +149,6 @@ def _run_file(path: Path) -> SimpleNamespace:
         reason = str(error).partition("\n")[0]
         raise ArgumentError(
             f"{path} must run before a mod of it can be shown, but it ended with "
-            f"{type(error).__name__}: {reason}{where}. What is not needed for the mod can stand "
-            f'under `if __name__ == "__main__":`.'
+            f"{type(error).__name__}: {reason}{where}. Put what the mod does not need under "
+            f'`if __name__ == "__main__":`.'
         ) from error

@@ -1,10 +1,10 @@
-"""The way of a call through quire: which files it enters, in order.
+"""The command `quire walk`: the files that a call enters, in order.
 
     quire walk examples/walks.py:paged_decode
 
 A function without parameters makes the call. It runs twice under `sys.setprofile`: the first call
 is checked and planned, the second one finds its plan. Files of the compiler, `ir/` and `codegen/`,
-are not counted: a walk is about what lies between the user and the kernel.
+are not counted: a walk shows the code between the user and the kernel.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Walk(NamedTuple):
 
 
 def walk(function: Callable[[], object]) -> Walk:
-    """Run a function, and return the way that it takes through quire."""
+    """Run a function, and return the files of quire that it enters."""
     entered: list[tuple[str, str]] = []
     prefix = f"{PACKAGE}/"
 
@@ -69,7 +69,7 @@ def walk(function: Callable[[], object]) -> Walk:
 
 
 def report(function: Callable[[], object]) -> str:
-    """What `quire walk` prints: the way of a later call, and how long both ways are."""
+    """Return what `quire walk` prints: the walk of a later call, and the lengths of both walks."""
     first, later = walk(function), walk(function)
     return (
         f"{later}\n\n"

@@ -227,8 +227,8 @@ def test_nobody_may_compute() -> None:
         f"No viable backend for scaled_dot_product_attention was found:\n"
         f"  flash_attention and efficient_attention: {off}.\n"
         f"  math: {off}.\n"
-        f"  cudnn_attention: runs on CUDA alone.\n"
-        f"Allow one of them with sdpa_kernel, or change what stands in the way."
+        f"  cudnn_attention: runs on CUDA only.\n"
+        f"Allow one of them with sdpa_kernel, or change what the lines name."
     )
     assert isinstance(caught.value, RuntimeError)  # as PyTorch's is
 

@@ -92,7 +92,7 @@ BAD = {
     ),
     "five dimensions": Bad(
         RankError,
-        "query, key and value must have at most 4 dimensions where sequences are ragged, but have "
+        "query, key and value must have at most 4 dimensions if sequences are ragged, but have "
         "5. Flatten the heads into one dimension.",
         ValueError,
         *[five_dimensions()] * 3,
@@ -114,7 +114,7 @@ BAD = {
     "heads": Bad(
         ShapeError,
         "query, key and value must have the same number of heads, or 1, but have 4, 2 and 2. Set "
-        "enable_gqa=True where a key head serves several query heads.",
+        "enable_gqa=True if a key head serves several query heads.",
         RuntimeError,
         query=nested(LENGTHS, heads=4),
     ),
@@ -135,14 +135,14 @@ BAD = {
     ),
     "two masks": Bad(
         OptionError,
-        "attn_mask and is_causal=True were both given. Put the causal mask into attn_mask, or "
-        "leave one of them out.",
+        "only one of attn_mask and is_causal=True must be given, but both are. Put the causal mask "
+        "into attn_mask, or leave one of them out.",
         RuntimeError,
         options={"attn_mask": torch.ones(5, 5, dtype=torch.bool), "is_causal": True},
     ),
     "a mask that is none": Bad(
         ArgumentError,
-        "attn_mask must be a tensor, but got list. Convert it with torch.as_tensor.",
+        "attn_mask must be a tensor, but is a list. Convert it with torch.as_tensor.",
         options={"attn_mask": [[True]]},
     ),
     "the dtype of a mask": Bad(
@@ -187,7 +187,7 @@ def test_dense_buffers_of_other_offsets() -> None:
     with pytest.raises(ShapeError) as caught:
         attend(query, key, key)
     assert str(caught.value) == (
-        "query and key must have the same offsets where the ragged dimension is not the sequence, "
+        "query and key must have the same offsets if the ragged dimension is not the sequence, "
         "but have [0, 2, 7] and [0, 3, 7]. Give them as many rows of each."
     )
 

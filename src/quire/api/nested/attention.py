@@ -1,4 +1,4 @@
-"""The function itself: check, align, attend, nest again."""
+"""jagged_scaled_dot_product_attention(): check, pack, compute, make a nested tensor again."""
 
 from __future__ import annotations
 
@@ -32,13 +32,14 @@ def jagged_scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attention of nested tensors [B, H, j, D] or [B, j, D], in the layout torch.jagged.
+    """Compute attention of nested tensors [B, H, j, D] or [B, j, D], in the layout torch.jagged.
 
         jagged_scaled_dot_product_attention(query, key, value, is_causal=True)
 
-    A causal mask counts from the first query and the first key. `attn_mask` says which keys are
-    read, or is added to the scores: it is dense and cut to each sequence, or nested. The output
-    has the offsets, lengths and longest sequence of the query.
+    A causal mask counts from the first query and the first key. A boolean `attn_mask` says which
+    keys are read, and any other is added to the scores. It is a dense tensor [.., L, S], which is
+    cut to each sequence, or a nested one. The output has the offsets, lengths and longest sequence
+    of the query.
     """
     with torch_private.without_hooks():
         query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
@@ -47,9 +48,10 @@ def jagged_scaled_dot_product_attention(
         operands = cast("tuple[Any, Any, Any]", (query, key, value))
         num_dims = len(torch_private.nested_size(operands[0]))
         if num_dims > 3 and torch_private.ragged_dimension(operands[0]) < num_dims - 2:
-            return _dense_buffers(*operands, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+            options = {"dropout_p": dropout_p, "is_causal": is_causal, "enable_gqa": enable_gqa}
+            return _dense_buffers(*operands, attn_mask, scale=scale, **options)
         if query.is_meta:
-            return _counted(*operands, dropout_p, is_causal, scale)
+            return _counted(*operands, dropout_p=dropout_p, is_causal=is_causal, scale=scale)
         backend = allowed_backend()
         q, k, v = aligned(rows_of(query, key, value), enable_gqa)
         mods: dict[str, Any] = {"mask": causal} if is_causal else {}
@@ -76,7 +78,7 @@ def jagged_scaled_dot_product_attention(
 
 
 def _leave_the_graph(query: Tensor) -> None:
-    """Have Dynamo break the graph where it tries F.scaled_dot_product_attention on fake tensors."""
+    """Make Dynamo break the graph if it tries F.scaled_dot_product_attention on fake tensors."""
     if torch.compiler.is_compiling() and torch_private.is_fake(query):
         operator = torch.ops.aten.scaled_dot_product_attention.default
         raise torch_private.unsupported_operator(operator)
@@ -85,7 +87,7 @@ def _leave_the_graph(query: Tensor) -> None:
 def _autocast(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Everything in the dtype that an enclosing autocast asks for; float64 is left alone."""
+    """Return all tensors in the dtype of an enclosing autocast. float64 stays."""
     tensors = (query, key, value)
     if not all(isinstance(x, Tensor) for x in tensors) or query.is_meta:
         return query, key, value, attn_mask
@@ -97,36 +99,37 @@ def _autocast(
 
 
 def _like(query: Any, out: Tensor, batch: int) -> Tensor:
-    """out [total, H, Dv] as a nested tensor with the sequences of `query`."""
-    size, ragged = torch_private.nested_size(query), torch_private.ragged_dimension(query)
+    """Return out [total, H, Dv] as a nested tensor with the sequences of `query`."""
+    size = torch_private.nested_size(query)
     values = out.squeeze(1) if len(size) == 3 else out.transpose(0, 1)
-    if batch != size[0]:  # one query for several sequences of keys
-        length = len(out) // batch
-        offsets = length * torch.arange(batch + 1)
-        return _nested(values, offsets, None, ragged, length, length)
+    if batch == size[0]:
+        return _nested_like(query, values)
+    length = len(out) // batch  # one query for several sequences of keys
+    spans = length * torch.arange(batch + 1), None, torch_private.ragged_dimension(query)
+    return _nested(values, *spans, {"min_seqlen": length, "max_seqlen": length})
+
+
+def _nested_like(query: Any, values: Tensor) -> Tensor:
+    """Return `values` as a nested tensor with the offsets and lengths of `query`."""
+    spans = query.offsets(), query.lengths(), torch_private.ragged_dimension(query)
     extremes = torch_private.shortest(query), torch_private.longest(query)
-    return _nested(values, query.offsets(), query.lengths(), ragged, *extremes)
+    return _nested(values, *spans, dict(zip(("min_seqlen", "max_seqlen"), extremes, strict=True)))
 
 
 def _nested(
     values: Tensor,
     offsets: Tensor,
     lengths: Tensor | None,
-    ragged_dimension: int,
-    shortest: int | None,
-    longest: int | None,
+    ragged: int,
+    extremes: dict[str, int | None],
 ) -> Tensor:
     if is_watched(values):
         nested: Tensor = torch_private.nested_view(
-            *(values, offsets, lengths),
-            ragged_idx=ragged_dimension,
-            min_seqlen=shortest,
-            max_seqlen=longest,
+            values, offsets, lengths, ragged_idx=ragged, **extremes
         )
         return nested
-    known = {"min_seqlen": shortest, "max_seqlen": longest}
-    cache = {name: torch.empty(size, 0) for name, size in known.items() if size is not None}
-    return torch_private.nested_tensor(values, offsets, lengths, ragged_dimension, cache)
+    cache = {name: torch.empty(size, 0) for name, size in extremes.items() if size is not None}
+    return torch_private.nested_tensor(values, offsets, lengths, ragged, cache)
 
 
 def _dense_buffers(
@@ -134,16 +137,13 @@ def _dense_buffers(
     key: Any,
     value: Any,
     attn_mask: Any,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
+    **options: Any,
 ) -> Tensor:
-    """Attention along a dimension that is not ragged: the ragged one is a batch of dense ones."""
+    """Compute attention along a dense dimension. The ragged dimension is part of the batch."""
     for name, other in (("key", key), ("value", value)):
         if not torch.equal(query.offsets(), other.offsets()):
             raise ShapeError(
-                f"query and {name} must have the same offsets where the ragged dimension is not "
+                f"query and {name} must have the same offsets if the ragged dimension is not "
                 f"the sequence, but have {query.offsets().tolist()} and "
                 f"{other.offsets().tolist()}. Give them as many rows of each."
             )
@@ -152,20 +152,18 @@ def _dense_buffers(
         key.values(),
         value.values(),
         attn_mask=attn_mask.values() if torch_private.is_jagged(attn_mask) else attn_mask,
-        dropout_p=dropout_p,
-        is_causal=is_causal,
-        scale=scale,
-        enable_gqa=enable_gqa,
+        **options,
     )
-    ragged = torch_private.ragged_dimension(query)
-    extremes = torch_private.shortest(query), torch_private.longest(query)
-    return _nested(out, query.offsets(), query.lengths(), ragged, *extremes)
+    return _nested_like(query, out)
 
 
 def _counted(
-    query: Any, key: Any, value: Any, dropout_p: float, is_causal: bool, scale: float | None
+    query: Any, key: Any, value: Any, *, dropout_p: float, is_causal: bool, scale: float | None
 ) -> Tensor:
-    """Nothing, in the right shape, by the operator whose multiplications PyTorch can count."""
+    """Return a meta tensor in the right shape.
+
+    It calls PyTorch's operator, so that PyTorch's counters see its multiplications.
+    """
     longest = [torch_private.longest(x) for x in (query, key)]
     if None in longest:
         raise DeviceError(
@@ -176,7 +174,6 @@ def _counted(
     flat = [x.values() if x.dim() == 3 else x.values().transpose(0, 1) for x in (query, key, value)]
     packed = [x.unsqueeze(1) if x.dim() == 2 else x for x in flat]
     ends = [x.offsets().int() for x in (query, key)]
-    out = torch_private.flash_attention_forward(
-        *packed, *ends, *longest, dropout_p, is_causal, False, scale=scale
-    )[0]
+    options = {"dropout_p": dropout_p, "is_causal": is_causal, "return_debug_mask": False}
+    out = torch_private.flash_attention_forward(*packed, *ends, *longest, **options, scale=scale)[0]
     return _like(query, out[..., : value.size(-1)], query.size(0))

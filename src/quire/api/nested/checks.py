@@ -1,4 +1,4 @@
-"""What PyTorch accepts for nested tensors, and what it says of a mask."""
+"""Checks of nested tensors and of their mask, as PyTorch makes them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from quire.support.torch_private import is_jagged, nested_size, ragged_dimension
 
 
 def check(query: Any, key: Any, value: Any, attn_mask: Any, is_causal: bool) -> None:
-    """What PyTorch checks, in its order."""
+    """Raise if the arguments are not valid. The checks are PyTorch's, in its order."""
     tensors = (query, key, value)
     if not all(is_jagged(x) for x in tensors):
         kinds = [_kind(x) for x in tensors]
@@ -62,7 +62,7 @@ def _check_ragged_dimension(ragged: list[int], num_dims: int) -> None:
         )
     if num_dims > 4 and ragged[0] == num_dims - 2:
         raise RankError(
-            f"query, key and value must have at most 4 dimensions where sequences are ragged, but "
+            f"query, key and value must have at most 4 dimensions if sequences are ragged, but "
             f"have {num_dims}. Flatten the heads into one dimension."
         )
 
@@ -72,12 +72,12 @@ def _check_mask(query: Tensor, attn_mask: Any, is_causal: bool) -> None:
         return
     if is_causal:
         raise OptionError(
-            "attn_mask and is_causal=True were both given. Put the causal mask into attn_mask, or "
-            "leave one of them out."
+            "only one of attn_mask and is_causal=True must be given, but both are. Put the causal "
+            "mask into attn_mask, or leave one of them out."
         )
     if not isinstance(attn_mask, Tensor):
         raise ArgumentError(
-            f"attn_mask must be a tensor, but got {type(attn_mask).__name__}. Convert it with "
+            f"attn_mask must be a tensor, but is a {type(attn_mask).__name__}. Convert it with "
             f"torch.as_tensor."
         )
     if attn_mask.dtype not in (torch.bool, query.dtype):
@@ -99,6 +99,6 @@ def _kind(value: object) -> str:
 
 
 def listed(words: Iterable[object]) -> str:
-    """Three words in a row."""
+    """Return "a, b and c" for three words."""
     first, second, third = words
     return f"{first}, {second} and {third}"

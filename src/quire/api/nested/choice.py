@@ -1,4 +1,4 @@
-"""Who computes: what `torch.nn.attention.sdpa_kernel` leaves, in our words."""
+"""Which backend computes nested attention, as `torch.nn.attention.sdpa_kernel` allows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SWITCHED_OFF = "switched off by torch.nn.attention.sdpa_kernel or torch.backend
 
 
 def allowed_backend() -> BackendName:
-    """Kernels of ours for the fused ones of PyTorch's, tiles of torch ops for its math."""
+    """Return "jit" if PyTorch allows fused kernels, "eager" if it allows math, "auto" for both."""
     fused = switches.flash_sdp_enabled() or switches.mem_efficient_sdp_enabled()
     if switches.math_sdp_enabled():
         return "auto" if fused else "eager"
@@ -22,19 +22,19 @@ def allowed_backend() -> BackendName:
 
 
 def no_backend(reason: str) -> BackendError:
-    """PyTorch's words for it, `reason` being why there is no kernel."""
+    """Return PyTorch's error for a call that no backend can run. `reason` is why no kernel can."""
     reasons = {_FUSED: reason}
     if not switches.math_sdp_enabled():
         reasons[_MATH] = _SWITCHED_OFF
-    reasons[_CUDNN] = "runs on CUDA alone"
+    reasons[_CUDNN] = "runs on CUDA only"
     lines = "".join(f"  {name}: {reason}.\n" for name, reason in reasons.items())
     return BackendError(
         f"No viable backend for scaled_dot_product_attention was found:\n{lines}Allow one of them "
-        f"with sdpa_kernel, or change what stands in the way."
+        f"with sdpa_kernel, or change what the lines name."
     )
 
 
 def told_by(error: BackendError) -> str:
-    """The reasons that an error of ours lists."""
+    """Return the reasons that an error of ours lists, on one line."""
     lines = [line.strip(" .") for line in str(error).splitlines() if line.startswith("  ")]
     return ", ".join(lines)

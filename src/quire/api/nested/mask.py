@@ -1,6 +1,6 @@
-"""An attn_mask over sequences of unequal lengths, as something that mods look into.
+"""From an attn_mask over sequences of unequal lengths to a mod that reads its elements.
 
-dense    [.., L, S]     cut to each sequence, and the same for all along a dimension of 1
+dense    [.., L, S]     cut to each sequence; a dimension of size 1 is broadcast
 nested   one tensor [.., L_b, S_b] for each sequence
 """
 
@@ -18,21 +18,22 @@ from quire.memory.tables import Numbers
 from quire.mods.compose import named
 
 Look: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""look(b, h, q_idx, kv_idx): the element of the mask."""
+"""look(b, h, q_idx, kv_idx) returns an element of the mask."""
 
 
 def as_mod(
     attn_mask: Tensor, lengths: tuple[Numbers, Numbers], num_heads: int | None
 ) -> dict[str, Mod]:
-    """The mask= or score_mod= that says what `attn_mask` says.
+    """Return {"mask": ...} for a boolean `attn_mask`, else {"score_mod": ...}.
 
-    `lengths` are how many queries and keys each sequence has. There may be no dimension of heads.
+    `lengths` are the numbers of queries and of keys of each sequence. `num_heads` is None if the
+    tensors have no dimension of heads.
     """
     look = (_nested if attn_mask.is_nested else _dense)(attn_mask, lengths, num_heads)
 
     @named("attn_mask")
     def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        # `b` makes it a truth value of this place, also where it is the same for all.
+        # Without `b` a mask of one element would not depend on an index.
         return look(b, h, q_idx, kv_idx) & (b >= 0)
 
     @named("attn_mask")
@@ -74,7 +75,7 @@ def _dense(mask: Tensor, lengths: tuple[Numbers, Numbers], num_heads: int | None
 
 
 def _nested(mask: Tensor, lengths: tuple[Numbers, Numbers], num_heads: int | None) -> Look:
-    """All elements one after the other, and for each sequence where they begin and how they lie."""
+    """Return a `look` into all elements in one flat tensor, with a start and steps per sequence."""
     pieces = list(mask.unbind())
     if len(pieces) != len(lengths[0]):
         raise ShapeError(

@@ -1,4 +1,4 @@
-"""The operands of nested attention as packed rows."""
+"""Query, key and value of nested attention as packed rows."""
 
 from __future__ import annotations
 
@@ -23,38 +23,41 @@ class Rows(NamedTuple):
 
     @property
     def spans(self) -> tuple[Tensor, Tensor]:
-        """Offsets and lengths."""
+        """Offsets [B + 1] and lengths [B]."""
         ends = np.append(self.first, len(self.rows))
         return torch.from_numpy(ends), torch.from_numpy(self.lengths)
 
     def moved(self, first: Numbers, lengths: Numbers) -> Rows:
-        """The rows that begin at `first`, one sequence after the other and nothing between."""
+        """Copy the sequences that begin at `first`, without gaps between them."""
         ends = np.cumsum(lengths)
         at = np.arange(ends[-1] if len(ends) else 0) + np.repeat(first - ends + lengths, lengths)
         rows = self.rows.index_select(0, torch.from_numpy(at).to(self.rows.device))
         return Rows(rows, ends - lengths, lengths)
 
     def repeated(self, batch: int) -> Rows:
-        """The only sequence, `batch` times."""
+        """Repeat the only sequence `batch` times."""
         if len(self.lengths) == batch:
             return self
         return self.moved(np.repeat(self.first, batch), np.repeat(self.lengths, batch))
 
     def with_heads(self, count: int) -> Rows:
-        """The only head, `count` times."""
+        """Repeat the only head `count` times."""
         if self.rows.shape[1] == count:
             return self
         return self._replace(rows=self.rows.expand(-1, count, -1))
 
     def lie_like(self, other: Rows) -> bool:
-        """Whether sequences are where those of `other` are, for sure; tensors alike share them."""
+        """Return whether sequences have the places of those of `other`, by identity of arrays.
+
+        `rows_of` uses the same arrays for tensors that have the same offsets and lengths.
+        """
         return self.first is other.first and self.lengths is other.lengths
 
 
 def is_watched(tensor: Tensor) -> bool:
-    """Whether autograd, forward-mode AD or torch.func may have to know what becomes of a tensor.
+    """Return whether autograd, forward-mode AD or torch.func may track a tensor.
 
-    Nested tensors tell them slowly, so they are told only then.
+    Operations that nested tensors track are slow, so others are used if nothing is tracked.
     """
     return tensor.requires_grad or is_transformed()
 
@@ -65,7 +68,10 @@ def _values(nested: Any) -> Tensor:
 
 
 def rows_of(query: Any, key: Any, value: Any) -> list[Rows]:
-    """Those of [B, H, j, D] or [B, j, D]; often all lie alike, and are looked at once."""
+    """Return the rows of nested tensors [B, H, j, D] or [B, j, D].
+
+    Offsets and lengths that several tensors share are checked once.
+    """
     seen: dict[tuple[int, int, int], Spans] = {}
     found = []
     for name, nested in (("query", query), ("key", key), ("value", value)):
@@ -83,7 +89,7 @@ def rows_of(query: Any, key: Any, value: Any) -> list[Rows]:
 
 
 def aligned(operands: list[Rows], enable_gqa: bool) -> tuple[Rows, Rows, Rows]:
-    """Batches and heads that go together, and values that lie as the keys do."""
+    """Repeat batches of 1 and heads of 1, and give values the places of keys. Raise on mismatch."""
     batches = [len(each.lengths) for each in operands]
     batch = max(batches)
     if set(batches) - {1, batch}:
@@ -114,7 +120,7 @@ def _with_heads(query: Rows, key: Rows, value: Rows, enable_gqa: bool) -> tuple[
     else:
         q_heads = kv_heads = max(heads)
         grouped = heads[0] in (1, q_heads)
-        advice = "Set enable_gqa=True where a key head serves several query heads."
+        advice = "Set enable_gqa=True if a key head serves several query heads."
     if not grouped or set(heads[1:]) - {1, kv_heads}:
         raise ShapeError(
             f"query, key and value must have the same number of heads, or 1, but have "

@@ -1,6 +1,6 @@
 """Models of transformers on quire: `attn_implementation="quire"`.
 
-    import quire.integrations.transformers                        # makes the name known
+    import quire.integrations.transformers                        # registers the name
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="quire")
 
     enable(model)                                                 # a model that is loaded
@@ -8,9 +8,9 @@
 
     model.generate(**batch, past_key_values=PagedCache(model.config))
 
-Reading order: attend (what every layer calls), mask (what transformers hands to all layers in place
-of a matrix), cache (pages for `generate`), rows (which sequence a row of the batch is), join (mods
-of several parts), ignored (models that do not ask for any of this).
+Reading order: attend (the function that every layer calls), mask (what all layers are given in
+place of a mask tensor), cache (pages for `generate`), rows (which sequence a row of the batch is),
+ignored (models that do not look up their attention).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ try:
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 except ImportError as missing:
     raise MissingPackageError(
-        f"expected the package transformers, whose models attend with quire here, got: {missing}. "
-        f"Install it: pip install 'quire[models]'."
+        f"the package transformers must be installed, but importing it raises: {missing}. Install "
+        f"it: pip install 'quire[models]'."
     ) from missing
 
 from quire.integrations.transformers.attend import (
@@ -59,11 +59,11 @@ def register() -> None:
 def enable(
     model: PreTrainedModel, *, mask: MaskMod | None = None, score_mod: ScoreMod | None = None
 ) -> PreTrainedModel:
-    """Let a loaded model attend with quire, in all its parts; returns the model.
+    """Make all layers of a loaded model compute attention with quire. Return the model.
 
-    `mask(b, h, q_idx, kv_idx)` hides keys besides those that the model hides, `score_mod` changes
-    scores after the model has; positions count from the first token of a row, without padding.
-    They hold for every layer, until `enable` is called again.
+    `mask(b, h, q_idx, kv_idx)` hides keys in addition to those that the model hides, and
+    `score_mod` changes scores after the model has changed them. Positions count from the first
+    token of a row, without padding. Both apply to every layer, until `enable` is called again.
     """
     register()
     model.set_attn_implementation(NAME)

@@ -18,18 +18,18 @@ from quire.mods.compose import MaskMod, ScoreMod, all_of, chain, shift
 from quire.support.warn import warn
 
 ATTRIBUTE = "quire_mods"
-"""Of a module: the mods that `enable` gave to its model."""
+"""The attribute of a module that has the mods which `enable` gave to its model."""
 
 
 class Mods(NamedTuple):
-    """What a user adds to the attention of a model. Positions count from a row's first token."""
+    """The user's mods for all layers of a model. Positions count from a row's first token."""
 
     mask: MaskMod | None = None
     score_mod: ScoreMod | None = None
 
 
 class AttentionWeightsWarning(UserWarning):
-    """The matrix of attention weights was asked for, which is never computed."""
+    """The model was asked for the matrix of attention weights, which quire never computes."""
 
 
 def attend(
@@ -48,11 +48,15 @@ def attend(
     output_attentions: bool = False,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """As transformers calls it: [B, Hq, L, D] in, [B, L, Hq, Dv] out, and no weights."""
+    """Compute attention as transformers calls it. Return out [B, L, Hq, Dv], and None for weights.
+
+    query [B, Hq, L, D]. key [B, Hkv, S, D] and value [B, Hkv, S, Dv] are tensors, or `NewStates` of
+    a `PagedCache`. `position_bias` is [B, H, L, S], and `s_aux` [Hq] is a sink.
+    """
     if output_attentions:
         warn(
-            'output_attentions=True: attn_implementation="quire" never has the matrix of weights '
-            'and gives None. Load the model with "eager" to look at it.',
+            'output_attentions=True: attn_implementation="quire" never computes the matrix of '
+            'weights and returns None. Load the model with "eager" to look at it.',
             AttentionWeightsWarning,
         )
     if is_causal is None:
@@ -88,9 +92,10 @@ def attend(
 
 
 class Place(NamedTuple):
-    """Where queries, keys and values are, and what functions of positions add to count as they do.
+    """Queries, memory and masks of a call, and how far positions in mods are shifted.
 
-    `by_transformers` is for those that count padding, `by_first_token` for those that do not.
+    `by_transformers` is the shift for mods that count padding, `by_first_token` for mods that count
+    from the first token of a row.
     """
 
     query: Tensor
@@ -104,7 +109,7 @@ class Place(NamedTuple):
 
 
 def in_tensors(query: Tensor, key: Tensor, value: Tensor, mask: TokenMask) -> Place:
-    """Keys and values lie as the queries do, padding among them."""
+    """Return the place of keys and values in tensors, which include padding."""
     padding, origins = mask.padding, mask.origins
     return Place(
         query,
@@ -116,13 +121,13 @@ def in_tensors(query: Tensor, key: Tensor, value: Tensor, mask: TokenMask) -> Pl
 
 
 def in_pages(query: Tensor, states: NewStates, mask: TokenMask) -> Place:
-    """Each row is a sequence in pages, without the padding that it began with."""
+    """Write new tokens to pages, and return the place. Pages do not hold padding on the left."""
     memory, step, found = states.write(mask.padding)
     origins = 0 if found is None else found
     hides = mask.padding if step.hides else None
     seen: MaskMod | None = mask.seen
     if seen is causal_mask_function or seen is mods.causal:
-        # The same wherever a row begins; and a single query is at the last key.
+        # A causal mask does not depend on where a row begins. A single query reads all keys.
         seen = None if step.count == 1 else mods.causal
     else:
         seen = shift(seen, "mask", origins, origins)
@@ -145,11 +150,11 @@ def in_pages(query: Tensor, states: NewStates, mask: TokenMask) -> Place:
 def read_mask(
     given: TokenMask | Tensor | None, query: Tensor, key: Tensor | NewStates, is_causal: bool
 ) -> tuple[TokenMask, Tensor | None]:
-    """Whatever a layer was given, as a mask and a bias that is added to scores."""
+    """Return the attention mask of a layer as a `TokenMask`, and a bias to add to scores."""
     if isinstance(given, TokenMask):
         return given, None
     q_length, kv_length = query.shape[2], key.shape[2]
-    # Where PyTorch is asked for a causal mask, the first query is at the first key.
+    # PyTorch's causal mask has the first query at the first key.
     q_start = key.before if isinstance(key, NewStates) else 0
     seen = mods.causal if given is None and is_causal and q_length > 1 else None
     plain = TokenMask(seen, None, q_start, 0, (1, 1, q_length, kv_length))
@@ -158,7 +163,7 @@ def read_mask(
     if not isinstance(given, Tensor) or given.dim() != 4:
         raise ArgumentError(
             f"attention_mask must be a tensor of 0 and 1 [B, S], or a mask [B, H, L, S] of truth "
-            f"values or of numbers to add, but a layer got {type(given).__name__}. Leave it to "
+            f"values or of numbers to add, but is {type(given).__name__} in a layer. Leave it to "
             f"transformers, or give one of these."
         )
     table = given[..., :kv_length]
@@ -166,5 +171,5 @@ def read_mask(
 
 
 def table_from(table: Tensor | None, q_start: int) -> ScoreMod | None:
-    """A bias [B, H, L, S] whose first row is for the query at `q_start`."""
+    """Return a score_mod that adds a bias [B, H, L, S]. Its first row is the query at `q_start`."""
     return None if table is None else mods.offset(mods.table_bias(table), -q_start)

@@ -3,9 +3,9 @@
     cache = PagedCache(model.config)
     model.generate(**batch, past_key_values=cache)      # attn_implementation="quire"
 
-What `update` returns stands for the pages and is read by `attend` alone, which writes new tokens
-when it knows what is padding. Prompts of unequal lengths take pages for their own tokens; equal
-rows, which samples and beams begin as, share them.
+`update` returns an object that only `attend` can read. `attend` writes new tokens to pages, as it
+knows which tokens are padding. Prompts of unequal lengths take pages for their own tokens only.
+Equal rows, such as samples and beams at their start, share pages.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from quire.memory import Dense
 
 NO_LIMIT = 2**62
 GROWTH = 1.125
-"""More pages are taken every few dozen steps, and little of their memory is ever empty."""
+"""Small, so that little memory is unused. The cache grows every few dozen steps."""
 KEPT_WHOLE = ("full_attention", "chunked_attention")
 
 
 @dataclass(frozen=True, eq=False)
 class NewStates:
-    """Keys and values [B, Hkv, L, D] that a layer has computed, and all that came before them.
+    """New keys and values [B, Hkv, L, D] of a layer, and the cache that has the earlier ones.
 
-    It is what a layer gets in place of both tensors.
+    Layers get this object in place of the tensors key and value.
     """
 
     cache: PagedCache
@@ -45,12 +45,12 @@ class NewStates:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Of the keys: B, Hkv, S, D."""
+        """The shape of all keys: B, Hkv, S, D."""
         batch, heads, count, width = self.key.shape
         return batch, heads, self.before + count, width
 
     def write(self, padding: Padding | None) -> Written:
-        """Put the tokens where they belong."""
+        """Write the new tokens to pages. Return what the layer attends to."""
         rows = self.cache.rows_for(self.key, self.value)
         return rows.write(self.layer, self.before, self.key, self.value, padding)
 
@@ -69,13 +69,13 @@ class NewStates:
 
 def _refuse(what: str) -> NoReturn:
     raise ArgumentError(
-        f"keys and values in a PagedCache are read by quire alone, but the model has asked for "
+        f"keys and values in a PagedCache must be read by quire only, but the model has asked for "
         f'{what} of them. Load it with attn_implementation="quire", or call enable(model).'
     )
 
 
 class PagedLayer(CacheLayerMixin):
-    """What transformers asks a layer of a cache. The pages are those of the whole cache."""
+    """A layer of a cache, as transformers defines it. The whole cache has the pages."""
 
     is_compileable = False
     is_croppable = True
@@ -86,18 +86,18 @@ class PagedLayer(CacheLayerMixin):
         self._index = index
         self.window = window
         self.is_sliding = window is not None
-        self.is_initialized = False  # there are no tensors for transformers to move
+        self.is_initialized = False  # the layer has no tensors that transformers could move
         self.seen = 0
 
     @property
     def keys(self) -> Tensor | None:
-        """A copy [B, Hkv, S, D] as transformers' own caches have it; None before the first step."""
+        """A copy of the keys [B, Hkv, S, D], as in transformers' caches; None before any step."""
         copy = self._copy()
         return None if copy is None else copy.key
 
     @property
     def values(self) -> Tensor | None:
-        """As `keys`."""
+        """A copy of the values [B, Hkv, S, Dv]; None before any step."""
         copy = self._copy()
         return None if copy is None else copy.value
 
@@ -106,30 +106,30 @@ class PagedLayer(CacheLayerMixin):
         return self._cache.copy_of(self._index, width)
 
     def get_seq_length(self) -> int:
-        """How many tokens of each row there are, padding among them."""
+        """The number of tokens of each row, including padding."""
         return self.seen
 
     def get_max_length(self) -> int:
-        """No limit."""
+        """Return -1: there is no limit."""
         return -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Positions count from the first token, also where a window has left it behind."""
+        """Return the number of keys and the position of the first: 0, even behind a window."""
         return self.seen + query_length, 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Pages are made by the first step."""
+        """Do nothing: the first step makes the pages."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> NoReturn:
-        """Not by itself."""
+        """Raise: the cache updates its layers, not the layer itself."""
         raise NotImplementedError("PagedCache.update writes all layers")
 
 
 class PagedCache(Cache):
     """Keys and values of a batch in pages: `generate(..., past_key_values=PagedCache(config))`.
 
-    `config` is the model's. Memory is taken as it is needed, up to `max_bytes`. `pages` is the
-    `PagedKVCache` behind it, once there is something in it.
+    `config` is the config of the model. Memory is allocated when it is needed, up to `max_bytes`.
+    `pages` is the `PagedKVCache` with the content, after the first step.
     """
 
     def __init__(
@@ -143,17 +143,17 @@ class PagedCache(Cache):
 
     @property
     def pages(self) -> PagedKVCache | None:
-        """Where everything is; None before the first step."""
+        """The cache that has the pages; None before the first step."""
         return None if self._rows is None else self._rows.pages
 
     def rows_for(self, key: Tensor, value: Tensor) -> CachedRows:
-        """The rows of the batch; the first keys and values say how wide pages are."""
+        """Return the rows of the batch. The first keys and values give the sizes of pages."""
         if self._rows is None:
             windows = [layer.window for layer in self.layers]
             groups = [
                 Group(
                     [layer for layer, each in enumerate(windows) if each == window],
-                    # transformers counts the query itself.
+                    # A window of transformers includes the query itself.
                     None if window is None else max(1, window - 1),
                 )
                 for window in dict.fromkeys(windows)
@@ -172,7 +172,7 @@ class PagedCache(Cache):
         return self._rows
 
     def copy_of(self, layer: int, width: int) -> Dense | None:
-        """The last `width` positions of all rows in tensors; None where nothing is cached."""
+        """Return a copy of the last `width` positions of all rows, or None if there are none."""
         if self._rows is None or not self._rows.sequences:
             return None
         return self._rows.copy_of(layer, width)
@@ -182,11 +182,12 @@ class PagedCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[NewStates, NewStates]:
-        """Take new tokens; what is returned goes to `attend` as key and as value."""
+        """Return new keys and values as one object, which `attend` gets as key and as value."""
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             raise ArgumentError(
-                "a PagedCache keeps numbers, through which no gradient flows, but got keys that "
-                "require grad. Run the model under torch.no_grad(), or train without a cache."
+                "keys and values in a PagedCache must not require grad, since no gradient passes "
+                "through a cache, but do. Run the model under torch.no_grad(), or train without a "
+                "cache."
             )
         layer = self.layers[layer_idx]
         states = NewStates(self, layer_idx, key_states, value_states, layer.seen)
@@ -194,18 +195,18 @@ class PagedCache(Cache):
         return states, states
 
     def reset(self) -> None:
-        """Forget everything; the memory stays for the next batch."""
+        """Drop all rows. The memory stays for the next batch."""
         if self._rows is not None:
             self._rows.clear()
         for layer in self.layers:
             layer.seen = 0
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens of every row; transformers gives their number with a minus."""
+        """Drop the last tokens of every row. Their number is negative, as in transformers."""
         if tokens_to_remove > 0:
             raise ArgumentError(
-                f"crop expects how many tokens to remove, as a negative number, got "
-                f"{tokens_to_remove}. Give -{tokens_to_remove} to remove so many."
+                f"tokens_to_remove must be negative or 0, but is {tokens_to_remove}. Give "
+                f"-{tokens_to_remove} to remove {tokens_to_remove} tokens."
             )
         if self._rows is not None:
             self._rows.truncate(-tokens_to_remove)
@@ -213,29 +214,29 @@ class PagedCache(Cache):
             layer.seen = max(0, layer.seen + tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Go on with these beams. One that is chosen twice shares its pages."""
+        """Continue with these beams. Copies of a beam share its pages."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows, in this order."""
+        """Keep only these rows, in this order."""
         if self._rows is not None:
             chosen = torch.arange(len(self._rows.sequences))[indices]
             self._rows.select(chosen.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row so many times."""
+        """Repeat each row `repeats` times."""
         if self._rows is not None:
             count = len(self._rows.sequences)
             self._rows.select([row for row in range(count) for _ in range(repeats)])
 
 
 def _windows(config: PreTrainedConfig) -> list[int | None]:
-    """The sliding window of each layer, as transformers' own caches read it from a config."""
+    """Return the sliding window of each layer, as transformers' caches read it from a config."""
     kinds, options = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
     for kind in kinds:
         if kind not in (*KEPT_WHOLE, "sliding_attention"):
             raise ArgumentError(
-                f"expected layers of full or sliding attention, got one of {kind!r}, which keeps "
+                f"layers must have full or sliding attention, but one is {kind!r}, which keeps "
                 f"more than keys and values. Use transformers' own cache for this model."
             )
     return [

@@ -1,8 +1,8 @@
-"""Models that attend by themselves, whatever `attn_implementation` says: whoever asks is told.
+"""A warning for models that ignore `attn_implementation` and compute attention themselves.
 
-transformers takes any name that is registered and leaves it to the layers to look it up. Those that
-were written before its attention interface do not, and compute as they always did. Some of them ask
-for a mask, and can do nothing with one of quire's, so they are set to "eager", which they are.
+transformers accepts any registered name, and layers look the function up. Layers that were written
+before its attention interface do not look it up. Some of these models still ask for a mask, and
+cannot use quire's. So their implementation is set to "eager", which is what they do.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from transformers import PreTrainedModel
 
 from quire.support.warn import warn
 
-INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # what a layer looks its attention up in
+INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # the table in which layers look up their attention
 _IS_ATTENTION = re.compile("attention|attn", re.I)
 _HAS_WEIGHTS = re.compile("softmax|logsumexp|scaled_dot_product|multi_head_attention", re.I)
 _TRANSFORMERS = os.path.dirname(transformers.__file__) + os.sep
 
 
 class IgnoredAttentionWarning(UserWarning):
-    """A model was to attend with quire and does not look up which attention it is to use."""
+    """A model was told to use quire, but does not look up its attention function."""
 
 
 def layers_that_ignore(model: nn.Module) -> list[nn.Module]:
-    """The layers that attend by themselves, if no layer of a model looks its attention up."""
+    """Return the attention layers of a model if none of its layers looks its attention up."""
     modules = list(model.modules())
     kinds: set[Any] = {type(module) for module in modules}
     if any(INTERFACE in _source(kind) for kind in kinds):
@@ -40,16 +40,17 @@ def layers_that_ignore(model: nn.Module) -> list[nn.Module]:
 
 
 def _attends(kind: Any) -> bool:
-    """Whether modules of a class have weights of attention: by its name, and by what it computes.
+    """Return whether a class computes attention, by its name and by its source.
 
-    A router of experts has a softmax too, and a norm may be named after the attention before it.
+    The name alone is not enough: a norm may be named after the attention before it. The source
+    alone is not enough either: a router of experts has a softmax too.
     """
     return bool(_IS_ATTENTION.search(kind.__name__) and _HAS_WEIGHTS.search(_source(kind)))
 
 
 @functools.cache
 def _source(kind: Any) -> str:
-    """The text of a class and of those it is made from; nothing of what has none, or is torch's."""
+    """Return the source of a class and of its bases outside torch, or "" if it is not known."""
     own = [each for each in kind.__mro__ if not each.__module__.startswith(("torch.", "builtins"))]
     try:
         return "\n".join(inspect.getsource(each) for each in own if each is not PreTrainedModel)
@@ -57,11 +58,11 @@ def _source(kind: Any) -> str:
         return ""
 
 
-_told: WeakSet[nn.Module] = WeakSet()  # layers of a part, when the whole model is made of parts
+_told: WeakSet[nn.Module] = WeakSet()  # layers that were named in a warning already
 
 
 def tell(model: PreTrainedModel, name: str) -> None:
-    """Warn if a model, or a model in it, attends by itself; once for each layer there is."""
+    """Warn if a model, or a model inside it, ignores its attention. Name each layer once."""
     for part in model.modules():
         layers = layers_that_ignore(part) if isinstance(part, PreTrainedModel) else []
         if layers and part.config._attn_implementation == name:
@@ -75,19 +76,18 @@ def tell(model: PreTrainedModel, name: str) -> None:
 def _warn(part: nn.Module, layers: list[nn.Module], name: str) -> None:
     kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
     warn(
-        f'attn_implementation="{name}": expected a model whose layers look up the attention that '
-        f"they are to use, got {type(part).__name__}, whose {kinds} computes its own: it runs "
-        f'as with "eager", and no mod of yours reaches it. Leave the argument out, or call '
-        f"quire.attention in a layer of yours.",
+        f'attn_implementation="{name}": the layers of a model must look up their attention, but '
+        f'{kinds} of {type(part).__name__} computes its own: it runs as with "eager", and ignores '
+        f"your mods. Leave the argument out, or call quire.attention in your own layer.",
         IgnoredAttentionWarning,
         through=(_TRANSFORMERS,),
     )
 
 
 def watch(name: str) -> None:
-    """Tell of every model that is made from now on and asks for the attention of this name.
+    """Call `tell` for each new model that asks for the attention `name`.
 
-    Nothing of quire is called when such a model is made or run, so its making has to be watched.
+    Such a model calls nothing of quire, so `PreTrainedModel.post_init` is wrapped.
     """
     made = PreTrainedModel.post_init
     if getattr(made, "watches", None) == name:

@@ -1,9 +1,9 @@
-"""Who sees whom in a model of transformers: a function of positions where others build a matrix.
+"""The attention mask of a model of transformers, as a function of positions and not as a matrix.
 
-transformers asks its mask interface once per step what all layers are to be given. Ours answers
-with a `TokenMask`: the function that it was asked about, and the padding of the batch.
+transformers calls its mask interface once per step, and gives the result to all layers. Ours
+returns a `TokenMask`: the mask function that transformers passes in, and the padding of the batch.
 
-    positions        0  1  2  3  4  5  6  7      as transformers counts them, padding among them
+    positions        0  1  2  3  4  5  6  7      as transformers counts them, with padding
     row 0, left pad  .  .  .  a  b  c  d  e      starts[0] = 3, ends[0] = 8
     row 1, right     a  b  c  d  e  .  .  .      starts[1] = 0, ends[1] = 5
 """
@@ -23,7 +23,7 @@ from quire.mods import MaskMod
 
 @dataclass(frozen=True, eq=False)
 class Padding:
-    """The tokens of each row: from `starts` [B] to before `ends` [B]; `real` [B, S] has holes."""
+    """The tokens of each row lie in starts[b] : ends[b]. `real` [B, S] is given if some do not."""
 
     starts: Tensor
     ends: Tensor
@@ -31,9 +31,9 @@ class Padding:
 
     @classmethod
     def of(cls, real: Tensor, kv_end: int) -> Padding | None:
-        """What a mask [B, S] says of the positions before `kv_end`; None if all are tokens.
+        """Return the padding that a mask [B, S] gives, or None if all positions are tokens.
 
-        Positions that the mask does not reach, which a static cache has, are no tokens.
+        Positions from S to `kv_end` are padding: a static cache has such positions.
         """
         width = real.shape[1]
         counts = real.sum(1)
@@ -47,18 +47,18 @@ class Padding:
         return cls(starts, ends, torch.nn.functional.pad(real, (0, max(0, kv_end - width))))
 
     def mask(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        """Keys are tokens."""
+        """A mask_mod that is True if the key is a token."""
         shown = (kv_idx >= self.starts[b]) & (kv_idx < self.ends[b])
         return shown if self.real is None else shown & self.real[b, kv_idx]
 
 
 @dataclass(frozen=True, eq=False)
 class TokenMask:
-    """What every layer gets as its attention mask.
+    """The attention mask that every layer gets.
 
-    The first query is at `q_start`, the first key at `kv_start`. `seen` says which keys a query
-    sees but for padding, all of them if it is None. To transformers it is a mask of four
-    dimensions, made ahead.
+    The first query is at `q_start`, the first key at `kv_start`. `seen` is a mask_mod that does not
+    know of padding; None hides nothing. transformers treats this object as a prepared mask with
+    four dimensions.
     """
 
     seen: MaskMod | None
@@ -70,12 +70,12 @@ class TokenMask:
     ndim = 4
 
     def contiguous(self) -> TokenMask:
-        """Itself: there is no memory to put in order."""
+        """Return self: there is no memory to rearrange."""
         return self
 
     @property
     def origins(self) -> Tensor | None:
-        """[B] where the first token of each row is; None if it is at 0 in all of them."""
+        """The position of the first token of each row [B]; None if all are 0."""
         starts = None if self.padding is None else self.padding.starts
         return starts if starts is not None and bool(starts.any()) else None
 
@@ -90,8 +90,8 @@ def token_mask(
     attention_mask: Tensor | TokenMask | None = None,
     **_: object,
 ) -> TokenMask:
-    """The mask interface: what transformers calls once per step for each kind of layer."""
-    if isinstance(attention_mask, TokenMask):  # made ahead by generate, for a static cache
+    """Return the mask of a step. transformers calls this once per step for each kind of layer."""
+    if isinstance(attention_mask, TokenMask):  # generate prepares it for a static cache
         return attention_mask
     padding = None
     if attention_mask is not None:
@@ -99,14 +99,14 @@ def token_mask(
     return TokenMask(
         None if mask_function is bidirectional_mask_function else mask_function,
         padding,
-        int(q_offset),  # a static cache counts on in the tensor that it gave
+        int(q_offset),  # copied, since a static cache changes its tensor in place
         kv_offset,
         (batch_size, 1, q_length, kv_length),
     )
 
 
 def of_tensor(table: Tensor, q_start: int) -> TokenMask:
-    """A user's own mask of truth values, which is [B, H, L, S] or has ones in place of these."""
+    """Return the TokenMask of a user's boolean mask [B, H, L, S], where sizes of 1 broadcast."""
 
     def listed(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         place = (b, h, q_idx - q_start, kv_idx)

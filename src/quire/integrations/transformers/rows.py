@@ -1,9 +1,9 @@
-"""The rows of a batch in a cache of pages: which sequence each is, and what a step adds to it.
+"""The rows of a batch in a paged cache: which sequence each row is, and what a step adds to it.
 
-tokens of a step         .  .  a  b        padding before the first token of a row is not kept:
-origins                  2                 position 3 of transformers is position 1 of the pages
+tokens of a step         .  .  a  b        padding before the first token is not stored:
+origins                  2                 position 3 of transformers is position 1 in pages
 
-rows 0 and 1 are equal: sequences  s  s  t     until they differ, or are extended
+rows 0 and 1 are equal: sequences  s  s  t     rows share s until they differ or are extended
 beams 1, 1, 0:          sequences  t  t  s     the second t is forked when it is extended
 """
 
@@ -25,24 +25,23 @@ from quire.memory import Dense, Paged
 
 
 class Part(NamedTuple):
-    """Rows of the batch that are written by their own tokens; `tokens` [n] of the flat step."""
+    """Reserved rows in pages, and the tokens that are written to them."""
 
     rows: Rows
-    members: list[int]
-    tokens: Tensor | None  # all of them, if None
+    tokens: Tensor | None  # [n] indices into all tokens of the step, [B * L]; None for all of them
 
 
 @dataclass
 class Step:
-    """New tokens of every row, which one layer after the other writes."""
+    """A step: new tokens of every row, which each layer writes in turn."""
 
     before: int
     count: int
-    dropped: Tensor | None  # [B] tokens of padding, where a row has some
-    hides: bool  # whether padding has to be hidden: more than what is dropped
+    dropped: Tensor | None  # [B] how many tokens of padding are not stored; None if all are 0
+    hides: bool  # whether a mask has to hide padding that is stored
     parts: list[Part]
-    equal: dict[int, int]  # row -> the row before it that is written in its place
-    layers: list[int] = field(default_factory=list)
+    equal: dict[int, int]  # a row that is not written -> the earlier row that it equals
+    layers: list[int] = field(default_factory=list)  # that have written
 
 
 class Written(NamedTuple):
@@ -50,7 +49,7 @@ class Written(NamedTuple):
 
     memory: Paged
     step: Step
-    origins: Tensor | None  # [B], None where all are 0
+    origins: Tensor | None  # [B], None if all are 0
 
 
 class CachedRows:
@@ -58,7 +57,7 @@ class CachedRows:
 
     def __init__(self, pages: PagedKVCache) -> None:
         self.pages = pages
-        self.sequences: list[SequenceHandle] = []  # one for each row; some stand here twice
+        self.sequences: list[SequenceHandle] = []  # one for each row; rows may share one
         self._origins: Numbers = np.zeros(0, np.int64)
         self._origins_tensor: Tensor | None = None
         self._step: Step | None = None
@@ -68,14 +67,14 @@ class CachedRows:
     def write(
         self, layer: int, before: int, key: Tensor, value: Tensor, padding: Padding | None
     ) -> Written:
-        """Keep new tokens [B, Hkv, L, D] of a layer that has seen `before` of them."""
+        """Write new keys and values [B, Hkv, L, D] of a layer after its `before` earlier tokens."""
         step = self._step
         if step is None or (step.before, step.count) != (before, key.shape[2]):
             step = self._step = self._begin(before, key, value, padding)
         if step.equal:
             self._split(step, layer, key, value)
         flat_key, flat_value = (states.transpose(1, 2).flatten(0, 1) for states in (key, value))
-        for rows, _, tokens in step.parts:
+        for rows, tokens in step.parts:
             if tokens is None:
                 self.pages.write(layer, rows, flat_key, flat_value)
             else:
@@ -97,23 +96,23 @@ class CachedRows:
                 new = self.pages.sequence() if like is None else self.sequences[like]
                 self.sequences.append(new)
         dropped = np.clip(starts - before, 0, count)
-        if dropped.any():  # what is padding behind the first token of a row is kept
+        if dropped.any():  # padding after the first token of a row is stored
             dropped[[self.pages.length(each) > 0 for each in self.sequences]] = 0
         self._move_origins(dropped)
         hides = padding is not None and self._hides(padding, before + count)
         members = [row for row in range(batch) if row not in equal]
         part = self._extend(members, count, dropped)
         gone = torch.from_numpy(dropped) if dropped.any() else None
-        return Step(before, count, gone, hides, [part], equal)
+        return Step(before, count, gone, hides, parts=[part], equal=equal)
 
     def _extend(self, members: list[int], count: int, dropped: Numbers) -> Part:
         padded = bool(dropped.any())
         counts = (count - dropped[members]).tolist() if padded else count
         rows = self.pages.extend([self.sequences[row] for row in members], counts)
         if len(members) == len(dropped) and not padded:
-            return Part(rows, members, None)
+            return Part(rows, None)
         tokens = [np.arange(row * count + dropped[row], (row + 1) * count) for row in members]
-        return Part(rows, members, torch.from_numpy(np.concatenate(tokens)))
+        return Part(rows, torch.from_numpy(np.concatenate(tokens)))
 
     def _move_origins(self, dropped: Numbers) -> None:
         if dropped.any():
@@ -125,15 +124,16 @@ class CachedRows:
         if (starts < self._origins).any():
             row = int((starts < self._origins).argmax())
             raise ArgumentError(
-                f"attention_mask must hide the padding that row {row} began with, its first "
+                f"attention_mask must hide the padding at the start of row {row}, its first "
                 f"{self._origins[row]} positions, which are not in the cache, but shows position "
-                f"{starts[row]}. Give the mask that the cache was filled with, and more behind it."
+                f"{starts[row]}. Give the mask that the cache was filled with, extended by new "
+                f"tokens."
             )
         alike = (starts == self._origins).all() and bool((padding.ends == end).all())
         return padding.real is not None or not alike
 
     def _split(self, step: Step, layer: int, key: Tensor, value: Tensor) -> None:
-        """Give sequences of their own to rows that this layer tells apart."""
+        """Give own sequences to rows that were equal in earlier layers and differ in this one."""
         differ = [row for row, like in step.equal.items() if not _alike(key, value, row, like)]
         if not differ:
             return
@@ -165,7 +165,7 @@ class CachedRows:
         return replace(memory, **view)
 
     def copy_of(self, layer: int, width: int) -> Dense:
-        """The last `width` positions of each row, padding before its first token as 0."""
+        """Return a copy of the last `width` positions of each row. Padding before them is 0."""
         held = {each: self.pages.dense(layer, each) for each in dict.fromkeys(self.sequences)}
         rows = [held[each] for each in self.sequences]
         key, value = (
@@ -177,13 +177,13 @@ class CachedRows:
     # --- rows
 
     def _fit(self, batch: int) -> None:
-        """As many rows as a step has, each with a sequence of its own."""
+        """Repeat rows if a step has more, and give each row its own sequence."""
         have = len(self.sequences)
         if batch != have:
             if batch % have:
                 raise ArgumentError(
-                    f"expected a step of {have} rows, which the cache has, or of a multiple, got "
-                    f"one of {batch}. Use a cache for each batch, or reset it."
+                    f"a step must have {have} rows, as the cache has, or a multiple, but has "
+                    f"{batch}. Use a cache for each batch, or reset it."
                 )
             self.select([row for row in range(have) for _ in range(batch // have)])
         seen: set[SequenceHandle] = set()
@@ -193,7 +193,7 @@ class CachedRows:
             seen.add(sequence)
 
     def select(self, rows: Sequence[int]) -> None:
-        """Go on with these rows, some of which may come twice; the others are given back."""
+        """Continue with these rows, which may repeat. The pages of the others are released."""
         kept = [self.sequences[row] for row in rows]
         gone = set(self.sequences) - set(kept)
         self.pages.free(*gone)
@@ -202,18 +202,18 @@ class CachedRows:
         self._move_origins(np.zeros(len(kept), np.int64))
 
     def truncate(self, count: int) -> None:
-        """Forget the last `count` tokens of every row."""
+        """Drop the last `count` tokens of every row."""
         for sequence in dict.fromkeys(self.sequences):
             self.pages.truncate(sequence, max(0, self.pages.length(sequence) - count))
         self._step = None
 
     def clear(self) -> None:
-        """Forget all rows."""
+        """Drop all rows."""
         self.select([])
 
 
 def _equal_rows(key: Tensor, value: Tensor, starts: Numbers) -> dict[int, int]:
-    """Rows that are as the one before them, and the first of their run: samples of one prompt."""
+    """Return {row: first of its run} for rows that equal the row before, as samples of a prompt."""
     equal: dict[int, int] = {}
     for row in range(1, len(key)):
         like = equal.get(row - 1, row - 1)
@@ -223,7 +223,10 @@ def _equal_rows(key: Tensor, value: Tensor, starts: Numbers) -> dict[int, int]:
 
 
 def _alike(key: Tensor, value: Tensor, row: int, like: int) -> bool:
-    """The same up to rounding: a product of matrices may sum one row in another order."""
+    """Return whether two rows are equal up to rounding.
+
+    Equal inputs may differ in the last bits, since a matrix product may sum a row in another order.
+    """
     for states in (key, value):
         one, other = states[row], states[like]
         bound = torch.finfo(states.dtype).eps ** 0.5 * float(other.abs().max())

@@ -1,8 +1,8 @@
-"""`quire demo`, `quire tour` and `quire chat`: all that they say is made while you watch.
+"""The commands `quire demo`, `quire tour` and `quire chat`, which compute all that they print.
 
-The demo of a mod: mod (what is shown), check (is it right?), contest (what does it cost?), screen
-(how it looks). With a language model, which needs transformers: talker (who speaks), chat (how it
-is asked), tour_screen (how a tour of it looks), chat_screen (a conversation with it).
+The demo of a mod: mod (the mod), check (is it right?), contest (time and memory), screen (the
+output). With a language model, which needs transformers: talker (the model), chat (questions and
+answers), tour_screen (the output of a tour), chat_screen (a conversation).
 """
 
 from quire.tools.demo.screen import run

@@ -1,4 +1,4 @@
-"""What the tour asks a language model: a batch, samples that share, a mod; and how it answers."""
+"""The questions of the tour to a language model, and a run that answers them."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ Show = Callable[[list[str]], None]
 
 
 class Run(NamedTuple):
-    """What one run said, how long it took, and what its cache holds in the end."""
+    """The answers of one run, its times, and its cache at the end."""
 
     answers: list[str]
     seconds: float
-    first: float  # of these, until the first token
+    first: float  # seconds until the first token
     num_tokens: int
     cache_bytes: int
     maps: list[PageMap]
@@ -42,12 +42,12 @@ class Run(NamedTuple):
 
     @property
     def rate(self) -> float:
-        """New tokens a second, once the prompts are read."""
+        """New tokens a second, without the time to read the prompts."""
         return self.num_tokens / max(self.seconds - self.first, 1e-9)
 
 
 class Watcher:
-    """What `generate` tells of every token, as a streamer of transformers."""
+    """A streamer of transformers, which `generate` calls for every token."""
 
     def __init__(self, talker: Talker, cache: Any, show: Show) -> None:
         self.start, self.first = time.perf_counter(), 0.0
@@ -57,7 +57,7 @@ class Watcher:
         self._prompt = True
 
     def put(self, tokens: Tensor) -> None:
-        """The prompt, then a token for each row."""
+        """Take the prompt, and then a token for each row."""
         if self._prompt:
             self._prompt = False
             return
@@ -70,10 +70,10 @@ class Watcher:
         self._show(self.answers())
 
     def end(self) -> None:
-        """No more."""
+        """Do nothing at the end."""
 
     def answers(self) -> list[str]:
-        """What each row says."""
+        """Return the text of each row."""
         return [self._talker.text(row) for row in torch.stack(self.steps, 1)]
 
 
@@ -86,7 +86,7 @@ def talk(
     ours: bool,
     samples: int = 1,
 ) -> Run:
-    """Answers to questions in one batch: on pages with quire, or padded with PyTorch's."""
+    """Answer questions in one batch: with quire on pages, or with PyTorch's attention, padded."""
     from transformers import DynamicCache
 
     from quire.integrations.transformers import PagedCache
@@ -107,13 +107,18 @@ def talk(
     seconds = time.perf_counter() - watcher.start
     count = len(questions) * samples * (len(watcher.steps) - 1)
     return Run(
-        *(watcher.answers(), seconds, watcher.first, count),
-        *(cache_bytes(cache), watcher.maps, cache),
+        answers=watcher.answers(),
+        seconds=seconds,
+        first=watcher.first,
+        num_tokens=count,
+        cache_bytes=cache_bytes(cache),
+        maps=watcher.maps,
+        cache=cache,
     )
 
 
 def cache_bytes(cache: Any) -> int:
-    """The memory of keys and values."""
+    """Return the memory of keys and values in bytes."""
     pages = getattr(cache, "pages", None)
     if pages is not None:
         return int(pages.statistics().num_bytes)
@@ -121,7 +126,7 @@ def cache_bytes(cache: Any) -> int:
 
 
 def mask_mod() -> Callable[..., Any]:
-    """The function of SOURCE."""
+    """Return the function of SOURCE."""
     names: dict[str, Any] = {}
     exec(SOURCE, names)
     found: Callable[..., Any] = names["window_with_a_sink"]

@@ -1,4 +1,4 @@
-"""A conversation with a language model: you type, it answers, on a cache in pages."""
+"""A conversation with a language model, on a paged cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.tools.demo.tour_screen import introduce, say, stream
 
 
 def run(console: Console, new: int) -> None:
-    """Answer line after line, with at most `new` tokens each, until there are no more."""
+    """Answer each line that is typed with at most `new` tokens, until the input ends."""
     with console.status("loading a language model"):
         speaker = talker()
     introduce(console, speaker)
@@ -40,7 +40,7 @@ def run(console: Console, new: int) -> None:
 
 
 def _next_line(console: Console) -> str | None:
-    """What is typed; None at the end, and for Ctrl-C where nothing was asked."""
+    """Return the line that is typed. None at the end of the input, and for Ctrl-C."""
     try:
         return console.input("\n[bold]you[/bold]  " if console.is_terminal else "").strip()
     except (EOFError, KeyboardInterrupt):

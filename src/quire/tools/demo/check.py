@@ -1,4 +1,4 @@
-"""Whether quire is as exact as PyTorch: both in float32, both against float64."""
+"""Compare the errors of quire and of PyTorch: both in float32, against float64."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Check(NamedTuple):
 
     @property
     def holds(self) -> bool:
-        """At most four times PyTorch's own error, plus a rounding of the largest value."""
+        """Whether our error is at most four times PyTorch's, plus a rounding of the largest."""
         rounding = 2 * torch.finfo(torch.float32).eps * max(1.0, self.largest)
         return self.ours <= 4 * self.theirs + rounding
 
 
 class Results(NamedTuple):
-    """What is compared."""
+    """The results that are compared."""
 
     output: Tensor
     log_sum_exp: Tensor
@@ -41,7 +41,7 @@ class Results(NamedTuple):
 
 
 def check(tokens: int) -> Iterator[Check]:
-    """Every result of the demo's mod on random tensors, quire's beside PyTorch's."""
+    """Yield a check for each result of the demo's mod on random tensors."""
     query, key, value = torch.randn(3, 1, HEADS, tokens, HEAD_DIM)
     ours, theirs = by_quire(query, key, value), by_torch(query, key, value)
     truth = written_out(query.double(), key.double(), value.double())
@@ -55,7 +55,7 @@ def check(tokens: int) -> Iterator[Check]:
 
 
 def by_quire(*operands: Tensor) -> Results:
-    """The attention that is to be checked."""
+    """Return the results of quire's flex_attention."""
     query, key, value = leaves = _leaves(operands)
     mask, request = block_mask(query.shape[2]), quire.AuxRequest(lse=True)
     out, aux = quire.flex_attention(query, key, value, block_mask=mask, return_aux=request)
@@ -64,14 +64,17 @@ def by_quire(*operands: Tensor) -> Results:
 
 
 def by_torch(*operands: Tensor) -> Results:
-    """PyTorch's flex_attention. It has no backward pass on a CPU: that one is written out."""
+    """Return the results of PyTorch's flex_attention.
+
+    It has no backward pass on a CPU, so the gradients are those of `written_out`.
+    """
     mask, request = block_mask(operands[0].shape[2]), torch_flex.AuxRequest(lse=True)
     out, aux = torch_eager(*operands, block_mask=mask, return_aux=request)
     return Results(out, aux.lse, *written_out(*operands)[2:])
 
 
 def torch_eager(*operands: Tensor, **options: Any) -> Any:
-    """PyTorch's flex_attention in eager mode without Dynamo, which would only slow it down."""
+    """Call PyTorch's flex_attention in eager mode, without Dynamo, which would slow it down."""
     before = torch_flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG
     torch_flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
     try:
@@ -82,10 +85,12 @@ def torch_eager(*operands: Tensor, **options: Any) -> Any:
 
 
 def written_out(*operands: Tensor) -> Results:
-    """PyTorch's scaled_dot_product_attention with the mask, and all scores, as a matrix."""
+    """Return the results of PyTorch's scaled_dot_product_attention with the mask as a matrix."""
     query, key, value = leaves = _leaves(operands)
     tokens = query.shape[2]
-    mask = quire.create_mask(mask_mod(tokens), None, None, tokens, tokens, "cpu")
+    mask = quire.create_mask(
+        mask_mod(tokens), None, None, Q_LEN=tokens, KV_LEN=tokens, device="cpu"
+    )
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
     scores = (query @ key.mT).detach() * HEAD_DIM**-0.5
     lse = scores.masked_fill(~mask, -math.inf).logsumexp(-1)

@@ -1,4 +1,4 @@
-"""What attention costs, quire's beside PyTorch's: where we are better, and where we are not."""
+"""Time and memory of quire and of PyTorch, where quire is better and where it is not."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from quire.tools.demo.check import torch_eager
 from quire.tools.demo.mod import HEAD_DIM, HEADS, mask_mod
 from quire.tools.measure import Factory, Reading, race
 
-SHORT = 128  # tokens: a length at which the time of a call is that of getting ready
+SHORT = 128  # tokens: so few that the overhead of a call decides its time
 
 
 class Comparison(NamedTuple):
-    """The same work by PyTorch and by us."""
+    """The same work done by PyTorch and by quire."""
 
     name: str
     theirs: Factory
@@ -27,7 +27,7 @@ class Comparison(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """PyTorch's figures and ours."""
+    """The figures of PyTorch and of quire."""
 
     name: str
     theirs: Reading
@@ -35,7 +35,7 @@ class Outcome(NamedTuple):
 
 
 def comparisons(tokens: int) -> list[Comparison]:
-    """All that is measured."""
+    """Return everything that is measured."""
     flex: Callable[..., Factory] = partial(partial, _flex, tokens)
     short_flex: Callable[..., Factory] = partial(partial, _flex, SHORT)
     theirs, ours = torch_eager, quire.flex_attention
@@ -50,7 +50,7 @@ def comparisons(tokens: int) -> list[Comparison]:
 def measure(
     contest: list[Comparison], seconds: float, threads: int, tick: Callable[[str, float], None]
 ) -> Iterator[Outcome]:
-    """Each comparison for about `seconds`; `tick` is told its name and how much is done."""
+    """Run each comparison for about `seconds`. `tick` is called with its name and progress."""
     run = partial(race, seconds=seconds, threads=threads)
     for name, theirs, ours in contest:
         tick(name, 0.0)
@@ -60,11 +60,11 @@ def measure(
 def _flex(
     tokens: int, attend: Callable[..., Tensor], *, training: bool = False, causal: bool = False
 ) -> Callable[[], object]:
-    """A call of a flex_attention that has its imports done and its mask made."""
+    """Return a call of a flex_attention, after a first call and with its mask made."""
 
     def ready(length: int) -> Callable[[], object]:
         mod = quire.mods.causal if causal else mask_mod(length)
-        mask = quire.create_block_mask(mod, None, None, length, length, "cpu")
+        mask = quire.create_block_mask(mod, None, None, Q_LEN=length, KV_LEN=length, device="cpu")
         operands = _operands(length, training)
 
         def call() -> None:
@@ -79,7 +79,7 @@ def _flex(
 
 
 def _sdpa(tokens: int) -> Callable[[], object]:
-    """A call of PyTorch's scaled_dot_product_attention, which has been called before."""
+    """Return a call of PyTorch's scaled_dot_product_attention, after a first call."""
 
     def ready(length: int) -> Callable[[], object]:
         query, key, value = _operands(length)

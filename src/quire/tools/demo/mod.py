@@ -21,7 +21,7 @@ def mask(b, h, q_idx, kv_idx):
 
 
 def mask_mod(tokens: int) -> Callable[..., Any]:
-    """The function of SOURCE: own document only, and an eighth of the sequence back."""
+    """Return the function of SOURCE: own document only, and an eighth of the sequence back."""
     ends = torch.tensor([0.35, 0.5]) * tokens
     names: dict[str, Any] = {
         "document": torch.bucketize(torch.arange(tokens), ends, right=True),
@@ -33,6 +33,6 @@ def mask_mod(tokens: int) -> Callable[..., Any]:
 
 
 def block_mask(tokens: int, block_size: int = 128) -> quire.BlockMask:
-    """The block mask of the mod; PyTorch takes it as well."""
-    mod = mask_mod(tokens)
-    return quire.create_block_mask(mod, None, None, tokens, tokens, "cpu", block_size)
+    """Return the block mask of the mod, which PyTorch takes too."""
+    mod, create = mask_mod(tokens), quire.create_block_mask
+    return create(mod, None, None, tokens, tokens, device="cpu", BLOCK_SIZE=block_size)

@@ -1,4 +1,4 @@
-"""How the demo looks: text of at most 80 columns, in colour where there is a terminal."""
+"""The output of the demo: text of at most 80 columns, in colour if there is a terminal."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from quire.tools.demo.mod import HEAD_DIM, HEADS, SOURCE, block_mask
 from quire.tools.doctor import report
 from quire.tools.measure import Reading
 
-CHECKED_TOKENS = 1024  # the truth is made of whole score matrices in float64
+CHECKED_TOKENS = 1024  # few, since float64 results need whole score matrices
 PICTURE_SIDE = 16
-NOISE_BYTES = 2_000_000  # pages that come and go by themselves
+NOISE_BYTES = 2_000_000  # smaller amounts of memory are not compared
 
 
 def run(console: Console, tokens: int, seconds: float, threads: int) -> bool:
-    """Show everything, measuring each row for `seconds`; True if all checks hold."""
+    """Print the demo, measuring each row for `seconds`. Return whether all checks hold."""
     torch.manual_seed(0)
     torch.set_num_threads(threads)
     _section(console, "A mod is plain Python", coloured(SOURCE, "python"))
@@ -53,7 +53,7 @@ def _print(console: Console, content: RenderableType) -> None:
 
 
 def _picture(tokens: int) -> Table:
-    """One sign for each block of queries and keys, and beside them what they say."""
+    """Return a picture with one sign for each block of queries and keys, and its legend."""
     cells = block_mask(tokens, math.ceil(tokens / PICTURE_SIDE)).rows().runs.cells()[0, 0]
     signs = ("· ", "▒▒", "██")
     picture = Text("\n".join("".join(signs[cell] for cell in row) for row in cells), "green")
@@ -133,7 +133,7 @@ def _memory(reading: Reading) -> str:
 def _ratio(
     theirs: float | None, ours: float | None, better: str, worse: str, least: float = 0.0
 ) -> Text:
-    """How many times better or worse we are; nothing where there is nothing to compare."""
+    """Return how many times better or worse quire is, or nothing if figures are missing."""
     if not theirs or not ours or math.inf in (theirs, ours) or max(theirs, ours) < least:
         return Text()
     word, style = (better, "green") if ours <= theirs else (worse, "yellow")

@@ -1,4 +1,4 @@
-"""The language model of the demo: SmolLM2 where it is installed, else one that knows nothing."""
+"""The language model of the demo: SmolLM2 if it is installed, else a random model."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from quire.integrations import smollm2
 
 LETTERS = " abcdefghijklmnopqrstuvwxyz.,"
 
-
 Asked: TypeAlias = str | Sequence[dict[str, str]]
-"""A question, or a conversation whose last turn is one."""
+"""A question, or a conversation that ends with a question."""
 
 
 class Talker(NamedTuple):
-    """A model on quire, and what turns text into tokens and back."""
+    """A model that uses quire, and its tokenizer."""
 
     model: Any
     tokenizer: Any
@@ -26,7 +25,7 @@ class Talker(NamedTuple):
     missing: tuple[str, ...] = ()
 
     def batch(self, questions: Sequence[Asked]) -> dict[str, Tensor]:
-        """Questions to the assistant, padded on the left."""
+        """Return the tokens of questions, padded on the left: [B, S]."""
         asked = [
             [{"role": "user", "content": question}] if isinstance(question, str) else question
             for question in questions
@@ -37,13 +36,13 @@ class Talker(NamedTuple):
         return {name: found[name] for name in ("input_ids", "attention_mask")}
 
     def text(self, tokens: Tensor) -> str:
-        """One answer."""
+        """Return the text of one answer's tokens."""
         found: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
         return " ".join(found.split())
 
 
 def talker() -> Talker:
-    """The best that there is."""
+    """Return SmolLM2 if its packages are installed, else a random model."""
     if absent := smollm2.missing():
         return Talker(_random_model(), Spelling(), "a small random model", tuple(absent))
     model, tokenizer = smollm2.load()
@@ -53,7 +52,7 @@ def talker() -> Talker:
 def _random_model() -> Any:
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    import quire.integrations.transformers  # noqa: F401  makes the name known
+    import quire.integrations.transformers  # noqa: F401  registers the name
 
     config = LlamaConfig(
         vocab_size=len(LETTERS) + 1,
@@ -71,12 +70,12 @@ def _random_model() -> Any:
 
 
 class Spelling:
-    """A tokenizer of single letters, with what the demo asks of one."""
+    """A tokenizer of single letters, with the methods that the demo calls."""
 
     def apply_chat_template(
         self, asked: Sequence[Sequence[dict[str, str]]], **_: object
     ) -> dict[str, Tensor]:
-        """Letters, padded on the left."""
+        """Return the letters of questions as tokens, padded on the left."""
         texts = ["".join(each["content"] for each in turn).lower() for turn in asked]
         rows = [[max(0, LETTERS.find(letter)) for letter in text] for text in texts]
         width = max(map(len, rows))
@@ -85,5 +84,5 @@ class Spelling:
         return {"input_ids": tokens, "attention_mask": (tokens < len(LETTERS)).long()}
 
     def decode(self, tokens: Tensor, **_: object) -> str:
-        """The letters."""
+        """Return the letters of tokens."""
         return "".join(LETTERS[token] for token in tokens.tolist() if token < len(LETTERS))

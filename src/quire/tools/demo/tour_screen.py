@@ -1,4 +1,4 @@
-"""How the tour of a language model looks: at most 80 columns, and pictures in a folder."""
+"""The output of the tour of a language model: at most 80 columns, and pictures in a folder."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ HOW = "pip install 'quire[draw]'"
 
 
 def run(console: Console, folder: Path, new: int) -> None:
-    """Show everything, with `new` tokens in each answer."""
+    """Print the tour, with `new` tokens in each answer."""
     folder.mkdir(parents=True, exist_ok=True)
     with console.status("loading a language model"):
         speaker = talker()
-        for ready in (True, False):  # compiles kernels, and touches the weights
+        for ready in (True, False):  # compiles kernels, and loads the weights into memory
             talk(speaker, QUESTIONS[:2], 2, lambda _: None, ours=ready)
     introduce(console, speaker)
     ours = _chat(console, speaker, folder, new)
     _compare(console, speaker, ours, new)
     _fork(console, speaker, folder, new // 2)
     _mod(console, speaker, folder, new, ours.answers[-1])
-    pictures = str(folder) if any(folder.iterdir()) else "none, for want of matplotlib: " + HOW
+    pictures = str(folder) if any(folder.iterdir()) else "none without matplotlib: " + HOW
     say(console, Text(f"\nPictures: {pictures}"))
 
 
 def _save(drawing: Drawing, path: Path) -> None:
-    """A picture, where there is what makes pictures; the tour goes on without."""
+    """Save a picture if matplotlib is installed."""
     with contextlib.suppress(MissingPackageError):
         drawing.save(path)
 
 
 def introduce(console: Console, speaker: Talker) -> None:
-    """Who speaks, and on what."""
+    """Print the name of the model and the number of threads."""
     threads = torch.get_num_threads()
     say(console, f"{speaker.name}, {threads} thread{'s' * (threads > 1)}, float32.")
     if speaker.missing:
@@ -85,7 +85,7 @@ def stream(
     new: int,
     samples: int = 1,
 ) -> Run:
-    """Answers as they grow, if there is a terminal; else when they are there."""
+    """Answer questions. Print answers while they grow if there is a terminal, else at the end."""
     if not console.is_terminal:
         found = talk(speaker, questions, new, lambda _: None, ours=True, samples=samples)
         console.print(_answers(heads, found.answers))
@@ -128,7 +128,7 @@ def _compare(console: Console, speaker: Talker, ours: Run, new: int) -> None:
 def _fork(console: Console, speaker: Talker, folder: Path, new: int) -> None:
     _title(console, f"One question, {SAMPLES} answers that share its pages")
     heads = [f"answer {number + 1}" for number in range(SAMPLES)]
-    found = stream(console, heads, speaker, QUESTIONS[-1:], new, SAMPLES)
+    found = stream(console, heads, speaker, QUESTIONS[-1:], new, samples=SAMPLES)
     _save(draw_pages(found.maps), folder / "samples.svg")
     say(console, "\n" + str(found.maps[-1]))
 
@@ -155,6 +155,6 @@ def _title(console: Console, title: str) -> None:
 
 
 def say(console: Console, content: RenderableType) -> None:
-    """A paragraph."""
+    """Print a paragraph."""
     wide = partial(Padding, pad=(0, 0, 0, 2), expand=False)
     console.print(wide(content), width=WIDTH + 2)
