@@ -83,7 +83,7 @@ def test_no_backend_for_a_device_that_holds_no_data() -> None:
         "backend='auto' cannot run this call:\n"
         "  eager: the tensors are on meta, and quire's own paths run on the CPU.\n"
         "  inductor: PyTorch's flex_attention does not run on meta.\n"
-        "Ask quire.explain(...) what could, or change what stands in the way."
+        "Call quire.explain(...) to see what could, or change the call."
     )
 
 

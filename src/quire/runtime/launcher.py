@@ -83,11 +83,8 @@ class Launcher(NamedTuple):
         if self.kernel.form == "row":
             pieces = max(1, -(-end // KEYS_OF_PIECE) - begin // KEYS_OF_PIECE)
         items = -(-q_len // self.block_q) * self.heads * pieces * batch
-        # fmt: off
-        table = SEQUENCE.pack_in_order(
-            b, 0, 0, 0, q_len, q_start, -begin, begin, end, pieces, pieces, 0, 1, 0
-        )
-        # fmt: on
+        fields = (b, 0, 0, 0, q_len, q_start, -begin, begin, end, pieces, pieces, 0, 1, 0)
+        table = SEQUENCE.pack_in_order(*fields)
         return Records(table, 1, products * (end - begin), items, items if pieces > 1 else 0)
 
     def launch(
@@ -123,7 +120,6 @@ class Launcher(NamedTuple):
         with Scratch(threads, scratch_bytes, slots * self.partial_bytes, slots * 8) as scratch:
             if slots:
                 ctypes.memset(scratch.arrivals, 0, slots * 8)
-            # fmt: off
             call = (
                 query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(),
                 0 if lse is None else lse.data_ptr(),
@@ -138,13 +134,11 @@ class Launcher(NamedTuple):
                 lists.offsets_address, lists.entries_address, start + sequences + len(table),
                 scratch.address, scratch.each, members, scratch.partials, scratch.arrivals,
                 start + counters,
-            )
-            # fmt: on
+            )  # fmt: skip
             self.terms.check_call(call)
             packed = arguments.pack(captures, start + flag)
-            next_item = first.to_bytes(8, sys.byteorder)
-            parts = (CALL_PART.pack_in_order(*call), self.record, gradients, next_item, _ZEROS)
-            content = b"".join((*parts, table, packed))
+            parts = (CALL_PART.pack_in_order(*call), self.record, gradients)
+            content = b"".join((*parts, first.to_bytes(8, sys.byteorder), _ZEROS, table, packed))
             ctypes.memmove(start, content, len(content))
             if products > LONG_WORK:
                 counter = ctypes.c_int64.from_buffer(block, counters)
