@@ -532,7 +532,7 @@ def test_queries_learn_over_int8() -> None:
             *(query, mine, out, out[..., 0], out), q_offsets=batch.offsets, mask=causal
         )
     assert str(caught.value) == (
-        "key must hold numbers that have a gradient, but is torch.int8. Give float pages, or let "
+        "key must hold floats, which have a gradient, but is torch.int8. Give float pages, or let "
         "autograd find the gradient of the query."
     )
 
@@ -654,7 +654,7 @@ def test_queries_that_do_not_fit() -> None:
         attention(QUERY[:, :3], memory)
     with pytest.raises(BackendError, match="packed into one tensor"):
         attention(QUERY, memory, backend="inductor")
-    with pytest.raises(ArgumentError, match="a plan takes Dense memory, but got a Paged"):
+    with pytest.raises(ArgumentError, match="the memory of a plan must be Dense, but is Paged"):
         quire.plan(QUERY, memory)  # type: ignore[arg-type]
 
 

@@ -588,8 +588,8 @@ def test_a_plan_takes_no_ragged_memory() -> None:
     step = quire.plan(dense, Dense(dense, dense))
     memory: Any = Ragged(ROWS, ROWS, [0, 5, 12])
     message = (
-        "the memory of a plan must be Dense, but is Ragged. Call quire.attention, which takes every "
-        "memory."
+        "the memory of a plan must be Dense, but is Ragged. Call quire.attention, which takes "
+        "every memory."
     )
     for make in (lambda: quire.plan(ROWS, memory), lambda: step(ROWS, memory)):
         with pytest.raises(ArgumentError) as caught:
