@@ -533,7 +533,7 @@ def test_queries_learn_over_int8() -> None:
         )
     assert str(caught.value) == (
         "key must hold floats, which have a gradient, but is torch.int8. Give float pages, or let "
-        "autograd find the gradient of the query."
+        "autograd compute the gradient of the query."
     )
 
 
