@@ -493,13 +493,14 @@ OPTIONS = {
     ),
     "return_lse and return_aux": Bad(
         OptionError,
-        "return_lse and return_aux were both given. Use return_aux=AuxRequest(lse=True) alone.",
+        "only one of return_lse and return_aux must be given, but both are. Use "
+        "return_aux=AuxRequest(lse=True) alone.",
         lambda: {"return_lse": True, "return_aux": AuxRequest()},
         torch_raises=ValueError,
     ),
     "options in a list": Bad(
         ArgumentError,
-        "kernel_options must be a dict, but got list. See FlexKernelOptions.",
+        "kernel_options must be a dict, but is a list. See FlexKernelOptions.",
         lambda: {"kernel_options": [1]},
         torch_raises=TypeError,
     ),
@@ -512,21 +513,21 @@ OPTIONS = {
     ),
     "BACKEND and the knob it replaces": Bad(
         OptionError,
-        "kernel_options has both BACKEND and FORCE_USE_FLEX_ATTENTION, which BACKEND replaces. "
-        "Drop FORCE_USE_FLEX_ATTENTION.",
+        "kernel_options must not have both BACKEND and FORCE_USE_FLEX_ATTENTION, which BACKEND "
+        "replaces, but has both. Drop FORCE_USE_FLEX_ATTENTION.",
         lambda: {"kernel_options": {"BACKEND": "AUTO", "FORCE_USE_FLEX_ATTENTION": True}},
         torch_raises=RuntimeError,
     ),
     "OUTPUT_LOGSUMEXP": Bad(
         OptionError,
-        "kernel_options must not contain OUTPUT_LOGSUMEXP: which outputs are written follows from "
-        "return_aux. Use return_aux=AuxRequest(...).",
+        "kernel_options must not contain OUTPUT_LOGSUMEXP, since return_aux decides which outputs "
+        "are written, but does. Use return_aux=AuxRequest(...).",
         lambda: {"kernel_options": {"OUTPUT_LOGSUMEXP": True}},
         torch_raises=AssertionError,
     ),
     "an option without a name": Bad(
         OptionError,
-        "kernel_options must have names for keys, but got 3. See FlexKernelOptions.",
+        "kernel_options must have strings as keys, but has 3. See FlexKernelOptions.",
         lambda: {"kernel_options": {3: 1}},
     ),
 }
@@ -548,7 +549,7 @@ MODS = {
     ),
     "a block mask for a mask": Bad(
         NotCallableError,
-        "mask_mod must be a function of (b, h, q_idx, kv_idx), but got a BlockMask. Give it as "
+        "mask_mod must be a function of (b, h, q_idx, kv_idx), but is a BlockMask. Give it as "
         "block_mask=.",
         lambda: {"mask_mod": mask(None, None, L, S)},
     ),
@@ -726,13 +727,13 @@ BLOCK_MASKS = {
     ),
     "a function": Bad(
         BlockMaskError,
-        "block_mask must be a BlockMask, but got a function. Give a function as mask_mod=, or make "
+        "block_mask must be a BlockMask, but is a function. Give a function as mask_mod=, or make "
         "a mask of it with create_block_mask.",
         lambda: {"block_mask": causal},
     ),
     "a tensor": Bad(
         BlockMaskError,
-        "block_mask must be a BlockMask, but got a Tensor.",
+        "block_mask must be a BlockMask, but is a Tensor.",
         lambda: {"block_mask": tensor(L, S)},
     ),
     "a negative length": Bad(

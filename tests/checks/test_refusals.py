@@ -213,7 +213,7 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
     but = f"but there is no file {name}. Give the path that the mask"
     with pytest.raises(MissingFileError, match=f"BlockMask.save has written, {but}"):
         BlockMask.load(path)
-    got = f"got {name}, where there is none. Give the path that the sequence"
+    got = f"but there is none at {name}. Give the path that the sequence"
     with pytest.raises(MissingFileError, match=f"PagedKVCache.save has written, {got}"):
         cache().load(path)
 
@@ -224,10 +224,10 @@ def test_paths_that_are_none(path: Any, tmp_path: Path) -> None:
         path = tmp_path
     mask, holder = BlockMask.from_lengths([3]), cache()
     sequence = holder.sequence()
-    readable = (r"path must be a file that .*, but .*'", r"expected a file that .*, got '")
+    readable = (r"path must be a file that .*, but .*'", r"path must be a file that .*, but .*'")
     writable = (
         r"path must be where a file can be written, but '",
-        r"expected a place that a file can be written to, got '",
+        r"path must be a place for a file, but '.*' cannot be written",
     )
     calls = (
         (MaskFileError, BlockMask.load, mask.save),
@@ -320,5 +320,7 @@ def test_a_package_that_is_not_there() -> None:
         "    print(isinstance(error, ImportError), error)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("True expected the package transformers, whose models attend")
+    assert done.stdout.startswith(
+        "True the package transformers must be installed, but importing it raises"
+    )
     assert done.stdout.strip().endswith("Install it: pip install 'quire[models]'.")

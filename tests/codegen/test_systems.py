@@ -167,8 +167,8 @@ def test_mods_stand_alone(name: str) -> None:
     for given in each:
         kernel = quire.kernel(**given)
         for form in ("panel", "row", "backward"):
-            arguments = ModArguments.of(kernel.roots.everything(form), kernel.arguments.captures)
-            text = write_mods(form, tile, kernel.roots, arguments).text
+            arguments = ModArguments.of(kernel.graphs.everything(form), kernel.arguments.captures)
+            text = write_mods(form, tile, kernel.graphs, arguments).text
             assert undefined(jit.compile_object(text, TARGETS[name])) == set()
 
 

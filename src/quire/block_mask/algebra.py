@@ -10,8 +10,9 @@ a    b    a & b   a | b   ~a         . empty   ░ partial   █ full
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +21,8 @@ from quire.block_mask.elements import Elements, four_dimensional, is_endless, re
 from quire.block_mask.lists import FULL, PARTIAL, check_devices
 from quire.block_mask.tiles import Sizes
 from quire.errors import BlockMaskShapeError
-from quire.mods.compose import MaskMod, and_masks, not_mask, or_masks
+from quire.ir.trace import mod_name
+from quire.mods.compose import MaskMod, named, not_mask
 
 if TYPE_CHECKING:
     from quire.block_mask.mask import BlockMask
@@ -31,12 +33,22 @@ Mask = TypeVar("Mask", bound="BlockMask")
 class _Operator(NamedTuple):
     """How `&` or `|` combines the cells and the mask_mods of two masks."""
 
+    name: str
     cells: Callable[[Tensor, Tensor], Tensor]
-    mods: Callable[[MaskMod, MaskMod], MaskMod]
+    values: Callable[[Any, Any], Any]
+
+    def mods(self, left: MaskMod, right: MaskMod) -> MaskMod:
+        """Combine two mask_mods. A mod that returns True or False still does."""
+
+        @named(f"{self.name}({mod_name(left)}, {mod_name(right)})")
+        def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Any:
+            return self.values(left(b, h, q_idx, kv_idx), right(b, h, q_idx, kv_idx))
+
+        return mask
 
 
-_AND = _Operator(torch.minimum, and_masks)
-_OR = _Operator(torch.maximum, or_masks)
+_AND = _Operator("and_masks", torch.minimum, operator.and_)
+_OR = _Operator("or_masks", torch.maximum, operator.or_)
 
 
 def intersection(one: Mask, other: BlockMask) -> Mask:

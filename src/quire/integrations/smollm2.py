@@ -44,10 +44,12 @@ def weights() -> Path:
     spec = importlib.util.find_spec(PACKAGE)
     assert spec is not None and spec.origin is not None
     path = Path(spec.origin).parent / FILE
-    found = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "no such file"
-    if found != SHA256:
+    found = "there is no such file"
+    if path.is_file():
+        found = f"its sha256 is {hashlib.sha256(path.read_bytes()).hexdigest()}"
+    if not found.endswith(SHA256):
         raise MissingModelError(
-            f"{path} must have sha256 {SHA256}, but has {found}. Install: {HOW_TO_INSTALL}"
+            f"{path} must be the file with sha256 {SHA256}, but {found}. Install: {HOW_TO_INSTALL}"
         )
     return path
 
