@@ -108,7 +108,7 @@ def test_the_file_is_found_without_importing_its_package(
         smollm2.weights()
     (package / smollm2.FILE).write_bytes(b"GGUF, but another")
     with pytest.raises(
-        MissingModelError, match=f"with sha256 {smollm2.SHA256}, got [0-9a-f]{{64}}"
+        MissingModelError, match=f"with sha256 {smollm2.SHA256}, but its sha256 is [0-9a-f]{{64}}"
     ):
         smollm2.weights()
 
