@@ -17,6 +17,7 @@ import signal, sys, threading, torch, quire
 from quire import Dense, Paged, Ragged
 from quire.runtime import launch
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have its jobs ignore it
 torch.set_num_threads(2)
 if "pool" in sys.argv[1]:
     launch.openmp_library = lambda: None
