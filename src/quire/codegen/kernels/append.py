@@ -128,7 +128,8 @@ class _Writer:
         def number(column: Value, count: int) -> Value:
             if source == pages:  # as bits, so that the bits of a NaN are kept
                 return f.load(source.memory.as_int.vector(count), read, column)
-            return pages.write(f, f.convert(self._number(read, column, count), element))
+            number = self._number(read, column, count, F64 if at_once else F32)
+            return pages.write(f, f.convert(number, element))
 
         def stream() -> None:
             with f.range(0, width, lanes) as column:
@@ -200,9 +201,9 @@ class _Writer:
         nothing = self.f.value(0, I64)
         return [(many, nothing, packed), (self.lanes, packed, whole), (0, whole, width)]
 
-    def _number(self, read: Value, column: Value, count: int) -> Value:
+    def _number(self, read: Value, column: Value, count: int, element: Type = F32) -> Value:
         raw = self.f.load(self.source.memory.vector(count), read, column)
-        return self.source.read(self.f, raw, F32)
+        return self.source.read(self.f, raw, element)
 
 
 def _stream(f: Function, value: Value, pointer: Value, index: Value) -> None:
