@@ -32,6 +32,7 @@ LAYERS = """
     api
     kv
     attention
+    operator
     plans
     backends
     runtime

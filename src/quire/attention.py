@@ -12,10 +12,10 @@ from quire.aux_outputs import NO_AUX, AuxOutput, AuxRequest, checked_request
 from quire.config import Backend as BackendName
 from quire.ir.trace import Mod
 from quire.memory import Integers, Memory, Queries
-from quire.plans import compute
+from quire.operator.in_graph import compute
 from quire.request import Mask, Request
 from quire.results import Result
-from quire.support.dynamo import never_traced
+from quire.support.dynamo import entered_by_callers
 
 
 class AttentionOptions(TypedDict, total=False):
@@ -55,7 +55,7 @@ def attention(
 ) -> tuple[Tensor, torch_flex.AuxOutput]: ...
 
 
-@never_traced
+@entered_by_callers
 def attention(
     query: Tensor,
     memory: Memory,

@@ -94,7 +94,7 @@ class Attention(torch.autograd.Function):
         above = Above(out, lse, grad_out, grad_lse, sink)
         with without_autocast(query), _batched_refused(above):
             found = ctx.passes.backward(ctx.placed.on(query, key, value), wanted, above)
-        grad_sink = _sink_gradient(sink, found).to(sink.dtype) if wants_sink else None
+        grad_sink = sink_gradient(sink, found).to(sink.dtype) if wants_sink else None
         operands = zip((found.query, found.key, found.value), (query, key, value), strict=True)
         return (
             None,
@@ -152,7 +152,7 @@ def _batched_refused(above: Above) -> Iterator[None]:
         ) from error
 
 
-def _sink_gradient(sink: Tensor, found: Gradients) -> Tensor:
+def sink_gradient(sink: Tensor, found: Gradients) -> Tensor:
     """Return the gradient of `sink` [Hq]: it has no value, so dP = 0 and dS = -P * delta."""
     delta, lse = found.delta, found.lse
     assert delta is not None and lse is not None, "the gradients of a call come with both"

@@ -95,7 +95,9 @@ def make(call: Call) -> tuple[CallPlan, Call]:
 
 def layout_of(request: Request) -> Key | None:
     """Return all that a plan takes from the request itself; None if the request has no key."""
-    query, memory, queries, _, _, scale, dropout_p, sink, aux, options, backend, generator = request
+    (query, memory, queries, _, _, scale, dropout_p, sink, aux, options, backend, generator, *_) = (
+        request
+    )
     start, offsets, lengths = queries
     if (
         backend != "auto"
@@ -189,7 +191,9 @@ def operand_layout(query: Tensor, key: Tensor, value: Tensor) -> Key | None:
 def key_of(layout: Key, call: Call) -> Key | None:
     """Return the key of a call whose request has this layout; None if its mods have no key."""
     request, placed, problem, captures = call
-    learns = torch.is_grad_enabled() and _requires_grad(request.sink, *placed[:3], *captures)
+    learns = request.learns
+    if learns is None:
+        learns = torch.is_grad_enabled() and _requires_grad(request.sink, *placed[:3], *captures)
     rows = placed.rows
     if isinstance(rows, One):
         if rows.q_start > MOST_KEYS:

@@ -47,7 +47,8 @@ class EagerModWarning(UserWarning):
 class Request(NamedTuple):
     """The arguments of `attention`, unchanged. `masks` has at most one function and one BlockMask.
 
-    query [B, Hq, L, D] or [total, Hq, D], sink [Hq].
+    query [B, Hq, L, D] or [total, Hq, D], sink [Hq]. `learns` says whether a backward pass will
+    follow, if autograd does not know; `seed` is the seed of dropout, if it is drawn already.
     """
 
     query: Tensor
@@ -62,6 +63,8 @@ class Request(NamedTuple):
     kernel_options: Mapping[str, object] | None = None
     backend: BackendName = "auto"
     generator: torch.Generator | None = None
+    learns: bool | None = None
+    seed: tuple[int, int] | None = None
 
     @property
     def mask_mod(self) -> Mod | None:
@@ -139,6 +142,8 @@ class Call(NamedTuple):
     @property
     def learns(self) -> bool:
         """Return whether autograd must record the call: a tensor requires grad, or torch.func."""
+        if self.request.learns is not None:
+            return self.request.learns
         if torch.is_grad_enabled():
             for tensor in self.tensors:
                 if tensor.requires_grad:
@@ -168,7 +173,8 @@ class Call(NamedTuple):
         dropout = self.problem.dropout
         if dropout is None:
             return self
-        seeded = dropout.seeded(self.request.generator)
+        generator, seed = self.request.generator, self.request.seed
+        seeded = dropout.seeded(generator) if seed is None else Dropout(dropout.p, seed)
         return self._replace(problem=self.problem._replace(dropout=seeded))
 
 
@@ -315,6 +321,8 @@ def ready(mod: Mod, kind: Kind, query: Tensor) -> ReadyMod:
     """Trace a mod. If that is impossible, warn once and return it for torch.vmap to evaluate."""
     device = query.device
     dtype = torch.float32 if query.dtype == torch.float32 else working_dtype(query.dtype)
+    if type(mod) is Traced and mod.kind == kind and mod.output.dtype in (dtype, torch.bool):
+        return mod
     try:
         return trace(mod, kind, score_dtype=dtype, device=device)
     except UnsupportedOpError as error:

@@ -16,14 +16,13 @@ from torch.nn.attention import flex_attention as torch_flex
 from quire.api.kernel_options import FlexKernelOptions, check_kernel_options
 from quire.attention import aux_output
 from quire.aux_outputs import NO_AUX, AuxOutput, AuxRequest, checked_request
-from quire.backends import inductor
 from quire.config import Backend as BackendName
 from quire.errors import BlockMaskError, HeadsError, NotCallableError, OptionError
 from quire.ir.trace import Mod
 from quire.memory import TOP_LEFT, Dense
-from quire.plans import compute
+from quire.operator.in_graph import compute
 from quire.request import Mask, Request
-from quire.support.dynamo import instead
+from quire.support.dynamo import entered_by_callers
 from quire.support.warn import warn
 
 
@@ -105,7 +104,7 @@ def flex_attention(
 ) -> tuple[Tensor, torch_flex.AuxOutput]: ...
 
 
-@instead(inductor.flex_attention)
+@entered_by_callers
 def flex_attention(
     query: Tensor,
     key: Tensor,

@@ -1,4 +1,4 @@
-"""The graph of a mask_mod as plain values for JSON, and back, with every row checked.
+"""The graph of a mod as plain values for JSON, and back, with every row checked.
 
     >>> portable(trace(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, "mask").output)
     [['input', [], 'int64', 'kv_idx'],
@@ -12,9 +12,9 @@ ValueError that names the row. It never imports or runs anything that the data n
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from quire.ir.graph import Node, Payload, rows
 from quire.ir.ops import COMPARE, DTYPES, INTEGERS, LEAF, OPS, WHERE
@@ -23,6 +23,8 @@ from quire.ir.trace import MASK_INPUTS
 
 DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 """Every dtype that a graph can have, by its name."""
+
+SCORE_DTYPES = (torch.float32, torch.float64)
 
 
 def portable(root: Node) -> list[list[object]]:
@@ -38,21 +40,45 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def restore(written: object, captures: Sequence[Tensor]) -> Node:
-    """The root of the graph that `portable` wrote, over these captured tensors."""
+class Captured(Protocol):
+    """A captured tensor, or what a graph relies on in one."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of its elements."""
+
+    def dim(self) -> int:
+        """The number of its dimensions."""
+
+
+def restore(
+    written: object, captures: Sequence[Captured], inputs: tuple[str, ...] = MASK_INPUTS
+) -> Node:
+    """The root of the graph that `portable` wrote, over these captured tensors.
+
+    A graph of the inputs of a score_mod gives a score; any other gives truth values.
+    """
     _expect(isinstance(written, list) and len(written) > 0, "the graph has no rows")
     assert isinstance(written, list)
     nodes: list[Node] = []
     for place, row in enumerate(written):
         try:
-            nodes.append(_node(row, nodes, captures))
+            nodes.append(_node(row, nodes, captures, inputs))
         except ValueError as error:
             raise ValueError(f"row {place} of the graph is wrong: {error}") from error
-    _expect(nodes[-1].dtype == torch.bool, f"the graph gives {nodes[-1].dtype}, no truth values")
+    given = nodes[-1].dtype
+    if "score" in inputs:
+        _expect(given in SCORE_DTYPES, f"the graph gives {given}, no score")
+        scores = {node.dtype for node in nodes if node.payload == "score" and node.op == "input"}
+        _expect(scores <= {given}, f"the graph gives {given}, and takes other scores")
+    else:
+        _expect(given == torch.bool, f"the graph gives {given}, no truth values")
     return nodes[-1]
 
 
-def _node(row: object, nodes: list[Node], captures: Sequence[Tensor]) -> Node:
+def _node(
+    row: object, nodes: list[Node], captures: Sequence[Captured], inputs: tuple[str, ...]
+) -> Node:
     _expect(isinstance(row, list) and len(row) == 4, "it is no list of four")
     assert isinstance(row, list)
     op, places, name, payload = row
@@ -67,7 +93,10 @@ def _node(row: object, nodes: list[Node], captures: Sequence[Tensor]) -> Node:
     arity = OPS[op].arity
     _expect(arity is None or arity == len(args), f"{op} takes {arity} operands")
     if OPS[op].typing is LEAF:
-        payload = _checked_leaf(op, args, dtype, payload, captures)
+        if op == "input":
+            payload = _checked_input(dtype, payload, inputs)
+        else:
+            payload = _checked_leaf(op, args, dtype, payload, captures)
     else:
         _expect(payload is None, f"{op} carries nothing")
         _check_typing(op, [arg.dtype for arg in args], dtype)
@@ -84,17 +113,22 @@ def _check_typing(op: str, operands: list[torch.dtype], dtype: torch.dtype) -> N
     _expect(dtype == (torch.bool if typing is COMPARE else of), f"{op} of {of} gives no {dtype}")
 
 
+def _checked_input(dtype: torch.dtype, payload: object, inputs: tuple[str, ...]) -> str:
+    _expect(isinstance(payload, str) and payload in inputs, "there is no such input")
+    if payload == "score":
+        _expect(dtype in SCORE_DTYPES, f"a score is float32 or float64, not {dtype}")
+    else:
+        _expect(dtype == torch.int64, f"an input is int64, not {dtype}")
+    return str(payload)
+
+
 def _checked_leaf(
     op: str,
     args: list[Node],
     dtype: torch.dtype,
     payload: object,
-    captures: Sequence[Tensor],
+    captures: Sequence[Captured],
 ) -> Payload:
-    if op == "input":
-        _expect(isinstance(payload, str) and payload in MASK_INPUTS, "there is no such input")
-        _expect(dtype == torch.int64, f"an input is int64, not {dtype}")
-        return str(payload)
     if op == "const":
         return _checked_constant(dtype, payload)
     if op == "cast":

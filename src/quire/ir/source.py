@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import linecache
 import os
 import sys
+import threading
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeAlias
 
@@ -19,8 +22,25 @@ _OURS = {str(path) for path in Path(__file__).parent.glob("*.py")} | {functools.
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
+_given: tuple[int, Location] | None = None
+
+
+@contextlib.contextmanager
+def reading(location: Location | None) -> Iterator[None]:
+    """Name this line, in this thread, for what is traced meanwhile: it is read from a graph."""
+    global _given
+    before, _given = _given, location and (threading.get_ident(), location)
+    try:
+        yield
+    finally:
+        _given = before
+
+
 def user_location() -> Location:
     """The line of the innermost frame outside of this package and PyTorch."""
+    given = _given
+    if given is not None and given[0] == threading.get_ident():
+        return given[1]
     frame = sys._getframe(2)
     filename = frame.f_code.co_filename
     while (filename in _OURS or filename.startswith(_TORCH)) and frame.f_back is not None:

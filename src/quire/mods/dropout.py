@@ -29,10 +29,7 @@ class Dropout:
 
     def seeded(self, generator: torch.Generator | None) -> Dropout:
         """The same with a seed drawn from `generator`, or from torch's default one."""
-        device = torch.device("cpu") if generator is None else generator.device
-        numbers = torch.randint(-(2**31), 2**31, (2,), generator=generator, device=device)
-        low, high = numbers.tolist()
-        return Dropout(self.p, (low, high))
+        return Dropout(self.p, drawn_seed(generator))
 
     @functools.cached_property
     def keep(self) -> Traced:
@@ -43,6 +40,14 @@ class Dropout:
     def factor(self) -> float:
         """What a kept weight is multiplied by, so that the expected sum stays."""
         return 0.0 if self.p == 1.0 else 1.0 / (1.0 - self.p)
+
+
+def drawn_seed(generator: torch.Generator | None = None) -> tuple[int, int]:
+    """Draw a seed from `generator`, or from torch's default one."""
+    device = torch.device("cpu") if generator is None else generator.device
+    numbers = torch.randint(-(2**31), 2**31, (2,), generator=generator, device=device)
+    low, high = numbers.tolist()
+    return low, high
 
 
 def check_dropout(p: object) -> Dropout | None:

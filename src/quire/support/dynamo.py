@@ -50,6 +50,22 @@ def instead(theirs: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P
     return decorate
 
 
+def traced_as(other: Callable[P, R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate a function: Dynamo traces `other` in its place, and never enters it by itself."""
+
+    def decorate(ours: Callable[P, R]) -> Callable[P, R]:
+        torch_private.mark_inlined(ours, other)
+        torch_private.skip_code(ours.__code__)
+        return ours
+
+    return decorate
+
+
+def entered_by_callers(function: Function) -> Function:
+    """Decorate a function: Dynamo traces it as part of its caller, or if it is compiled itself."""
+    return _entered_by_twin(never_entered(function))
+
+
 def own(function: Function) -> Function:
     """Return a copy of `function`, which `patch_torch` does not change."""
     assert isinstance(function, types.FunctionType), "only Python functions have code to copy"

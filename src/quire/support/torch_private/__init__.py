@@ -13,7 +13,7 @@ import importlib
 import operator
 import types
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -169,6 +169,31 @@ def unsupported_operator(operator: Any) -> Exception:
     return error
 
 
+def is_in_a_graph(tensor: Tensor) -> bool:
+    """Return whether a tensor stands for another while PyTorch makes a graph: fake, functional."""
+    if type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__:
+        return False
+    functional = named("torch._subclasses.functional_tensor", "FunctionalTensor")
+    return isinstance(tensor, functional) or is_fake(tensor)
+
+
+_num_modes: Callable[[], int] = _function("torch", "_C._len_torch_dispatch_stack")
+_is_profiling: Callable[[], bool] = _function("torch", "_C._autograd._profiler_enabled")
+
+
+def is_watched() -> bool:
+    """Return whether a mode sees the operators that are called, or a profiler records them."""
+    return _num_modes() > 0 or _is_profiling()
+
+
+def profiled(name: str) -> AbstractContextManager[object]:
+    """Return a context whose time a profiler shows under `name`, if one records."""
+    return torch.profiler.record_function(name) if _is_profiling() else _UNSEEN
+
+
+_UNSEEN = nullcontext()
+
+
 # --- block masks and pages -----------------------------------------------------------------------
 
 _FLEX = "torch.nn.attention.flex_attention"
@@ -297,6 +322,11 @@ def mark_original(function: Callable[..., Any], original: Callable[..., Any]) ->
     function.__dict__.update(
         _torchdynamo_orig_callable=original, _torchdynamo_wrapper_id=id(function)
     )
+
+
+def mark_inlined(function: Callable[..., Any], other: Callable[..., Any]) -> None:
+    """Make Dynamo trace `other` wherever the code that it traces calls `function`."""
+    function.__dict__.update(_torchdynamo_inline=other)
 
 
 def mark_constant(function: Callable[..., Any]) -> None:

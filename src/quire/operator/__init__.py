@@ -1,0 +1,1 @@
+"""Attention as an operator that graphs of PyTorch can hold."""
