@@ -9,7 +9,7 @@ is at the position of the last key of its sequence, even if there are more queri
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -26,13 +26,14 @@ from quire.memory import Integers, Ragged
 from quire.memory.tables import Numbers, checked_lengths, checked_offsets
 from quire.mods import softcap as capped
 from quire.mods.compose import MaskMod, ScoreMod, all_of, chain, named
-from quire.support.dynamo import never_traced
+from quire.support.dynamo import entered_by_callers, traced_as
+from quire.support.torch_private import is_in_a_graph
 
 EVERYTHING = (-1, -1)
 """The window in which a query reads all keys."""
 
 
-@never_traced
+@entered_by_callers
 def varlen_attention(
     q: Tensor,
     k: Tensor,
@@ -74,8 +75,8 @@ def varlen_attention(
     """
     _check_supported(return_attn_probs, block_table)
     packed = (q, k, v)
-    layout = _Layout.of(packed, (cu_seqlens_q, cu_seqlens_k, seqused_k), _NAMES)
-    layout.check_longest(("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k))
+    longest = ("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)
+    layout = _layout_of(packed, (cu_seqlens_q, cu_seqlens_k, seqused_k), _NAMES, longest)
     place = layout.place()
     slopes = None if alibi_slopes is None else _lowered(alibi_slopes, layout, q.shape[1], place)
     found: Tensor | tuple[Tensor, AuxOutput] = layout.attend(
@@ -92,7 +93,7 @@ def varlen_attention(
     return found
 
 
-@never_traced
+@entered_by_callers
 def varlen_attn(
     query: Tensor,
     key: Tensor,
@@ -122,8 +123,8 @@ def varlen_attn(
     the log-sum-exp [T_q, Hq] if `return_aux.lse` is True.
     """
     packed = (query, key, value)
-    layout = _Layout.of(packed, (cu_seq_q, cu_seq_k, seqused_k), _TORCH_NAMES)
-    layout.check_longest(("max_q", max_q), ("max_k", max_k))
+    longest = ("max_q", max_q), ("max_k", max_k)
+    _layout_of(packed, (cu_seq_q, cu_seq_k, seqused_k), _TORCH_NAMES, longest)
     if not enable_gqa and query.shape[1] != key.shape[1]:
         raise HeadsError(
             f"query and key must have the same number of heads, but Hq={query.shape[1]} and "
@@ -157,51 +158,13 @@ _TORCH_NAMES = ("cu_seq_q", "cu_seq_k", "seqused_k")
 
 
 class _Layout(NamedTuple):
-    """The offsets [B + 1] and lengths [B] of queries and keys."""
+    """The offsets [B + 1] and lengths [B] of queries and keys, int64."""
 
-    q_offsets: Numbers
-    q_lengths: Numbers
-    kv_offsets: Numbers
-    kv_lengths: Numbers
-
-    @staticmethod
-    def of(
-        packed: tuple[Tensor, Tensor, Tensor],
-        spans: tuple[Integers, Integers | None, Integers | None],
-        names: tuple[str, str, str],
-    ) -> _Layout:
-        """Check and return offsets of queries, offsets of keys, and how many keys are used.
-
-        `names` are the user's names of `spans`. Rows after the last sequence belong to none.
-        """
-        check_packed(*packed)
-        q_ends, k_ends, used = spans
-        q_offsets = checked_offsets(names[0], q_ends, len(packed[0]))
-        k_ends = q_ends if k_ends is None else k_ends
-        kv_offsets = checked_offsets(names[1], k_ends, len(packed[1]))
-        if len(q_offsets) != len(kv_offsets):
-            raise ArgumentError(
-                f"{names[0]} and {names[1]} must be for as many sequences, but hold "
-                f"{len(q_offsets)} and {len(kv_offsets)} numbers. Give both one more number than "
-                f"there are sequences."
-            )
-        kv_lengths = np.diff(kv_offsets)
-        if used is not None:
-            kv_lengths = checked_lengths(names[1:], used, kv_lengths)
-        return _Layout(q_offsets, np.diff(q_offsets), kv_offsets, kv_lengths)
-
-    def check_longest(self, *given: tuple[str, int | None]) -> None:
-        """Raise if a sequence is longer than the user's longest length, for queries and keys."""
-        for (name, value), lengths in zip(given, (self.q_lengths, self.kv_lengths), strict=True):
-            if value is None:
-                continue
-            advice = "Give the length of the longest sequence, or None."
-            most, longest = whole_number(name, value, advice=advice), int(lengths.max(initial=0))
-            if most < longest:
-                raise ArgumentError(
-                    f"{name} must be at least {longest}, the length of the longest sequence, but "
-                    f"is {most}. {advice}"
-                )
+    q_offsets: Tensor
+    q_lengths: Tensor
+    kv_offsets: Tensor
+    kv_lengths: Tensor
+    exceeds: bool  # whether a sequence may have more queries than keys
 
     def place(self) -> Mod:
         """Return place(b, q_idx), the position of a query if the last one is at the last key.
@@ -209,17 +172,81 @@ class _Layout(NamedTuple):
         `q_idx` is that position, unless there are more queries than keys: then `q_idx` begins at
         0, and the positions of the first queries are negative.
         """
-        excess = torch.from_numpy(np.maximum(self.q_lengths - self.kv_lengths, 0))
-        if not bool(excess.any()):
+        if not self.exceeds:
             return lambda b, q_idx: q_idx
+        excess = (self.q_lengths - self.kv_lengths).clamp(min=0)
         return lambda b, q_idx: q_idx - excess[b]
 
     def attend(self, packed: tuple[Tensor, Tensor, Tensor], **options: Any) -> Any:
         """Compute attention of packed queries, keys and values."""
         q, k, v = packed
-        memory = Ragged(k, v, *map(torch.from_numpy, (self.kv_offsets, self.kv_lengths)))
-        offsets, lengths = map(torch.from_numpy, (self.q_offsets, self.q_lengths))
-        return attention(q, memory, q_offsets=offsets, q_lengths=lengths, **options)
+        memory = Ragged(k, v, self.kv_offsets, self.kv_lengths)
+        return attention(q, memory, q_offsets=self.q_offsets, q_lengths=self.q_lengths, **options)
+
+
+_Spans: TypeAlias = tuple[Integers, Integers | None, Integers | None]
+"""The offsets of queries, the offsets of keys, and how many keys are used."""
+
+
+def _layout_in_graph(
+    packed: tuple[Tensor, Tensor, Tensor],
+    spans: _Spans,
+    names: tuple[str, str, str],
+    longest: tuple[tuple[str, int | None], tuple[str, int | None]],
+) -> _Layout:
+    """Return the layout where a graph is made: the values are not known, so none is checked."""
+    q_offsets = torch.as_tensor(spans[0]).long()
+    kv_offsets = q_offsets if spans[1] is None else torch.as_tensor(spans[1]).long()
+    used = kv_offsets.diff() if spans[2] is None else torch.as_tensor(spans[2]).long()
+    return _Layout(q_offsets, q_offsets.diff(), kv_offsets, used, exceeds=True)
+
+
+@traced_as(_layout_in_graph)
+def _layout_of(
+    packed: tuple[Tensor, Tensor, Tensor],
+    spans: _Spans,
+    names: tuple[str, str, str],
+    longest: tuple[tuple[str, int | None], tuple[str, int | None]],
+) -> _Layout:
+    """Check and return where sequences are. Rows after the last sequence belong to none.
+
+    `names` are the user's names of `spans`; `longest` has the names and values of the user's
+    longest lengths, for queries and keys.
+    """
+    if any(map(is_in_a_graph, packed)):
+        return _layout_in_graph(packed, spans, names, longest)
+    check_packed(*packed)
+    q_ends, k_ends, used = spans
+    q_offsets = checked_offsets(names[0], q_ends, len(packed[0]))
+    k_ends = q_ends if k_ends is None else k_ends
+    kv_offsets = checked_offsets(names[1], k_ends, len(packed[1]))
+    if len(q_offsets) != len(kv_offsets):
+        raise ArgumentError(
+            f"{names[0]} and {names[1]} must be for as many sequences, but hold "
+            f"{len(q_offsets)} and {len(kv_offsets)} numbers. Give both one more number than "
+            f"there are sequences."
+        )
+    q_lengths, kv_lengths = np.diff(q_offsets), np.diff(kv_offsets)
+    if used is not None:
+        kv_lengths = checked_lengths(names[1:], used, kv_lengths)
+    for (name, most), lengths in zip(longest, (q_lengths, kv_lengths), strict=True):
+        _check_longest(name, most, lengths)
+    exceeds = bool((q_lengths > kv_lengths).any())
+    columns = map(torch.from_numpy, (q_offsets, q_lengths, kv_offsets, kv_lengths))
+    return _Layout(*columns, exceeds)
+
+
+def _check_longest(name: str, value: int | None, lengths: Numbers) -> None:
+    """Raise if a sequence is longer than the user's longest length."""
+    if value is None:
+        return
+    advice = "Give the length of the longest sequence, or None."
+    most, longest = whole_number(name, value, advice=advice), int(lengths.max(initial=0))
+    if most < longest:
+        raise ArgumentError(
+            f"{name} must be at least {longest}, the length of the longest sequence, but is "
+            f"{most}. {advice}"
+        )
 
 
 # --- options -------------------------------------------------------------------------------------
@@ -271,7 +298,7 @@ def _lowered(slopes: Tensor, layout: _Layout, num_heads: int, place: Mod) -> Sco
     """Return a score_mod that subtracts slope times distance, before and after the query."""
     advice = "Give one slope for each head [H], or for each sequence and head [B, H]."
     slope = tensor_of("floats", "alibi_slopes", slopes, ranks=(1, 2), advice=advice)
-    wanted = (num_heads,) if slope.ndim == 1 else (len(layout.q_lengths), num_heads)
+    wanted = (num_heads,) if slope.ndim == 1 else (layout.q_lengths.shape[0], num_heads)
     if slope.shape != wanted:
         raise ShapeError(
             f"alibi_slopes must have shape {list(wanted)}, but has {list(slope.shape)}. {advice}"

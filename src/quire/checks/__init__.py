@@ -20,6 +20,7 @@ from quire.errors import (
 )
 from quire.support.torch_private import (
     is_batched,
+    is_fake,
     is_legacy_batched,
     is_wrapped,
     lost_memory,
@@ -141,6 +142,8 @@ def check_kind(name: str, tensor: object) -> None:
             f"dimension into the batch dimension."
         )
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        if is_fake(tensor):  # while a graph is made; only its shape will be used
+            return
         raise TensorKindError(
             f"{name} must be a plain tensor, but is a {type(tensor).__name__}, whose memory cannot "
             f"be read. Pass a plain tensor, such as its local or materialised part."

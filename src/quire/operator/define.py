@@ -166,6 +166,7 @@ def _fake_forward(
     form = read(text)
     named = dict(zip(form.tables, tables, strict=True))
     memory = memory_of((query, key, value), named, form.memory)
+    memory.check(query, Queries(None, named.get("q_offsets"), named.get("q_lengths")))
     placed = memory.as_placed(query, query)
     shape, strides = output_layout(placed, value.shape[-1])
     working = working_dtype(query.dtype)
@@ -269,7 +270,7 @@ def _fake_backward(
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     query, key, value, captures, tables, numbers, text = inputs
     form = read(text)
-    ctx.form, ctx.numbers, ctx.counts = form, (numbers, text), (len(captures), len(output))
+    ctx.form, ctx.numbers, ctx.text, ctx.num_captures = form, numbers, text, len(captures)
     out, lse = output[:2] if form.learns else (output[0], output[0])
     ctx.save_for_backward(out, lse, query, key, value, *captures, *tables)
     ctx.set_materialize_grads(False)
@@ -277,7 +278,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 
 def _gradients(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     out, lse, query, key, value, *rest = ctx.saved_tensors
-    count, _ = ctx.counts
+    count = ctx.num_captures
     captures, tables = rest[:count], rest[count:]
     if not ctx.form.learns:
         raise TensorKindError(
@@ -286,13 +287,11 @@ def _gradients(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
         )
     needs = ctx.needs_input_grad
     wanted = [*needs[:3], *(needs[3] if count else ())]
-    found = iter(
-        torch.ops.quire.attention_backward(
-            grads[0], grads[1], out, lse, query, key, value, captures, tables, *ctx.numbers, wanted
-        )
-    )
+    operands, rest = (query, key, value), (captures, tables, ctx.numbers, ctx.text)
+    found = iter(torch.ops.quire.attention_backward(*grads[:2], out, lse, *operands, *rest, wanted))
     every = [next(found) if wants else None for wants in wanted]
-    return (*every[:3], every[3:], [None] * len(tables), None, None)
+    no_number = None if ctx.numbers else []  # torch takes an empty list for one of tensors
+    return (*every[:3], every[3:], [None] * len(tables), no_number, None)
 
 
 for _name, _compute, _shapes in (

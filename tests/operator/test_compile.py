@@ -1,0 +1,284 @@
+"""torch.compile runs quire's own kernels inside one graph: the same bits, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from graphs import Graphs
+from torch import Tensor, nn
+
+import quire
+from quire import Dense, Paged, Ragged, attention, flex_attention
+from quire.mods import (
+    LearnedDistanceBias,
+    alibi,
+    causal,
+    distance_bias,
+    document,
+    prefix_lm,
+    sliding_window,
+    softcap,
+)
+
+SLOPES = torch.tensor([0.5, -0.25, 0.125, 1.0])
+IDS = torch.arange(64) // 10
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def operands(length: int = 24, **kind: Any) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(2, 4, length, 16).to(**kind).requires_grad_() for _ in range(3)]
+
+
+def slope(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return score + SLOPES[h] * (q_idx - kv_idx)
+
+
+def assert_same(
+    function: Callable[..., Any], tensors: list[Tensor], *, backend: Any = "aot_eager"
+) -> None:
+    """The function gives the same results and gradients compiled as a whole and not compiled."""
+    graphs = Graphs()
+    torch.compile(function, backend=graphs, fullgraph=True)(*tensors)
+    assert len(graphs.graphs) == 1
+    names = [str(node.target) for node in graphs.graphs[0].graph.nodes]
+    assert "quire.attention.default" in names and "flex_attention" not in names
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend=backend, fullgraph=True)
+    found, expected = compiled(*tensors), function(*tensors)
+    found, expected = (x if isinstance(x, tuple) else (x,) for x in (found, expected))
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other) and one.stride() == other.stride()
+    learned = [x for x in tensors if x.requires_grad]
+    losses = [sum(x.float().sum() for x in each if x.requires_grad) for each in (found, expected)]
+    if learned:
+        gradients = [torch.autograd.grad(loss, learned, allow_unused=True) for loss in losses]
+        for one, other in zip(*gradients, strict=True):
+            assert one is other is None or torch.equal(one, other)
+
+
+# Mods and masks
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_every_dtype(dtype: torch.dtype) -> None:
+    def model(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attention(query * 2, Dense(key, value), score_mod=slope, mask=causal) + 1
+
+    assert_same(model, operands(dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"mask": causal},
+        {"mask": sliding_window(7) & ~causal},
+        {"mask": prefix_lm(3) | document(IDS)},
+        {"mask": document(lengths=[5, 3, 16])},
+        {"score_mod": alibi(4)},
+        {"score_mod": softcap(5.0) >> distance_bias(torch.rand(4, 63))},
+        {"scale": 0.3, "q_start": 5},
+        {"sink": torch.rand(4)},
+        {"mask": lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) | (IDS[kv_idx] == 2)},
+    ],
+    ids=lambda options: "-".join(options) or "plain",
+)
+def test_mods_of_the_library(options: dict[str, Any]) -> None:
+    def model(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attention(query, Dense(key, value), **options)
+
+    assert_same(model, operands())
+
+
+def test_a_learned_table_of_a_module() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = LearnedDistanceBias(4, 32)
+            self.sink = nn.Parameter(torch.rand(4))
+
+        def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            out: Tensor = flex_attention(
+                query, key, value, self.bias, mask_mod=causal, sink=self.sink
+            )
+            return out
+
+    model = Model()
+    nn.init.normal_(next(model.bias.parameters()))
+    tensors = operands()
+    expected = torch.autograd.grad(model(*tensors).sum(), list(model.parameters()))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    found = torch.autograd.grad(compiled(*tensors).sum(), list(model.parameters()))
+    assert all(map(torch.equal, found, expected))
+
+
+def test_a_mod_made_inside_of_what_the_graph_computes() -> None:
+    def model(query: Tensor, key: Tensor, value: Tensor, weights: Tensor) -> Tensor:
+        table, length = weights.exp(), query.shape[2]
+
+        def mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            near = torch.where(kv_idx < length - 2, 1.0, 2.0)
+            return score * table[h, 0] + weights.sum(1)[h] + near
+
+        return attention(query, Dense(key, value), score_mod=mod)
+
+    assert_same(model, [*operands(), torch.rand(4, 3, requires_grad=True)])
+
+
+def test_captured_tensors_are_inputs_and_never_stale() -> None:
+    table = torch.rand(4)
+
+    def model(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        def mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return score + table[h] * q_idx * kv_idx
+
+        return attention(query, Dense(key, value), score_mod=mod)
+
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    tensors = operands()
+    first = compiled(*tensors)
+    table.add_(1)
+    assert torch.equal(compiled(*tensors), model(*tensors))
+    assert not torch.equal(first, model(*tensors))
+
+
+@pytest.mark.parametrize("kind", [quire, torch.nn.attention.flex_attention], ids=["ours", "torch"])
+def test_block_masks(kind: Any) -> None:
+    blocks = kind.create_block_mask(causal, None, None, 48, 48, device="cpu", BLOCK_SIZE=16)
+
+    def model(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out: Tensor = flex_attention(query, key, value, slope, blocks, mask_mod=document(IDS))
+        return out
+
+    assert_same(model, operands(48))
+
+
+def test_every_auxiliary_result() -> None:
+    request = quire.AuxRequest(True, True, True, True, True)
+
+    def model(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        out, aux = attention(query, Dense(key, value), mask=causal, return_aux=request)
+        return out, *aux
+
+    assert_same(model, operands())
+
+
+def test_dropout_draws_from_torchs_generator() -> None:
+    def model(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attention(query, Dense(key, value), dropout_p=0.4)
+
+    tensors = operands()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    found = []
+    for function in (model, compiled):
+        torch.manual_seed(7)
+        out = function(*tensors)
+        found.append((out, *torch.autograd.grad(out.sum(), tensors)))
+    assert all(map(torch.equal, *found))
+    assert not torch.equal(compiled(*tensors), compiled(*tensors))
+
+
+# Memories
+
+
+def test_ragged_memory() -> None:
+    offsets, lengths = torch.tensor([0, 5, 5, 12]), torch.tensor([4, 0, 7])
+
+    def model(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor) -> Tensor:
+        memory = Ragged(key, value, offsets, lengths)
+        return attention(query, memory, mask=causal, q_lengths=lengths)
+
+    torch.manual_seed(0)
+    packed = [torch.randn(12, 4, 16, requires_grad=True) for _ in range(3)]
+    assert_same(model, [*packed, offsets])
+
+
+def test_varlen() -> None:
+    def model(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor) -> Tensor:
+        out: Tensor = quire.varlen_attention(
+            query, key, value, offsets, causal=True, window_size=(3, 0), softcap=4.0
+        )
+        return out
+
+    torch.manual_seed(0)
+    packed = [torch.randn(12, 4, 16, requires_grad=True) for _ in range(3)]
+    assert_same(model, [*packed, torch.tensor([0, 5, 5, 12], dtype=torch.int32)])
+
+
+@pytest.mark.parametrize("q_len", [1, 7])
+def test_paged_memory(q_len: int) -> None:
+    table, lengths = torch.tensor([[2, 0, -1], [1, 3, 4]], dtype=torch.int32), torch.tensor([9, 24])
+
+    def model(query: Tensor, key: Tensor, value: Tensor, table: Tensor, lengths: Tensor) -> Tensor:
+        return attention(query, Paged(key, value, table, lengths), mask=causal, score_mod=slope)
+
+    torch.manual_seed(0)
+    query = torch.randn(2, 4, q_len, 16)
+    pages = [torch.randn(5, 2, 8, 16) for _ in range(2)]
+    assert_same(model, [query, *pages, table, lengths])
+
+
+# Lengths
+
+
+def test_a_third_length_compiles_nothing() -> None:
+    graphs = Graphs()
+
+    def model(query: Tensor, key: Tensor, value: Tensor, ids: Tensor) -> Tensor:
+        return attention(query, Dense(key, value), score_mod=slope, mask=document(ids) & causal)
+
+    compiled = torch.compile(model, backend=graphs, fullgraph=True)
+    for length in (24, 30, 41, 17, 64):
+        tensors, ids = operands(length), IDS[:length]
+        assert torch.equal(compiled(*tensors, ids), model(*tensors, ids))
+    assert len(graphs.graphs) == 2
+
+
+# What cannot be part of a graph
+
+
+def unsupported(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return torch.special.bessel_j0(score)  # a line to be named
+
+
+def test_a_mod_outside_of_the_table_breaks_the_graph() -> None:
+    graphs = Graphs()
+
+    def model(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attention(query + 1, Dense(key, value), score_mod=unsupported) * 2
+
+    tensors = [x.detach() for x in operands()]
+    with pytest.warns(quire.EagerModWarning):
+        expected = model(*tensors)
+    assert torch.equal(torch.compile(model, backend=graphs)(*tensors), expected)
+    assert len(graphs.graphs) == 2
+
+
+def test_a_mod_outside_of_the_table_is_named_if_a_graph_may_not_break() -> None:
+    def model(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attention(query + 1, Dense(key, value), score_mod=unsupported) * 2
+
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    line = r"test_compile.py:\d+: `return torch.special.bessel_j0\(score\)  # a line to be named`"
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=line):
+        compiled(*operands())
+
+
+def test_wrong_shapes_are_told_of_while_the_graph_is_made() -> None:
+    def model(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attention(query, Dense(key, value))
+
+    query, key, value = (x.detach() for x in operands())
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="head_dim"):
+        compiled(query, key[..., :8], value)
