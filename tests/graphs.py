@@ -22,6 +22,10 @@ class Graphs:
         return graph.forward
 
     @property
+    def uses_quire(self) -> bool:
+        return any("quire.attention" in str(graph.graph) for graph in self.graphs)
+
+    @property
     def uses_torch(self) -> bool:
         return any("flex_attention" in str(graph.graph) for graph in self.graphs)
 

@@ -280,5 +280,5 @@ def test_wrong_shapes_are_told_of_while_the_graph_is_made() -> None:
 
     query, key, value = (x.detach() for x in operands())
     compiled = torch.compile(model, backend="eager", fullgraph=True)
-    with pytest.raises(Exception, match="head_dim"):
+    with pytest.raises(Exception, match="same embedding dimension"):
         compiled(query, key[..., :8], value)

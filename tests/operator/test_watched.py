@@ -47,8 +47,7 @@ class Model(nn.Module):
 @pytest.mark.parametrize("learns", [False, True])
 def test_an_exported_program_gives_the_same_bits(strict: bool, learns: bool) -> None:
     model, tensors = Model().requires_grad_(learns), operands()
-    length = torch.export.Dim("length", min=24, max=4096) if False else None
-    program = torch.export.export(model, tuple(tensors), strict=strict, dynamic_shapes=length)
+    program = torch.export.export(model, tuple(tensors), strict=strict)
     names = [str(node.target) for node in program.graph.nodes]
     assert names.count("quire.attention.default") == 2
     assert torch.equal(program.module()(*tensors), model(*tensors))
@@ -84,8 +83,8 @@ def test_the_profiler_shows_the_operator_and_the_names_of_mods() -> None:
     rows = {row.key: row for row in profiled.key_averages(group_by_input_shape=True)}
     assert rows["quire::attention"].count == 1
     assert rows["quire::attention"].input_shapes[:3] == [[2, 4, 24, 16]] * 3
-    assert rows["attention(alibi, causal)"].count == 1
-    assert rows["backward of attention(alibi, causal)"].count == 1
+    assert rows["attention(alibi_4, causal)"].count == 1
+    assert rows["backward of attention(alibi_4, causal)"].count == 1
 
 
 def test_selective_checkpointing_can_name_the_operator() -> None:

@@ -1,4 +1,4 @@
-"""torch.compile and torch.export of code that calls quire: a break, or PyTorch's operator.
+"""torch.compile and torch.export of code that calls quire's functions.
 
 Nothing here is lowered to machine code: Dynamo's tracing is all that matters.
 """
@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
 import quire
-from quire.errors import BackendError
 from quire.support import dynamo
 from quire.support.dynamo import OneGraphWarning
 
@@ -47,37 +46,24 @@ def assert_same(actual: Tensor, operands: list[Tensor]) -> None:
     assert_as_good_as(actual, model(*operands), truth)
 
 
-# A break
+# No break
 
 
-def test_a_break_and_the_same_bits(graphs: Graphs) -> None:
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_no_break_and_the_same_bits(graphs: Graphs, fullgraph: bool) -> None:
     operands = qkv()
-    assert torch.equal(torch.compile(model, backend=graphs)(*operands), model(*operands))
-    assert len(graphs.graphs) == 2  # what is before and what is after
-    assert not graphs.uses_torch
+    compiled = torch.compile(model, backend=graphs, fullgraph=fullgraph)
+    assert torch.equal(compiled(*operands), model(*operands))
+    assert len(graphs.graphs) == 1
+    assert graphs.uses_quire and not graphs.uses_torch
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo asks for it after any break
-def test_gradients_pass_the_break() -> None:
+def test_gradients_pass_the_graph() -> None:
     plain = qkv(requires_grad=True)
     compiled = [x.detach().clone().requires_grad_() for x in plain]
     model(*plain).sum().backward()
     torch.compile(model, backend="aot_eager")(*compiled).sum().backward()
     assert all(torch.equal(x.grad, y.grad) for x, y in zip(plain, compiled, strict=True))
-
-
-def test_what_runs_between_graphs_is_not_traced() -> None:
-    seen = []
-
-    def watching(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        seen.append(torch.compiler.is_dynamo_compiling())
-        return q_idx >= kv_idx
-
-    def run(*operands: Tensor) -> Tensor:
-        return quire.flex_attention(*operands, mask_mod=watching)
-
-    torch.compile(run, backend="eager")(*qkv())
-    assert seen and not any(seen)
 
 
 def test_none_of_our_code_is_compiled() -> None:
@@ -93,13 +79,12 @@ def test_none_of_our_code_is_compiled() -> None:
     assert set(compiled) == {__file__}
 
 
-@pytest.mark.filterwarnings("ignore::quire.OneGraphWarning")
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_the_function_itself_compiled(graphs: Graphs, fullgraph: bool) -> None:
     operands = qkv()
     compiled = torch.compile(quire.flex_attention, backend=graphs, fullgraph=fullgraph)
-    torch.testing.assert_close(compiled(*operands, slope), quire.flex_attention(*operands, slope))
-    assert graphs.uses_torch == fullgraph
+    assert torch.equal(compiled(*operands, slope), quire.flex_attention(*operands, slope))
+    assert graphs.uses_quire
 
 
 @pytest.mark.parametrize(
@@ -112,7 +97,7 @@ def test_the_function_itself_compiled(graphs: Graphs, fullgraph: bool) -> None:
         {"mask_mod": causal, "kernel_options": {"BLOCK_M": 64}, "scale": 0.5},
     ],
 )
-def test_every_argument_passes_the_break(options: dict[str, Any]) -> None:
+def test_every_argument_passes(options: dict[str, Any]) -> None:
     def run(*operands: Tensor) -> Any:
         if "generator" in options:
             options["generator"].manual_seed(0)
@@ -123,7 +108,7 @@ def test_every_argument_passes_the_break(options: dict[str, Any]) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
-def test_our_other_functions_break_too(graphs: Graphs) -> None:
+def test_what_makes_masks_breaks(graphs: Graphs) -> None:
     def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         blocks = quire.create_block_mask(causal, None, None, 32, 32, BLOCK_SIZE=16)
         mask = quire.create_mask(causal, 1, 1, 32, 32)
@@ -132,36 +117,27 @@ def test_our_other_functions_break_too(graphs: Graphs) -> None:
 
     operands = qkv()
     assert torch.equal(torch.compile(run, backend=graphs)(*operands), run(*operands))
-    assert len(graphs.graphs) == 1  # the product at the end
+    assert len(graphs.graphs) == 1  # after the masks
+    assert graphs.uses_quire
 
 
 # One graph
 
 
-def test_one_graph_is_handed_over_with_one_warning(graphs: Graphs) -> None:
-    operands = qkv()
+def test_in_one_graph_masks_are_made_by_torch_with_one_warning(graphs: Graphs) -> None:
+    def run() -> torch_flex.BlockMask:
+        return quire.create_block_mask(causal, None, None, 64, 64, "cpu", BLOCK_SIZE=16)
+
     with pytest.warns(OneGraphWarning) as caught:
-        out = torch.compile(model, backend=graphs, fullgraph=True)(*operands)
-    assert_same(out, operands)
-    assert len(graphs.graphs) == 1
-    assert graphs.uses_torch
+        torch.compile(run, backend=graphs, fullgraph=True)()
     assert [str(warning.message) for warning in caught] == [
-        "quire runs between graphs, but fullgraph=True and torch.export allow only one: PyTorch's "
-        "own operators take its place. Compile without fullgraph=True to have quire compute."
+        "quire makes block masks and writes pages between graphs, but fullgraph=True and "
+        "torch.export allow only one graph: PyTorch's own functions take their place. Make masks "
+        "before the graph, or compile without fullgraph=True."
     ]
     assert caught[0].filename == __file__
     torch._dynamo.reset()
-    torch.compile(model, backend=graphs, fullgraph=True)(*operands)  # no further warning
-
-
-@pytest.mark.filterwarnings("ignore::quire.OneGraphWarning")
-def test_in_one_graph_our_mask_mod_holds(graphs: Graphs) -> None:
-    def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return quire.flex_attention(query + 1, key, value, slope, mask_mod=causal) * 2
-
-    operands = qkv()
-    assert_same(torch.compile(run, backend=graphs, fullgraph=True)(*operands), operands)
-    assert graphs.uses_torch
+    torch.compile(run, backend=graphs, fullgraph=True)()  # no further warning
 
 
 @pytest.mark.filterwarnings("ignore::quire.OneGraphWarning")
@@ -174,7 +150,6 @@ def test_in_one_graph_block_masks_are_made(graphs: Graphs) -> None:
     assert len(graphs.graphs) == 1
 
 
-@pytest.mark.filterwarnings("ignore::quire.OneGraphWarning")
 @pytest.mark.parametrize("kind", ["quire", "torch"])
 def test_in_one_graph_a_request_is_answered_in_its_class(graphs: Graphs, kind: str) -> None:
     owner: Any = quire if kind == "quire" else torch_flex
@@ -185,53 +160,53 @@ def test_in_one_graph_a_request_is_answered_in_its_class(graphs: Graphs, kind: s
     _, aux = torch.compile(run, backend=graphs, fullgraph=True)(*qkv())
     assert type(aux) is owner.AuxOutput
     assert not any(aux)
-    assert graphs.uses_torch
+    assert graphs.uses_quire
 
 
-@pytest.mark.filterwarnings("ignore::quire.OneGraphWarning")
 @pytest.mark.parametrize(
     ("options", "lacking"),
     [
-        ({"sink": torch.zeros(2)}, "has no sink"),
-        ({"dropout_p": 0.1}, "has no dropout"),
-        ({"return_aux": quire.AuxRequest(argmax=True)}, "does not return argmax"),
-        ({"return_aux": quire.AuxRequest(entropy=True)}, "does not return entropy"),
-        ({"return_aux": quire.AuxRequest(key_mass=True)}, "does not return key_mass"),
+        ({"sink": torch.zeros(2)}, "sink"),
+        ({"dropout_p": 0.1}, "dropout"),
+        ({"return_aux": quire.AuxRequest(argmax=True)}, "argmax"),
+        ({"return_aux": quire.AuxRequest(entropy=True)}, "entropy"),
+        ({"return_aux": quire.AuxRequest(key_mass=True)}, "key_mass"),
     ],
 )
-def test_what_the_operator_lacks_is_said(options: dict[str, Any], lacking: str) -> None:
+def test_what_pytorchs_operator_lacks_is_said(options: dict[str, Any], lacking: str) -> None:
     def run(*operands: Tensor) -> Tensor:
-        return quire.flex_attention(*operands, **options)
+        return quire.flex_attention(*operands, **options, backend="inductor")
 
-    with pytest.raises(torch._dynamo.exc.Unsupported, match=rf"BackendError.*{lacking}, "):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=rf"BackendError.*has no {lacking}"):
         torch.compile(run, backend="eager", fullgraph=True)(*qkv())
 
 
-@pytest.mark.filterwarnings("ignore::quire.OneGraphWarning")
+def test_pytorchs_operator_is_in_the_graph_if_it_is_asked_for(graphs: Graphs) -> None:
+    def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        options: dict[str, Any] = {"mask_mod": causal, "backend": "inductor"}
+        return quire.flex_attention(query + 1, key, value, slope, **options) * 2
+
+    operands = qkv()
+    assert_same(torch.compile(run, backend=graphs, fullgraph=True)(*operands), operands)
+    assert graphs.uses_torch and not graphs.uses_quire
+
+
 def test_a_region_that_may_not_break(graphs: Graphs) -> None:
     @torch._dynamo.error_on_graph_break(True)
     def region(*operands: Tensor) -> Tensor:
         return model(*operands)
 
     operands = qkv()
-    assert_same(torch.compile(region, backend=graphs)(*operands), operands)
-    assert graphs.uses_torch
+    assert torch.equal(torch.compile(region, backend=graphs)(*operands), model(*operands))
+    assert graphs.uses_quire
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_export_is_handed_over_with_one_warning(strict: bool) -> None:
+def test_export_has_our_operator(strict: bool) -> None:
     operands = qkv()
-    with pytest.warns(OneGraphWarning) as caught:
-        program = torch.export.export(Model(quire.flex_attention), tuple(operands), strict=strict)
-    assert len(caught) == 1
-    assert "flex_attention" in str(program.graph)
-    assert_same(program.module()(*operands), operands)
-
-
-@pytest.mark.filterwarnings("ignore::quire.OneGraphWarning")
-def test_export_says_what_the_operator_lacks() -> None:
-    with pytest.raises(BackendError, match="has no dropout, but one was given"):
-        torch.export.export(Model(quire.flex_attention, dropout_p=0.1), tuple(qkv()), strict=False)
+    program = torch.export.export(Model(quire.flex_attention), tuple(operands), strict=strict)
+    assert "quire.attention" in str(program.graph)
+    assert torch.equal(program.module()(*operands), model(*operands))
 
 
 # No graph at all

@@ -134,7 +134,7 @@ def flex_attention(
     computes. Returns [B, Hq, L, Dv]. With `return_aux` it returns a pair of that and an
     `AuxOutput`; with the deprecated `return_lse`, of that and the log-sum-exp [B, Hq, L].
 
-    torch.compile breaks the graph here. If it must not, it uses PyTorch's operator instead.
+    A graph of torch.compile or torch.export holds it as one operator, `quire::attention`.
     """
     aux = aux_request(return_lse, return_aux)
     if kernel_options is not None:

@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
-from quire.aux_outputs import AuxOutput, AuxRequest
+from quire.aux_outputs import AuxRequest
 from quire.checks.arguments import dtype_name
 from quire.errors import BackendError
 from quire.ir.trace import Mod
+from quire.memory import Dense
 from quire.mods.compose import shift
-from quire.request import Call
+from quire.request import Call, Request
 from quire.results import Result
 from quire.support.dynamo import own
 from quire.support.torch_private import compile_errors, has_avx2, no_compiler_error
@@ -195,55 +196,46 @@ def _first_line(error: BaseException) -> str:
 # --- in a graph of torch.compile -----------------------------------------------------------------
 
 
-def flex_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score_mod: Mod | None = None,
-    block_mask: torch_flex.BlockMask | None = None,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    return_lse: bool = False,
-    kernel_options: Any = None,
-    *,
-    return_aux: AuxRequest | torch_flex.AuxRequest | None = None,
-    mask_mod: Mod | None = None,
-    dropout_p: float = 0.0,
-    generator: torch.Generator | None = None,
-    sink: Tensor | None = None,
-    backend: str = "auto",
-) -> Any:
-    """Compute quire's flex_attention with PyTorch's operator, where a graph may not break.
-
-    query [B, Hq, L, D], key [B, Hkv, S, D], value [B, Hkv, S, Dv].
-    """
-    if dropout_p != 0.0 or sink is not None:
+def in_graph(request: Request) -> Result:
+    """Compute a request over dense memory with PyTorch's operator, where Dynamo traces."""
+    lacking = [name for name, wanted in _lacking(request) if wanted]
+    if lacking:
         raise BackendError(
-            f"PyTorch's operator, which computes under fullgraph=True and torch.export, has no "
-            f"{'sink' if dropout_p == 0.0 else 'dropout'}, but one was given. Compile without "
+            f"PyTorch's operator, which computes inside torch.compile for this device or backend, "
+            f"must be able to do what is asked, but it has no {lacking[0]}. Compile without "
             f"fullgraph=True."
         )
-    torch_request = return_aux
-    if isinstance(return_aux, AuxRequest):
-        for output in _unknown(return_aux):
-            raise BackendError(
-                f"PyTorch's operator, which computes under fullgraph=True and torch.export, does "
-                f"not return {output}, but it was asked for. Compile without fullgraph=True."
-            )
-        torch_request = torch_flex.AuxRequest(return_aux.lse, return_aux.max_scores)
-    result = torch_attention(
+    assert isinstance(request.memory, Dense), "it was looked at above"
+    block_mask = mask_mod = None
+    for mask in request.masks:
+        if isinstance(mask, torch_flex.BlockMask):
+            block_mask = mask
+        else:
+            mask_mod = mask
+    query, memory, aux = request.query, request.memory, request.aux
+    out, (lse, max_scores) = torch_attention(
         query,
-        key,
-        value,
-        score_mod=with_mask(score_mod, mask_mod),
+        memory.key,
+        memory.value,
+        score_mod=with_mask(request.score_mod, mask_mod),
         block_mask=block_mask,
-        scale=scale,
-        enable_gqa=enable_gqa,
-        return_lse=return_lse,
-        kernel_options=kernel_options,
-        return_aux=torch_request,
+        scale=request.scale,
+        enable_gqa=query.shape[1] != memory.key.shape[1],
+        kernel_options=request.kernel_options,
+        return_aux=torch_flex.AuxRequest(aux.lse, aux.max_scores),
     )
-    if isinstance(return_aux, AuxRequest):
-        out, aux = result
-        return out, AuxOutput(aux.lse, aux.max_scores)
-    return result
+    return Result(out, lse, max_scores)
+
+
+def _lacking(request: Request) -> list[tuple[str, bool]]:
+    """Return what PyTorch's operator does not have, and whether a request needs it."""
+    memory, queries, aux = request.memory, request.queries, request.aux
+    return [
+        ("ragged or paged memory", not isinstance(memory, Dense) or memory.start != 0),
+        ("positions of queries", queries.start != 0),
+        ("dropout", request.dropout_p != 0.0),
+        ("sink", request.sink is not None),
+        ("argmax", aux.argmax),
+        ("entropy", aux.entropy),
+        ("key_mass", aux.key_mass),
+    ]

@@ -17,6 +17,7 @@ from torch.nn.attention import flex_attention as torch_flex
 
 from quire import plans
 from quire.aux_outputs import AuxRequest
+from quire.backends import inductor
 from quire.errors import BackendError, UnsupportedOpError
 from quire.ir.trace import Kind, Mod, Traced, mod_name
 from quire.memory import Dense, Ragged
@@ -108,6 +109,8 @@ def results_of(found: list[Tensor], request: Request, learns: bool) -> Result:
 
 def compute_in_graph(request: Request) -> Result:
     """Compute a request where Dynamo traces: `ENTRY` stands for the operator and traces mods."""
+    if request.backend == "inductor" or request.query.device.type != "cpu":
+        return inductor.in_graph(request)
     know_entries()
     _check_request(request)
     parts = parts_of(request)

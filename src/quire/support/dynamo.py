@@ -1,8 +1,9 @@
-"""How torch.compile and torch.export treat quire: a graph break, or PyTorch's own operator.
+"""How Dynamo, the tracer of torch.compile and torch.export, treats functions of quire.
 
-Dynamo, the tracer of both, breaks the graph at a function of quire and calls it between two graphs.
-If only one graph is allowed (`fullgraph=True`, export), PyTorch's own operator is traced instead,
-with one warning.
+    traced_as             it traces another function in place of this one
+    entered_by_callers    it traces this function as a part of its caller
+    instead               it breaks the graph here; where it must not, it traces PyTorch's function
+    never_traced          it always breaks the graph here
 
 Importing Dynamo takes seconds, so this module does not import it: it sets the attributes that
 `torch.compiler.disable` and `torch.compiler.assume_constant_result` would set.
@@ -116,7 +117,8 @@ def must_be_one_graph() -> bool:
 @functools.cache
 def _warn_once() -> None:
     warn(
-        "quire runs between graphs, but fullgraph=True and torch.export allow only one: PyTorch's "
-        "own operators take its place. Compile without fullgraph=True to have quire compute.",
+        "quire makes block masks and writes pages between graphs, but fullgraph=True and "
+        "torch.export allow only one graph: PyTorch's own functions take their place. Make masks "
+        "before the graph, or compile without fullgraph=True.",
         OneGraphWarning,
     )
