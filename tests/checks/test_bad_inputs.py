@@ -396,7 +396,7 @@ NUMBERS = {
     ),
     "dropout above 1": Bad(
         ArgumentError,
-        "dropout_p must be a number from 0 to 1, but got 1.5. Use 0.0 to switch it off.",
+        "dropout_p must be a number from 0 to 1, but is 1.5. Use 0.0 to switch it off.",
         lambda: {"dropout_p": 1.5},
     ),
     "dropout below 0": Bad(

@@ -10,9 +10,8 @@ a    b    a & b   a | b   ~a         . empty   ░ partial   █ full
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,8 +20,7 @@ from quire.block_mask.elements import Elements, four_dimensional, is_endless, re
 from quire.block_mask.lists import FULL, PARTIAL, check_devices
 from quire.block_mask.tiles import Sizes
 from quire.errors import BlockMaskShapeError
-from quire.ir.trace import mod_name
-from quire.mods.compose import MaskMod, named, not_mask
+from quire.mods.compose import MaskMod, and_masks, not_mask, or_masks
 
 if TYPE_CHECKING:
     from quire.block_mask.mask import BlockMask
@@ -33,22 +31,12 @@ Mask = TypeVar("Mask", bound="BlockMask")
 class _Operator(NamedTuple):
     """How `&` or `|` combines the cells and the mask_mods of two masks."""
 
-    name: str
     cells: Callable[[Tensor, Tensor], Tensor]
-    values: Callable[[Any, Any], Any]
-
-    def mods(self, left: MaskMod, right: MaskMod) -> MaskMod:
-        """Combine two mask_mods. A mod that returns True or False still does."""
-
-        @named(f"{self.name}({mod_name(left)}, {mod_name(right)})")
-        def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Any:
-            return self.values(left(b, h, q_idx, kv_idx), right(b, h, q_idx, kv_idx))
-
-        return mask
+    mods: Callable[[MaskMod, MaskMod], MaskMod]
 
 
-_AND = _Operator("and_masks", torch.minimum, operator.and_)
-_OR = _Operator("or_masks", torch.maximum, operator.or_)
+_AND = _Operator(torch.minimum, and_masks)
+_OR = _Operator(torch.maximum, or_masks)
 
 
 def intersection(one: Mask, other: BlockMask) -> Mask:
@@ -62,18 +50,12 @@ def union(one: Mask, other: BlockMask) -> Mask:
 
 
 def complement(mask: Mask) -> Mask:
-    """The mask of what a mask does not allow."""
+    """Return the mask of what a mask does not allow."""
     elements = Elements(mask, mask.BLOCK_SIZE)
     cells = FULL - elements.cells
     if (cells == PARTIAL).any():
         cells = reclassified(cells, not_mask(elements.safe_mod), elements.sizes, mask.BLOCK_SIZE)
-    return mask._from_cells(
-        cells,
-        True,
-        BLOCK_SIZE=elements.block_size,
-        mask_mod=not_mask(elements.mod),
-        seq_lengths=mask.seq_lengths,
-    )
+    return mask._with_cells(cells, separate_full_blocks=True, mask_mod=not_mask(elements.mod))
 
 
 def _join(one: Mask, other: BlockMask, combine: _Operator) -> Mask:
@@ -91,7 +73,7 @@ def _join(one: Mask, other: BlockMask, combine: _Operator) -> Mask:
     cells = torch.where(cells == PARTIAL, found, cells)
     return one._from_cells(
         cells.expand(*sizes[:2], -1, -1),
-        True,
+        separate_full_blocks=True,
         BLOCK_SIZE=block_size,
         mask_mod=_combined_mod(left, right, cells == PARTIAL, combine),
         seq_lengths=sizes[2:],

@@ -120,7 +120,7 @@ def _read(kind: type[Mask], content: bytes) -> Mask:
     _expect(type(separate) is bool, "separate_full_blocks is not true or false")
     return kind._from_cells(
         cells.to(torch.int32),
-        separate,
+        separate_full_blocks=separate,
         BLOCK_SIZE=block_size,
         mask_mod=_read_mod(header["mask_mod"], captures),
         seq_lengths=lengths,

@@ -72,12 +72,12 @@ class BlockTensors(torch_flex.BlockMask):
         seq_lengths: tuple[int, int],
         kv_num_blocks: Tensor,
         kv_indices: Tensor,
-        full_kv_num_blocks: Tensor | None,
-        full_kv_indices: Tensor | None,
-        q_num_blocks: Tensor | None,
-        q_indices: Tensor | None,
-        full_q_num_blocks: Tensor | None,
-        full_q_indices: Tensor | None,
+        full_kv_num_blocks: Tensor | None = None,
+        full_kv_indices: Tensor | None = None,
+        q_num_blocks: Tensor | None = None,
+        q_indices: Tensor | None = None,
+        full_q_num_blocks: Tensor | None = None,
+        full_q_indices: Tensor | None = None,
         BLOCK_SIZE: tuple[int, int] = (DEFAULT_BLOCK_SIZE, DEFAULT_BLOCK_SIZE),
         mask_mod: MaskMod = noop_mask,
         *,
@@ -154,10 +154,6 @@ class BlockTensors(torch_flex.BlockMask):
             kv_indices,
             full_kv_num_blocks,
             full_kv_indices,
-            None,
-            None,
-            None,
-            None,
             BLOCK_SIZE=block_size,
             mask_mod=mask_mod if mask_mod is not None else noop_mask,
             dq_write_order=dq_write_order,
@@ -170,29 +166,24 @@ class BlockTensors(torch_flex.BlockMask):
         return mask
 
     @classmethod
-    def _from_cells(
-        cls,
-        cells: Tensor,
-        separate_full_blocks: bool,
-        *,
-        BLOCK_SIZE: tuple[int, int],
-        mask_mod: MaskMod,
-        seq_lengths: tuple[int, int],
-        compute_q_blocks: bool = True,
-    ) -> Self:
-        """Make a mask from cells [B, H, rows, columns] of EMPTY, PARTIAL and FULL."""
+    def _from_cells(cls, cells: Tensor, separate_full_blocks: bool, **fields: Any) -> Self:
+        """Make a mask from cells [..., rows, columns] of EMPTY, PARTIAL and FULL.
+
+        `fields` are arguments of `from_kv_blocks`.
+        """
         partial = grid_to_lists(cells == PARTIAL if separate_full_blocks else cells != EMPTY)
         full = grid_to_lists(cells == FULL) if separate_full_blocks else (None, None)
-        return cls.from_kv_blocks(
-            partial[0],
-            partial[1],
-            full[0],
-            full[1],
-            BLOCK_SIZE=BLOCK_SIZE,
-            mask_mod=mask_mod,
-            seq_lengths=seq_lengths,
-            compute_q_blocks=compute_q_blocks,
-        )
+        return cls.from_kv_blocks(*partial, *full, **fields)
+
+    def _with_cells(self, cells: Tensor, **changes: Any) -> Self:
+        """Make a mask from cells, with the fields of this mask that `changes` does not give."""
+        fields: dict[str, Any] = {
+            "separate_full_blocks": self.separates_full_blocks,
+            "BLOCK_SIZE": self.BLOCK_SIZE,
+            "mask_mod": self.mask_mod,
+            "seq_lengths": self.seq_lengths,
+        }
+        return self._from_cells(cells, **fields | changes)
 
     @classmethod
     def _from_mod(
@@ -250,13 +241,7 @@ class BlockTensors(torch_flex.BlockMask):
         made_of = self.__dict__.get("_made_of")
         if made_of is None or name not in _LISTS:
             raise AttributeError(f"a BlockMask has no attribute {name!r}")
-        made = self._from_cells(
-            self._cells(),
-            self._separate_full_blocks,
-            BLOCK_SIZE=self.BLOCK_SIZE,
-            mask_mod=self.mask_mod,
-            seq_lengths=self.seq_lengths,
-        )
+        made = self._with_cells(self._cells())
         self.__dict__.update({each: getattr(made, each) for each in _LISTS})
         del self.__dict__["_made_of"]
         return self.__dict__[name]

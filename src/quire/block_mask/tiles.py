@@ -41,10 +41,11 @@ def evaluate_tiles(
         shape = (len(b), len(h), len(q), len(kv))
         with torch.no_grad():
             if kind == "mask":
-                values = evaluate(mod, kind, b, h, q, kv)
+                values = evaluate(mod, kind, b, h, q_idx=q, kv_idx=kv)
             else:
                 score = torch.zeros((), device=device).expand(shape)
-                values = ~torch.isneginf(evaluate(mod, kind, b, h, q, kv, score=score))
+                scores = evaluate(mod, kind, b, h, q_idx=q, kv_idx=kv, score=score)
+                values = ~torch.isneginf(scores)
         yield tile, values.expand(shape)
 
 

@@ -15,7 +15,7 @@ from quire.block_mask.lists import as_block_size, as_count
 from quire.block_mask.mask_mods import REFUSED, try_trace
 from quire.checks import check_score
 from quire.draw.scores import ScoreMap
-from quire.draw.subject import Blocks, Elements, Pair, Subject, TracedMask
+from quire.draw.subject import MOST_ELEMENTS, Blocks, Pair, Subject, TracedMask, runs_of
 from quire.draw.text import LEAST_WIDTH, write_mask, write_scores
 from quire.errors import ArgumentError, MissingPackageError, ModError
 from quire.ir.trace import Mod, Traced, mod_kind, mod_name
@@ -161,13 +161,19 @@ def draw(
 def _of_mask_mod(
     mod: Mod, lengths: tuple[int | None, int | None], at: Pair, block: Pair
 ) -> Subject:
-    size = _lengths(mod, lengths)
-    traced = _traced(mod)
+    size, name = _lengths(mod, lengths), mod_name(mod)
+    traced, count = _traced(mod), size[0] * size[1]
     cell = (1, 1) if max(size) <= ELEMENTS_UP_TO else block
     place = {"lengths": size, "block": cell, "outline": block, "at": at}
     if isinstance(traced, Traced):
-        return TracedMask(mod_name(mod), **place, mask=traced)
-    return Elements(mod_name(mod), **place, mod=mod, reason=traced)
+        return TracedMask(name, **place, mask=traced)
+    if count > MOST_ELEMENTS:
+        raise ArgumentError(
+            f"a mask_mod that cannot be traced must have at most {MOST_ELEMENTS:,} elements, but "
+            f"{name!r} has {count:,}: {traced} Draw fewer tokens, or write the mask so that it can "
+            f"be traced."
+        ) from traced
+    return Blocks(name, **place, runs=runs_of(mod, name, at, lengths=size, block=cell))
 
 
 def _of_score_mod(

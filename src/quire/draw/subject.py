@@ -6,7 +6,6 @@ or a rectangle of `fold` blocks if there are too many to show.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -19,7 +18,6 @@ from quire.block_mask.lists import EMPTY, FULL, PARTIAL, ceil_div
 from quire.block_mask.runs import Runs
 from quire.block_mask.tiles import TILE_ELEMENTS, count_blocks
 from quire.draw.survey import survey
-from quire.errors import ArgumentError, ModError
 from quire.ir.trace import Mod, Traced
 
 Pair: TypeAlias = tuple[int, int]
@@ -29,7 +27,7 @@ Kinds: TypeAlias = NDArray[np.uint8]
 """EMPTY, PARTIAL or FULL for each cell: [rows, columns]."""
 
 MOST_ELEMENTS = 1 << 26
-"""The largest number of elements of a mask_mod without a graph."""
+"""The largest number of elements of a mask_mod that cannot be traced: all of them are computed."""
 
 
 class Cells(NamedTuple):
@@ -89,44 +87,8 @@ class TracedMask(Subject):
 
 
 @dataclass(frozen=True, eq=False)
-class Elements(Subject):
-    """A mask_mod without a graph: all its elements are computed, up to a limit."""
-
-    mod: Mod
-    at: Pair
-    reason: ModError
-
-    def __post_init__(self) -> None:
-        count = self.lengths[0] * self.lengths[1]
-        if count > MOST_ELEMENTS:
-            raise ArgumentError(
-                f"a mask_mod that cannot be traced must have at most {MOST_ELEMENTS:,} elements, "
-                f"but {self.name!r} has {count:,}: {self.reason} Draw fewer tokens, or write the "
-                f"mask so that it can be traced."
-            ) from self.reason
-
-    def _folded(self, fold: Pair) -> Cells:
-        kinds = self._blocks
-        heights, widths = extents(self.lengths, self.block)
-        empty = share(kinds == EMPTY, heights, widths)
-        return Cells(folded(kinds, fold), self._step(fold), empty, True)
-
-    @functools.cached_property
-    def _blocks(self) -> Kinds:
-        def here(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-            result: Tensor = self.mod(b + self.at[0], h + self.at[1], q_idx, kv_idx)
-            return result
-
-        here.__name__ = self.name
-        counts = count_blocks(here, (1, 1, *self.lengths), self.block, torch.device("cpu"))[0, 0]
-        heights, widths = extents(self.lengths, self.block)
-        every = np.outer(heights, widths)
-        return kinds_of(counts.numpy() > 0, counts.numpy() == every)
-
-
-@dataclass(frozen=True, eq=False)
 class Blocks(Subject):
-    """The blocks that a block mask lists."""
+    """A mask whose blocks are known: those of a block mask, or of a mask_mod without a graph."""
 
     runs: Runs
     at: Pair
@@ -144,20 +106,25 @@ class Blocks(Subject):
         return Cells(np.concatenate(parts), self._step(fold), empty, True)
 
     def _rows(self, first: int, last: int) -> Kinds:
-        runs, (b, h) = self.runs, self.at
-        batches, heads, num_rows, columns = runs.shape
-        base = (min(b, batches - 1) * heads + min(h, heads - 1)) * num_rows
-        offsets = runs.offsets[base + first : base + last + 1]
-        inside = slice(int(offsets[0]), int(offsets[-1]))
-        shown = Runs(
-            (1, 1, last - first, columns),
-            offsets - offsets[0],
-            runs.starts[inside],
-            runs.stops[inside],
-            runs.kinds[inside],
-        )
-        kinds: Kinds = shown.cells()[0, 0].astype(np.uint8)
-        return kinds
+        """Return the kinds of the blocks in rows `first` up to `last`: [rows, columns]."""
+        batches, heads, num_rows, columns = self.runs.shape
+        b, h = min(self.at[0], batches - 1), min(self.at[1], heads - 1)
+        rows = (b * heads + h) * num_rows + np.arange(first, last)
+        shown = self.runs.pick(rows, (1, 1, last - first, columns))
+        return shown.cells()[0, 0].astype(np.uint8)
+
+
+def runs_of(mod: Mod, name: str, at: Pair, lengths: Pair, block: Pair) -> Runs:
+    """Return the blocks of a mask_mod at batch and head `at`, by all its elements."""
+
+    def here(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        result: Tensor = mod(b + at[0], h + at[1], q_idx, kv_idx)
+        return result
+
+    here.__name__ = name
+    counts = count_blocks(here, (1, 1, *lengths), block, torch.device("cpu")).numpy()
+    every = np.outer(*extents(lengths, block))
+    return Runs.of_cells(kinds_of(counts > 0, counts == every))
 
 
 def extents(lengths: Pair, step: Pair) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

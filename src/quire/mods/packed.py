@@ -66,14 +66,9 @@ def document(
 
 
 def _document(
-    b: Tensor,
-    h: Tensor,
-    q_idx: Tensor,
-    kv_idx: Tensor,
-    ids: Tensor,
-    starts: Tensor | None = None,
-    mask_mod: MaskMod | None = None,
+    *place: Tensor, ids: Tensor, starts: Tensor | None = None, mask_mod: MaskMod | None = None
 ) -> Tensor:
+    b, h, q_idx, kv_idx = place
     batched = ids.ndim == 2
 
     def at(tensor: Tensor, idx: Tensor) -> Tensor:
@@ -113,14 +108,9 @@ def shared_prefix(
 
 
 def _shared_prefix(
-    b: Tensor,
-    h: Tensor,
-    q_idx: Tensor,
-    kv_idx: Tensor,
-    first: Tensor,
-    last: Tensor,
-    gap: tuple[Tensor, Tensor],
+    *place: Tensor, first: Tensor, last: Tensor, gap: tuple[Tensor, Tensor]
 ) -> Tensor:
+    *_, q_idx, kv_idx = place
     gap_start, gap_end = gap
     within = (first[q_idx] <= kv_idx) & (kv_idx <= last[q_idx])
     return within & ((kv_idx < gap_start[q_idx]) | (gap_end[q_idx] <= kv_idx))
@@ -176,16 +166,14 @@ def tree(
 
 
 def _tree(
-    b: Tensor,
-    h: Tensor,
-    q_idx: Tensor,
-    kv_idx: Tensor,
+    *place: Tensor,
     enter: Tensor,
     leave: Tensor,
     turn: int,
     prefix_length: int | Tensor,
     filled: int,
 ) -> Tensor:
+    b, _, q_idx, kv_idx = place
     # A position in the prefix has no node: we read node 0 and do not use the result. A position
     # after the last node reads the last one, which is right, since nodes see no later position.
     last = None

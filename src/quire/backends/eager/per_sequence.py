@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.aux_outputs import AuxRequest
 from quire.backends.eager import backward as dense_backward
 from quire.backends.eager import forward as dense_forward
-from quire.block_mask.rows import BlockRows
+from quire.block_mask.runs import BlockRows
 from quire.memory import One, Placed, longest
 from quire.memory.tables import Sequences
 from quire.request import Problem
