@@ -147,13 +147,13 @@ class BlockMask(BlockTensors):
         """Return the mask of what both masks allow. A B or H of 1 stands for any number."""
         if not isinstance(other, torch_flex.BlockMask):
             return NotImplemented
-        return algebra.intersection(self, BlockMask.from_torch(other))
+        return algebra.join(self, BlockMask.from_torch(other), algebra.AND)
 
     def __or__(self, other: torch_flex.BlockMask) -> Self:
         """Return the mask of what at least one of the masks allows."""
         if not isinstance(other, torch_flex.BlockMask):
             return NotImplemented
-        return algebra.union(self, BlockMask.from_torch(other))
+        return algebra.join(self, BlockMask.from_torch(other), algebra.OR)
 
     # --- what a mask says ------------------------------------------------------------------------
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from quire.block_mask.elements import Elements, created_cells, is_endless, reclassified
+from quire.block_mask.elements import Elements, created_cells, reclassified
 from quire.block_mask.lists import (
     FULL,
     INDEX_DTYPES,
@@ -19,17 +19,12 @@ from quire.block_mask.lists import (
     is_readable,
 )
 from quire.block_mask.mask_mods import sliced_mask_mod
+from quire.block_mask.tensors import BlockTensors, Mask
 from quire.block_mask.tiles import Sizes
 from quire.checks.arguments import dtype_name
 from quire.errors import BlockIndexError, BlockMaskShapeError
 from quire.ir.trace import mod_name
 from quire.mods.compose import offset
-
-if TYPE_CHECKING:
-    from quire.block_mask.mask import BlockMask
-
-Mask = TypeVar("Mask", bound="BlockMask")
-
 
 # --- rows of blocks, and the upper left corner ---------------------------------------------------
 
@@ -88,7 +83,7 @@ def crop(mask: Mask, new_q_len: int, new_kv_len: int) -> Mask:
     return _ordered_like(part, mask, order)
 
 
-def _num_queries(mask: BlockMask, rows: slice | Tensor) -> int:
+def _num_queries(mask: BlockTensors, rows: slice | Tensor) -> int:
     """How many queries the selected rows of blocks have. Only the last row may be incomplete."""
     num_rows, block = mask.kv_indices.shape[-2], mask.BLOCK_SIZE[0]
     picked = range(num_rows)[rows] if isinstance(rows, slice) else rows
@@ -117,7 +112,7 @@ def resize(mask: Mask, q_len: int, kv_len: int) -> Mask:
     """
     lengths = as_count("q_len", q_len), as_count("kv_len", kv_len)
     elements = Elements(mask, mask.BLOCK_SIZE)
-    if is_endless(mask):
+    if mask.is_endless:
         return mask
     sizes: Sizes = (*elements.sizes[:2], *lengths)
     stray, device = _stray_block(elements), elements.cells.device
@@ -176,7 +171,7 @@ def for_queries(mask: Mask, start: int, stop: int) -> Mask:
     lengths, block_size = mask.seq_lengths, mask.BLOCK_SIZE
     elements = Elements(mask, block_size)
     cells, mod = elements.cells, elements.mod
-    if not is_endless(mask):
+    if not mask.is_endless:
         if not start <= stop <= lengths[0]:
             raise BlockIndexError(
                 f"start and stop must be 0 <= start <= stop <= {lengths[0]}, the number of queries "

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.attention import flex_attention as torch_flex
 
-from quire.block_mask import NOOP_BLOCK_SIZE, BlockMask
+from quire.block_mask import BlockMask
 from quire.block_mask.lists import as_block_size, as_count
 from quire.block_mask.mask_mods import REFUSED, try_trace
 from quire.checks import check_score
 from quire.draw.scores import ScoreMap
-from quire.draw.subject import MOST_ELEMENTS, Blocks, Pair, Subject, TracedMask, runs_of
+from quire.draw.subject import MOST_ELEMENTS, ListedMask, Pair, Subject, TracedMask, runs_of
 from quire.draw.text import LEAST_WIDTH, write_mask, write_scores
 from quire.errors import ArgumentError, MissingPackageError, ModError
 from quire.ir.trace import Mod, Traced, mod_kind, mod_name
@@ -173,7 +173,7 @@ def _of_mask_mod(
             f"{name!r} has {count:,}: {traced} Draw fewer tokens, or write the mask so that it can "
             f"be traced."
         ) from traced
-    return Blocks(name, **place, runs=runs_of(mod, name, at, lengths=size, block=cell))
+    return ListedMask(name, **place, runs=runs_of(mod, name, at, lengths=size, block=cell))
 
 
 def _of_score_mod(
@@ -209,7 +209,7 @@ def _of_blocks(mask: BlockMask, lengths: tuple[int | None, int | None], at: Pair
     asked = tuple(
         each if given is None else given for given, each in zip(lengths, own, strict=True)
     )
-    if asked != own and mask.BLOCK_SIZE != (NOOP_BLOCK_SIZE, NOOP_BLOCK_SIZE):
+    if asked != own and not mask.is_endless:
         raise ArgumentError(
             f"q_len and kv_len must be the lengths of the block mask, {own}, but are {asked}. "
             f"Leave them out."
@@ -228,4 +228,4 @@ def _of_blocks(mask: BlockMask, lengths: tuple[int | None, int | None], at: Pair
                 f"Choose one that it has."
             )
     place = {"lengths": size, "block": rows.block_size, "outline": rows.block_size, "at": at}
-    return Blocks(mod_name(mask.mask_mod), **place, runs=rows.runs)
+    return ListedMask(mod_name(mask.mask_mod), **place, runs=rows.runs)

@@ -87,7 +87,7 @@ class TracedMask(Subject):
 
 
 @dataclass(frozen=True, eq=False)
-class Blocks(Subject):
+class ListedMask(Subject):
     """A mask whose blocks are known: those of a block mask, or of a mask_mod without a graph."""
 
     runs: Runs
@@ -110,8 +110,9 @@ class Blocks(Subject):
         batches, heads, num_rows, columns = self.runs.shape
         b, h = min(self.at[0], batches - 1), min(self.at[1], heads - 1)
         rows = (b * heads + h) * num_rows + np.arange(first, last)
-        shown = self.runs.pick(rows, (1, 1, last - first, columns))
-        return shown.cells()[0, 0].astype(np.uint8)
+        shown = self.runs.pick(rows, (1, 1, last - first, columns)).cells()[0, 0]
+        kinds: Kinds = shown.astype(np.uint8)
+        return kinds
 
 
 def runs_of(mod: Mod, name: str, at: Pair, lengths: Pair, block: Pair) -> Runs:

@@ -315,17 +315,13 @@ def _max_exact(num_buckets: int, bidirectional: bool) -> int:
 def _buckets(
     num_buckets: int, bidirectional: bool, max_distance: int, device: torch.device
 ) -> Tensor:
-    """The bucket of every distance from -max_distance to max_distance: int32.
+    """T5's bucket of every distance `kv_idx - q_idx` from -max_distance to max_distance: int32.
 
-    All larger distances share the last bucket. The mod looks buckets up in this table, so that they
-    do not depend on how a kernel rounds a logarithm.
+    Each small distance has its own bucket. For larger ones the buckets follow the logarithm, and
+    beyond `max_distance` all share the last bucket. The mod looks buckets up in this table, so that
+    they do not depend on how a kernel rounds a logarithm.
     """
-    reach = torch.arange(-max_distance, max_distance + 1, device=device)
-    return _bucket(reach, num_buckets, bidirectional, max_distance).int()
-
-
-def _bucket(distance: Tensor, num_buckets: int, bidirectional: bool, max_distance: int) -> Tensor:
-    """T5's bucket of each distance `kv_idx - q_idx`: one each when near, logarithmic when far."""
+    distance = torch.arange(-max_distance, max_distance + 1, device=device)
     max_exact = _max_exact(num_buckets, bidirectional)
     if bidirectional:
         num_buckets = num_buckets // 2
@@ -336,4 +332,4 @@ def _bucket(distance: Tensor, num_buckets: int, bidirectional: bool, max_distanc
     ratio = (away.clamp(min=max_exact).float() / max_exact).log()
     step = ratio / math.log(max_distance / max_exact) * (num_buckets - max_exact)
     wide = (max_exact + step.long()).clamp(max=num_buckets - 1)
-    return first + torch.where(away < max_exact, away, wide)
+    return (first + torch.where(away < max_exact, away, wide)).int()

@@ -20,7 +20,7 @@ from quire.errors import MissingPackageError
 from quire.integrations import smollm2
 from quire.mods import and_masks, causal
 from quire.tools.colour import coloured
-from quire.tools.demo.chat import QUESTIONS, SOURCE, Run, mask_mod, talk
+from quire.tools.demo.chat import QUESTIONS, SOURCE, TalkResult, mask_mod, talk
 from quire.tools.demo.talker import Asked, Talker, talker
 
 WIDTH = 76
@@ -63,7 +63,7 @@ def introduce(console: Console, speaker: Talker) -> None:
         )
 
 
-def _chat(console: Console, speaker: Talker, folder: Path, new: int) -> Run:
+def _chat(console: Console, speaker: Talker, folder: Path, new: int) -> TalkResult:
     _title(console, "Questions of unequal lengths in one batch, on a cache in pages")
     lengths = speaker.batch(QUESTIONS)["attention_mask"].sum(1).tolist()
     heads = [
@@ -84,7 +84,7 @@ def stream(
     questions: Sequence[Asked],
     new: int,
     samples: int = 1,
-) -> Run:
+) -> TalkResult:
     """Answer questions. Print answers while they grow if there is a terminal, else at the end."""
     if not console.is_terminal:
         found = talk(speaker, questions, new, lambda _: None, ours=True, samples=samples)
@@ -106,7 +106,7 @@ def _answers(heads: Sequence[str], answers: Sequence[str]) -> RenderableType:
     return Padding(Group(*parts), (0, 0, 0, 2))
 
 
-def _compare(console: Console, speaker: Talker, ours: Run, new: int) -> None:
+def _compare(console: Console, speaker: Talker, ours: TalkResult, new: int) -> None:
     _title(console, "The same batch, padded, with PyTorch's attention")
     with console.status("running it again"):
         theirs = talk(speaker, QUESTIONS, new, lambda _: None, ours=False)
