@@ -180,9 +180,7 @@ def show_mod(
 @app.command("draw")
 def draw_mod(
     place: Place,
-    q_len: Annotated[
-        int | None, typer.Option(help="Queries. A block mask has its own number.")
-    ] = None,
+    q_len: Annotated[int | None, typer.Option(help="Queries. A block mask knows its own.")] = None,
     kv_len: Annotated[int | None, typer.Option(help="Keys. By default as many as queries.")] = None,
     b: Batch = 0,
     h: Head = 0,

@@ -52,12 +52,12 @@ class Elements:
 
     @functools.cached_property
     def kinds(self) -> Tensor | None:
-        """The kind that the mask_mod alone would give each block; None if that is not known."""
+        """The kind that the mask_mod alone would give each block. None if that is not known."""
         return kinds_of(self.mod, self.sizes, self.block_size, self.cells.device)
 
     @functools.cached_property
     def known(self) -> Tensor:
-        """The kind of each partial block by its elements; PARTIAL if that is not known."""
+        """The kind of each partial block by its elements. PARTIAL if that is not known."""
         found = self.kinds
         if found is None:
             found = kinds_of(self.safe_mod, self.sizes, self.block_size, self.cells.device)
@@ -108,7 +108,7 @@ def four_dimensional(mask: BlockTensors) -> Tensor:
 def kinds_of(
     mod: MaskMod, sizes: Sizes, block_size: tuple[int, int], device: torch.device
 ) -> Tensor | None:
-    """The kind of each block by the mask_mod alone; None if it cannot be called everywhere.
+    """The kind of each block by the mask_mod alone. None if it cannot be called everywhere.
 
     Also None for a mask of unlimited length, and if the mod uses `b` or `h` while the sizes have
     one batch or head that stands for all.
@@ -124,7 +124,7 @@ def kinds_of(
 def created_cells(
     mod: MaskMod, sizes: Sizes, block_size: tuple[int, int], device: torch.device
 ) -> Tensor | None:
-    """The cells that create_block_mask would make; None if the mod fails somewhere."""
+    """The cells that create_block_mask would make. None if the mod fails somewhere."""
     form = fastest_form(mod, "mask", device)
     try:
         runs = classify(form, sizes, block_size, device)

@@ -50,10 +50,10 @@ class BlockMask(BlockTensors):
     `kv_num_blocks` [B, H, rows] and `kv_indices` [B, H, rows, width] list the blocks in which
     `mask_mod` decides, `full_kv_*` those in which every query sees every key. `q_*` and `full_q_*`
     list the query blocks that read each key block. `dq_*` is the order of additions in a
-    deterministic backward pass on a GPU; it is kept as given. A block that is listed twice counts
+    deterministic backward pass on a GPU. It is kept as given. A block that is listed twice counts
     once, and a block in both lists is full.
 
-    `==` and `hash` compare masks by identity; `equal` compares their content. A pickled mask
+    `==` and `hash` compare masks by identity. `equal` compares their content. A pickled mask
     contains the graph of its mask_mod and the tensors that it captured.
     """
 
@@ -93,7 +93,7 @@ class BlockMask(BlockTensors):
         >>> BlockMask.from_lengths([300, 0, 212], causal=True).shape
         (1, 1, 512, 512)
 
-        `lengths` [N] has the number of tokens of each document; an int is a single document.
+        `lengths` [N] has the number of tokens of each document. An int is a single document.
         `device` None is the device of `lengths`, and the CPU if it is not a tensor.
         """
         several = [lengths] if isinstance(lengths, int) else lengths

@@ -133,10 +133,10 @@ def resize(mask: Mask, q_len: int, kv_len: int) -> Mask:
 
 
 def _stray_block(elements: Elements) -> str | None:
-    """Describe a block that create_block_mask would not have made; None if there is none."""
+    """Describe a block that create_block_mask would not have made. None if there is none."""
     if elements.kinds is not None:
         wrong = elements.disputed(torch.ones_like(elements.cells, dtype=torch.bool))
-    else:  # e.g. it reads b, and the mask has one batch for all: compare with what it makes there
+    else:  # for example, the mod reads b, and the mask has one batch that stands for all
         made = created_cells(
             elements.mod, elements.sizes, elements.block_size, elements.cells.device
         )
@@ -203,7 +203,7 @@ def _merged(cells: Tensor, rows: tuple[Tensor, Tensor]) -> Tensor:
 def _called_in(elements: Elements, rows: tuple[Tensor, Tensor], cells: Tensor) -> Tensor:
     """The blocks of the mask in which a part with these `cells` calls the mod."""
     times = torch.zeros_like(elements.cells, dtype=torch.int32)
-    for row in rows:  # a row may be there twice, so count
+    for row in rows:  # a row may occur twice
         times.index_add_(2, row, (cells == PARTIAL).to(torch.int32))
     return times > 0
 

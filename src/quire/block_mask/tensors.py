@@ -251,7 +251,7 @@ class BlockTensors(torch_flex.BlockMask):
 
     @property
     def _runs(self) -> Runs | None:
-        """The runs of a mask that has no tensors yet; None for any other mask."""
+        """The runs of a mask that has no tensors yet. None for any other mask."""
         return self._made_of and self._made_of.runs
 
     @property

@@ -15,7 +15,8 @@ from quire.block_mask.lists import as_block_size, as_count
 from quire.block_mask.mask_mods import REFUSED, try_trace
 from quire.checks import check_score
 from quire.draw.scores import ScoreMap
-from quire.draw.subject import MOST_ELEMENTS, ListedMask, Pair, Subject, TracedMask, runs_of
+from quire.draw.subject import MOST_ELEMENTS, ListedMask, Subject, TracedMask, runs_of
+from quire.draw.survey import Pair
 from quire.draw.text import LEAST_WIDTH, write_mask, write_scores
 from quire.errors import ArgumentError, MissingPackageError, ModError
 from quire.ir.trace import Mod, Traced, mod_kind, mod_name

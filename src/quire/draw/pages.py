@@ -18,7 +18,7 @@ import numpy as np
 
 from quire.block_mask.lists import ceil_div
 from quire.draw.drawing import Drawing
-from quire.draw.subject import Kinds, Pair
+from quire.draw.survey import Kinds, Pair
 from quire.errors import ArgumentError
 from quire.kv.page_map import FREE, KEPT, OWNED, SHARED, PageMap
 

@@ -7,7 +7,6 @@ or a rectangle of `fold` blocks if there are too many to show.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -17,26 +16,11 @@ from torch import Tensor
 from quire.block_mask.lists import EMPTY, FULL, PARTIAL, ceil_div
 from quire.block_mask.runs import Runs
 from quire.block_mask.tiles import TILE_ELEMENTS, count_blocks
-from quire.draw.survey import survey
+from quire.draw.survey import Cells, Kinds, Pair, survey
 from quire.ir.trace import Mod, Traced
-
-Pair: TypeAlias = tuple[int, int]
-"""One number for queries, one for keys."""
-
-Kinds: TypeAlias = NDArray[np.uint8]
-"""EMPTY, PARTIAL or FULL for each cell: [rows, columns]."""
 
 MOST_ELEMENTS = 1 << 26
 """The largest number of elements of a mask_mod that cannot be traced: all of them are computed."""
-
-
-class Cells(NamedTuple):
-    """The kinds of the cells of a drawing."""
-
-    kinds: Kinds
-    step: Pair  # tokens in a cell
-    empty: float  # the share of elements that lie in empty blocks
-    proven: bool  # False if kinds were estimated from samples
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,9 +52,6 @@ class Subject:
     def _folded(self, fold: Pair) -> Cells:
         raise NotImplementedError
 
-    def _step(self, fold: Pair) -> Pair:
-        return self.block[0] * fold[0], self.block[1] * fold[1]
-
 
 @dataclass(frozen=True, eq=False)
 class TracedMask(Subject):
@@ -80,10 +61,7 @@ class TracedMask(Subject):
     at: Pair  # b, h
 
     def _folded(self, fold: Pair) -> Cells:
-        found = survey(self.mask, self.at, self.lengths, self.block, fold)
-        return Cells(
-            found.kinds.numpy().astype(np.uint8), self._step(fold), found.empty, found.proven
-        )
+        return survey(self.mask, self.at, self.lengths, self.block, fold)
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +81,8 @@ class ListedMask(Subject):
             rows = heights[first : first + count]
             empty += share(kinds == EMPTY, rows, widths) * int(rows.sum()) / self.lengths[0]
             parts.append(folded(kinds, fold))
-        return Cells(np.concatenate(parts), self._step(fold), empty, True)
+        step = self.block[0] * fold[0], self.block[1] * fold[1]
+        return Cells(np.concatenate(parts), step, empty, True)
 
     def _rows(self, first: int, last: int) -> Kinds:
         """Return the kinds of the blocks in rows `first` up to `last`: [rows, columns]."""

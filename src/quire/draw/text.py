@@ -14,7 +14,8 @@ import numpy as np
 from quire.block_mask.lists import EMPTY, FULL, PARTIAL
 from quire.draw.scale import scale
 from quire.draw.scores import Ends, ScoreMap, Values
-from quire.draw.subject import Cells, Pair, Subject
+from quire.draw.subject import Subject
+from quire.draw.survey import Cells, Pair
 
 SIGNS = {EMPTY: "· ", PARTIAL: "▒▒", FULL: "██"}
 SHADES = "░▒▓█"

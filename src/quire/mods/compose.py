@@ -163,7 +163,7 @@ def noop_mask(batch: Tensor, head: Tensor, token_q: Tensor, token_kv: Tensor) ->
 
 
 def and_masks(*mask_mods: MaskMod) -> Mask:
-    """Let a query see a key if all of `mask_mods` do; if there are none, it sees every key.
+    """Let a query see a key if all of `mask_mods` do. Without masks it sees every key.
 
     and_masks(causal, sliding_window(1), not_mask(document([0, 0, 0, 1, 1]))):
 
@@ -183,7 +183,7 @@ def _and_masks(*place: Tensor, masks: tuple[MaskMod, ...]) -> Tensor:
 
 
 def or_masks(*mask_mods: MaskMod) -> Mask:
-    """Let a query see a key if any of `mask_mods` does; if there are none, it sees no key.
+    """Let a query see a key if any of `mask_mods` does. Without masks it sees no key.
 
     or_masks(causal, document([0, 0, 0, 1, 1])):
 
@@ -298,7 +298,7 @@ def _entry(by: int | Tensor, b: Tensor) -> int | Tensor:
 
 
 def all_of(*masks: MaskMod | None) -> MaskMod | None:
-    """Return `and_masks` of the masks that are not None; a single mask itself; None without any."""
+    """Return `and_masks` of the masks that are not None, one mask itself, or None."""
     present = [mask for mask in masks if mask is not None]
     if len(present) < 2:
         return present[0] if present else None
@@ -306,7 +306,7 @@ def all_of(*masks: MaskMod | None) -> MaskMod | None:
 
 
 def chain(*score_mods: ScoreMod | None) -> ScoreMod | None:
-    """Return `in_turn` of the mods that are not None; a single mod itself; None without any.
+    """Return `in_turn` of the mods that are not None, one mod itself, or None.
 
     Unlike `in_turn` it never makes a module: it is used for one call, and owns nothing.
     """

@@ -247,8 +247,8 @@ def _seen_ranges(bounds: Tensor, prefixes: Tensor) -> tuple[Tensor, Tensor, Tens
     last = torch.where(after, end - 1, query)
     gap_start = torch.where(before, end, query + 1)
     gap_end = torch.where(before, own_start, start)
-    # Where there is no gap, let it start after the end and end at 0. Then it hides nothing, also
-    # in the bounds of a block of queries of which some have a gap.
+    # If a query has no gap, let its gap start after the end and end at 0. Such a gap hides nothing,
+    # and it does not widen the bounds of a block in which other queries have one.
     gap = continues & (gap_start < gap_end)
     gap_start, gap_end = gap_start.where(gap, len(owner)), gap_end.where(gap, 0)
     return first.int(), last.int(), gap_start.int(), gap_end.int()

@@ -77,7 +77,7 @@ class LearnedAlibi(ScoreModule):
 
 
 def softcap(soft_cap: float) -> ScoreChange:
-    """Limit scores to between -`soft_cap` and `soft_cap`; small ones hardly change (Gemma 2).
+    """Limit scores to between -`soft_cap` and `soft_cap`. Small ones hardly change (Gemma 2).
 
     softcap(2) of scores -8 -2 -1 -0.1 0 0.1 1 2 8:
 
@@ -97,7 +97,7 @@ def _softcap(
 def relative_position_bias(
     table: Tensor, bidirectional: bool = True, max_distance: int = 128
 ) -> ScoreChange:
-    """Add a bias for the distance; large distances share an entry of `table` (T5).
+    """Add a bias for the distance. Large distances share an entry of `table` (T5).
 
     relative_position_bias(torch.arange(8.0)[:, None], max_distance=9):
 

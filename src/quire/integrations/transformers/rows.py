@@ -28,7 +28,7 @@ class WrittenPart(NamedTuple):
     """Reserved rows in pages, and the tokens that are written to them."""
 
     rows: Rows
-    tokens: Tensor | None  # [n] indices into all tokens of the step, [B * L]; None for all of them
+    tokens: Tensor | None  # [n] indices into all tokens of the step, [B * L]. None for all of them
 
 
 @dataclass
@@ -37,7 +37,7 @@ class WriteStep:
 
     before: int
     count: int
-    dropped: Tensor | None  # [B] how many tokens of padding are not stored; None if all are 0
+    dropped: Tensor | None  # [B] how many tokens of padding are not stored. None if all are 0
     hides: bool  # whether a mask has to hide padding that is stored
     parts: list[WrittenPart]
     equal: dict[int, int]  # a row that is not written -> the earlier row that it equals
