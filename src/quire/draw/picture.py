@@ -194,7 +194,7 @@ def sheet(
 
 
 def _ticks(length: int, pixels: float) -> tuple[list[int], list[str]]:
-    labels = scale(length, max(1, min(5, int(pixels / 40)))).labels
+    labels = scale(length, max(1, min(5, int(pixels / 40))))
     return [at for at, _ in labels], [text for _, text in labels]
 
 
