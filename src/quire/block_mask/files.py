@@ -42,7 +42,10 @@ _MAX_EMPTY = 2**24  # the largest number of rows without columns, since they nee
 
 
 def save(mask: BlockTensors, path: str | os.PathLike[str]) -> None:
-    """Write a mask to a file."""
+    """Write a mask to one file: its blocks, and the graph and tensors of its mask_mod.
+
+    The order of a backward pass on a GPU (`dq_*`) is not written.
+    """
     mod = None if mask.is_sliced else traced_mod(mask.mask_mod, mask.device, "Save")
     tensors = [mask._cells().to(torch.int8), *(mod.captures if mod else ())]
     header = {

@@ -128,12 +128,7 @@ class BlockMask(BlockTensors):
         """Read the mask that `save` wrote. A damaged file is refused, and no code in it is run."""
         return files.load(cls, path).to(device)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the mask to one file: its blocks, and the graph and tensors of its mask_mod.
-
-        The order of a backward pass on a GPU (`dq_*`) is not written.
-        """
-        files.save(self, path)
+    save = files.save
 
     # --- masks made from a mask ------------------------------------------------------------------
 
