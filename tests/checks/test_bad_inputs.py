@@ -401,17 +401,17 @@ NUMBERS = {
     ),
     "dropout below 0": Bad(
         ArgumentError,
-        "dropout_p must be a number from 0 to 1, but got -0.1.",
+        "dropout_p must be a number from 0 to 1, but is -0.1.",
         lambda: {"dropout_p": -0.1},
     ),
     "dropout NaN": Bad(
         ArgumentError,
-        "dropout_p must be a number from 0 to 1, but got nan.",
+        "dropout_p must be a number from 0 to 1, but is nan.",
         lambda: {"dropout_p": math.nan},
     ),
     "dropout None": Bad(
         ArgumentError,
-        "dropout_p must be a number from 0 to 1, but got None.",
+        "dropout_p must be a number from 0 to 1, but is None.",
         lambda: {"dropout_p": None},
     ),
     "generator": Bad(
