@@ -14,7 +14,7 @@ import numpy as np
 
 from quire.checks.arguments import whole_number
 from quire.errors import ArgumentError, SequenceError, ShapeError, UnwrittenRowsError
-from quire.kv.table import Numbers
+from quire.memory.tables import Numbers
 from quire.runtime.append import SlotWriter
 
 MOST_TOKENS = 1 << 40  # of one sequence in one call, so that sums do not overflow

@@ -10,7 +10,7 @@ from torch import Tensor
 from quire.aux_outputs import NO_AUX, AuxRequest
 from quire.backends.eager.key_mass import key_mass
 from quire.backends.eager.observe import Observed
-from quire.backends.eager.tile import Tile, by_group, subtrahend, weighted_sum
+from quire.backends.eager.tile import by_group, scored_tiles, subtrahend, weighted_sum
 from quire.backends.eager.tiling import Stripe, stripes
 from quire.memory import Placed
 from quire.request import Problem
@@ -56,16 +56,12 @@ def forward_stripe(
 
     `peak` is the largest score so far; `sums` and `total` are divided by exp(peak).
     """
-    rows = placed.query[stripe.rows].to(placed.dtype)
-    peak = rows.new_full((*rows.shape[:-1], 1), -math.inf)
+    rows = placed.query[stripe.rows]
+    peak = rows.new_full((*rows.shape[:-1], 1), -math.inf, dtype=placed.dtype)
     total = torch.zeros_like(peak)
-    sums = rows.new_zeros((*rows.shape[:-1], placed.value.shape[-1]))
+    sums = peak.new_zeros((*peak.shape[:-1], placed.value.shape[-1]))
     observed = Observed.before(peak) if wanted.argmax or wanted.entropy else None
-    for keys in stripe.tiles:
-        tile = Tile(problem, placed, stripe, keys)
-        if tile.is_empty:
-            continue
-        scores = tile.masked(tile.modified(tile.raw_scores(rows)))
+    for tile, scores in scored_tiles(problem, placed, stripe):
         higher = torch.maximum(peak, scores.amax(-1, keepdim=True))
         shift = subtrahend(higher)
         weights = torch.exp(scores - shift)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.backends.eager.far import normaliser
-from quire.backends.eager.tile import Tile, probabilities
+from quire.backends.eager.tile import probabilities, scored_tiles
 from quire.backends.eager.tiling import stripes
 from quire.memory import Placed
 from quire.request import Problem
@@ -27,13 +27,8 @@ def key_mass(problem: Problem, placed: Placed, lse: Tensor, sink: Tensor | None)
     shift, share = found or (lse, torch.ones_like(lse))
     with torch.no_grad():
         for stripe in stripes(problem, placed):
-            rows = query[stripe.rows].to(placed.dtype)
             below, part = (x[stripe.rows].unsqueeze(-1) for x in (shift, share))
-            for keys in stripe.tiles:
-                tile = Tile(problem, placed, stripe, keys)
-                if tile.is_empty:
-                    continue
-                scores = tile.masked(tile.modified(tile.raw_scores(rows)))
-                here = mass[stripe.batch, stripe.heads, keys.positions]
+            for tile, scores in scored_tiles(problem, placed, stripe):
+                here = mass[stripe.batch, stripe.heads, tile.key_range.positions]
                 here += (probabilities(scores, below) * part).sum(-2)
     return mass
