@@ -41,22 +41,9 @@ from quire.ir.variables import variable_names
 LONGEST, WIDE = 28, 48  # characters: of an operand that is not shortened, and of a column
 
 _INFIX = {
-    "add": "+",
-    "sub": "-",
-    "mul": "*",
-    "div": "/",
-    "floordiv": "//",
-    "mod": "%",
-    "pow": "**",
-    "lt": "<",
-    "le": "<=",
-    "eq": "==",
-    "and": "&",
-    "or": "|",
-    "xor": "^",
-    "shl": "<<",
-    "shr": ">>",
-}
+    "add": "+", "sub": "-", "mul": "*", "div": "/", "floordiv": "//", "mod": "%", "pow": "**",
+    "lt": "<", "le": "<=", "eq": "==", "and": "&", "or": "|", "xor": "^", "shl": "<<", "shr": ">>",
+}  # fmt: skip
 _PREFIX = {"neg": "-", "not": "~"}
 _SILENT = ("input", "const", "cast")  # ops that are not shown as steps
 

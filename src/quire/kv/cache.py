@@ -284,8 +284,7 @@ class PagedKVCache:
             group.writer.kernel(key, value)  # raises before rows are reserved if it cannot compile
         rows = self._extend(sequences, held, number)
         for group in self._groups:
-            slots = rows.waiting[next(iter(group.layers))]
-            slots.write_all(key, value)
+            rows.waiting[next(iter(group.layers))].write_all(key, value)
         rows.all_done()
 
     # --- reading
@@ -301,8 +300,7 @@ class PagedKVCache:
             rows = self._roster.rows(sequences)
             known = list(sequences), group.view(rows, self._roster.lengths[rows])
             self._views[place] = known
-        pages = group.layers[layer].tensors
-        return Paged(pages.key, pages.value, *known[1], pages.key_scale, pages.value_scale)
+        return group.memory(layer, known[1])
 
     def dense(self, layer: int, sequence: SequenceHandle) -> Dense:
         """Return a copy of the rows that a layer holds: key [1, Hkv, S, D], value [1, Hkv, S, Dv].

@@ -29,9 +29,6 @@ from quire.errors import MissingFileError, SequenceFileError
 from quire.kv.groups import LayerGroup
 from quire.kv.pages import LayerPages, PageShape
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The integer dtype by size in bytes: tensors are hashed as integers."""
-
 _is_windows = os.name == "nt"
 
 
@@ -128,8 +125,7 @@ def load(
         with safetensors.safe_open(os.fspath(path), framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        header = _header(metadata.get("quire", ""))
-        _expect_same(header, Header.of(shape, groups))
+        header = _header(metadata.get("quire", ""), Header.of(shape, groups))
         _expect_tensors(header, shape, tensors)
         true = _digest(metadata["quire"], tensors)
         _expect(metadata.get("sha256") == true, "its content is not what was written")
@@ -174,7 +170,7 @@ def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:
     for name in sorted(tensors):
         tensor = tensors[name]
         digest.update(f"\0{name}\0{tensor.dtype}\0{list(tensor.shape)}\0".encode())
-        digest.update(tensor.contiguous().view(_INTEGERS[tensor.dtype.itemsize]).numpy().data)
+        digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
@@ -191,29 +187,22 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def _header(text: str) -> Header:
+def _header(text: str, wanted: Header) -> Header:
+    """Return the header of a file. It must be like `wanted`, but for the length and the starts."""
     _expect(text != "", "it has no header")
     written = json.loads(text)
     valid = isinstance(written, dict) and written.keys() == set(Header.__dataclass_fields__)
     _expect(valid, "its header has other fields")
-    header = Header(**written)
-    numbers = [header.length, *header.starts]
-    _expect(all(type(number) is int for number in numbers), "a length is not a number")
-    _expect(0 <= header.length < 2**48, "its length is out of range")
-    _expect(
-        all(0 <= start <= header.length for start in header.starts), "a start lies after the end"
-    )
+    length, starts = written["length"], written["starts"]
+    _expect(all(type(number) is int for number in [length, *starts]), "a length is not a number")
+    _expect(0 <= length < 2**48, "its length is out of range")
+    _expect(all(0 <= start <= length for start in starts), "a start lies after the end")
+    header = replace(wanted, length=length, starts=starts)
+    for name, ours in asdict(header).items():
+        theirs = written[name]
+        _expect(theirs == ours, f"its {name} is {theirs}, and that of this cache {ours}")
+    _expect(len(starts) == len(wanted.starts), "it has a start too many or too few")
     return header
-
-
-def _expect_same(header: Header, wanted: Header) -> None:
-    alike = replace(wanted, length=header.length, starts=header.starts)
-    ours = asdict(alike)
-    for name, theirs in asdict(header).items():
-        _expect(
-            theirs == ours[name], f"its {name} is {theirs}, and that of this cache {ours[name]}"
-        )
-    _expect(len(header.starts) == len(wanted.starts), "it has a start too many or too few")
 
 
 def _expect_tensors(header: Header, shape: PageShape, tensors: Mapping[str, Tensor]) -> None:

@@ -16,6 +16,7 @@ from quire.kv.pages import LayerPages, PageShape
 from quire.kv.pool import PagePool
 from quire.kv.prefix import PrefixCache
 from quire.kv.table import Moves, PagePlan, PageTable
+from quire.memory import Paged
 from quire.memory.tables import Numbers
 from quire.runtime.append import PageTensors, PageWriter
 
@@ -91,13 +92,22 @@ class LayerGroup:
         if len(source):
             target = torch.from_numpy(self.table.slots(moves.rows, moves.target))
             for pages in self.layers.values():
-                pages.move(source, target, copies)
+                rows = pages.read(source)  # before anything is written
+                pages.copy(copies)
+                pages.place(target, rows)
 
     def view(self, rows: Numbers, lengths: Numbers) -> View:
         """Return the current view of the sequences in `rows`, which have `lengths` tokens."""
         table = self.table
         first = None if table.window is None else torch.from_numpy(table.first[rows])
         return torch.from_numpy(table.view(rows)), torch.from_numpy(lengths), first
+
+    def memory(self, layer: int, view: View) -> Paged:
+        """Return the memory of the sequences of a view, in the pages of one layer."""
+        pages = self.layers[layer].tensors
+        return Paged(
+            pages.key, pages.value, *view, key_scale=pages.key_scale, value_scale=pages.value_scale
+        )
 
     def grow(self, more: int) -> None:
         """Add `more` pages to each layer. If memory runs out, only the first layers have them."""

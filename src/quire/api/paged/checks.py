@@ -9,13 +9,7 @@ from torch import Tensor
 
 from quire.block_mask import BlockMask
 from quire.checks.arguments import dtype_name, lengths_tensor, tensor_of
-from quire.errors import (
-    BlockMaskShapeError,
-    KVCacheError,
-    ShapeError,
-    SlotError,
-    UnreservedError,
-)
+from quire.errors import BlockMaskShapeError, KVCacheError, ShapeError, SlotError, UnreservedError
 
 if TYPE_CHECKING:
     from quire.api.paged.attention import PagedAttention

@@ -30,11 +30,7 @@ class Normaliser(NamedTuple):
 
 
 def normaliser(
-    problem: Problem,
-    placed: Placed,
-    blocks: BlockRows | None,
-    lse: Tensor,
-    sink: Tensor | None,
+    problem: Problem, placed: Placed, blocks: BlockRows | None, lse: Tensor, sink: Tensor | None
 ) -> Normaliser | None:
     """Return shift and share of all rows: lse and 1, except in rows far from 0. None if none is.
 
