@@ -483,12 +483,12 @@ OPTIONS = {
     ),
     "return_aux": Bad(
         OptionError,
-        "return_aux must be an AuxRequest, but got bool. Use return_aux=AuxRequest(lse=True).",
+        "return_aux must be an AuxRequest, but is a bool. Use return_aux=AuxRequest(lse=True).",
         lambda: {"return_aux": True},
     ),
     "return_aux of attention": Bad(
         OptionError,
-        "return_aux must be an AuxRequest, but got dict.",
+        "return_aux must be an AuxRequest, but is a dict.",
         call=lambda: attend(return_aux={"lse": True}),
     ),
     "return_lse and return_aux": Bad(

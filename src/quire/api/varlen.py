@@ -217,9 +217,9 @@ class _Layout(NamedTuple):
     def attend(self, packed: tuple[Tensor, Tensor, Tensor], **options: Any) -> Any:
         """Compute attention of packed queries, keys and values."""
         q, k, v = packed
-        memory = Ragged(k, v, *map(torch.from_numpy, (self.kv_offsets, self.kv_lengths)))
-        offsets, lengths = map(torch.from_numpy, (self.q_offsets, self.q_lengths))
-        return attention(q, memory, q_offsets=offsets, q_lengths=lengths, **options)
+        q_offsets, q_lengths, *kv_spans = map(torch.from_numpy, self)
+        memory = Ragged(k, v, *kv_spans)
+        return attention(q, memory, q_offsets=q_offsets, q_lengths=q_lengths, **options)
 
 
 # --- options -------------------------------------------------------------------------------------
@@ -247,13 +247,10 @@ def _window(window_size: Any, causal: bool, place: Mod) -> MaskMod | None:
         whole_number(f"window_size[{axis}]", number, minimum=-1, advice=advice)
         for axis, number in enumerate(window_size)
     )
-    if not causal and (left, right) == EVERYTHING:
+    if causal:
+        right = 0
+    if left == right == -1:
         return None
-    return _within(left, 0 if causal else right, place)
-
-
-def _within(left: int, right: int, place: Mod) -> MaskMod:
-    """Return a mask of `left` keys before a query to `right` keys after it. -1 is unlimited."""
 
     @named(f"window_{left}_{right}")
     def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:

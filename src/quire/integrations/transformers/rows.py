@@ -20,8 +20,8 @@ from torch import Tensor
 from quire.errors import ArgumentError
 from quire.integrations.transformers.mask import Padding
 from quire.kv import PagedKVCache, Rows, SequenceHandle
-from quire.kv.table import Numbers
 from quire.memory import Dense, Paged
+from quire.memory.tables import Numbers
 
 
 class WrittenPart(NamedTuple):
