@@ -64,7 +64,7 @@ def polynomial(
 
 
 def rational(
-    target: Real, top: int, bottom: int, weight: Real, low: float, high: float
+    target: Real, top: int, bottom: int, *, low: float, high: float, weight: Real
 ) -> tuple[list[mpf], list[mpf], mpf]:
     """P of degree `top` over Q of degree `bottom`, Q(0) = 1, and the largest weighted error."""
     grid = chebyshev(low, high, 6 * (top + bottom + 2))
@@ -168,22 +168,22 @@ def main() -> None:
     show_rational(
         "TANH_F32",
         "tanh(x) = x P(z) / Q(z), z = x**2, |x| <= 9.02",
-        rational(tanh, 5, 4, lambda z: 1 / tanh(z), tiny, 9.02**2),
+        rational(tanh, 5, 4, low=tiny, high=9.02**2, weight=lambda z: 1 / tanh(z)),
     )
     show_rational(
         "TANH_F64",
         "tanh(x) = x P(z) / Q(z), z = x**2, |x| <= 5/8",
-        rational(tanh, 3, 3, lambda z: 1 / tanh(z), tiny, 0.39063),
+        rational(tanh, 3, 3, low=tiny, high=0.39063, weight=lambda z: 1 / tanh(z)),
     )
     show_rational(
         "ERF_F32",
         "erf(x) = x P(z) / Q(z), z = x**2, |x| <= 3.93",
-        rational(erf, 6, 5, lambda z: 1 / erf(z), tiny, 3.93**2),
+        rational(erf, 6, 5, low=tiny, high=3.93**2, weight=lambda z: 1 / erf(z)),
     )
     show_rational(
         "ERF_F64",
         "erf(x) = x P(z) / Q(z), z = x**2, |x| <= 1",
-        rational(erf, 5, 5, lambda z: 1 / erf(z), tiny, 1.0),
+        rational(erf, 5, 5, low=tiny, high=1.0, weight=lambda z: 1 / erf(z)),
     )
     found = polynomial(erfc_scaled, 17, lambda t: 1 / erfc_scaled(t), -1 / 3, 0.5)
     show("ERFC_F64", "erfc(x) exp(x**2) = P(t), t = (x - 2) / (x + 2), x from 1 to 6", *found)

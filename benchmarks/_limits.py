@@ -1,4 +1,4 @@
-"""What a machine can do at most: read from memory, and multiply."""
+"""The most that a machine can do: how fast it reads memory, and how fast it multiplies."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ FLOPS = 2 * TURNS * CHAINS * Target.host().lanes(F32)  # of every thread that mu
 
 @functools.cache
 def _reader() -> jit.Code:
-    """void(i64[16]): add up runs of floats, one of which a thread takes off a counter at a time.
+    """Compile void(i64[16]), which adds up runs of floats. A counter gives out the runs.
 
-    The record is where the addresses of the runs are, how many there are, how many floats each has,
-    the counter, and where a sum goes, so that the reading cannot be left out.
+    The argument has the address of the list of runs, the number of runs, the number of floats in
+    each, the counter, and a place for the sum. Without the sum, LLVM would leave the reading out.
     """
     target, module = Target.host(), Module()
     lanes = target.lanes(F32)
@@ -49,7 +49,7 @@ def _reader() -> jit.Code:
 
 
 def reading_runs(length: int, *addresses: Tensor) -> Callable[[], None]:
-    """What reads runs of so many floats as fast as this machine can."""
+    """Return a function that reads runs of `length` floats as fast as this machine can."""
 
     def read() -> None:
         for runs in addresses:
@@ -60,7 +60,7 @@ def reading_runs(length: int, *addresses: Tensor) -> Callable[[], None]:
 
 
 def reading(*tensors: Tensor) -> Callable[[], None]:
-    """What reads tensors from beginning to end."""
+    """Return a function that reads tensors from beginning to end."""
     chunks = [torch.arange(tensor.nbytes // (4 * CHUNK)) for tensor in tensors]
     starts = zip(tensors, chunks, strict=True)
     return reading_runs(CHUNK, *(x.data_ptr() + 4 * CHUNK * places for x, places in starts))
@@ -68,7 +68,7 @@ def reading(*tensors: Tensor) -> Callable[[], None]:
 
 @functools.cache
 def _multiplier() -> jit.Code:
-    """void(ptr): a loop whose every instruction is a vector multiply-add on registers."""
+    """Compile void(ptr): a loop of multiply-adds of vectors in registers, and nothing else."""
     target, module = Target.host(), Module()
     vector = target.vector(F32)
     with module.function("multiply", {"unused": PTR}) as f:
@@ -80,11 +80,11 @@ def _multiplier() -> jit.Code:
             carry=[f.value(float(chain), vector) for chain in range(CHAINS)],
         )
         total = functools.reduce(lambda a, b: a + b, sums)
-        with f.when(f.any_lane(total.equals(1.5))):  # never, but nobody can know
+        with f.when(f.any_lane(total.equals(1.5))):  # never true, but LLVM cannot know
             f.store(total, f.parameters[0])
     return jit.load(jit.compile_object(module.text, target), ["multiply"])
 
 
 def multiply(threads: int) -> None:
-    """Have every thread do FLOPS operations."""
+    """Do FLOPS operations in every thread."""
     launch(_multiplier().address("multiply"), 0, threads)

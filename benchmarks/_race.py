@@ -1,7 +1,7 @@
 """Interleaved timing in one process: contestants take turns, and the best call of each counts.
 
-The machine may be busy with other things; turns slow all contestants alike, and a best time is
-what is left when nothing else ran. Every figure is a ratio of two such times from one race.
+Another program slows all contestants equally, since they take turns. The best time is one in which
+nothing else ran. Every figure is a ratio of two such times from one race.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quire.codegen.llvm.target import Target
 
 
 def race(contestants: dict[str, Callable[[], object]], seconds: float = 2.0) -> dict[str, float]:
-    """The best time of each contestant, in seconds of one call; at least five turns each."""
+    """Return the seconds of one call of each contestant, the best of at least five turns."""
     repeats = {}
     for name, run in contestants.items():
         run()
@@ -41,7 +41,7 @@ def race(contestants: dict[str, Callable[[], object]], seconds: float = 2.0) -> 
 
 
 class Table:
-    """Rows of figures, printed as they come and written as JSON at the end."""
+    """Rows of figures. Each is printed when it is added, and all are written as JSON at the end."""
 
     def __init__(self, title: str) -> None:
         self.title = title
@@ -49,19 +49,19 @@ class Table:
         print(title)
 
     def add(self, case: str, figure: float, unit: str, must: str = "", **details: object) -> None:
-        """One row; `must` says what was wanted."""
+        """Add a row. `must` is the figure that is wanted."""
         self.rows.append({"case": case, "figure": figure, "unit": unit, "must": must, **details})
         extra = "  ".join(f"{name} {value}" for name, value in details.items())
         print(f"  {case:<58} {figure:8.3f} {unit:<10} {must:<12} {extra}", flush=True)
 
     def write(self, path: str | None) -> None:
-        """Write the rows to a file, if one was asked for."""
+        """Write the rows to a file, if there is a path."""
         if path:
             Path(path).write_text(json.dumps({"title": self.title, "rows": self.rows}, indent=1))
 
 
 def arguments(description: str) -> argparse.Namespace:
-    """The options that every benchmark takes."""
+    """Return the options that every benchmark has."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--seconds", type=float, default=2.0, help="time of each race")
     parser.add_argument("--only", default="", help="run the part of this name, or those with it")
@@ -70,11 +70,11 @@ def arguments(description: str) -> argparse.Namespace:
 
 
 Part = Callable[[Table, float, int], None]
-"""part(table, seconds, threads): some rows of a benchmark."""
+"""part(table, seconds, threads) adds some rows of a benchmark."""
 
 
 def chosen_parts(parts: Sequence[Part], only: str) -> list[Part]:
-    """The part of that name; where none has it, those whose name contains it."""
+    """Return the part with the name `only`. If there is none, return those that contain it."""
     exact = [part for part in parts if part.__name__ == only]
     found = exact or [part for part in parts if only in part.__name__]
     if not found:
@@ -86,7 +86,7 @@ def chosen_parts(parts: Sequence[Part], only: str) -> list[Part]:
 def run_parts(
     name: str, description: str | None, parts: Sequence[Part], with_one_thread: Sequence[Part] = ()
 ) -> None:
-    """Run the parts that are asked for, some with one thread as well, and write the table."""
+    """Run the chosen parts, some of them also with one thread, and write the table."""
     options = arguments(description or "")
     warnings.simplefilter("ignore")
     most = torch.get_num_threads()

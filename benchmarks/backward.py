@@ -1,8 +1,8 @@
 """Forward and backward against PyTorch's own: `make bench`, or python benchmarks/backward.py.
 
 Figures are the peer's time divided by ours (higher is better for us) unless the unit says
-otherwise. Every time is that of a forward pass and the gradients of query, key and value, and of
-what a mod learns. Memory is measured in fresh processes, beyond the inputs, gradients included.
+otherwise. A time includes the forward pass and the gradients of query, key, value and of the
+parameters of a mod. Memory is measured in new processes. It includes gradients, but not inputs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HEADS = 8
 
 
 def step(attend, *learned, n: int, d: int, heads: int = HEADS, dtype=torch.float32):
-    """A function that computes attention and all gradients."""
+    """Return a function that computes attention and all gradients."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, heads, n, d).to(dtype).requires_grad_() for _ in range(3))
     above = torch.randn(1, heads, n, d).to(dtype)
@@ -46,7 +46,7 @@ def against_sdpa(
 
 
 def after_a_small_one(make, n: int):
-    """`make(n)`, where compiling and starting threads are done: no part of the memory it needs."""
+    """Return `make(n)` after a small call: compiling and starting threads take memory too."""
     make(256)()
     return make(n)
 
@@ -56,7 +56,7 @@ def block_mask(mask, n: int):
 
 
 def dense(table: Table, seconds: float, threads: int) -> None:
-    """Nothing but attention."""
+    """Attention without a mask."""
     for d, must in ((64, "1.25"), (128, "1.15")):
         for n in (512, 1024, 2048, 4096):
             ratio = against_sdpa(seconds, {}, {}, n=n, d=d)
@@ -64,7 +64,7 @@ def dense(table: Table, seconds: float, threads: int) -> None:
 
 
 def masked(table: Table, seconds: float, threads: int) -> None:
-    """Causal, by a block mask."""
+    """Causal attention, with a block mask."""
     for d, long in ((64, "1.4"), (128, "1.3")):
         for n, must in ((512, "2.0"), (2048, long), (4096, long)):
             ours = {"block_mask": block_mask(causal, n)}
@@ -73,7 +73,7 @@ def masked(table: Table, seconds: float, threads: int) -> None:
 
 
 def narrow(table: Table, seconds: float, threads: int) -> None:
-    """bfloat16."""
+    """Dense and causal attention in bfloat16."""
     n, dtype = 2048, torch.bfloat16
     for d in (64, 128):
         cases = {
@@ -86,7 +86,7 @@ def narrow(table: Table, seconds: float, threads: int) -> None:
 
 
 def sparse(table: Table, seconds: float, threads: int) -> None:
-    """Documents and windows, which SDPA has as a dense mask."""
+    """Documents and windows. SDPA gets them as a dense mask."""
     n = 8192
     masks = {
         "documents of 1024": and_masks(causal, document(lengths=[1024] * 8)),
@@ -131,7 +131,7 @@ def bias(table: Table, seconds: float, threads: int) -> None:
 
 
 def bias_memory(table: Table, seconds: float, threads: int) -> None:
-    """The same, in memory."""
+    """The memory of the same."""
     n = 2048
     ours, peer = measure.race(
         functools.partial(after_a_small_one, learned_by_quire, n),
@@ -145,7 +145,7 @@ def bias_memory(table: Table, seconds: float, threads: int) -> None:
 
 
 def mods(table: Table, seconds: float, threads: int) -> None:
-    """What ALiBi costs over plain causal attention, ours."""
+    """What ALiBi adds to the time of our causal attention."""
     n = 2048
     for d in (64, 128):
         attend = functools.partial(quire.flex_attention, block_mask=block_mask(causal, n))
@@ -165,7 +165,7 @@ def training_step(n: int):
 
 
 def memory(table: Table, seconds: float, threads: int) -> None:
-    """Extra memory of a training step; linear, so that twice the tokens need twice as much."""
+    """Extra memory of a training step. It is linear: twice the tokens need twice as much."""
     for n, must in ((8192, ""), (16384, "<150")):
         (reading,) = measure.race(
             functools.partial(after_a_small_one, training_step, n), seconds=0.1, threads=threads

@@ -2,10 +2,10 @@
 
     python benchmarks/eager_memory.py
 
-4 heads, D 64, float32, causal with ALiBi; memory beyond the inputs, each row in a fresh process.
-Fails where the tiled path needs more than the limits below at 16,384 tokens. PyTorch's path makes
-whole score matrices and has no backward pass on a CPU, so it runs at the longest length for which
-a third of the free memory would do.
+4 heads, D 64, float32, causal with ALiBi. Memory is beyond the inputs, and each row has a new
+process. The script fails if the tiled path needs more than the limits below at 16,384 tokens.
+PyTorch's path makes whole score matrices and has no backward pass on a CPU. So it runs at lengths
+for which a third of the free memory is enough.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LIMITS = {"forward": 200, "forward and backward": 400}
 """Megabytes at the longest length."""
 
 TORCH_MATRICES = 6
-"""How many score matrices PyTorch's eager path holds at once, about."""
+"""About how many score matrices PyTorch's eager path holds at once."""
 
 
 class Row(NamedTuple):
@@ -55,7 +55,7 @@ class Row(NamedTuple):
 
 
 def main() -> int:
-    """Print the table; 1 where a limit is exceeded."""
+    """Print the table. Return 1 if a limit is exceeded, else 0."""
     print(
         f"{HEADS} heads, D {HEAD_DIM}, float32, causal and ALiBi, {torch.get_num_threads()} threads"
     )
@@ -121,7 +121,7 @@ CONTESTANTS: dict[tuple[str, str], Callable[[int], Callable[[], object]]] = {
 
 
 def free_memory() -> int:
-    """Bytes, or none where the system does not tell."""
+    """Return the free memory in bytes, or 0 if the system does not tell."""
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError):

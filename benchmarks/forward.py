@@ -106,14 +106,14 @@ def score_mods(n: int) -> dict[str, tuple[object, str]]:
 
 
 def mods(table: Table, seconds: float, threads: int) -> None:
-    """What a score_mod costs over plain causal attention, ours."""
+    """What a score_mod adds to the time of our causal attention."""
     for d in (64, 128):
         q, k, v = operands(2048, d)
         mask = block_mask(causal, 2048)
         for name, (mod, must) in score_mods(2048).items():
             times = race(
                 {
-                    "ours": functools.partial(quire.flex_attention, q, k, v, mod, mask),
+                    "ours": functools.partial(quire.flex_attention, q, k, v, mod, block_mask=mask),
                     "plain": functools.partial(quire.flex_attention, q, k, v, block_mask=mask),
                 },
                 seconds,
@@ -142,8 +142,8 @@ def inductor(table: Table, seconds: float, threads: int) -> None:
         theirs = create_block_mask(mask, None, None, n, n, device="cpu")
         times = race(
             {
-                "ours": functools.partial(quire.flex_attention, q, k, v, mod, ours),
-                "peer": functools.partial(compiled, q, k, v, mod, theirs),
+                "ours": functools.partial(quire.flex_attention, q, k, v, mod, block_mask=ours),
+                "peer": functools.partial(compiled, q, k, v, mod, block_mask=theirs),
             },
             seconds,
         )
@@ -151,7 +151,7 @@ def inductor(table: Table, seconds: float, threads: int) -> None:
 
 
 def peak(table: Table, seconds: float, threads: int) -> None:
-    """The share of what the multipliers can do, by a loop that does nothing else."""
+    """The share of what the multipliers can do, as a loop that only multiplies measures it."""
     for d in (64, 128):
         for n, mask, must in ((4096, None, "83"), (8192, causal, "")):
             q, k, v = operands(n, d)
@@ -186,7 +186,7 @@ print(one - start, two - one)
 
 
 def start(table: Table, seconds: float, threads: int) -> None:
-    """From `import quire` to the first result, all but `import torch`; in new processes."""
+    """From `import quire` to the first result, without `import torch`, in new processes."""
     with tempfile.TemporaryDirectory() as directory:
         cold, warm, further = [], [], []
         for turn in range(5):
@@ -210,7 +210,7 @@ def _cold_start(cache: str) -> tuple[float, float]:
 
 
 def overhead(table: Table, seconds: float, threads: int) -> None:
-    """One query row over 128 keys: what everything around the kernel costs."""
+    """One query over 128 keys: the time of everything around the kernel."""
     q, k, v = torch.randn(1, 8, 1, 64), torch.randn(1, 8, 128, 64), torch.randn(1, 8, 128, 64)
     slopes = torch.rand(8)
 

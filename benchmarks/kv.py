@@ -1,7 +1,8 @@
 """The cache of keys and values: `make bench`, or python benchmarks/kv.py.
 
-PyTorch's prototype of a paged cache, a plain copy of the same bytes and a copy of a whole cache are
-raced in this process. Waste is that of a simulated server, and does not depend on the machine.
+The cache races against PyTorch's prototype of a paged cache, against a plain copy of the same bytes
+and against a copy of a whole cache, in this process. Waste is that of a simulated server, and does
+not depend on the machine.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ def made(layers: int, tokens: int, dtype: torch.dtype = torch.float32) -> PagedK
 def decode(table: Table, seconds: float, threads: int) -> None:
     """One token for each of 64 sequences, in 32 layers, against PyTorch's `assign`.
 
-    A turn is 16 steps, so that each sequence takes a page in it. Sequences grow to 64 tokens and
-    start again: a step writes to the next rows of 1 GB in float32, which are in no cache.
+    A turn is 16 steps, so that each sequence takes one page in it. Sequences grow to 64 tokens and
+    start again. A step writes to the next rows of 1 GB in float32, which no processor cache holds.
 
-    by layer    `extend`, and `write` for each layer. It is given the same rows for every layer, and
-                so is `assign`: they are in a cache, as when a projection has just computed them.
-    at once     `append` of the rows of all layers, which are a stack in memory.
-    kernel      what is compiled of a step, alone: where the rows go is known beforehand.
+    by layer    `extend`, and `write` for each layer. It gets the same rows for every layer, and so
+                does `assign`. They are in a processor cache, as after a projection computed them.
+    at once     `append` of the rows of all layers, which are one stack in memory.
+    kernel      only the compiled part of a step. The places of the rows are computed before.
     copy        a plain copy of the same rows for each layer, to the next of 64 places.
     """
     for dtype in (torch.float32, torch.bfloat16):
@@ -81,7 +82,7 @@ def _decode(table: Table, seconds: float, dtype: torch.dtype, pages_dtype: torch
         for key_pages, value_pages in pages:
             peer.assign(rows, at, *new, key_pages, value_pages)
 
-    copies = itertools.cycle(torch.zeros(length, LAYERS, 2, batch, HEADS, WIDTH, dtype=dtype))
+    copies = itertools.cycle(torch.zeros((length, LAYERS, 2, batch, HEADS, WIDTH), dtype=dtype))
 
     def copy() -> None:
         for key_copy, value_copy in next(copies):
@@ -125,13 +126,13 @@ def _page_of(step: Callable[[], None]) -> None:
 def prefill(table: Table, seconds: float, threads: int) -> None:
     """2,048 tokens of one sequence, in one layer, against a copy of the same bytes.
 
-    Both write to 16 places in turn, since a new prompt goes to memory that is in no cache.
+    Both write to 16 places in turn: no processor cache holds the memory of a new prompt.
     """
     places, tokens = 16, 2048
     cache = made(1, (places + 1) * tokens)
     sequences = [cache.sequence() for _ in range(places)]
     key, value = torch.randn(2, 1, tokens, HEADS, WIDTH)
-    copies = torch.zeros(places, 2, 1, tokens, HEADS, WIDTH)
+    copies = torch.zeros((places, 2, 1, tokens, HEADS, WIDTH))
     turn = {"ours": 0, "peer": 0}
 
     def ours() -> None:

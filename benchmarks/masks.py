@@ -1,7 +1,7 @@
 """Masks that find their own sparsity: `make bench`, or python benchmarks/masks.py.
 
-Time and peak memory of making block masks are measured in fresh processes; PyTorch's own function
-takes half a minute and 11 GB at 32,768 tokens. Attention is raced in this process.
+Time and peak memory of making a block mask are measured in new processes. PyTorch's own function
+takes half a minute and 11 GB at 32,768 tokens. Attention is measured in this process.
 """
 
 from __future__ import annotations
@@ -42,13 +42,17 @@ def mask_named(name: str, n: int):
 
 
 def ours(name: str, n: int):
-    return functools.partial(quire.create_block_mask, mask_named(name, n), None, None, n, n)
+    return functools.partial(
+        quire.create_block_mask, mask_named(name, n), None, None, Q_LEN=n, KV_LEN=n
+    )
 
 
 def theirs(name: str, n: int, compiled: bool = False):
     create = torch_flex.create_block_mask
     create = torch.compile(create) if compiled else create
-    make = functools.partial(create, mask_named(name, n), None, None, n, n, device="cpu")
+    make = functools.partial(
+        create, mask_named(name, n), None, None, Q_LEN=n, KV_LEN=n, device="cpu"
+    )
     if compiled:
         make()
     return make
@@ -82,7 +86,7 @@ def create(table: Table, seconds: float, threads: int) -> None:
 
 
 def million(table: Table, seconds: float, threads: int) -> None:
-    """A million tokens, of which PyTorch makes no mask: the README's picture, and block masks."""
+    """A million tokens, too many for PyTorch: the picture in the README, and block masks."""
     (mine,) = measure.race(picture, seconds=1.0, threads=threads)
     table.add("draw examples/long_context.py, 1M x 1M, as PNG", mine.seconds, "s")
     for name in ("causal", "window 4096", "documents", "prefix + window"):
@@ -114,7 +118,7 @@ def attention(table: Table, seconds: float, threads: int) -> None:
 
 
 def tables(table: Table, seconds: float, threads: int) -> None:
-    """A mask that looks up what is allowed, against its block mask and against arithmetic."""
+    """A mask that reads a table, against its block mask and against a mask that computes."""
     n = 8192
     q, k, v = (torch.randn(1, 8, n, 64) for _ in range(3))
     positions = torch.arange(n)

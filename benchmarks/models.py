@@ -3,8 +3,8 @@
     python benchmarks/models.py --only prefill
 
 SmolLM2-135M (30 layers, 9 query and 3 key heads of 64) in float32, through transformers' generate.
-Its peers are attn_implementation="sdpa" with a DynamicCache, which pads. A run takes many seconds,
-so contestants take few turns, and the best of each counts.
+The peer is attn_implementation="sdpa" with a DynamicCache, which pads. A run takes many seconds, so
+contestants take few turns. The best turn of each counts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PEERS = ("ours", "sdpa")
 
 
 class Batch(NamedTuple):
-    """Random tokens, padded on the left."""
+    """Random prompts, padded on the left."""
 
     input_ids: Tensor
     attention_mask: Tensor
@@ -44,20 +44,20 @@ class Batch(NamedTuple):
 
 
 def unequal_lengths() -> list[int]:
-    """Each longer than the one before by the same factor, as lengths of texts are."""
+    """Return lengths of which each is the one before times the same factor."""
     return torch.logspace(5, 9, BATCH, base=2).round().int().tolist()
 
 
 @functools.cache
 def model() -> Any:
-    """Loaded once; `absent` has said that it can be."""
+    """Return the model, which is loaded once. Call `absent` before."""
     found, _ = smollm2.load()
     found.generation_config.eos_token_id = None
     return found
 
 
 def absent(case: str) -> bool:
-    """Say what is missing."""
+    """Print which packages are missing, and return whether some are."""
     if missing := smollm2.missing():
         print(f"  {case}: needs {' and '.join(missing)}: {smollm2.HOW_TO_INSTALL}")
     return bool(missing)
@@ -72,7 +72,7 @@ def new_cache(ours: bool) -> Any:
 
 
 def generate(batch: Batch, ours: bool, new: int = NEW, **options: Any) -> Any:
-    """Text of `new` tokens for each prompt; returns the cache."""
+    """Generate `new` tokens for each prompt, and return the cache."""
     model().set_attn_implementation("quire" if ours else "sdpa")
     cache = new_cache(ours)
     options = {"do_sample": False, "max_new_tokens": new, **options}
@@ -81,7 +81,7 @@ def generate(batch: Batch, ours: bool, new: int = NEW, **options: Any) -> Any:
 
 
 def num_bytes(cache: Any) -> int:
-    """The memory of a cache, with what it has taken and does not use yet."""
+    """Return the memory of a cache in bytes, with what is allocated and not used yet."""
     pages = getattr(cache, "pages", None)
     if pages is not None:
         return int(pages.statistics().num_bytes)
@@ -89,7 +89,7 @@ def num_bytes(cache: Any) -> int:
 
 
 def best_of_turns(contestants: dict[str, Callable[[], Any]]) -> dict[str, tuple[float, Any]]:
-    """Seconds of each contestant's best turn, and what it returned."""
+    """Return the seconds of the best turn of each contestant, and its result."""
     found: dict[str, tuple[float, Any]] = {}
     for _ in range(TURNS):
         for name, run in contestants.items():
@@ -106,7 +106,7 @@ def _first(pair: tuple[float, Any]) -> float:
 
 def _generation(table: Table, case: str, lengths: list[int], must: str) -> None:
     batch = Batch.of(lengths)
-    for ours in (True, False):  # compiles, and touches the weights
+    for ours in (True, False):  # compiles kernels, and loads the weights into memory
         generate(Batch(*(x[:, -16:] for x in batch)), ours, new=2)
     found = best_of_turns(
         {name: functools.partial(generate, batch, name == "ours") for name in PEERS}
@@ -152,7 +152,7 @@ def prefill(table: Table, seconds: float, threads: int) -> None:
 
 
 def samples(table: Table, seconds: float, threads: int) -> None:
-    """Several answers to one question: its pages are there once."""
+    """Several answers to one question, which share its pages."""
     case = f"memory of {SAMPLES} samples of a prompt of {SHARED_PROMPT}, {SAMPLED} new"
     if absent(case):
         return

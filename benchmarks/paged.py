@@ -1,8 +1,8 @@
 """Decoding and prefilling over pages, against the speed of memory: python benchmarks/paged.py.
 
-The first figures are in per cent of the bandwidth at which this machine reads the same bytes, found
-in the same race by a loop that does nothing but add them up. Others are ratios of times, and say
-against what.
+The first figures are percentages of the speed at which this machine reads the same bytes. A loop
+that only adds them up measures this speed in the same race. Other figures are ratios of times, and
+name the peer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PROMPT = 2048
 
 
 def reading_pages(memory: Paged) -> Callable[[], None]:
-    """What reads float32 pages head by head of each sequence, as a decode step does."""
+    """Return a function that reads float32 pages by sequence and head, as a decode step does."""
     addresses = []
     for pages in (memory.key, memory.value):
         heads = torch.arange(pages.shape[1])[:, None] * pages.stride(1)
@@ -41,7 +41,7 @@ def reading_pages(memory: Paged) -> Callable[[], None]:
 
 
 def operands(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries for one new token, keys and values."""
+    """Return queries for one new token, keys and values."""
     torch.manual_seed(0)
     query = torch.randn(BATCH, Q_HEADS, 1, HEAD_DIM)
     key, value = (torch.randn(BATCH, KV_HEADS, KEYS, HEAD_DIM).to(dtype) for _ in range(2))
@@ -49,7 +49,7 @@ def operands(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor
 
 
 def in_pages(key: Tensor, value: Tensor, page: int, dtype: torch.dtype | None = None) -> Paged:
-    """The rows of a batch in a cache, whose sequences took their pages in random turns."""
+    """Return the rows of a batch in a cache. Its sequences took their pages in random turns."""
     batch, heads, length, width = key.shape
     cache = PagedKVCache(
         layers=1,
@@ -120,7 +120,7 @@ def int8(table: Table, seconds: float, threads: int) -> None:
     low = in_pages(key.bfloat16(), value.bfloat16(), 64)
     tiny = in_pages(key, value, 64, torch.int8)
     again = tiny.page_table[:, :1].expand_as(tiny.page_table).contiguous()
-    cached = dataclasses.replace(tiny, page_table=again)  # one page of each sequence, all the time
+    cached = dataclasses.replace(tiny, page_table=again)  # one page of each sequence
     times = race(
         {
             "int8": lambda: quire.attention(query, tiny),
@@ -138,7 +138,7 @@ def long(table: Table, seconds: float, threads: int) -> None:
     """One sequence, one query: do two threads take half the time of one?"""
     query = torch.randn(1, Q_HEADS, 1, HEAD_DIM)
     key, value = (torch.randn(1, KV_HEADS, LONG, HEAD_DIM) for _ in range(2))
-    few = query[:, :4], key[:, :1], value[:, :1]  # one key head: nothing but its keys to share out
+    few = query[:, :4], key[:, :1], value[:, :1]  # one key head: threads can only share its keys
     for name, (q, k, v) in (("8 key heads", (query, key, value)), ("1 key head", few)):
 
         def attend(count: int, q: Tensor = q, k: Tensor = k, v: Tensor = v) -> None:
@@ -183,13 +183,13 @@ def prefix(table: Table, seconds: float, threads: int) -> None:
     )
     case = f"{SHARING} sequences of {OWN} behind one prefix of {PREFIX}"
     work = 4 * SHARING * Q_HEADS * (PREFIX + OWN) * HEAD_DIM
-    least = work / (FLOPS * threads / times["peak"])  # seconds, if it were nothing but products
+    least = work / (FLOPS * threads / times["peak"])  # seconds for the products alone
     most = f"{times['apart'] / least:.1f} x apart"
     table.add(case, times["apart"] / times["shared"], "x apart", "3", all_multipliers_allow=most)
 
 
 def prefill(table: Table, seconds: float, threads: int) -> None:
-    """A prompt over pages against the same prompt in one piece."""
+    """A prompt in pages, against the same prompt in one tensor."""
     torch.manual_seed(0)
     query = torch.randn(1, Q_HEADS, PROMPT, HEAD_DIM)
     key, value = (torch.randn(1, KV_HEADS, PROMPT, HEAD_DIM) for _ in range(2))

@@ -1,7 +1,8 @@
 """Sequences of unequal lengths against PyTorch's ways to compute them: python benchmarks/ragged.py.
 
-A figure is the peer's time divided by ours. Of a padded batch it is divided once more by how much
-more work the padding is: 1 means that we do the real work as fast as SDPA does the padded work.
+A figure is the peer's time divided by ours. For a padded batch it is divided once more, by the work
+of the padded batch over the real work. So 1 means that we do the real work at the speed at which
+SDPA does the padded work.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 def unequal_lengths() -> list[int]:
-    """Log-uniform from the shortest to the longest, both included."""
+    """Return lengths from the shortest to the longest, whose logarithms are evenly spaced."""
     steps = torch.linspace(math.log(SHORTEST), math.log(LONGEST), MANY)
     lengths = steps.exp().round().long()
     return lengths[torch.randperm(MANY, generator=torch.Generator().manual_seed(0))].tolist()
@@ -47,22 +48,22 @@ class Batch:
         self.packed = [torch.randn(sum(lengths), HEADS, HEAD_DIM) for _ in range(3)]
 
     def requires_grad(self) -> Batch:
-        """The same numbers, to be learned."""
+        """Make the same numbers require gradients."""
         self.packed = [x.detach().requires_grad_() for x in self.packed]
         return self
 
     def attend(self, mask=causal) -> Tensor:
-        """Ours."""
+        """Return the output of quire."""
         query, key, value = self.packed
         return quire.attention(query, Ragged(key, value, self.offsets), mask=mask)
 
     def alone(self) -> list[list[Tensor]]:
-        """[1, H, L, D] of each sequence."""
+        """Return query, key and value of each sequence: [1, H, L, D]."""
         parts = [x.detach().split(self.lengths) for x in self.packed]
         return [[x.transpose(0, 1)[None] for x in own] for own in zip(*parts, strict=True)]
 
     def padded(self) -> list[Tensor]:
-        """[B, H, longest, D], with zeros at the end."""
+        """Return query, key and value with zeros at the end: [B, H, longest, D]."""
         return [
             pad_sequence(x.detach().split(self.lengths), batch_first=True)
             .transpose(1, 2)
@@ -71,7 +72,7 @@ class Batch:
         ]
 
     def nested(self) -> list[Tensor]:
-        """[B, H, j, D] in the layout torch.jagged."""
+        """Return query, key and value in the layout torch.jagged: [B, H, j, D]."""
         return [
             torch.nested.nested_tensor_from_jagged(x, self.offsets).transpose(1, 2)
             for x in self.packed
@@ -79,7 +80,7 @@ class Batch:
 
     @property
     def padding(self) -> float:
-        """How many times as much work the padded batch is."""
+        """The work of the padded batch divided by the real work."""
         real = sum(n * n for n in self.lengths)
         return len(self.lengths) * max(self.lengths) ** 2 / real
 
@@ -131,7 +132,7 @@ def training(table: Table, seconds: float, threads: int) -> None:
 
 
 def nested(table: Table, seconds: float, threads: int) -> None:
-    """Against PyTorch's own attention of nested tensors, which takes no mask."""
+    """Nested tensors, against PyTorch's own attention, which takes no mask for them."""
     for count, length, must in EQUAL:
         operands = Batch([length] * count).nested()
         times = race(

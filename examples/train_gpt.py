@@ -2,10 +2,10 @@
 
     python examples/train_gpt.py --steps 300 --out loss.svg
 
-Each row of a batch holds pieces of several files, one behind the other; a query sees its own piece
-alone, and adds to each score a bias for the distance that every head learns. SDPA knows neither
-documents nor a bias, but can be given both as one dense float mask: a second model, with the same
-weights and batches, is trained that way in turns with the first, for comparison.
+Each row of a batch holds pieces of several files, one behind the other. A query sees only its own
+piece, and every head learns a bias for each distance. SDPA knows neither documents nor a bias, but
+takes both as one dense float mask. For comparison, a second model with the same weights and batches
+is trained that way, in turns with the first.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def by_quire(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, document: Tensor) -> Tensor:
-    """A mask and a bias, as two functions of positions."""
+    """Compute attention with quire: the mask and the bias are functions of positions."""
 
     def own_piece(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return (kv_idx <= q_idx) & (document[b, q_idx] == document[b, kv_idx])
@@ -52,7 +52,7 @@ def by_quire(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, document: 
 
 
 def by_sdpa(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, document: Tensor) -> Tensor:
-    """The same as a mask of B x H x N x N floats."""
+    """Compute the same with PyTorch: mask and bias are one tensor [B, H, N, N]."""
     positions = torch.arange(query.shape[2])
     distance = positions[:, None] - positions
     visible = (distance >= 0) & (document[:, :, None] == document[:, None, :])
@@ -65,7 +65,7 @@ def by_sdpa(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, document: T
 
 
 class Block(nn.Module):
-    """Attention and two linear layers, each added to what came in."""
+    """Attention and two linear layers. Each adds its result to its input."""
 
     def __init__(self, attend: Attend) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Positions are known by the biases alone."""
+    """A GPT that knows positions only by the biases."""
 
     def __init__(self, attend: Attend) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class GPT(nn.Module):
         return self.predict(self.last(x))
 
     def with_attention(self, attend: Attend) -> GPT:
-        """A model of the same weights that attends otherwise."""
+        """Return a model with the same weights and another attention function."""
         other = copy.deepcopy(self)
         for block in other.blocks:
             block.attend = attend
@@ -115,7 +115,7 @@ class GPT(nn.Module):
 
 
 class Batch(NamedTuple):
-    """tokens, the token after each, and the number of the piece that each is in: [B, N]."""
+    """Tokens, the token after each, and the number of the piece of each: [B, N]."""
 
     tokens: Tensor
     targets: Tensor
@@ -123,7 +123,7 @@ class Batch(NamedTuple):
 
 
 def standard_library() -> list[Tensor]:
-    """The bytes of the modules that Python brings along."""
+    """Return the bytes of each module of the standard library."""
     paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     texts = [path.read_bytes() for path in paths]
     files = [torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in texts if text]
@@ -134,7 +134,7 @@ def standard_library() -> list[Tensor]:
 
 
 def packed(files: list[Tensor], length: int, random: torch.Generator) -> Iterator[Batch]:
-    """Rows of `length` tokens, full of pieces of random files."""
+    """Yield batches of rows of `length` tokens, full of pieces of random files."""
 
     def number(low: int, high: int) -> int:
         return int(torch.randint(low, high, (1,), generator=random))
@@ -159,7 +159,7 @@ def packed(files: list[Tensor], length: int, random: torch.Generator) -> Iterato
 
 
 class Training:
-    """A model on its way: its losses, and how long each step took."""
+    """A model in training, with its losses and the time of each step."""
 
     def __init__(self, name: str, model: GPT) -> None:
         self.name, self.model = name, model
@@ -185,7 +185,7 @@ class Training:
 
 
 def train(steps: int, length: int) -> list[Training]:
-    """The same model twice, a step of the one after a step of the other."""
+    """Train two copies of one model: a step of the first, then a step of the second."""
     torch.manual_seed(0)
     batches = packed(standard_library(), length, torch.Generator().manual_seed(0))
     model = GPT(by_quire)
@@ -205,7 +205,7 @@ def train(steps: int, length: int) -> list[Training]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Train, say how far the curves are apart, and draw them."""
+    """Train both models, print how far their losses are apart, and draw the losses."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--length", type=int, default=512, help="tokens of a row")

@@ -150,6 +150,60 @@ def test_messages_have_one_form(module: str) -> None:
     assert not other, f"write 'X must be A, but is B. Do C.': {other}"
 
 
+# Calls and names
+
+MOST_POSITIONAL = 5
+# Packages that still have longer calls. Names may leave this list, but never come into it.
+STILL_LONGER = {"api", "runtime"}
+
+
+def long_calls(*folders: Path) -> dict[str, list[str]]:
+    """Return the calls with too many positional arguments, by the first folder or file below."""
+    found: dict[str, list[str]] = {}
+    for folder in folders:
+        for path in sorted(folder.rglob("*.py")):
+            where = path.relative_to(folder)
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Call) and num_positional(node) > MOST_POSITIONAL:
+                    text = f"{where}:{node.lineno}: {ast.unparse(node)}"
+                    found.setdefault(where.parts[0].removesuffix(".py"), []).append(text)
+    return found
+
+
+def num_positional(call: ast.Call) -> int:
+    """Return the number of positional arguments. `*(a, b)` counts as two, `*values` as one."""
+    starred = (argument.value for argument in call.args if isinstance(argument, ast.Starred))
+    spelled = (each.elts for each in starred if isinstance(each, ast.Tuple | ast.List))
+    return len(call.args) + sum(len(each) - 1 for each in spelled)
+
+
+def test_calls_have_few_positional_arguments() -> None:
+    call = ast.parse("f(1, *(2, 3), *rest, 4, 5)", mode="eval").body
+    assert isinstance(call, ast.Call) and num_positional(call) == 6
+    found = long_calls(PACKAGE)
+    new = {name: calls for name, calls in found.items() if name not in STILL_LONGER}
+    assert not new, f"name the arguments: {new}"
+    assert found.keys() == STILL_LONGER, "take what has no long call any more off STILL_LONGER"
+
+
+def test_scripts_have_few_positional_arguments() -> None:
+    assert not long_calls(ROOT / "benchmarks", ROOT / "examples")
+
+
+# Packages in which no two public classes have one name.
+ONE_NAME = ("block_mask", "cli", "draw", "integrations", "mods", "tools")
+
+
+def test_no_two_public_classes_have_one_name() -> None:
+    homes: dict[str, list[str]] = {}
+    for module in (each for each in SOURCES if layer(each) in ONE_NAME):
+        for node in ast.parse(SOURCES[module].read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(module)
+    twice = {name: modules for name, modules in homes.items() if len(modules) > 1}
+    assert not twice, f"rename one of each: {twice}"
+
+
 # PyTorch's private names
 
 PYTHONS_OWN = {"_replace", "_asdict", "_fields", "_getframe", "_exit"}

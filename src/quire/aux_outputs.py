@@ -1,10 +1,10 @@
-"""What attention can say about rows and keys besides its output, and how that is asked for.
+"""Results of attention besides its output, and how to ask for them.
 
     out, aux = attention(query, memory, return_aux=AuxRequest(argmax=True))
     aux.argmax
 
-The first fields are PyTorch's. A request of PyTorch's own class is taken wherever ours is, and is
-answered in PyTorch's own class, so that code which unpacks the answer finds what it expects.
+The first two fields are PyTorch's. A request of PyTorch's own class gets an answer of PyTorch's own
+class, so code that unpacks the answer finds what it expects.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from quire.errors import OptionError
 
 
 class AuxRequest(NamedTuple):
-    """What is wanted besides the output.
+    """Which results are wanted besides the output.
 
-    `lse` is the log-sum-exp of the scores, `max_scores` their maximum, `argmax` the position of the
-    key that has it, `entropy` that of the probabilities, in nats. `key_mass` is the attention that
-    each key receives, for what keeps the keys that matter: its probabilities, before dropout,
-    summed over queries. Only `lse` has a gradient.
+    `lse` is the log-sum-exp of the scores of a row, `max_scores` their maximum, and `argmax` the
+    position of the key with that score. `entropy` is the entropy of the probabilities, in nats.
+    `key_mass` is how much attention each key receives: its probabilities before dropout, summed
+    over queries. It tells a cache which keys to keep. Only `lse` has a gradient.
     """
 
     lse: bool = False
@@ -37,12 +37,12 @@ NO_AUX = AuxRequest()
 
 
 class AuxOutput(NamedTuple):
-    """What was asked for, `key_mass` [B, Hq, S] and the others [B, Hq, L]; None for the rest.
+    """The results that were asked for: `key_mass` [B, Hq, S], the others [B, Hq, L]; else None.
 
-    `argmax` is an absolute position, int64, of equals the first. In a row that reads nothing it is
-    -1 and the entropy 0. The others are float32, or float64 for float64 queries. A key has a mass
-    for each query head, also where heads share it. Of sequences that are packed into one tensor
-    `key_mass` is [total keys, Hq], and the others are [total queries, Hq].
+    If sequences are packed into one tensor, `key_mass` is [total keys, Hq] and the others are
+    [total queries, Hq]. `argmax` is an absolute position in int64, the first one of equal scores.
+    A row that reads no key has argmax -1 and entropy 0. The other results are float32, or float64
+    for float64 queries. A key has a mass for each query head, even if several heads share it.
     """
 
     lse: Tensor | None = None
@@ -53,12 +53,12 @@ class AuxOutput(NamedTuple):
 
 
 def checked_request(request: object) -> AuxRequest:
-    """A `return_aux` as a request of ours; refuse what is none."""
+    """Return `return_aux` as a request of our class. Raise if it is not a request."""
     if isinstance(request, AuxRequest):
         return request
     if isinstance(request, torch_flex.AuxRequest):
         return AuxRequest(request.lse, request.max_scores)
     raise OptionError(
-        f"return_aux must be an AuxRequest, but got {type(request).__name__}. Use "
+        f"return_aux must be an AuxRequest, but is a {type(request).__name__}. Use "
         f"return_aux=AuxRequest(lse=True)."
     )

@@ -54,7 +54,7 @@ Place = Annotated[
 ]
 Batch = Annotated[int, typer.Option("--b", min=0, help="The batch.")]
 Head = Annotated[int, typer.Option("--h", min=0, help="The head.")]
-Score = Annotated[float, typer.Option(help="What a score_mod is given.")]
+Score = Annotated[float, typer.Option(help="The score that a score_mod gets.")]
 
 app = typer.Typer(
     help="Attention that you program in plain Python, on any CPU.",
@@ -99,22 +99,22 @@ def _options(
 def show_demo(
     tokens: Annotated[int, typer.Option(min=16, help="Length of the sequence.")] = 4096,
     seconds: Annotated[float, typer.Option(min=0.1, help="How long to measure each row.")] = 3.0,
-    threads: Annotated[int, typer.Option(min=1, help="Threads of either side.")] = 1,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of PyTorch and of quire.")] = 1,
 ) -> None:
-    """A mod in three lines: drawn, checked and measured beside PyTorch, in under a minute."""
+    """Draw, check and measure a mod of three lines beside PyTorch, in under a minute."""
     if not demo.run(Console(highlight=False), tokens, seconds, threads):
         raise typer.Exit(1)
 
 
 New = Annotated[int, typer.Option(min=8, help="Tokens of each answer, at most.")]
 Threads = Annotated[
-    int | None, typer.Option(min=1, help="Threads. Unset: torch's own number of them.")
+    int | None, typer.Option(min=1, help="Threads. By default as many as torch uses.")
 ]
 
 
 @app.command()
 def chat(new: New = 256, threads: Threads = None) -> None:
-    """A conversation with a language model on quire: type a line, and it answers."""
+    """Chat with a language model that runs on quire: type a line, and it answers."""
     _prepare("chat", threads)
     from quire.tools.demo import chat_screen
 
@@ -129,7 +129,7 @@ def tour(
         Path | None, typer.Option("--output", "-o", metavar="FOLDER", help="For pictures.")
     ] = None,
 ) -> None:
-    """A language model on a cache in pages: a batch, its pages, samples that share, a mod."""
+    """Run a language model with a paged cache: a batch, its pages, shared samples, a mod."""
     _prepare("tour", threads)
     from quire.tools.demo import tour_screen
 
@@ -150,7 +150,7 @@ def _prepare(command: str, threads: int | None) -> None:
 
 @app.command()
 def doctor() -> None:
-    """What this machine has to offer: versions, CPU, threads, cache, backends."""
+    """Print versions, CPU, threads, cache and backends of this machine."""
     _print_rows(report())
 
 
@@ -158,21 +158,21 @@ def doctor() -> None:
 def show_mod(
     place: Place,
     kind: Annotated[
-        str | None, typer.Option(metavar="score|mask", help="Unset: told by its signature.")
+        str | None, typer.Option(metavar="score|mask", help="By default its signature decides.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="Of the queries.")] = "float32",
     target: Annotated[
         str,
         typer.Option(
             metavar="x86-64-v3|x86-64-v4|aarch64|host",
-            help="The processor, perhaps with a width of vectors, as in x86-64-v3:512.",
+            help="The processor. A width of vectors may follow, as in x86-64-v3:512.",
         ),
     ] = "host",
     stage: Annotated[
-        str, typer.Option(metavar="graph|llvm|asm|all", help="One alone can be piped.")
+        str, typer.Option(metavar="graph|llvm|asm|all", help="One stage can be piped.")
     ] = "all",
 ) -> None:
-    """What a mod of yours becomes: its graph, the code written for it, its assembly."""
+    """Print the graph of a mod, the code that is generated for it, and its assembly."""
     console = Console(highlight=False)
     show.run(console, place, kind=kind, dtype=dtype, target=target, stage=stage)
 
@@ -180,8 +180,8 @@ def show_mod(
 @app.command("draw")
 def draw_mod(
     place: Place,
-    q_len: Annotated[int | None, typer.Option(help="Queries; a block mask has its own.")] = None,
-    kv_len: Annotated[int | None, typer.Option(help="Keys. Unset: as many as queries.")] = None,
+    q_len: Annotated[int | None, typer.Option(help="Queries. A block mask knows its own.")] = None,
+    kv_len: Annotated[int | None, typer.Option(help="Keys. By default as many as queries.")] = None,
     b: Batch = 0,
     h: Head = 0,
     score: Score = 0.0,
@@ -190,9 +190,9 @@ def draw_mod(
         Path | None, typer.Option("--output", "-o", metavar="mask.png|mask.svg", help="A picture.")
     ] = None,
 ) -> None:
-    """What a mask of yours lets attention see, or a score_mod makes of a score: text, or a picture.
+    """Draw which keys a mask lets each query see, or what a score_mod makes of a score.
 
-    A function of five parameters is a score_mod, one of four a mask_mod.
+    A function with five parameters is a score_mod, one with four a mask_mod.
     """
     console = Console(highlight=False)
     with contextlib.redirect_stdout(sys.stderr):  # the user's code runs here
@@ -222,7 +222,7 @@ def explain_mod(
     h: Head = 0,
     score: Score = 0.0,
 ) -> None:
-    """What a mod of yours computes at one point, under the lines that you wrote."""
+    """Print what a mod computes at one position, below each of its lines."""
     with contextlib.redirect_stdout(sys.stderr):  # the user's code runs here
         found = why(show.load(place), b, h, q_idx=q, kv_idx=kv, score=score)
     Console(highlight=False).print(coloured(str(found), "python"), soft_wrap=True)
@@ -235,7 +235,7 @@ def walk_call(
         typer.Argument(metavar="FILE.py:NAME|MODULE:NAME", help="A function without parameters."),
     ],
 ) -> None:
-    """Which files of quire a call of yours enters, in order."""
+    """Print which files of quire a call enters, in order."""
     with contextlib.redirect_stdout(sys.stderr):  # the user's code runs here
         found = walk.report(show.load(place))
     typer.echo(found)
@@ -243,7 +243,7 @@ def walk_call(
 
 @cache.command()
 def info() -> None:
-    """Where compiled kernels are kept, and how much they take."""
+    """Print where compiled kernels are kept, and how much space they take."""
     kept = object_cache()
     usage, reason = kept.usage(), kept.obstacle()
     _print_rows(
@@ -259,7 +259,7 @@ def info() -> None:
 
 @cache.command()
 def clear() -> None:
-    """Remove the compiled kernels, and nothing else; they are made again when needed."""
+    """Remove the compiled kernels, and nothing else. They are compiled again when needed."""
     kept = object_cache()
     removed = kept.clear()
     typer.echo(f"removed {removed:,} object{'s' * (removed != 1)} from {kept.directory}")

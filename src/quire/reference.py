@@ -27,8 +27,8 @@ Whole score matrices are computed; nothing here is meant to be fast. A row is a 
 - The entropy of a row is -sum p ln p over the probabilities of its keys before dropout. A sink
   takes part of the probability and adds no term. It is 0 if the row reads no key. No gradient.
 - The mass of a key is the sum of its probabilities over the queries of one query head, before
-  dropout; a sink takes part of the probability. A NaN row makes the keys NaN that it reads. No
-  gradient.
+  dropout; a sink takes part of the probability. If a row is NaN, so is the mass of each key that it
+  reads. No gradient.
 - In ragged memory, each sequence is computed on its own. `b` is its number and positions count from
   its first row. Its last query has the position of its last key; with more queries than keys, both
   begin at 0. A row of the query that belongs to no sequence is a row that reads no key.
@@ -160,26 +160,27 @@ def ragged_attention(
     query has the position `q_starts[b]`. The `options` are those of `attention`.
     """
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-    numbers = query.new_full(query.shape[:2], -math.inf, dtype=wide)
-    out = query.new_zeros(*query.shape[:2], value.shape[2])
-    found = [out, numbers, numbers, numbers.new_full((), -1).long().expand_as(numbers)]
-    found += [torch.zeros_like(numbers), numbers.new_zeros(len(key), query.shape[1])]
+    nothing = query.new_full(query.shape[:2], -math.inf, dtype=wide)
+    found = {
+        "out": query.new_zeros(*query.shape[:2], value.shape[2]),
+        "lse": nothing,
+        "max_scores": nothing,
+        "argmax": torch.full(query.shape[:2], -1),
+        "entropy": torch.zeros_like(nothing),
+        "key_mass": nothing.new_zeros(len(key), query.shape[1]),
+    }
     for b, (rows, keys) in enumerate(zip(q_rows, kv_rows, strict=True)):
         q_start = max(0, len(keys) - len(rows)) if q_starts is None else q_starts[b]
-        ends = [(rows.start, rows.stop), *2 * [(keys.start, keys.stop)]]
-        operands = [
-            tensor[first:last].transpose(0, 1).unsqueeze(0)
-            for tensor, (first, last) in zip((query, key, value), ends, strict=True)
-        ]
-        one = attention(*operands, q_start=q_start, b_start=b, **options)
-        parts = (one.out, one.lse, one.max_scores, one.argmax, one.entropy, one.key_mass)
-        places = [torch.tensor(rows, dtype=torch.int64)] * 5
-        places.append(torch.tensor(keys, dtype=torch.int64))
-        found = [
-            whole.index_copy(0, at, part[0].transpose(0, 1).to(whole.dtype))
-            for whole, at, part in zip(found, places, parts, strict=True)
-        ]
-    return RaggedReference(*found)
+        operands = (
+            tensor[at.start : at.stop].transpose(0, 1).unsqueeze(0)
+            for tensor, at in ((query, rows), (key, keys), (value, keys))
+        )
+        one = attention(*operands, q_start=q_start, b_start=b, **options)._asdict()
+        for name, whole in found.items():
+            at = torch.tensor(keys if name == "key_mass" else rows, dtype=torch.int64)
+            part = one[name][0].transpose(0, 1).to(whole.dtype)
+            found[name] = whole.index_copy(0, at, part)
+    return RaggedReference(**found)
 
 
 def evaluate(

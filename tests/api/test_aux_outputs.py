@@ -293,7 +293,7 @@ def test_code_for_torch_runs_unchanged() -> None:
 
 
 def test_what_is_no_request_is_refused() -> None:
-    with pytest.raises(OptionError, match="return_aux must be an AuxRequest, but got tuple"):
+    with pytest.raises(OptionError, match="return_aux must be an AuxRequest, but is a tuple"):
         checked_request((True, False))
 
 

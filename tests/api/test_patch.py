@@ -315,7 +315,7 @@ def test_compiled_creation_of_masks(fullgraph: bool) -> None:
 
 
 def test_a_row_that_fails_undoes_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    bad = patch.Row("torch", "no_such_function", quire.flex_attention, 0)
+    bad = patch.Exchange("torch", "no_such_function", quire.flex_attention, 0)
     monkeypatch.setattr(patch, "ROWS", (*ROWS, bad))
     with pytest.raises(TorchVersionError, match=r"PyTorch must have torch\.no_such_function"):
         patch_torch()

@@ -221,9 +221,9 @@ def spy_on_tiles(monkeypatch: pytest.MonkeyPatch, limit: int) -> list[int]:
     seen: list[int] = []
     evaluate = tiles.evaluate
 
-    def spy(mod: Any, kind: Any, b: Any, h: Any, q: Any, kv: Any, *rest: Any, **more: Any) -> Any:
-        seen.append(len(b) * len(h) * len(q) * len(kv))
-        return evaluate(mod, kind, b, h, q, kv, *rest, **more)
+    def spy(mod: Any, kind: Any, b: Any, h: Any, *, q_idx: Any, kv_idx: Any, **more: Any) -> Any:
+        seen.append(len(b) * len(h) * len(q_idx) * len(kv_idx))
+        return evaluate(mod, kind, b, h, q_idx=q_idx, kv_idx=kv_idx, **more)
 
     monkeypatch.setattr(tiles, "evaluate", spy)
     monkeypatch.setattr(tiles, "TILE_ELEMENTS", limit)

@@ -396,22 +396,22 @@ NUMBERS = {
     ),
     "dropout above 1": Bad(
         ArgumentError,
-        "dropout_p must be a number from 0 to 1, but got 1.5. Use 0.0 to switch it off.",
+        "dropout_p must be a number from 0 to 1, but is 1.5. Use 0.0 to switch it off.",
         lambda: {"dropout_p": 1.5},
     ),
     "dropout below 0": Bad(
         ArgumentError,
-        "dropout_p must be a number from 0 to 1, but got -0.1.",
+        "dropout_p must be a number from 0 to 1, but is -0.1.",
         lambda: {"dropout_p": -0.1},
     ),
     "dropout NaN": Bad(
         ArgumentError,
-        "dropout_p must be a number from 0 to 1, but got nan.",
+        "dropout_p must be a number from 0 to 1, but is nan.",
         lambda: {"dropout_p": math.nan},
     ),
     "dropout None": Bad(
         ArgumentError,
-        "dropout_p must be a number from 0 to 1, but got None.",
+        "dropout_p must be a number from 0 to 1, but is None.",
         lambda: {"dropout_p": None},
     ),
     "generator": Bad(
@@ -483,12 +483,12 @@ OPTIONS = {
     ),
     "return_aux": Bad(
         OptionError,
-        "return_aux must be an AuxRequest, but got bool. Use return_aux=AuxRequest(lse=True).",
+        "return_aux must be an AuxRequest, but is a bool. Use return_aux=AuxRequest(lse=True).",
         lambda: {"return_aux": True},
     ),
     "return_aux of attention": Bad(
         OptionError,
-        "return_aux must be an AuxRequest, but got dict.",
+        "return_aux must be an AuxRequest, but is a dict.",
         call=lambda: attend(return_aux={"lse": True}),
     ),
     "return_lse and return_aux": Bad(

@@ -171,7 +171,7 @@ def test_a_block_mask_for_every_length() -> None:
     ],
 )
 def test_numbers_along_an_axis(length: int, labels: str) -> None:
-    assert " ".join(label for _, label in scale.scale(length).labels) == labels
+    assert " ".join(label for _, label in scale.scale(length)) == labels
 
 
 # mistakes

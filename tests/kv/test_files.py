@@ -17,7 +17,7 @@ import torch
 from forking import forks
 
 from quire.errors import OutOfPages, QuireError, SequenceFileError
-from quire.kv import Group, PagedKVCache, SequenceHandle, files, saved
+from quire.kv import Group, PagedKVCache, SequenceHandle, files
 
 pytest.importorskip("safetensors")
 
@@ -154,7 +154,7 @@ def test_a_header_that_lies_is_refused(change: dict[str, Any], tmp_path: Path) -
     """Even if whoever changed it has made a new digest."""
     cache = made()
     sequence = filled(cache, 9)
-    header = saved.header(cache.shape, cache._groups, sequence.row, cache.length(sequence))
+    header = files.Header.of(cache.shape, cache._groups, sequence.row, cache.length(sequence))
     tensors = {
         f"{name}.{layer}": getattr(cache.dense(layer, sequence), name)[0].transpose(0, 1)
         for layer in range(3)

@@ -49,7 +49,7 @@ def test_probabilities_that_are_none(p: object) -> None:
     with pytest.raises(ArgumentError) as caught:
         check_dropout(p)
     assert str(caught.value) == (
-        f"dropout_p must be a number from 0 to 1, but got {p!r}. Use 0.0 to switch it off."
+        f"dropout_p must be a number from 0 to 1, but is {p!r}. Use 0.0 to switch it off."
     )
 
 

@@ -1,45 +1,23 @@
 """The kernel options of PyTorch's flex_attention, which are checked and mostly ignored.
 
 They tune Triton kernels on GPUs. On the CPU no option changes a result, so values are checked only
-if PyTorch checks them. On other devices the options are passed to PyTorch.
+if PyTorch checks them. On other devices the options are passed to PyTorch. The names are those of
+PyTorch's `FlexKernelOptions`; `fwd_` or `bwd_` before a name limits it to one of the two passes.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Literal, TypeAlias, TypedDict, get_args
+from typing import Literal, TypeAlias, get_args
+
+from torch.nn.attention import flex_attention as torch_flex
 
 from quire.errors import ArgumentError, OptionError
 from quire.support.warn import warn
 
+FlexKernelOptions = torch_flex.FlexKernelOptions
 KernelBackend: TypeAlias = Literal["AUTO", "TRITON", "FLASH", "TRITON_DECODE"]
-
-
-class FlexKernelOptions(TypedDict, total=False):
-    """Options by name. Each may be prefixed with `fwd_` or `bwd_` for one of the two passes.
-
-    On a CPU: BACKEND is checked, ROWS_GUARANTEED_SAFE and all others are ignored.
-    """
-
-    num_warps: int
-    num_stages: int
-    BLOCK_M: int
-    BLOCK_N: int
-    BLOCK_M1: int
-    BLOCK_N1: int
-    BLOCK_M2: int
-    BLOCK_N2: int
-    PRESCALE_QK: bool
-    ROWS_GUARANTEED_SAFE: bool
-    BLOCKS_ARE_CONTIGUOUS: bool
-    WRITE_DQ: bool
-    FORCE_USE_FLEX_ATTENTION: bool
-    USE_TMA: bool
-    kpack: int
-    matrix_instr_nonkdim: int
-    waves_per_eu: int
-    BACKEND: KernelBackend
 
 
 KNOWN = frozenset(FlexKernelOptions.__annotations__)

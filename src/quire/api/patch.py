@@ -32,7 +32,7 @@ from quire.support.locks import lock
 from quire.support.torch_private import JAGGED, PAGED, named
 
 
-class Row(NamedTuple):
+class Exchange(NamedTuple):
     """A function of PyTorch, and ours. Argument number `device` decides which one runs.
 
     That argument is a tensor or a device, or an object with a tensor in `attribute`.
@@ -55,13 +55,13 @@ PAGED_METHODS = (
     "get_score_mod",
 )
 ROWS = (
-    Row(FLEX, "flex_attention", flex_attention, device=0),
-    Row(FLEX, "create_block_mask", create_block_mask, device=5),
-    Row(FLEX, "create_mask", create_mask, device=5),
+    Exchange(FLEX, "flex_attention", flex_attention, device=0),
+    Exchange(FLEX, "create_block_mask", create_block_mask, device=5),
+    Exchange(FLEX, "create_mask", create_mask, device=5),
     # F.scaled_dot_product_attention calls this for nested tensors.
-    Row(JAGGED, jagged.__name__, jagged, device=0),
+    Exchange(JAGGED, jagged.__name__, jagged, device=0),
     *(
-        Row(PAGED, f"PagedAttention.{name}", getattr(PagedAttention, name), 0, "page_table")
+        Exchange(PAGED, f"PagedAttention.{name}", getattr(PagedAttention, name), 0, "page_table")
         for name in PAGED_METHODS
     ),
 )
@@ -116,7 +116,7 @@ def unpatch_torch() -> None:
             _undo.close()
 
 
-def _exchange(row: Row, stack: ExitStack) -> None:
+def _exchange(row: Exchange, stack: ExitStack) -> None:
     """Give a function of PyTorch our code. `stack` restores its own code later."""
     theirs = named(row.module, row.name)
     assert isinstance(theirs, types.FunctionType) and not theirs.__closure__, "code needs a place"
@@ -145,7 +145,7 @@ def _code(theirs: Callable[..., Any], key: str) -> types.CodeType:
     return code
 
 
-def _stand_in(row: Row, theirs: Callable[..., Any]) -> Callable[..., Any]:
+def _stand_in(row: Exchange, theirs: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function that is called in place of PyTorch's: ours on the CPU, else `theirs`."""
 
     @never_entered

@@ -232,8 +232,8 @@ def _layout_of(
     for (name, most), lengths in zip(longest, (q_lengths, kv_lengths), strict=True):
         _check_longest(name, most, lengths)
     exceeds = bool((q_lengths > kv_lengths).any())
-    columns = map(torch.from_numpy, (q_offsets, q_lengths, kv_offsets, kv_lengths))
-    return _Layout(*columns, exceeds)
+    columns = [torch.from_numpy(x) for x in (q_offsets, q_lengths, kv_offsets, kv_lengths)]
+    return _Layout(columns[0], columns[1], columns[2], columns[3], exceeds)
 
 
 def _check_longest(name: str, value: int | None, lengths: Numbers) -> None:
@@ -274,13 +274,10 @@ def _window(window_size: Any, causal: bool, place: Mod) -> MaskMod | None:
         whole_number(f"window_size[{axis}]", number, minimum=-1, advice=advice)
         for axis, number in enumerate(window_size)
     )
-    if not causal and (left, right) == EVERYTHING:
+    if causal:
+        right = 0
+    if left == right == -1:
         return None
-    return _within(left, 0 if causal else right, place)
-
-
-def _within(left: int, right: int, place: Mod) -> MaskMod:
-    """Return a mask of `left` keys before a query to `right` keys after it. -1 is unlimited."""
 
     @named(f"window_{left}_{right}")
     def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:

@@ -41,27 +41,14 @@ from quire.ir.variables import variable_names
 LONGEST, WIDE = 28, 48  # characters: of an operand that is not shortened, and of a column
 
 _INFIX = {
-    "add": "+",
-    "sub": "-",
-    "mul": "*",
-    "div": "/",
-    "floordiv": "//",
-    "mod": "%",
-    "pow": "**",
-    "lt": "<",
-    "le": "<=",
-    "eq": "==",
-    "and": "&",
-    "or": "|",
-    "xor": "^",
-    "shl": "<<",
-    "shr": ">>",
-}
+    "add": "+", "sub": "-", "mul": "*", "div": "/", "floordiv": "//", "mod": "%", "pow": "**",
+    "lt": "<", "le": "<=", "eq": "==", "and": "&", "or": "|", "xor": "^", "shl": "<<", "shr": ">>",
+}  # fmt: skip
 _PREFIX = {"neg": "-", "not": "~"}
 _SILENT = ("input", "const", "cast")  # ops that are not shown as steps
 
 
-class Step(NamedTuple):
+class ModStep(NamedTuple):
     """One operation: its source, the same with the values of its operands, and its result."""
 
     location: Location | None
@@ -76,7 +63,7 @@ class Explanation:
 
     name: str
     inputs: dict[str, Number]
-    steps: tuple[Step, ...]
+    steps: tuple[ModStep, ...]
     value: Number
 
     def __str__(self) -> str:
@@ -121,7 +108,7 @@ def why(mod: Mod, b: int, h: int, q_idx: int, kv_idx: int, score: float = 0.0) -
             node, [_operand(node, arg, written[arg]) for arg in node.args], names
         )
     steps = tuple(
-        Step(
+        ModStep(
             location,
             written[node],
             _spelled(node, [_written(values[arg]) for arg in node.args], names),
@@ -138,14 +125,9 @@ def _values(traced: Traced, point: dict[str, Number]) -> dict[Node, Number]:
     env = {name: torch.tensor(value) for name, value in point.items()}
     tensors: dict[Node, Tensor] = {}
     for node in walk(traced.output):
-        operands = {str(number): tensors[arg] for number, arg in enumerate(node.args)}
-        alone = rebuild(
-            node,
-            tuple(
-                Node("input", (), arg.dtype, str(number)) for number, arg in enumerate(node.args)
-            ),
-        )
-        where = functools.partial(_where, traced, node)
+        operands = {str(n): tensors[arg] for n, arg in enumerate(node.args)}
+        inputs = (Node("input", (), arg.dtype, str(n)) for n, arg in enumerate(node.args))
+        alone, where = rebuild(node, tuple(inputs)), functools.partial(_where, traced, node)
         tensors[node] = interpret(alone, env | operands, traced.captures, where=where)
     return {node: tensor.item() for node, tensor in tensors.items()}
 
@@ -216,7 +198,7 @@ def _line(location: Location | None) -> str:
     return f"{place}: {source}" if source else place
 
 
-def _table(steps: list[Step]) -> list[str]:
+def _table(steps: list[ModStep]) -> list[str]:
     """Return one line for each step. Wide steps do not widen the column of the others."""
     lengths = [len(step.expression) for step in steps]
     width = max((length for length in lengths if length <= WIDE), default=0)

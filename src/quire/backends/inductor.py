@@ -232,7 +232,7 @@ def _lacking(request: Request) -> list[tuple[str, bool]]:
     memory, queries, aux = request.memory, request.queries, request.aux
     return [
         ("ragged or paged memory", not isinstance(memory, Dense) or memory.start != 0),
-        ("positions of queries", queries.start != 0),
+        ("positions of queries", type(queries.start) is not int or queries.start != 0),
         ("dropout", request.dropout_p != 0.0),
         ("sink", request.sink is not None),
         ("argmax", aux.argmax),

@@ -10,73 +10,42 @@ a    b    a & b   a | b   ~a         . empty   ░ partial   █ full
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from quire.block_mask.elements import Elements, four_dimensional, is_endless, reclassified
+from quire.block_mask.elements import Elements, four_dimensional, reclassified
 from quire.block_mask.lists import FULL, PARTIAL, check_devices
+from quire.block_mask.tensors import BlockTensors, Mask
 from quire.block_mask.tiles import Sizes
 from quire.errors import BlockMaskShapeError
-from quire.ir.trace import mod_name
-from quire.mods.compose import MaskMod, named, not_mask
-
-if TYPE_CHECKING:
-    from quire.block_mask.mask import BlockMask
-
-Mask = TypeVar("Mask", bound="BlockMask")
+from quire.mods.compose import MaskMod, and_masks, not_mask, or_masks
 
 
-class _Operator(NamedTuple):
+class Operator(NamedTuple):
     """How `&` or `|` combines the cells and the mask_mods of two masks."""
 
-    name: str
     cells: Callable[[Tensor, Tensor], Tensor]
-    values: Callable[[Any, Any], Any]
-
-    def mods(self, left: MaskMod, right: MaskMod) -> MaskMod:
-        """Combine two mask_mods. A mod that returns True or False still does."""
-
-        @named(f"{self.name}({mod_name(left)}, {mod_name(right)})")
-        def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Any:
-            return self.values(left(b, h, q_idx, kv_idx), right(b, h, q_idx, kv_idx))
-
-        return mask
+    mods: Callable[[MaskMod, MaskMod], MaskMod]
 
 
-_AND = _Operator("and_masks", torch.minimum, operator.and_)
-_OR = _Operator("or_masks", torch.maximum, operator.or_)
-
-
-def intersection(one: Mask, other: BlockMask) -> Mask:
-    """The mask of what both masks allow."""
-    return _join(one, other, _AND)
-
-
-def union(one: Mask, other: BlockMask) -> Mask:
-    """The mask of what at least one of the masks allows."""
-    return _join(one, other, _OR)
+AND = Operator(torch.minimum, and_masks)
+OR = Operator(torch.maximum, or_masks)
 
 
 def complement(mask: Mask) -> Mask:
-    """The mask of what a mask does not allow."""
+    """Return the mask of what a mask does not allow."""
     elements = Elements(mask, mask.BLOCK_SIZE)
     cells = FULL - elements.cells
     if (cells == PARTIAL).any():
         cells = reclassified(cells, not_mask(elements.safe_mod), elements.sizes, mask.BLOCK_SIZE)
-    return mask._from_cells(
-        cells,
-        True,
-        BLOCK_SIZE=elements.block_size,
-        mask_mod=not_mask(elements.mod),
-        seq_lengths=mask.seq_lengths,
-    )
+    return mask._with_cells(cells, separate_full_blocks=True, mask_mod=not_mask(elements.mod))
 
 
-def _join(one: Mask, other: BlockMask, combine: _Operator) -> Mask:
+def join(one: Mask, other: BlockTensors, combine: Operator) -> Mask:
+    """Return the mask of what both masks allow, by AND, or at least one of them, by OR."""
     check_devices(four_dimensional(one), four_dimensional(other))
     sizes = _common_sizes(one, other)
     block_size = _common_block_size(one, other, sizes)
@@ -91,14 +60,14 @@ def _join(one: Mask, other: BlockMask, combine: _Operator) -> Mask:
     cells = torch.where(cells == PARTIAL, found, cells)
     return one._from_cells(
         cells.expand(*sizes[:2], -1, -1),
-        True,
+        separate_full_blocks=True,
         BLOCK_SIZE=block_size,
         mask_mod=_combined_mod(left, right, cells == PARTIAL, combine),
         seq_lengths=sizes[2:],
     )
 
 
-def _combined_mod(left: Elements, right: Elements, partial: Tensor, combine: _Operator) -> MaskMod:
+def _combined_mod(left: Elements, right: Elements, partial: Tensor, combine: Operator) -> MaskMod:
     """The mask_mod of a result that is called in the blocks `partial` [B, H, rows, columns].
 
     If a side is partial in none of these blocks, it changes nothing there. We leave its mod out if
@@ -111,7 +80,7 @@ def _combined_mod(left: Elements, right: Elements, partial: Tensor, combine: _Op
     return combine.mods(left.mod_in(partial), right.mod_in(partial))
 
 
-def _common_sizes(one: BlockMask, other: BlockMask) -> Sizes:
+def _common_sizes(one: BlockTensors, other: BlockTensors) -> Sizes:
     batch = []
     for name, *counts in zip("BH", _batch(one), _batch(other), strict=False):
         if len({*counts} - {1}) > 1:
@@ -120,9 +89,9 @@ def _common_sizes(one: BlockMask, other: BlockMask) -> Sizes:
                 f"{name}={counts[0]} and {name}={counts[1]}. Create both with the same {name}."
             )
         batch.append(counts[1] if counts[0] == 1 else counts[0])
-    if is_endless(one) or one.seq_lengths == other.seq_lengths:
+    if one.is_endless or one.seq_lengths == other.seq_lengths:
         return (batch[0], batch[1], *other.seq_lengths)
-    if not is_endless(other):
+    if not other.is_endless:
         raise BlockMaskShapeError(
             f"two block masks must have the same lengths, but have {one.seq_lengths} and "
             f"{other.seq_lengths}. Change the lengths of one with mask.resize{other.seq_lengths}."
@@ -130,12 +99,12 @@ def _common_sizes(one: BlockMask, other: BlockMask) -> Sizes:
     return (batch[0], batch[1], *one.seq_lengths)
 
 
-def _batch(mask: BlockMask) -> tuple[int, int]:
+def _batch(mask: BlockTensors) -> tuple[int, int]:
     batch, heads = four_dimensional(mask).shape[:2]
     return batch, heads
 
 
-def _common_block_size(one: BlockMask, other: BlockMask, sizes: Sizes) -> tuple[int, int]:
+def _common_block_size(one: BlockTensors, other: BlockTensors, sizes: Sizes) -> tuple[int, int]:
     """The smaller block size in each direction."""
     pairs = zip(one.BLOCK_SIZE, other.BLOCK_SIZE, sizes[2:], strict=True)
     for fine, coarse, length in ((*sorted(pair), length) for *pair, length in pairs):

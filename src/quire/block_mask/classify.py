@@ -34,17 +34,23 @@ UNSURE = 3  # the kind of a block that is not decided yet
 
 def classify(mod: Mod, sizes: Sizes, block_size: tuple[int, int], device: torch.device) -> Runs:
     """The blocks of a mask that are not empty. One that reaches beyond an end is never full."""
-    elements = min(block_size[0], sizes[2]) * min(block_size[1], sizes[3])
-    if not isinstance(mod, Traced) or not 0 < elements <= TILE_ELEMENTS or 0 in sizes:
-        counts = count_blocks(mod, sizes, block_size, device)
+    batches, heads, q_len, kv_len = sizes
+    # If all batches or heads have the same mask, classify the blocks of one.
+    reads = inputs(mod.output) if isinstance(mod, Traced) else {"b", "h"}
+    once = (
+        batches if "b" in reads else min(1, batches),
+        heads if "h" in reads else min(1, heads),
+        *sizes[2:],
+    )
+    elements = min(block_size[0], q_len) * min(block_size[1], kv_len)
+    if isinstance(mod, Traced) and 0 < elements <= TILE_ELEMENTS and 0 not in sizes:
+        runs = Grid(mod, once, block_size, device).runs()
+    else:
+        counts = count_blocks(mod, once, block_size, device)
         full = counts == block_size[0] * block_size[1]
         cells = (counts > 0).to(torch.int32).masked_fill(full, FULL)
-        return Runs.of_cells(cells.cpu().numpy())
-    reads = inputs(mod.output)
-    # If all batches or heads have the same mask, classify the blocks of one.
-    once = (sizes[0] if "b" in reads else 1, sizes[1] if "h" in reads else 1, *sizes[2:])
-    runs = Grid(mod, once, block_size, device).runs()
-    return _repeated(runs, sizes[0], sizes[1])
+        runs = Runs.of_cells(cells.cpu().numpy())
+    return _repeated(runs, batches, heads)
 
 
 def _repeated(runs: Runs, batches: int, heads: int) -> Runs:
@@ -136,7 +142,7 @@ class Grid:
         return pair // self.sizes[1], pair % self.sizes[1], row % self.num_rows
 
     def _by_bounds(self, row: Tensor, start: Tensor, stop: Tensor) -> Tensor:
-        """The kind of each span by the bounds [n, m]; EMPTY for a span after the last column."""
+        """The kind of each span by the bounds [n, m]. EMPTY for a span after the last column."""
         (q_size, kv_size), (q_len, kv_len) = self.block_size, self.sizes[2:]
         b, h, q = self._place(row)
         env = {
@@ -166,7 +172,7 @@ class Grid:
         return kind
 
     def _by_some_elements(self, row: Tensor, column: Tensor, sides: tuple[int, int]) -> Tensor:
-        """The kinds of blocks by `sides` elements; UNSURE if these agree and are not all."""
+        """The kinds of blocks by `sides` elements. UNSURE if these agree and are not all."""
         b, h, q = self._place(row)
         q_idx, exists_q = self._positions(q, sides[0], 0)
         kv_idx, exists_kv = self._positions(column, sides[1], 1)

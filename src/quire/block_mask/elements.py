@@ -17,7 +17,6 @@ looks up the kind of the block first.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,14 +24,12 @@ from torch import Tensor
 from quire.block_mask.classify import classify
 from quire.block_mask.lists import EMPTY, FULL, NOOP_BLOCK_SIZE, PARTIAL, ceil_div
 from quire.block_mask.mask_mods import sliced_mask_mod
+from quire.block_mask.tensors import BlockTensors
 from quire.block_mask.tiles import Sizes, fastest_form
 from quire.errors import BlockMaskShapeError
 from quire.ir.graph import inputs
 from quire.ir.trace import Traced, mod_name
 from quire.mods.compose import MaskMod, named, not_mask
-
-if TYPE_CHECKING:
-    from quire.block_mask.mask import BlockMask
 
 
 class Elements:
@@ -42,7 +39,7 @@ class Elements:
     """
 
     def __init__(
-        self, mask: BlockMask, block_size: tuple[int, int], sizes: Sizes | None = None
+        self, mask: BlockTensors, block_size: tuple[int, int], sizes: Sizes | None = None
     ) -> None:
         cells = four_dimensional(mask)
         self.sizes = sizes or (cells.shape[0], cells.shape[1], *mask.seq_lengths)
@@ -55,12 +52,12 @@ class Elements:
 
     @functools.cached_property
     def kinds(self) -> Tensor | None:
-        """The kind that the mask_mod alone would give each block; None if that is not known."""
+        """The kind that the mask_mod alone would give each block. None if that is not known."""
         return kinds_of(self.mod, self.sizes, self.block_size, self.cells.device)
 
     @functools.cached_property
     def known(self) -> Tensor:
-        """The kind of each partial block by its elements; PARTIAL if that is not known."""
+        """The kind of each partial block by its elements. PARTIAL if that is not known."""
         found = self.kinds
         if found is None:
             found = kinds_of(self.safe_mod, self.sizes, self.block_size, self.cells.device)
@@ -95,7 +92,7 @@ class Elements:
         return by_block(self.mod, self.cells, self.block_size, only_in_partial=may_fail)
 
 
-def four_dimensional(mask: BlockMask) -> Tensor:
+def four_dimensional(mask: BlockTensors) -> Tensor:
     """The cells of a mask as [B, H, rows, columns]. Raise if it is a slice without a mask_mod."""
     cells = mask._cells()
     if mask.is_sliced:
@@ -108,15 +105,10 @@ def four_dimensional(mask: BlockMask) -> Tensor:
     return cells.reshape((1,) * (4 - cells.dim()) + cells.shape)
 
 
-def is_endless(mask: BlockMask) -> bool:
-    """Whether a mask can be used with sequences of any length."""
-    return mask.BLOCK_SIZE == (NOOP_BLOCK_SIZE, NOOP_BLOCK_SIZE)
-
-
 def kinds_of(
     mod: MaskMod, sizes: Sizes, block_size: tuple[int, int], device: torch.device
 ) -> Tensor | None:
-    """The kind of each block by the mask_mod alone; None if it cannot be called everywhere.
+    """The kind of each block by the mask_mod alone. None if it cannot be called everywhere.
 
     Also None for a mask of unlimited length, and if the mod uses `b` or `h` while the sizes have
     one batch or head that stands for all.
@@ -132,7 +124,7 @@ def kinds_of(
 def created_cells(
     mod: MaskMod, sizes: Sizes, block_size: tuple[int, int], device: torch.device
 ) -> Tensor | None:
-    """The cells that create_block_mask would make; None if the mod fails somewhere."""
+    """The cells that create_block_mask would make. None if the mod fails somewhere."""
     form = fastest_form(mod, "mask", device)
     try:
         runs = classify(form, sizes, block_size, device)
@@ -147,9 +139,9 @@ def reclassified(cells: Tensor, mod: MaskMod, sizes: Sizes, block_size: tuple[in
     return cells if found is None else torch.where(cells == PARTIAL, found, cells)
 
 
-def element_mod(mask: BlockMask) -> MaskMod:
+def element_mod(mask: BlockTensors) -> MaskMod:
     """A mod that is right in all blocks of a mask: it hides what no block has."""
-    if is_endless(mask):
+    if mask.is_endless:
         return mask.mask_mod
     return by_block(mask.mask_mod, four_dimensional(mask), mask.BLOCK_SIZE, only_in_partial=True)
 

@@ -19,7 +19,7 @@ import math
 import os
 import secrets
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,16 +27,12 @@ from torch import Tensor
 
 from quire.block_mask.lists import EMPTY, FULL, as_block_size, as_count, ceil_div
 from quire.block_mask.mask_mods import sliced_mask_mod, traced_mod
+from quire.block_mask.tensors import BlockTensors, Mask
 from quire.checks.arguments import dtype_name
 from quire.errors import MaskFileError, MissingFileError
 from quire.ir.portable import DTYPE_NAMES, portable, restore
 from quire.ir.trace import Traced
 from quire.mods.compose import MaskMod
-
-if TYPE_CHECKING:
-    from quire.block_mask.mask import BlockMask
-
-Mask = TypeVar("Mask", bound="BlockMask")
 
 NAME, VERSION = b"quire block mask ", b"1\n"
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -45,8 +41,11 @@ _MAX_DIMENSIONS = 64  # as in numpy
 _MAX_EMPTY = 2**24  # the largest number of rows without columns, since they need no bytes in a file
 
 
-def save(mask: BlockMask, path: str | os.PathLike[str]) -> None:
-    """Write a mask to a file."""
+def save(mask: BlockTensors, path: str | os.PathLike[str]) -> None:
+    """Write a mask to one file: its blocks, and the graph and tensors of its mask_mod.
+
+    The order of a backward pass on a GPU (`dq_*`) is not written.
+    """
     mod = None if mask.is_sliced else traced_mod(mask.mask_mod, mask.device, "Save")
     tensors = [mask._cells().to(torch.int8), *(mod.captures if mod else ())]
     header = {
@@ -120,7 +119,7 @@ def _read(kind: type[Mask], content: bytes) -> Mask:
     _expect(type(separate) is bool, "separate_full_blocks is not true or false")
     return kind._from_cells(
         cells.to(torch.int32),
-        separate,
+        separate_full_blocks=separate,
         BLOCK_SIZE=block_size,
         mask_mod=_read_mod(header["mask_mod"], captures),
         seq_lengths=lengths,

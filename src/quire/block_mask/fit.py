@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from quire.block_mask.lists import NOOP_BLOCK_SIZE
 from quire.block_mask.mask import BlockMask
 from quire.block_mask.mask_mods import sliced_mask_mod
 from quire.errors import BlockMaskShapeError, DeviceError
@@ -33,7 +32,7 @@ def check_fits(
                 f"{name}={made_for}: block_mask.shape={block_mask.shape}, and the query has B={B}, "
                 f"H={H}. Create it with create_block_mask(..., {name}={size}, ...) or {name}=None."
             )
-    if block_mask.BLOCK_SIZE != (NOOP_BLOCK_SIZE, NOOP_BLOCK_SIZE):
+    if not block_mask.is_endless:
         _check_lengths(block_mask, q_len, kv_len)
     if block_mask.device != device:
         raise DeviceError(

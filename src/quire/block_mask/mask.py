@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Sequence
-from typing import Any, Self, TypeAlias
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from quire.block_mask.mask_mods import (
     sliced_mask_mod,
     traced_mod,
 )
-from quire.block_mask.rows import BlockRows
+from quire.block_mask.runs import BlockRows
 from quire.block_mask.tensors import DEFAULT_BLOCK_SIZE, BlockTensors
 from quire.mods import Mask, document
 from quire.mods import causal as causal_mask
@@ -36,8 +36,6 @@ from quire.support.torch_private import (
     is_torch_slice,
     unflattened,
 )
-
-BlockIndex: TypeAlias = Any  # int, slice, Tensor, list or ..., alone or in a tuple
 
 
 class BlockMask(BlockTensors):
@@ -52,10 +50,10 @@ class BlockMask(BlockTensors):
     `kv_num_blocks` [B, H, rows] and `kv_indices` [B, H, rows, width] list the blocks in which
     `mask_mod` decides, `full_kv_*` those in which every query sees every key. `q_*` and `full_q_*`
     list the query blocks that read each key block. `dq_*` is the order of additions in a
-    deterministic backward pass on a GPU; it is kept as given. A block that is listed twice counts
+    deterministic backward pass on a GPU. It is kept as given. A block that is listed twice counts
     once, and a block in both lists is full.
 
-    `==` and `hash` compare masks by identity; `equal` compares their content. A pickled mask
+    `==` and `hash` compare masks by identity. `equal` compares their content. A pickled mask
     contains the graph of its mask_mod and the tensors that it captured.
     """
 
@@ -95,7 +93,7 @@ class BlockMask(BlockTensors):
         >>> BlockMask.from_lengths([300, 0, 212], causal=True).shape
         (1, 1, 512, 512)
 
-        `lengths` [N] has the number of tokens of each document; an int is a single document.
+        `lengths` [N] has the number of tokens of each document. An int is a single document.
         `device` None is the device of `lengths`, and the CPU if it is not a tensor.
         """
         several = [lengths] if isinstance(lengths, int) else lengths
@@ -130,69 +128,27 @@ class BlockMask(BlockTensors):
         """Read the mask that `save` wrote. A damaged file is refused, and no code in it is run."""
         return files.load(cls, path).to(device)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the mask to one file: its blocks, and the graph and tensors of its mask_mod.
-
-        The order of a backward pass on a GPU (`dq_*`) is not written.
-        """
-        files.save(self, path)
+    save = files.save
 
     # --- masks made from a mask ------------------------------------------------------------------
 
-    def __getitem__(self, index: BlockIndex) -> Self:
-        """Return the mask of some batches, heads and rows of blocks. All dimensions stay.
-
-        >>> part = block_mask[0, :, 1]     # batch 0, every head, the second row of blocks
-        >>> part.shape[-2]                 # the queries in that row
-        128
-
-        The queries of a slice count from 0, which its mask_mod does not know. So using a slice
-        raises an error until it is given a mask_mod of its own, or use `for_queries`. If a tensor
-        picks rows in another order, each counts as a whole block, except for the last one.
-        """
-        return parts.take(self, index)
-
-    def for_queries(self, start: int, stop: int) -> Self:
-        """Return the mask of the queries from `start` up to `stop`, over the same keys.
-
-        >>> step = block_mask.for_queries(t, t + 1)
-        >>> flex_attention(query[:, :, t : t + 1], key, value, block_mask=step)
-
-        Its mask_mod adds `start` to `q_idx`, so the result can be used as it is. `start` may be in
-        the middle of a block.
-        """
-        return parts.for_queries(self, start, stop)
-
-    def resize(self, q_len: int, kv_len: int) -> Self:
-        """Return the mask for other lengths, shorter or longer, as its mask_mod describes it.
-
-        If the blocks were listed by hand and do not follow from the mask_mod, the lengths can only
-        become shorter.
-        """
-        return parts.resize(self, q_len, kv_len)
-
-    def _adjust(self, new_q_len: int, new_kv_len: int) -> Self:
-        """Return the upper left corner of the mask: PyTorch's name for it.
-
-        The mask_mod stays the same, so this is right if it does not depend on the lengths.
-        """
-        return parts.crop(self, new_q_len, new_kv_len)
+    __getitem__ = parts.take
+    for_queries = parts.for_queries
+    resize = parts.resize
+    _adjust = parts.crop
+    __invert__ = algebra.complement
 
     def __and__(self, other: torch_flex.BlockMask) -> Self:
         """Return the mask of what both masks allow. A B or H of 1 stands for any number."""
         if not isinstance(other, torch_flex.BlockMask):
             return NotImplemented
-        return algebra.intersection(self, BlockMask.from_torch(other))
+        return algebra.join(self, BlockMask.from_torch(other), algebra.AND)
 
     def __or__(self, other: torch_flex.BlockMask) -> Self:
         """Return the mask of what at least one of the masks allows."""
         if not isinstance(other, torch_flex.BlockMask):
             return NotImplemented
-        return algebra.union(self, BlockMask.from_torch(other))
-
-    def __invert__(self) -> Self:
-        """Return the mask of what this one does not allow."""
-        return algebra.complement(self)
+        return algebra.join(self, BlockMask.from_torch(other), algebra.OR)
 
     # --- what a mask says ------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ libraries recognise it. `mask.py` adds what a user does with a mask.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from quire.block_mask.classify import classify
 from quire.block_mask.lists import (
     EMPTY,
     FULL,
+    NOOP_BLOCK_SIZE,
     PARTIAL,
     as_block_size,
     as_count,
@@ -57,27 +58,29 @@ class _MadeOf(NamedTuple):
     """The runs from which the tensors of a mask will be made, and their device."""
 
     runs: Runs
+    separate_full_blocks: bool
     device: torch.device
+
+
+Mask = TypeVar("Mask", bound="BlockTensors")
 
 
 class BlockTensors(torch_flex.BlockMask):
     """The fields of a block mask, its constructors, and the questions about its blocks."""
 
-    # Both exist only while the mask has no tensors.
-    _made_of: _MadeOf
-    _separate_full_blocks: bool
+    _made_of: _MadeOf | None = None  # only while the mask has no tensors
 
     def __init__(
         self,
         seq_lengths: tuple[int, int],
         kv_num_blocks: Tensor,
         kv_indices: Tensor,
-        full_kv_num_blocks: Tensor | None,
-        full_kv_indices: Tensor | None,
-        q_num_blocks: Tensor | None,
-        q_indices: Tensor | None,
-        full_q_num_blocks: Tensor | None,
-        full_q_indices: Tensor | None,
+        full_kv_num_blocks: Tensor | None = None,
+        full_kv_indices: Tensor | None = None,
+        q_num_blocks: Tensor | None = None,
+        q_indices: Tensor | None = None,
+        full_q_num_blocks: Tensor | None = None,
+        full_q_indices: Tensor | None = None,
         BLOCK_SIZE: tuple[int, int] = (DEFAULT_BLOCK_SIZE, DEFAULT_BLOCK_SIZE),
         mask_mod: MaskMod = noop_mask,
         *,
@@ -154,10 +157,6 @@ class BlockTensors(torch_flex.BlockMask):
             kv_indices,
             full_kv_num_blocks,
             full_kv_indices,
-            None,
-            None,
-            None,
-            None,
             BLOCK_SIZE=block_size,
             mask_mod=mask_mod if mask_mod is not None else noop_mask,
             dq_write_order=dq_write_order,
@@ -170,29 +169,24 @@ class BlockTensors(torch_flex.BlockMask):
         return mask
 
     @classmethod
-    def _from_cells(
-        cls,
-        cells: Tensor,
-        separate_full_blocks: bool,
-        *,
-        BLOCK_SIZE: tuple[int, int],
-        mask_mod: MaskMod,
-        seq_lengths: tuple[int, int],
-        compute_q_blocks: bool = True,
-    ) -> Self:
-        """Make a mask from cells [B, H, rows, columns] of EMPTY, PARTIAL and FULL."""
+    def _from_cells(cls, cells: Tensor, separate_full_blocks: bool, **fields: Any) -> Self:
+        """Make a mask from cells [..., rows, columns] of EMPTY, PARTIAL and FULL.
+
+        `fields` are arguments of `from_kv_blocks`.
+        """
         partial = grid_to_lists(cells == PARTIAL if separate_full_blocks else cells != EMPTY)
         full = grid_to_lists(cells == FULL) if separate_full_blocks else (None, None)
-        return cls.from_kv_blocks(
-            partial[0],
-            partial[1],
-            full[0],
-            full[1],
-            BLOCK_SIZE=BLOCK_SIZE,
-            mask_mod=mask_mod,
-            seq_lengths=seq_lengths,
-            compute_q_blocks=compute_q_blocks,
-        )
+        return cls.from_kv_blocks(*partial, *full, **fields)
+
+    def _with_cells(self, cells: Tensor, **changes: Any) -> Self:
+        """Make a mask from cells, with the fields of this mask that `changes` does not give."""
+        fields: dict[str, Any] = {
+            "separate_full_blocks": self.separates_full_blocks,
+            "BLOCK_SIZE": self.BLOCK_SIZE,
+            "mask_mod": self.mask_mod,
+            "seq_lengths": self.seq_lengths,
+        }
+        return self._from_cells(cells, **fields | changes)
 
     @classmethod
     def _from_mod(
@@ -238,8 +232,9 @@ class BlockTensors(torch_flex.BlockMask):
             dq_write_order_full=None,
             dq_kv_order=None,
             dq_kv_order_spt=None,
-            _made_of=_MadeOf(runs if separate_full_blocks else runs.all_partial(), device),
-            _separate_full_blocks=separate_full_blocks,
+            _made_of=_MadeOf(
+                runs if separate_full_blocks else runs.all_partial(), separate_full_blocks, device
+            ),
         )
         if math.prod(runs.shape) <= MOST_AT_ONCE:
             _ = mask.kv_indices
@@ -247,31 +242,22 @@ class BlockTensors(torch_flex.BlockMask):
 
     def __getattr__(self, name: str) -> Any:
         """Make the tensors when one of them is read for the first time."""
-        made_of = self.__dict__.get("_made_of")
-        if made_of is None or name not in _LISTS:
+        if self._made_of is None or name not in _LISTS:
             raise AttributeError(f"a BlockMask has no attribute {name!r}")
-        made = self._from_cells(
-            self._cells(),
-            self._separate_full_blocks,
-            BLOCK_SIZE=self.BLOCK_SIZE,
-            mask_mod=self.mask_mod,
-            seq_lengths=self.seq_lengths,
-        )
+        made = self._with_cells(self._cells())
         self.__dict__.update({each: getattr(made, each) for each in _LISTS})
-        del self.__dict__["_made_of"]
+        del self._made_of
         return self.__dict__[name]
 
     @property
     def _runs(self) -> Runs | None:
-        """The runs of a mask that has no tensors yet; None for any other mask."""
-        made_of = self.__dict__.get("_made_of")
-        return None if made_of is None else made_of.runs
+        """The runs of a mask that has no tensors yet. None for any other mask."""
+        return self._made_of and self._made_of.runs
 
     @property
     def device(self) -> torch.device:
         """The device of the tensors."""
-        made_of = self.__dict__.get("_made_of")
-        return self.kv_indices.device if made_of is None else made_of.device
+        return self._made_of.device if self._made_of else self.kv_indices.device
 
     @property
     def grid_shape(self) -> tuple[int, ...]:
@@ -288,14 +274,19 @@ class BlockTensors(torch_flex.BlockMask):
     @property
     def separates_full_blocks(self) -> bool:
         """Whether full blocks have their own list. If not, the mask_mod decides in every block."""
-        if self._runs is not None:
-            return bool(self._separate_full_blocks)
+        if self._made_of is not None:
+            return self._made_of.separate_full_blocks
         return self.full_kv_num_blocks is not None
 
     @property
     def is_sliced(self) -> bool:
         """Whether this is a slice that has no mask_mod of its own yet."""
         return self.mask_mod is sliced_mask_mod
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether the mask can be used with sequences of any length."""
+        return self.BLOCK_SIZE == (NOOP_BLOCK_SIZE, NOOP_BLOCK_SIZE)
 
     @property
     def nbytes(self) -> int:

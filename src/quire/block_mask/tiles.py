@@ -18,8 +18,7 @@ from torch.nn.functional import pad
 from quire.block_mask.lists import ceil_div
 from quire.block_mask.mask_mods import REFUSED, try_trace
 from quire.errors import ModError
-from quire.ir.graph import inputs
-from quire.ir.trace import Kind, Mod, Traced
+from quire.ir.trace import Kind, Mod
 from quire.ir.vectorise import evaluate
 
 TILE_ELEMENTS = 1 << 20
@@ -41,10 +40,11 @@ def evaluate_tiles(
         shape = (len(b), len(h), len(q), len(kv))
         with torch.no_grad():
             if kind == "mask":
-                values = evaluate(mod, kind, b, h, q, kv)
+                values = evaluate(mod, kind, b, h, q_idx=q, kv_idx=kv)
             else:
                 score = torch.zeros((), device=device).expand(shape)
-                values = ~torch.isneginf(evaluate(mod, kind, b, h, q, kv, score=score))
+                scores = evaluate(mod, kind, b, h, q_idx=q, kv_idx=kv, score=score)
+                values = ~torch.isneginf(scores)
         yield tile, values.expand(shape)
 
 
@@ -52,26 +52,18 @@ def count_blocks(
     mod: Mod, sizes: Sizes, block_size: tuple[int, int], device: torch.device
 ) -> Tensor:
     """How many elements of each block are True: int64 [B, H, rows, columns]."""
-    num_batches, num_heads, *lengths = sizes
-    # If all batches or heads have the same mask, count the elements of one.
-    reads = inputs(mod.output) if isinstance(mod, Traced) else {"b", "h"}
-    batch = (
-        num_batches if "b" in reads else min(num_batches, 1),
-        num_heads if "h" in reads else min(num_heads, 1),
-    )
-    num_blocks = tuple(map(ceil_div, lengths, block_size))
-    counts = torch.zeros((*batch, *num_blocks), dtype=torch.int64, device=device)
-    tiles = evaluate_tiles(mod, "mask", (*batch, *sizes[2:]), block_size, device)
-    for (b, h, q, kv), values in tiles:
+    shape = (*sizes[:2], *map(ceil_div, sizes[2:], block_size))
+    counts = torch.zeros(shape, dtype=torch.int64, device=device)
+    for (b, h, q, kv), values in evaluate_tiles(mod, "mask", sizes, block_size, device):
         where = b, h, _blocks_of(q, block_size[0]), _blocks_of(kv, block_size[1])
         # Sum over rows first: that reads memory in order and leaves less to sum over columns.
         by_row = _sum_blocks(values.transpose(-2, -1), block_size[0]).transpose(-2, -1)
         counts[where] += _sum_blocks(by_row, block_size[1])
-    return counts.expand(num_batches, num_heads, *num_blocks)
+    return counts
 
 
 def fastest_form(mod: Mod, kind: Kind, device: torch.device) -> Mod:
-    """The trace of `mod`, which is the fastest to evaluate; `mod` itself if it has none."""
+    """The trace of `mod`, which is the fastest to evaluate. Without a trace it is `mod` itself."""
     traced = try_trace(mod, kind, device)
     if isinstance(traced, REFUSED):
         raise traced  # torch could not run it either, and its message would say less

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.attention import flex_attention as torch_flex
 
-from quire.block_mask import NOOP_BLOCK_SIZE, BlockMask
+from quire.block_mask import BlockMask
 from quire.block_mask.lists import as_block_size, as_count
 from quire.block_mask.mask_mods import REFUSED, try_trace
 from quire.checks import check_score
 from quire.draw.scores import ScoreMap
-from quire.draw.subject import Blocks, Elements, Pair, Subject, TracedMask
+from quire.draw.subject import MOST_ELEMENTS, ListedMask, Subject, TracedMask, runs_of
+from quire.draw.survey import Pair
 from quire.draw.text import LEAST_WIDTH, write_mask, write_scores
 from quire.errors import ArgumentError, MissingPackageError, ModError
 from quire.ir.trace import Mod, Traced, mod_kind, mod_name
@@ -161,13 +162,19 @@ def draw(
 def _of_mask_mod(
     mod: Mod, lengths: tuple[int | None, int | None], at: Pair, block: Pair
 ) -> Subject:
-    size = _lengths(mod, lengths)
-    traced = _traced(mod)
+    size, name = _lengths(mod, lengths), mod_name(mod)
+    traced, count = _traced(mod), size[0] * size[1]
     cell = (1, 1) if max(size) <= ELEMENTS_UP_TO else block
     place = {"lengths": size, "block": cell, "outline": block, "at": at}
     if isinstance(traced, Traced):
-        return TracedMask(mod_name(mod), **place, mask=traced)
-    return Elements(mod_name(mod), **place, mod=mod, reason=traced)
+        return TracedMask(name, **place, mask=traced)
+    if count > MOST_ELEMENTS:
+        raise ArgumentError(
+            f"a mask_mod that cannot be traced must have at most {MOST_ELEMENTS:,} elements, but "
+            f"{name!r} has {count:,}: {traced} Draw fewer tokens, or write the mask so that it can "
+            f"be traced."
+        ) from traced
+    return ListedMask(name, **place, runs=runs_of(mod, name, at, lengths=size, block=cell))
 
 
 def _of_score_mod(
@@ -203,7 +210,7 @@ def _of_blocks(mask: BlockMask, lengths: tuple[int | None, int | None], at: Pair
     asked = tuple(
         each if given is None else given for given, each in zip(lengths, own, strict=True)
     )
-    if asked != own and mask.BLOCK_SIZE != (NOOP_BLOCK_SIZE, NOOP_BLOCK_SIZE):
+    if asked != own and not mask.is_endless:
         raise ArgumentError(
             f"q_len and kv_len must be the lengths of the block mask, {own}, but are {asked}. "
             f"Leave them out."
@@ -222,4 +229,4 @@ def _of_blocks(mask: BlockMask, lengths: tuple[int | None, int | None], at: Pair
                 f"Choose one that it has."
             )
     place = {"lengths": size, "block": rows.block_size, "outline": rows.block_size, "at": at}
-    return Blocks(mod_name(mask.mask_mod), **place, runs=rows.runs)
+    return ListedMask(mod_name(mask.mask_mod), **place, runs=rows.runs)

@@ -18,7 +18,7 @@ import numpy as np
 
 from quire.block_mask.lists import ceil_div
 from quire.draw.drawing import Drawing
-from quire.draw.subject import Kinds, Pair
+from quire.draw.survey import Kinds, Pair
 from quire.errors import ArgumentError
 from quire.kv.page_map import FREE, KEPT, OWNED, SHARED, PageMap
 
@@ -38,7 +38,8 @@ COLOURS = {
     OWNED + 3: "#963c6e",
 }
 NUM_COLOURS = len(COLOURS) - OWNED  # for sequences
-WORDS = {"sequences, in turn": OWNED, "shared": SHARED, "kept": KEPT, "free": FREE}
+SEQUENCES = range(OWNED, OWNED + NUM_COLOURS)
+MEANINGS = {"sequences, in turn": SEQUENCES, "shared": [SHARED], "kept": [KEPT], "free": [FREE]}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -69,12 +70,8 @@ class PageDrawing(Drawing):
         about = "pages over time", f"{len(self.maps)} steps; at the end {self.maps[-1].facts}"
         figure, axes = sheet(*about, lengths, pixels, ("pages", "steps"), lines=1)
         paint(axes, kinds[:: step[0], :: step[1]], step, COLOURS)
-        legend(axes, {word: _colours(kind) for word, kind in WORDS.items()})
+        legend(axes, {word: [COLOURS[each] for each in of] for word, of in MEANINGS.items()})
         return figure
-
-
-def _colours(kind: int) -> list[str]:
-    return [COLOURS[each] for each in COLOURS if each == kind or kind == OWNED <= each]
 
 
 def draw_pages(

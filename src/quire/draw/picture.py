@@ -26,7 +26,8 @@ from numpy.typing import NDArray
 from quire.block_mask.lists import EMPTY, FULL, PARTIAL, ceil_div
 from quire.draw.scale import scale
 from quire.draw.scores import ScoreMap, Values
-from quire.draw.subject import Kinds, Pair, Subject
+from quire.draw.subject import Subject
+from quire.draw.survey import Kinds, Pair
 from quire.draw.text import cell_size, facts, sample, score_facts, words
 from quire.errors import MissingPackageError
 from quire.support.locks import lock
@@ -193,7 +194,7 @@ def sheet(
 
 
 def _ticks(length: int, pixels: float) -> tuple[list[int], list[str]]:
-    labels = scale(length, max(1, min(5, int(pixels / 40)))).labels
+    labels = scale(length, max(1, min(5, int(pixels / 40))))
     return [at for at, _ in labels], [text for _, text in labels]
 
 

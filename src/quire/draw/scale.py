@@ -1,7 +1,7 @@
 """Numbers along an axis: their positions and their text.
 
-    scale(1 << 20).labels     # (0, "0"), (262144, "256k"), ..., (1048576, "1M")
-    scale(1_000_000).labels   # (0, "0"), (200000, "200k"), ..., (1000000, "1M")
+    scale(1 << 20)     # (0, "0"), (262144, "256k"), ..., (1048576, "1M")
+    scale(1_000_000)   # (0, "0"), (200000, "200k"), ..., (1000000, "1M")
 
 A length that is a sum of few powers of two is divided into powers of two, with a k of 1,024. Other
 lengths are divided into 1, 2 or 5 times a power of ten, with a k of 1,000.
@@ -10,25 +10,17 @@ lengths are divided into 1, 2 or 5 times a power of ten, with a k of 1,000.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 MOST = 5  # steps along an axis
 
 
-class Scale(NamedTuple):
-    """The positions and texts of numbers, from 0 up to the length."""
-
-    step: int
-    labels: tuple[tuple[int, str], ...]
-
-
-def scale(length: int, most: int = MOST) -> Scale:
-    """Return the scale of `length` tokens with at most `most` steps."""
+def scale(length: int, most: int = MOST) -> list[tuple[int, str]]:
+    """Return positions from 0 up to `length` tokens with their texts, in at most `most` steps."""
     binary = _is_binary(length)
     step = next(step for step in _steps(binary) if length <= most * step)
     kilo = 1024 if binary else 1000
     unit = next((size, sign) for size, sign in _units(kilo) if step % size == 0)
-    return Scale(step, tuple((at, _written(at, kilo, *unit)) for at in range(0, length + 1, step)))
+    return [(at, _written(at, kilo, *unit)) for at in range(0, length + 1, step)]
 
 
 def _is_binary(length: int) -> bool:

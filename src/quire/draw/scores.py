@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from quire.block_mask.lists import ceil_div
-from quire.draw.subject import Pair
+from quire.draw.survey import Pair
 from quire.ir.trace import Mod
 from quire.ir.vectorise import evaluate
 

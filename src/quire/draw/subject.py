@@ -6,9 +6,7 @@ or a rectangle of `fold` blocks if there are too many to show.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -18,27 +16,11 @@ from torch import Tensor
 from quire.block_mask.lists import EMPTY, FULL, PARTIAL, ceil_div
 from quire.block_mask.runs import Runs
 from quire.block_mask.tiles import TILE_ELEMENTS, count_blocks
-from quire.draw.survey import survey
-from quire.errors import ArgumentError, ModError
+from quire.draw.survey import Cells, Kinds, Pair, survey
 from quire.ir.trace import Mod, Traced
 
-Pair: TypeAlias = tuple[int, int]
-"""One number for queries, one for keys."""
-
-Kinds: TypeAlias = NDArray[np.uint8]
-"""EMPTY, PARTIAL or FULL for each cell: [rows, columns]."""
-
 MOST_ELEMENTS = 1 << 26
-"""The largest number of elements of a mask_mod without a graph."""
-
-
-class Cells(NamedTuple):
-    """The kinds of the cells of a drawing."""
-
-    kinds: Kinds
-    step: Pair  # tokens in a cell
-    empty: float  # the share of elements that lie in empty blocks
-    proven: bool  # False if kinds were estimated from samples
+"""The largest number of elements of a mask_mod that cannot be traced: all of them are computed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,9 +52,6 @@ class Subject:
     def _folded(self, fold: Pair) -> Cells:
         raise NotImplementedError
 
-    def _step(self, fold: Pair) -> Pair:
-        return self.block[0] * fold[0], self.block[1] * fold[1]
-
 
 @dataclass(frozen=True, eq=False)
 class TracedMask(Subject):
@@ -82,51 +61,12 @@ class TracedMask(Subject):
     at: Pair  # b, h
 
     def _folded(self, fold: Pair) -> Cells:
-        found = survey(self.mask, self.at, self.lengths, self.block, fold)
-        return Cells(
-            found.kinds.numpy().astype(np.uint8), self._step(fold), found.empty, found.proven
-        )
+        return survey(self.mask, self.at, self.lengths, self.block, fold)
 
 
 @dataclass(frozen=True, eq=False)
-class Elements(Subject):
-    """A mask_mod without a graph: all its elements are computed, up to a limit."""
-
-    mod: Mod
-    at: Pair
-    reason: ModError
-
-    def __post_init__(self) -> None:
-        count = self.lengths[0] * self.lengths[1]
-        if count > MOST_ELEMENTS:
-            raise ArgumentError(
-                f"a mask_mod that cannot be traced must have at most {MOST_ELEMENTS:,} elements, "
-                f"but {self.name!r} has {count:,}: {self.reason} Draw fewer tokens, or write the "
-                f"mask so that it can be traced."
-            ) from self.reason
-
-    def _folded(self, fold: Pair) -> Cells:
-        kinds = self._blocks
-        heights, widths = extents(self.lengths, self.block)
-        empty = share(kinds == EMPTY, heights, widths)
-        return Cells(folded(kinds, fold), self._step(fold), empty, True)
-
-    @functools.cached_property
-    def _blocks(self) -> Kinds:
-        def here(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-            result: Tensor = self.mod(b + self.at[0], h + self.at[1], q_idx, kv_idx)
-            return result
-
-        here.__name__ = self.name
-        counts = count_blocks(here, (1, 1, *self.lengths), self.block, torch.device("cpu"))[0, 0]
-        heights, widths = extents(self.lengths, self.block)
-        every = np.outer(heights, widths)
-        return kinds_of(counts.numpy() > 0, counts.numpy() == every)
-
-
-@dataclass(frozen=True, eq=False)
-class Blocks(Subject):
-    """The blocks that a block mask lists."""
+class ListedMask(Subject):
+    """A mask whose blocks are known: those of a block mask, or of a mask_mod without a graph."""
 
     runs: Runs
     at: Pair
@@ -141,23 +81,30 @@ class Blocks(Subject):
             rows = heights[first : first + count]
             empty += share(kinds == EMPTY, rows, widths) * int(rows.sum()) / self.lengths[0]
             parts.append(folded(kinds, fold))
-        return Cells(np.concatenate(parts), self._step(fold), empty, True)
+        step = self.block[0] * fold[0], self.block[1] * fold[1]
+        return Cells(np.concatenate(parts), step, empty, True)
 
     def _rows(self, first: int, last: int) -> Kinds:
-        runs, (b, h) = self.runs, self.at
-        batches, heads, num_rows, columns = runs.shape
-        base = (min(b, batches - 1) * heads + min(h, heads - 1)) * num_rows
-        offsets = runs.offsets[base + first : base + last + 1]
-        inside = slice(int(offsets[0]), int(offsets[-1]))
-        shown = Runs(
-            (1, 1, last - first, columns),
-            offsets - offsets[0],
-            runs.starts[inside],
-            runs.stops[inside],
-            runs.kinds[inside],
-        )
-        kinds: Kinds = shown.cells()[0, 0].astype(np.uint8)
+        """Return the kinds of the blocks in rows `first` up to `last`: [rows, columns]."""
+        batches, heads, num_rows, columns = self.runs.shape
+        b, h = min(self.at[0], batches - 1), min(self.at[1], heads - 1)
+        rows = (b * heads + h) * num_rows + np.arange(first, last)
+        shown = self.runs.pick(rows, (1, 1, last - first, columns)).cells()[0, 0]
+        kinds: Kinds = shown.astype(np.uint8)
         return kinds
+
+
+def runs_of(mod: Mod, name: str, at: Pair, lengths: Pair, block: Pair) -> Runs:
+    """Return the blocks of a mask_mod at batch and head `at`, by all its elements."""
+
+    def here(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        result: Tensor = mod(b + at[0], h + at[1], q_idx, kv_idx)
+        return result
+
+    here.__name__ = name
+    counts = count_blocks(here, (1, 1, *lengths), block, torch.device("cpu")).numpy()
+    every = np.outer(*extents(lengths, block))
+    return Runs.of_cells(kinds_of(counts > 0, counts == every))
 
 
 def extents(lengths: Pair, step: Pair) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

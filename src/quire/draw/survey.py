@@ -1,8 +1,8 @@
 """The kinds of the cells of a traced mask, found with a bounded amount of work.
 
-    +-------+-------+        bounds decide most cells; an undecided cell is split into parts, down
-    | empty | +-+-+ |        to single blocks; of an undecided block the corners are computed, and
-    |       | +-+-+ |        then all elements
+    +-------+-------+        Bounds decide most cells. An undecided cell is split into parts, down
+    | empty | +-+-+ |        to single blocks. For an undecided block the corners are computed, and
+    |       | +-+-+ |        then all elements.
     +-------+-------+
 
 If there are too many parts or elements, a sample of them is used. A sample with a True and a False
@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.block_mask.classify import UNSURE, Rectangles
@@ -32,21 +34,23 @@ MOST_ELEMENTS = 1 << 23
 """If there are more parts of one size, or more elements, a sample is taken."""
 
 
-class Survey(NamedTuple):
-    """The kinds of all cells."""
+Pair: TypeAlias = tuple[int, int]
+"""One number for queries, one for keys."""
 
-    kinds: Tensor  # EMPTY, PARTIAL or FULL: [rows, columns]
+Kinds: TypeAlias = NDArray[np.uint8]
+"""EMPTY, PARTIAL or FULL for each cell: [rows, columns]."""
+
+
+class Cells(NamedTuple):
+    """The kinds of the cells of a drawing."""
+
+    kinds: Kinds
+    step: Pair  # tokens in a cell
     empty: float  # the share of elements that lie in empty blocks
-    proven: bool
+    proven: bool  # False if kinds were estimated from samples
 
 
-def survey(
-    mask: Traced,
-    at: tuple[int, int],
-    lengths: tuple[int, int],
-    block: tuple[int, int],
-    fold: tuple[int, int],
-) -> Survey:
+def survey(mask: Traced, at: Pair, lengths: Pair, block: Pair, fold: Pair) -> Cells:
     """Return the kinds of cells of `fold` blocks, at batch and head `at`. The last may be short."""
     (b, h), (q_len, kv_len) = at, lengths
     ranges = {"b": (b, b), "h": (h, h), "q_idx": (0, q_len - 1), "kv_idx": (0, kv_len - 1)}
@@ -98,7 +102,8 @@ class _Surveyor:
         self.chance = torch.Generator().manual_seed(0)
         self.proven = True
 
-    def survey(self, fold: tuple[int, int]) -> Survey:
+    def survey(self, fold: Pair) -> Cells:
+        step = self.q.block * fold[0], self.kv.block * fold[1]
         (top, bottom), (left, right) = self.q.cut(fold[0]), self.kv.cut(fold[1])
         sides = torch.broadcast_tensors(
             top.view(-1, 1), bottom.view(-1, 1), left, right, torch.ones((), dtype=torch.float64)
@@ -119,7 +124,7 @@ class _Surveyor:
             rectangles, fold = self._split(rectangles, fold, parts), parts
         kinds = torch.where(self.every, FULL, torch.where(self.some, PARTIAL, EMPTY))
         share = self.empty / (self.q.length * self.kv.length)
-        return Survey(kinds.view(shape), share, self.proven)
+        return Cells(kinds.view(shape).numpy().astype(np.uint8), step, share, self.proven)
 
     def _settled(self, asked: _Open, look: Callable[[_Open], Tensor]) -> _Open:
         """Record the kinds that `look` finds for rectangles, and return the undecided ones."""
@@ -134,7 +139,7 @@ class _Surveyor:
         height = self.q.high(of.bottom) - self.q.low(of.top) + 1
         return height * (self.kv.high(of.right) - self.kv.low(of.left) + 1)
 
-    def _split(self, whole: _Open, fold: tuple[int, int], parts: tuple[int, int]) -> _Open:
+    def _split(self, whole: _Open, fold: Pair, parts: Pair) -> _Open:
         """Split rectangles of at most `fold` blocks into rectangles of at most `parts` blocks."""
         if not len(whole.cell):
             return whole

@@ -14,7 +14,8 @@ import numpy as np
 from quire.block_mask.lists import EMPTY, FULL, PARTIAL
 from quire.draw.scale import scale
 from quire.draw.scores import Ends, ScoreMap, Values
-from quire.draw.subject import Cells, Pair, Subject
+from quire.draw.subject import Subject
+from quire.draw.survey import Cells, Pair
 
 SIGNS = {EMPTY: "· ", PARTIAL: "▒▒", FULL: "██"}
 SHADES = "░▒▓█"
@@ -130,7 +131,7 @@ def _grid(signs: list[list[str]], lengths: Pair, step: Pair, columns: int) -> li
 def _row_numbers(length: int, step: int, count: int) -> list[str]:
     """Return the text beside each row: a number of the scale, or ""."""
     numbers = [""] * count
-    for at, label in reversed(scale(length, _at_most(count, 1)).labels):
+    for at, label in reversed(scale(length, _at_most(count, 1))):
         if at < length:
             numbers[at // step] = label
     return numbers
@@ -139,7 +140,7 @@ def _row_numbers(length: int, step: int, count: int) -> list[str]:
 def _column_numbers(length: int, step: int, width: int, room: int) -> str:
     """Return the line above the columns: the numbers of the scale for which there is space."""
     line = ""
-    for at, label in scale(length, _at_most(room, min(len(str(length)), 4) + 2)).labels:
+    for at, label in scale(length, _at_most(room, min(len(str(length)), 4) + 2)):
         place = at // step * width
         if place >= len(line) + bool(line) and place + len(label) <= room:
             line = f"{line:{place}}{label}"
@@ -157,18 +158,13 @@ def _legend(meanings: dict[str, str], note: str) -> str:
 
 def _lengths(lengths: Pair) -> str:
     q_len, kv_len = lengths
-    return (
-        f"{q_len:,} {_plural('query', 'queries', q_len)} x {kv_len:,} "
-        f"{_plural('key', 'keys', kv_len)}"
-    )
+    queries = "query" if q_len == 1 else "queries"
+    keys = "key" if kv_len == 1 else "keys"
+    return f"{q_len:,} {queries} x {kv_len:,} {keys}"
 
 
 def _size(block: Pair) -> str:
     return f"{block[0]:,}" if block[0] == block[1] else f"{block[0]:,} x {block[1]:,}"
-
-
-def _plural(one: str, many: str, count: int) -> str:
-    return one if count == 1 else many
 
 
 def _percent(share: float) -> str:

@@ -3,7 +3,7 @@
 Reading order: cache (the class that users see), handles (sequences), paths (which drafts are
 accepted), groups (layers, and the limits of their memory), table (which pages a sequence holds),
 pool (which pages are free), prefix (pages found by their tokens), pages (the tensors of a layer),
-saved and files (a sequence on disk), survey and page_map (who holds which page).
+files (a sequence on disk), survey and page_map (who holds which page).
 """
 
 from quire.kv.cache import PagedKVCache

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from quire.checks.arguments import whole_number
 from quire.errors import ArgumentError, ShapeError
-from quire.kv import files, saved, survey
+from quire.kv import files, survey
 from quire.kv.groups import Budget, Group, LayerGroup, View, checked_groups
 from quire.kv.handles import Roster, Rows, SequenceHandle, token_counts
 from quire.kv.page_map import PageMap
@@ -34,8 +34,9 @@ from quire.kv.pages import PageShape
 from quire.kv.paths import kept_by
 from quire.kv.prefix import PrefixCache
 from quire.kv.survey import Statistics
-from quire.kv.table import Numbers, spread
+from quire.kv.table import spread
 from quire.memory import Dense, Paged
+from quire.memory.tables import Numbers
 from quire.runtime.append import SlotWriter, dequantise, form_of
 
 Tokens = Sequence[int] | NDArray[np.int64]
@@ -283,8 +284,7 @@ class PagedKVCache:
             group.writer.kernel(key, value)  # raises before rows are reserved if it cannot compile
         rows = self._extend(sequences, held, number)
         for group in self._groups:
-            slots = rows.waiting[next(iter(group.layers))]
-            slots.write_all(key, value)
+            rows.waiting[next(iter(group.layers))].write_all(key, value)
         rows.all_done()
 
     # --- reading
@@ -298,9 +298,9 @@ class PagedKVCache:
         known = self._views.get(place)
         if known is None or known[0] != list(sequences):
             rows = self._roster.rows(sequences)
-            known = list(sequences), View.of(group.table, rows, self._roster.lengths[rows])
+            known = list(sequences), group.view(rows, self._roster.lengths[rows])
             self._views[place] = known
-        return known[1].memory(group.layers[layer].tensors)
+        return group.memory(layer, known[1])
 
     def dense(self, layer: int, sequence: SequenceHandle) -> Dense:
         """Return a copy of the rows that a layer holds: key [1, Hkv, S, D], value [1, Hkv, S, Dv].
@@ -350,19 +350,22 @@ class PagedKVCache:
         """Write a sequence to a file. If that fails, an old file with that name stays whole."""
         row = self._written_row(sequence)
         length = int(self._roster.lengths[row])
-        tensors = saved.rows_of(self._groups, row, length)
-        files.save(path, saved.header(self.shape, self._groups, row, length), tensors)
+        header = files.Header.of(self.shape, self._groups, row, length)
+        files.save(path, header, files.rows_of(self._groups, row, length))
 
     def load(self, path: str | os.PathLike[str]) -> SequenceHandle:
         """Return a new sequence with the exact content of a file that `save` has written."""
-        header, tensors = files.load(path, saved.header(self.shape, self._groups))
-        plans = saved.plans(path, header, self._groups)
+        header, tensors = files.load(path, self.shape, self._groups)
+        plans = [
+            group.table.plan_new(start, header.length)
+            for group, start in zip(self._groups, header.starts, strict=True)
+        ]
         self._budget.make_room(self._groups, plans, self._prefix)
         handle = self._new_sequence()
         self._roster.lengths[handle.row] = header.length
         for group, plan in zip(self._groups, plans, strict=True):
             group.commit(plan._replace(rows=np.array([handle.row])))
-        saved.place(self._groups, handle.row, header.length, tensors)
+        files.place(self._groups, handle.row, header.length, tensors)
         return handle
 
     # --- looking at itself

@@ -16,7 +16,7 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.checks.arguments import dtype_name
 from quire.errors import MissingFileError, SequenceFileError
-
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The integer dtype by size in bytes: tensors are hashed as integers."""
+from quire.kv.groups import LayerGroup
+from quire.kv.pages import LayerPages, PageShape
 
 _is_windows = os.name == "nt"
 
@@ -46,17 +46,48 @@ class Header:
     dtype: str
     version: int = 1
 
-    def tensors(self) -> dict[str, tuple[list[int], str]]:
-        """The shape and dtype of each tensor in the file."""
-        parts = {"key": ([self.head_dim], self.dtype), "value": ([self.value_dim], self.dtype)}
-        if self.dtype == "int8":
-            parts |= {"key_scale": ([], "float32"), "value_scale": ([], "float32")}
-        return {
-            f"{part}.{layer}": ([self.length - start, self.heads, *row], dtype)
-            for start, layers in zip(self.starts, self.layers, strict=True)
-            for layer in layers
-            for part, (row, dtype) in parts.items()
-        }
+    @classmethod
+    def of(
+        cls, shape: PageShape, groups: Sequence[LayerGroup], row: int | None = None, length: int = 0
+    ) -> Header:
+        """Return the header for the sequence in `row`, by default for one without tokens."""
+        tables = [group.table for group in groups]
+        return cls(
+            length=length,
+            starts=[0 if row is None else table.start(row) for table in tables],
+            layers=[list(group.layers) for group in groups],
+            windows=[table.window for table in tables],
+            heads=shape.heads,
+            head_dim=shape.head_dim,
+            value_dim=shape.value_dim,
+            dtype=dtype_name(shape.dtype),
+        )
+
+
+def rows_of(groups: Sequence[LayerGroup], row: int, length: int) -> dict[str, Tensor]:
+    """Return the rows of a sequence in every layer, in the dtype of pages: key.0, value.0, ..."""
+    tensors: dict[str, Tensor] = {}
+    for layer, pages, slots in _layers(groups, row, length):
+        tensors |= {f"{part}.{layer}": each for part, each in pages.read(slots).items()}
+    return tensors
+
+
+def place(
+    groups: Sequence[LayerGroup], row: int, length: int, tensors: Mapping[str, Tensor]
+) -> None:
+    """Write the tensors that `rows_of` has returned to the pages of another sequence."""
+    for layer, pages, slots in _layers(groups, row, length):
+        pages.place(slots, {part: tensors[f"{part}.{layer}"] for part in pages.shape.parts})
+
+
+def _layers(
+    groups: Sequence[LayerGroup], row: int, length: int
+) -> Iterator[tuple[int, LayerPages, Tensor]]:
+    """Yield each layer with its pages, and the slots of a sequence in them."""
+    for group in groups:
+        slots = group.held_slots(row, length)
+        for layer, pages in group.layers.items():
+            yield layer, pages, slots
 
 
 def save(path: str | os.PathLike[str], header: Header, tensors: Mapping[str, Tensor]) -> None:
@@ -85,19 +116,17 @@ def save(path: str | os.PathLike[str], header: Header, tensors: Mapping[str, Ten
         raise
 
 
-def load(path: str | os.PathLike[str], wanted: Header) -> tuple[Header, dict[str, Tensor]]:
-    """Return the header and tensors of a file. Raise if it does not fit a cache like `wanted`.
-
-    The length and the starts of `wanted` are not compared: `saved.plans` checks those of the file.
-    """
+def load(
+    path: str | os.PathLike[str], shape: PageShape, groups: Sequence[LayerGroup]
+) -> tuple[Header, dict[str, Tensor]]:
+    """Return the header and tensors of a file. Raise if a cache of these groups cannot hold it."""
     safetensors = _library()
     try:
         with safetensors.safe_open(os.fspath(path), framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        header = _header(metadata.get("quire", ""))
-        _expect_same(header, wanted)
-        _expect_tensors(header, tensors)
+        header = _header(metadata.get("quire", ""), Header.of(shape, groups))
+        _expect_tensors(header, shape, tensors)
         true = _digest(metadata["quire"], tensors)
         _expect(metadata.get("sha256") == true, "its content is not what was written")
     except FileNotFoundError as error:
@@ -110,6 +139,14 @@ def load(path: str | os.PathLike[str], wanted: Header) -> tuple[Header, dict[str
             f"path must be a file that PagedKVCache.save has written for a cache like this one, "
             f"but {str(path)!r} is not: {error}. Save the sequence again, or compute it."
         ) from error
+    for group, start in zip(groups, header.starts, strict=True):
+        size, table = shape.page_size, group.table
+        if start % size or start > table.reach(header.length) * size:
+            raise SequenceFileError(
+                f"the rows of a file must begin with a page of {size} and reach back as far as the "
+                f"window of {table.window}, but those of {os.fspath(path)!r} begin at {start}. "
+                f"Load it into a cache with the page size that it was saved from."
+            )
     return header, tensors
 
 
@@ -133,7 +170,7 @@ def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:
     for name in sorted(tensors):
         tensor = tensors[name]
         digest.update(f"\0{name}\0{tensor.dtype}\0{list(tensor.shape)}\0".encode())
-        digest.update(tensor.contiguous().view(_INTEGERS[tensor.dtype.itemsize]).numpy().data)
+        digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
@@ -150,38 +187,36 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def _header(text: str) -> Header:
+def _header(text: str, wanted: Header) -> Header:
+    """Return the header of a file. It must be like `wanted`, but for the length and the starts."""
     _expect(text != "", "it has no header")
     written = json.loads(text)
     valid = isinstance(written, dict) and written.keys() == set(Header.__dataclass_fields__)
     _expect(valid, "its header has other fields")
-    header = Header(**written)
-    numbers = [header.length, *header.starts]
-    _expect(all(type(number) is int for number in numbers), "a length is not a number")
-    _expect(0 <= header.length < 2**48, "its length is out of range")
-    _expect(
-        all(0 <= start <= header.length for start in header.starts), "a start lies after the end"
-    )
+    length, starts = written["length"], written["starts"]
+    _expect(all(type(number) is int for number in [length, *starts]), "a length is not a number")
+    _expect(0 <= length < 2**48, "its length is out of range")
+    _expect(all(0 <= start <= length for start in starts), "a start lies after the end")
+    header = replace(wanted, length=length, starts=starts)
+    for name, ours in asdict(header).items():
+        theirs = written[name]
+        _expect(theirs == ours, f"its {name} is {theirs}, and that of this cache {ours}")
+    _expect(len(starts) == len(wanted.starts), "it has a start too many or too few")
     return header
 
 
-def _expect_same(header: Header, wanted: Header) -> None:
-    alike = replace(wanted, length=header.length, starts=header.starts)
-    ours = asdict(alike)
-    for name, theirs in asdict(header).items():
-        _expect(
-            theirs == ours[name], f"its {name} is {theirs}, and that of this cache {ours[name]}"
-        )
-    _expect(len(header.starts) == len(wanted.starts), "it has a start too many or too few")
-
-
-def _expect_tensors(header: Header, tensors: Mapping[str, Tensor]) -> None:
-    wanted = header.tensors()
+def _expect_tensors(header: Header, shape: PageShape, tensors: Mapping[str, Tensor]) -> None:
+    wanted = {
+        f"{part}.{layer}": ([header.length - start, header.heads, *row], dtype)
+        for start, layers in zip(header.starts, header.layers, strict=True)
+        for layer in layers
+        for part, (row, dtype) in shape.parts.items()
+    }
     _expect(wanted.keys() == tensors.keys(), "it has other tensors than its header says")
-    for name, (shape, dtype) in wanted.items():
+    for name, (sizes, dtype) in wanted.items():
         tensor = tensors[name]
-        _expect(list(tensor.shape) == shape, f"{name} has the shape {list(tensor.shape)}")
-        _expect(str(tensor.dtype) == f"torch.{dtype}", f"{name} is of {tensor.dtype}")
+        _expect(list(tensor.shape) == sizes, f"{name} has the shape {list(tensor.shape)}")
+        _expect(tensor.dtype == dtype, f"{name} is of {tensor.dtype}")
 
 
 def _expect(holds: bool, otherwise: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -15,12 +15,16 @@ from quire.errors import ArgumentError, OutOfPages, ReleasedRowsError
 from quire.kv.pages import LayerPages, PageShape
 from quire.kv.pool import PagePool
 from quire.kv.prefix import PrefixCache
-from quire.kv.table import Moves, Numbers, PageTable, Plan
+from quire.kv.table import Moves, PagePlan, PageTable
 from quire.memory import Paged
+from quire.memory.tables import Numbers
 from quire.runtime.append import PageTensors, PageWriter
 
 FIRST_PAGES = 16  # the size of a new pool, and the least number of pages that it grows by
 NO_LIMIT = 2**62
+
+View: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
+"""The page table [B, columns], lengths [B] and first pages [B] of sequences, as in `Paged`."""
 
 
 class Group(NamedTuple):
@@ -74,21 +78,36 @@ class LayerGroup:
                 f"is {length}. Free the sequence and compute it again."
             )
 
-    def commit(self, plan: Plan) -> None:
+    def commit(self, plan: PagePlan) -> None:
         """Extend sequences. Copy the pages that they can no longer share."""
         copies = self.table.commit(plan)
         if len(copies.source):
             for pages in self.layers.values():
                 pages.copy(copies)
 
-    def keep(self, plan: Plan, moves: Moves) -> None:
+    def keep(self, plan: PagePlan, moves: Moves) -> None:
         """Drop tokens of sequences, and move the tokens that stay."""
         source = torch.from_numpy(self.table.slots(moves.rows, moves.source))
         copies = self.table.commit(plan)
         if len(source):
             target = torch.from_numpy(self.table.slots(moves.rows, moves.target))
             for pages in self.layers.values():
-                pages.move(source, target, copies)
+                rows = pages.read(source)  # before anything is written
+                pages.copy(copies)
+                pages.place(target, rows)
+
+    def view(self, rows: Numbers, lengths: Numbers) -> View:
+        """Return the current view of the sequences in `rows`, which have `lengths` tokens."""
+        table = self.table
+        first = None if table.window is None else torch.from_numpy(table.first[rows])
+        return torch.from_numpy(table.view(rows)), torch.from_numpy(lengths), first
+
+    def memory(self, layer: int, view: View) -> Paged:
+        """Return the memory of the sequences of a view, in the pages of one layer."""
+        pages = self.layers[layer].tensors
+        return Paged(
+            pages.key, pages.value, *view, key_scale=pages.key_scale, value_scale=pages.value_scale
+        )
 
     def grow(self, more: int) -> None:
         """Add `more` pages to each layer. If memory runs out, only the first layers have them."""
@@ -99,24 +118,6 @@ class LayerGroup:
         finally:
             self.writer.turn_to(_tensors(self.layers))
         self.pool.grow(num_pages)
-
-
-class View(NamedTuple):
-    """The page table and lengths of sequences in one group, as tensors for attention."""
-
-    page_table: Tensor
-    lengths: Tensor
-    first_page: Tensor | None
-
-    @classmethod
-    def of(cls, table: PageTable, rows: Numbers, lengths: Numbers) -> View:
-        """Return the current view of some rows of a table."""
-        first = None if table.window is None else torch.from_numpy(table.first[rows])
-        return cls(torch.from_numpy(table.view(rows)), torch.from_numpy(lengths), first)
-
-    def memory(self, pages: PageTensors) -> Paged:
-        """Return the memory of these sequences in the pages of one layer."""
-        return Paged(pages.key, pages.value, *self, pages.key_scale, pages.value_scale)
 
 
 def _tensors(layers: dict[int, LayerPages]) -> dict[int, PageTensors]:
@@ -170,7 +171,7 @@ class Budget:
         return " and ".join(f"{limit:,} {unit}" for unit, limit in both.items() if limit < NO_LIMIT)
 
     def make_room(
-        self, groups: Sequence[LayerGroup], plans: Sequence[Plan], prefix: PrefixCache | None
+        self, groups: Sequence[LayerGroup], plans: Sequence[PagePlan], prefix: PrefixCache | None
     ) -> None:
         """Make enough pages free for the plans: grow, then evict. Or raise, and change nothing."""
         wanted = [
@@ -213,7 +214,7 @@ class Budget:
     def _shortage(
         self,
         groups: Sequence[LayerGroup],
-        plans: Sequence[Plan],
+        plans: Sequence[PagePlan],
         missing: list[int],
         prefix: PrefixCache | None,
     ) -> str:

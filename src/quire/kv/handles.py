@@ -9,25 +9,24 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from quire.checks.arguments import whole_number
 from quire.errors import ArgumentError, SequenceError, ShapeError, UnwrittenRowsError
-from quire.kv.table import Numbers
+from quire.memory.tables import Numbers
 from quire.runtime.append import SlotWriter
 
 MOST_TOKENS = 1 << 40  # of one sequence in one call, so that sums do not overflow
 
 
+@dataclass(slots=True, eq=False)
 class SequenceHandle:
     """A sequence of a cache. The handle is invalid once the sequence is freed."""
 
-    __slots__ = ("row", "serial")
-
-    def __init__(self, row: int, serial: int) -> None:
-        self.row = row
-        self.serial = serial  # the number of sequences that the cache made before this one
+    row: int
+    serial: int  # the number of sequences that the cache made before this one
 
 
 class Rows:
@@ -183,18 +182,23 @@ def token_counts(counts: Sequence[int] | int, num_sequences: int) -> Numbers:
 def one_each(name: str, given: object, num_sequences: int, advice: str) -> Numbers:
     """Return a number for each sequence. `given` is one number for all, or one for each."""
     each = listed(given)
-    if each is None:
-        number = whole_number(name, given, minimum=0, advice=advice)
-        _refuse_overflow(name, number)
-        return np.full(num_sequences, number, np.int64)
-    if len(each) != num_sequences:
+    if each is not None and len(each) != num_sequences:
         raise ShapeError(
             f"{name} must have a number for each of {num_sequences} sequences, but has "
             f"{len(each)}. Give one number for all, or one for each."
         )
-    checked = [whole_number(name, number, minimum=0, advice=advice) for number in each]
-    _refuse_overflow(name, max(checked, default=0))
-    return np.array(checked, np.int64)
+    numbers = [
+        whole_number(name, number, minimum=0, advice=advice)
+        for number in ([given] if each is None else each)
+    ]
+    if max(numbers, default=0) > MOST_TOKENS:
+        raise ArgumentError(
+            f"{name} must be at most {MOST_TOKENS:,}, but is {max(numbers)}. Give the number of "
+            f"tokens that there are."
+        )
+    if each is None:
+        return np.full(num_sequences, numbers[0], np.int64)
+    return np.array(numbers, np.int64)
 
 
 def listed(given: object) -> list[object] | None:
@@ -203,11 +207,3 @@ def listed(given: object) -> list[object] | None:
         return list(given)  # type: ignore[call-overload, no-any-return]  # that is the question
     except TypeError:
         return None
-
-
-def _refuse_overflow(name: str, number: int) -> None:
-    if number > MOST_TOKENS:
-        raise ArgumentError(
-            f"{name} must be at most {MOST_TOKENS:,}, but is {number}. Give the number of tokens, "
-            f"which no cache has more of."
-        )

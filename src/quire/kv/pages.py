@@ -148,16 +148,6 @@ class LayerPages:
         for pages in self._parts().values():
             pages[target] = pages[source]
 
-    def move(self, source: Tensor, target: Tensor, copies: Copies) -> None:
-        """Copy whole pages, then write the rows of slots `source` to slots `target`.
-
-        The rows are read before anything is written.
-        """
-        rows = self.read(source)
-        if len(copies.source):
-            self.copy(copies)
-        self.place(target, rows)
-
     def place(self, slots: Tensor, rows: Mapping[str, Tensor]) -> None:
         """Write rows to slots. `rows` has what `read` returns: [tokens, Hkv, ...] for each part."""
         for name, pages in self._parts().items():

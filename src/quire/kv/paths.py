@@ -14,7 +14,8 @@ import numpy as np
 from quire.checks.arguments import whole_number
 from quire.errors import ArgumentError, ShapeError
 from quire.kv.handles import listed, one_each
-from quire.kv.table import Kept, Numbers
+from quire.kv.table import Kept
+from quire.memory.tables import Numbers
 
 _ADVICE = "Count nodes from the first draft on, as the parents of a tree do."
 

@@ -12,7 +12,8 @@ from quire.kv.groups import LayerGroup
 from quire.kv.handles import Roster
 from quire.kv.page_map import FREE, KEPT, OWNED, SHARED, PageMap
 from quire.kv.prefix import PrefixCache
-from quire.kv.table import Numbers, PageTable, spread
+from quire.kv.table import PageTable, spread
+from quire.memory.tables import Numbers
 
 
 class Statistics(NamedTuple):

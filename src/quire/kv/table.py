@@ -16,18 +16,15 @@ from __future__ import annotations
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from quire.kv.pool import NO_PAGES, PagePool, Pages
-
-Numbers: TypeAlias = NDArray[np.int64]
-"""Rows, lengths or counts, one for each sequence."""
+from quire.memory.tables import Numbers
 
 Places: TypeAlias = tuple[Numbers, Numbers]
 """Rows, and a column or a position for each."""
 
 
-class Plan(NamedTuple):
+class PagePlan(NamedTuple):
     """The pages that are allocated, copied and released to change some sequences."""
 
     rows: Numbers
@@ -111,7 +108,7 @@ class PageTable:
         """The number of pages before the window of a sequence with `length` tokens."""
         return 0 if self.window is None else max(0, length - self.window) // self.page_size
 
-    def plan(self, rows: Numbers, lengths: Numbers, counts: Numbers) -> Plan:
+    def plan(self, rows: Numbers, lengths: Numbers, counts: Numbers) -> PagePlan:
         """Return the plan to add `counts` tokens to sequences that have `lengths` tokens."""
         end = (lengths + counts + (self.page_size - 1)) // self.page_size
         new = int((end - self.end[rows]).sum())
@@ -123,9 +120,9 @@ class PageTable:
             first = np.maximum(first, np.maximum(0, lengths - self.window) // self.page_size)
             released = self.pages[_spread(rows, self.first[rows], first)]
             freed = self.pool.num_freed_by(released)
-        return Plan(rows, first, end, copied, num_new=new, released=released, num_freed=freed)
+        return PagePlan(rows, first, end, copied, num_new=new, released=released, num_freed=freed)
 
-    def plan_kept(self, rows: Numbers, kept: Kept) -> tuple[Plan, Moves]:
+    def plan_kept(self, rows: Numbers, kept: Kept) -> tuple[PagePlan, Moves]:
         """Return the plan to keep some tokens of sequences, and the tokens that have to move.
 
         Tokens only move towards the front. So a token of a held page moves to a held page, or to a
@@ -139,7 +136,7 @@ class PageTable:
         moves = Moves(which[moved], kept.positions[moved], target[moved])
         copied = self._shared(self._columns(moves.rows, moves.target), released)
         freed = self.pool.num_freed_by(released)
-        return Plan(rows, first, end, copied, released=released, num_freed=freed), moves
+        return PagePlan(rows, first, end, copied, released=released, num_freed=freed), moves
 
     def _columns(self, rows: Numbers, positions: Numbers) -> Places:
         """Return the columns of positions, each once. Positions rise within a row."""
@@ -164,7 +161,7 @@ class PageTable:
         copied[first[self.pool.references(page) == times]] = False
         return written[0][copied], written[1][copied]
 
-    def commit(self, plan: Plan) -> Copies:
+    def commit(self, plan: PagePlan) -> Copies:
         """Carry a plan out. Return the pages that must be copied before anything is written."""
         if len(plan.released):
             self.pool.release(plan.released)
@@ -184,12 +181,12 @@ class PageTable:
             self.pages[_spread(plan.rows, held, plan.end)] = new
         return Copies(source, copies)
 
-    def plan_new(self, start: int, length: int) -> Plan:
+    def plan_new(self, start: int, length: int) -> PagePlan:
         """Return the plan to hold positions `start` to `length` in a new row, yet to be named."""
         first, end = start // self.page_size, -(-length // self.page_size)
         none = np.zeros(0, np.int64)
         ends = np.array([-1]), np.array([first]), np.array([end])
-        return Plan(*ends, copied=(none, none), num_new=end - first)
+        return PagePlan(*ends, copied=(none, none), num_new=end - first)
 
     def adopt(self, row: int, pages: Pages, first: int = 0) -> None:
         """Put pages into an empty row, from column `first` on. They are held for it already."""

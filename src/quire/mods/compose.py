@@ -125,7 +125,7 @@ class InTurn(ScoreModule):
 
     def forward(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         """Return the score after all mods."""
-        return _in_turn(score, b, h, q_idx, kv_idx, self._parts())
+        return _in_turn(score, b, h, q_idx, kv_idx, score_mods=self._parts())
 
     def __getitem__(self, place: int) -> Any:
         return self._parts()[place]
@@ -163,7 +163,7 @@ def noop_mask(batch: Tensor, head: Tensor, token_q: Tensor, token_kv: Tensor) ->
 
 
 def and_masks(*mask_mods: MaskMod) -> Mask:
-    """Let a query see a key if all of `mask_mods` do; if there are none, it sees every key.
+    """Let a query see a key if all of `mask_mods` do. Without masks it sees every key.
 
     and_masks(causal, sliding_window(1), not_mask(document([0, 0, 0, 1, 1]))):
 
@@ -177,15 +177,13 @@ def and_masks(*mask_mods: MaskMod) -> Mask:
     return Mask(_and_masks, f"and_masks({', '.join(map(mod_name, mask_mods))})", masks=mask_mods)
 
 
-def _and_masks(
-    b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, masks: tuple[MaskMod, ...]
-) -> Tensor:
-    shown: list[Any] = [mask(b, h, q_idx, kv_idx) for mask in masks] or [True]
-    return _as_mask(functools.reduce(operator.and_, shown), b)
+def _and_masks(*place: Tensor, masks: tuple[MaskMod, ...]) -> Tensor:
+    shown: list[Any] = [mask(*place) for mask in masks] or [True]
+    return _as_mask(functools.reduce(operator.and_, shown), place[0])
 
 
 def or_masks(*mask_mods: MaskMod) -> Mask:
-    """Let a query see a key if any of `mask_mods` does; if there are none, it sees no key.
+    """Let a query see a key if any of `mask_mods` does. Without masks it sees no key.
 
     or_masks(causal, document([0, 0, 0, 1, 1])):
 
@@ -199,11 +197,9 @@ def or_masks(*mask_mods: MaskMod) -> Mask:
     return Mask(_or_masks, f"or_masks({', '.join(map(mod_name, mask_mods))})", masks=mask_mods)
 
 
-def _or_masks(
-    b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, masks: tuple[MaskMod, ...]
-) -> Tensor:
-    shown: list[Any] = [mask(b, h, q_idx, kv_idx) for mask in masks] or [False]
-    return _as_mask(functools.reduce(operator.or_, shown), b)
+def _or_masks(*place: Tensor, masks: tuple[MaskMod, ...]) -> Tensor:
+    shown: list[Any] = [mask(*place) for mask in masks] or [False]
+    return _as_mask(functools.reduce(operator.or_, shown), place[0])
 
 
 def not_mask(mask_mod: MaskMod) -> Mask:
@@ -220,9 +216,9 @@ def not_mask(mask_mod: MaskMod) -> Mask:
     return Mask(_not_mask, f"not_mask({mod_name(mask_mod)})", masks=(mask_mod,))
 
 
-def _not_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, masks: tuple[MaskMod]) -> Tensor:
+def _not_mask(*place: Tensor, masks: tuple[MaskMod]) -> Tensor:
     (mask,) = masks
-    return ~_as_mask(mask(b, h, q_idx, kv_idx), b)
+    return ~_as_mask(mask(*place), place[0])
 
 
 def _as_mask(shown: Tensor | bool, b: Tensor) -> Tensor:
@@ -254,16 +250,9 @@ def _chain_name(score_mods: Sequence[ScoreMod]) -> str:
     return "_then_".join(map(mod_name, score_mods)) or "in_turn()"
 
 
-def _in_turn(
-    score: Tensor,
-    b: Tensor,
-    h: Tensor,
-    q_idx: Tensor,
-    kv_idx: Tensor,
-    score_mods: Sequence[ScoreMod],
-) -> Tensor:
+def _in_turn(score: Tensor, *place: Tensor, score_mods: Sequence[ScoreMod]) -> Tensor:
     for mod in score_mods:
-        score = mod(score, b, h, q_idx, kv_idx)
+        score = mod(score, *place)
     return score
 
 
@@ -297,10 +286,7 @@ def _checked_offset(name: str, given: int | Tensor) -> int | Tensor:
 
 
 def _offset(
-    *args: Tensor,
-    mod: Callable[..., Tensor],
-    q_offset: int | Tensor,
-    kv_offset: int | Tensor = 0,
+    *args: Tensor, mod: Callable[..., Tensor], q_offset: int | Tensor, kv_offset: int | Tensor = 0
 ) -> Tensor:
     *others, b, h, q_idx, kv_idx = args
     return mod(*others, b, h, q_idx + _entry(q_offset, b), kv_idx + _entry(kv_offset, b))
@@ -312,7 +298,7 @@ def _entry(by: int | Tensor, b: Tensor) -> int | Tensor:
 
 
 def all_of(*masks: MaskMod | None) -> MaskMod | None:
-    """Return `and_masks` of the masks that are not None; a single mask itself; None without any."""
+    """Return `and_masks` of the masks that are not None, one mask itself, or None."""
     present = [mask for mask in masks if mask is not None]
     if len(present) < 2:
         return present[0] if present else None
@@ -320,7 +306,7 @@ def all_of(*masks: MaskMod | None) -> MaskMod | None:
 
 
 def chain(*score_mods: ScoreMod | None) -> ScoreMod | None:
-    """Return `in_turn` of the mods that are not None; a single mod itself; None without any.
+    """Return `in_turn` of the mods that are not None, one mod itself, or None.
 
     Unlike `in_turn` it never makes a module: it is used for one call, and owns nothing.
     """

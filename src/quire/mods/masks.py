@@ -73,10 +73,8 @@ def dilated_sliding_window(window_size: int, dilation: int) -> Mask:
         0 0 0 1 0 1 0 1
     """
     window_size = _window(window_size)
-    dilation = whole_number(
-        "dilation", dilation, minimum=1, advice="Give 1 to see every position of the window."
-    )
-
+    advice = "Give 1 to see every position of the window."
+    dilation = whole_number("dilation", dilation, minimum=1, advice=advice)
     name = f"dilated_sliding_window_{window_size}_dilation_{dilation}"
     return Mask(_dilated_sliding_window, name, window_size=window_size, dilation=dilation)
 
@@ -104,10 +102,8 @@ def global_sliding_window(window_size: int, is_global: Tensor | Sequence[bool]) 
     sees it.
     """
     window_size = _window(window_size)
-    marks = tensor_of(
-        "truth values", "is_global", is_global, advice="Give True for a token that sees all others."
-    )
-
+    advice = "Give True for a token that sees all others."
+    marks = tensor_of("truth values", "is_global", is_global, advice=advice)
     name = f"global_sliding_window_{window_size}"
     return Mask(_global_sliding_window, name, window_size=window_size, is_global=marks)
 
@@ -197,14 +193,8 @@ def neighbourhood(canvas: int | Sequence[int], kernel: int | Sequence[int]) -> M
     return Mask(_neighbourhood, name, canvas=sizes, kernel=windows)
 
 
-def _neighbourhood(
-    b: Tensor,
-    h: Tensor,
-    q_idx: Tensor,
-    kv_idx: Tensor,
-    canvas: tuple[int, ...],
-    kernel: tuple[int, ...],
-) -> Tensor:
+def _neighbourhood(*place: Tensor, canvas: tuple[int, ...], kernel: tuple[int, ...]) -> Tensor:
+    *_, q_idx, kv_idx = place
     near = []
     places = zip(_coordinates(q_idx, canvas), _coordinates(kv_idx, canvas), strict=True)
     for (q, kv), size, window in zip(places, canvas, kernel, strict=True):
@@ -230,12 +220,10 @@ def block_diffusion(seq_len: int, block_size: int) -> Mask:
     The sequence has `2 * seq_len` positions. A block of `block_size` tokens, noised or clean, sees
     itself and the clean blocks before it.
     """
-    seq_len = whole_number(
-        "seq_len", seq_len, minimum=1, advice="Give the length of the clean sequence."
-    )
-    block_size = whole_number(
-        "block_size", block_size, minimum=1, advice="Give the tokens that are denoised together."
-    )
+    advice = "Give the length of the clean sequence."
+    seq_len = whole_number("seq_len", seq_len, minimum=1, advice=advice)
+    advice = "Give the tokens that are denoised together."
+    block_size = whole_number("block_size", block_size, minimum=1, advice=advice)
     name = f"block_diffusion_{seq_len}_{block_size}"
     return Mask(_block_diffusion, name, seq_len=seq_len, block_size=block_size)
 

@@ -99,7 +99,7 @@ def same_tensor(one: Tensor, other: Tensor) -> bool:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two fields are equal; tuples, lists and dicts are compared entry by entry."""
+    """Whether two fields are equal. Tuples, lists and dicts are compared entry by entry."""
     match one, other:
         case Tensor(), Tensor():
             learned = one.requires_grad or other.requires_grad

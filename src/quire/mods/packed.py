@@ -66,14 +66,9 @@ def document(
 
 
 def _document(
-    b: Tensor,
-    h: Tensor,
-    q_idx: Tensor,
-    kv_idx: Tensor,
-    ids: Tensor,
-    starts: Tensor | None = None,
-    mask_mod: MaskMod | None = None,
+    *place: Tensor, ids: Tensor, starts: Tensor | None = None, mask_mod: MaskMod | None = None
 ) -> Tensor:
+    b, h, q_idx, kv_idx = place
     batched = ids.ndim == 2
 
     def at(tensor: Tensor, idx: Tensor) -> Tensor:
@@ -113,14 +108,9 @@ def shared_prefix(
 
 
 def _shared_prefix(
-    b: Tensor,
-    h: Tensor,
-    q_idx: Tensor,
-    kv_idx: Tensor,
-    first: Tensor,
-    last: Tensor,
-    gap: tuple[Tensor, Tensor],
+    *place: Tensor, first: Tensor, last: Tensor, gap: tuple[Tensor, Tensor]
 ) -> Tensor:
+    *_, q_idx, kv_idx = place
     gap_start, gap_end = gap
     within = (first[q_idx] <= kv_idx) & (kv_idx <= last[q_idx])
     return within & ((kv_idx < gap_start[q_idx]) | (gap_end[q_idx] <= kv_idx))
@@ -176,16 +166,14 @@ def tree(
 
 
 def _tree(
-    b: Tensor,
-    h: Tensor,
-    q_idx: Tensor,
-    kv_idx: Tensor,
+    *place: Tensor,
     enter: Tensor,
     leave: Tensor,
     turn: int,
     prefix_length: int | Tensor,
     filled: int,
 ) -> Tensor:
+    b, _, q_idx, kv_idx = place
     # A position in the prefix has no node: we read node 0 and do not use the result. A position
     # after the last node reads the last one, which is right, since nodes see no later position.
     last = None
@@ -259,8 +247,8 @@ def _seen_ranges(bounds: Tensor, prefixes: Tensor) -> tuple[Tensor, Tensor, Tens
     last = torch.where(after, end - 1, query)
     gap_start = torch.where(before, end, query + 1)
     gap_end = torch.where(before, own_start, start)
-    # Where there is no gap, let it start after the end and end at 0. Then it hides nothing, also
-    # in the bounds of a block of queries of which some have a gap.
+    # If a query has no gap, let its gap start after the end and end at 0. Such a gap hides nothing,
+    # and it does not widen the bounds of a block in which other queries have one.
     gap = continues & (gap_start < gap_end)
     gap_start, gap_end = gap_start.where(gap, len(owner)), gap_end.where(gap, 0)
     return first.int(), last.int(), gap_start.int(), gap_end.int()

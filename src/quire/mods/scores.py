@@ -8,6 +8,7 @@ mod of that name as a module with a parameter.
 from __future__ import annotations
 
 import math
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,9 @@ from torch import Tensor, nn
 from quire.checks.arguments import finite_positive, tensor_of, whole_number
 from quire.errors import ShapeError
 from quire.mods.compose import ScoreChange, ScoreModule
+
+Device: TypeAlias = torch.device | str | None
+Dtype: TypeAlias = torch.dtype | None
 
 
 def alibi(H: int, slopes: Tensor | None = None) -> ScoreChange:
@@ -52,13 +56,7 @@ def _alibi(
 class LearnedAlibi(ScoreModule):
     """`alibi` with a parameter `slopes` [H], which starts with the slopes of `alibi(num_heads)`."""
 
-    def __init__(
-        self,
-        num_heads: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, num_heads: int, *, device: Device = None, dtype: Dtype = None) -> None:
         super().__init__()
         num_heads = _num_heads(num_heads)
         self.slopes = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype))
@@ -71,7 +69,7 @@ class LearnedAlibi(ScoreModule):
 
     def forward(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         """Return the new score."""
-        return _alibi(score, b, h, q_idx, kv_idx, self.slopes)
+        return _alibi(score, b, h, q_idx, kv_idx, slopes=self.slopes)
 
     def extra_repr(self) -> str:
         """The sizes that `repr` shows."""
@@ -79,7 +77,7 @@ class LearnedAlibi(ScoreModule):
 
 
 def softcap(soft_cap: float) -> ScoreChange:
-    """Limit scores to between -`soft_cap` and `soft_cap`; small ones hardly change (Gemma 2).
+    """Limit scores to between -`soft_cap` and `soft_cap`. Small ones hardly change (Gemma 2).
 
     softcap(2) of scores -8 -2 -1 -0.1 0 0.1 1 2 8:
 
@@ -99,7 +97,7 @@ def _softcap(
 def relative_position_bias(
     table: Tensor, bidirectional: bool = True, max_distance: int = 128
 ) -> ScoreChange:
-    """Add a bias for the distance; large distances share an entry of `table` (T5).
+    """Add a bias for the distance. Large distances share an entry of `table` (T5).
 
     relative_position_bias(torch.arange(8.0)[:, None], max_distance=9):
 
@@ -134,15 +132,9 @@ def relative_position_bias(
 
 
 def _relative_position_bias(
-    score: Tensor,
-    b: Tensor,
-    h: Tensor,
-    q_idx: Tensor,
-    kv_idx: Tensor,
-    table: Tensor,
-    buckets: Tensor,
-    max_distance: int,
+    score: Tensor, *place: Tensor, table: Tensor, buckets: Tensor, max_distance: int
 ) -> Tensor:
+    _, h, q_idx, kv_idx = place
     distance = torch.clamp(kv_idx - q_idx, min=-max_distance, max=max_distance)
     return score + table[buckets[distance + max_distance], h]
 
@@ -157,8 +149,8 @@ class LearnedRelativePositionBias(ScoreModule):
         bidirectional: bool = True,
         max_distance: int = 128,
         *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        device: Device = None,
+        dtype: Dtype = None,
     ) -> None:
         super().__init__()
         num_heads, advice = _num_heads(num_heads), "Give how many biases each head has."
@@ -175,8 +167,9 @@ class LearnedRelativePositionBias(ScoreModule):
 
     def forward(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         """Return the new score."""
-        tables = self.table, self._buckets.to(self.table.device)
-        return _relative_position_bias(score, b, h, q_idx, kv_idx, *tables, self.max_distance)
+        tables = {"table": self.table, "buckets": self._buckets.to(self.table.device)}
+        reach = self.max_distance
+        return _relative_position_bias(score, b, h, q_idx, kv_idx, **tables, max_distance=reach)
 
     def extra_repr(self) -> str:
         """The sizes that `repr` shows."""
@@ -197,33 +190,20 @@ def table_bias(table: Tensor) -> ScoreChange:
 
     A dimension of size 1 is used for all heads, batches or positions, as in broadcasting.
     """
-    bias = tensor_of(
-        "floats",
-        "table",
-        table,
-        ranks=(2, 3, 4),
-        advice="Give a float tensor [L, S], [H, L, S] or [B, H, L, S].",
-    )
+    advice = "Give a float tensor [L, S], [H, L, S] or [B, H, L, S]."
+    bias = tensor_of("floats", "table", table, ranks=(2, 3, 4), advice=advice)
     return ScoreChange(_table_bias, f"table_bias_{'x'.join(map(str, bias.shape))}", table=bias)
 
 
-def _table_bias(
-    score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, table: Tensor
-) -> Tensor:
-    place = (b, h, q_idx, kv_idx)[-table.ndim :]
-    entry = tuple(0 if n == 1 else idx for idx, n in zip(place, table.shape, strict=True))
-    return score + table[entry]
+def _table_bias(score: Tensor, *place: Tensor, table: Tensor) -> Tensor:
+    sizes = zip(place[-table.ndim :], table.shape, strict=True)
+    return score + table[tuple(0 if size == 1 else idx for idx, size in sizes)]
 
 
 class LearnedTableBias(ScoreModule):
     """`table_bias` with a parameter `table` of the given sizes, which starts as 0."""
 
-    def __init__(
-        self,
-        *shape: int,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, *shape: int, device: Device = None, dtype: Dtype = None) -> None:
         super().__init__()
         advice = "Give the sizes L, S or H, L, S or B, H, L, S."
         sizes = [whole_number("a size", size, minimum=1, advice=advice) for size in shape]
@@ -237,7 +217,7 @@ class LearnedTableBias(ScoreModule):
 
     def forward(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         """Return the new score."""
-        return _table_bias(score, b, h, q_idx, kv_idx, self.table)
+        return _table_bias(score, b, h, q_idx, kv_idx, table=self.table)
 
     def extra_repr(self) -> str:
         """The sizes that `repr` shows."""
@@ -269,15 +249,9 @@ def distance_bias(table: Tensor) -> ScoreChange:
     return ScoreChange(_distance_bias, f"distance_bias_{reach}", table=bias, reach=reach)
 
 
-def _distance_bias(
-    score: Tensor,
-    b: Tensor,
-    h: Tensor,
-    q_idx: Tensor,
-    kv_idx: Tensor,
-    table: Tensor,
-    reach: int,  # given, since reading the shape of a tensor would dominate the time of a trace
-) -> Tensor:
+def _distance_bias(score: Tensor, *place: Tensor, table: Tensor, reach: int) -> Tensor:
+    # `reach` is given, since reading the shape of a tensor would dominate the time of a trace.
+    _, h, q_idx, kv_idx = place
     entry = torch.clamp(q_idx - kv_idx, min=-reach, max=reach) + reach
     return score + (table[entry] if table.ndim == 1 else table[h, entry])
 
@@ -286,12 +260,7 @@ class LearnedDistanceBias(ScoreModule):
     """`distance_bias` with a parameter `table` [H, 2 * reach + 1], which starts as 0."""
 
     def __init__(
-        self,
-        num_heads: int,
-        reach: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, num_heads: int, reach: int, *, device: Device = None, dtype: Dtype = None
     ) -> None:
         super().__init__()
         num_heads, advice = _num_heads(num_heads), "Give the largest distance with its own entry."
@@ -305,7 +274,7 @@ class LearnedDistanceBias(ScoreModule):
 
     def forward(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         """Return the new score."""
-        return _distance_bias(score, b, h, q_idx, kv_idx, self.table, self.reach)
+        return _distance_bias(score, b, h, q_idx, kv_idx, table=self.table, reach=self.reach)
 
     def extra_repr(self) -> str:
         """The sizes that `repr` shows."""
@@ -346,17 +315,13 @@ def _max_exact(num_buckets: int, bidirectional: bool) -> int:
 def _buckets(
     num_buckets: int, bidirectional: bool, max_distance: int, device: torch.device
 ) -> Tensor:
-    """The bucket of every distance from -max_distance to max_distance: int32.
+    """T5's bucket of every distance `kv_idx - q_idx` from -max_distance to max_distance: int32.
 
-    All larger distances share the last bucket. The mod looks buckets up in this table, so that they
-    do not depend on how a kernel rounds a logarithm.
+    Each small distance has its own bucket. For larger ones the buckets follow the logarithm, and
+    beyond `max_distance` all share the last bucket. The mod looks buckets up in this table, so that
+    they do not depend on how a kernel rounds a logarithm.
     """
-    reach = torch.arange(-max_distance, max_distance + 1, device=device)
-    return _bucket(reach, num_buckets, bidirectional, max_distance).int()
-
-
-def _bucket(distance: Tensor, num_buckets: int, bidirectional: bool, max_distance: int) -> Tensor:
-    """T5's bucket of each distance `kv_idx - q_idx`: one each when near, logarithmic when far."""
+    distance = torch.arange(-max_distance, max_distance + 1, device=device)
     max_exact = _max_exact(num_buckets, bidirectional)
     if bidirectional:
         num_buckets = num_buckets // 2
@@ -367,4 +332,4 @@ def _bucket(distance: Tensor, num_buckets: int, bidirectional: bool, max_distanc
     ratio = (away.clamp(min=max_exact).float() / max_exact).log()
     step = ratio / math.log(max_distance / max_exact) * (num_buckets - max_exact)
     wide = (max_exact + step.long()).clamp(max=num_buckets - 1)
-    return first + torch.where(away < max_exact, away, wide)
+    return (first + torch.where(away < max_exact, away, wide)).int()

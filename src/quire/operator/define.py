@@ -87,15 +87,8 @@ def memory_of(operands: tuple[Tensor, Tensor, Tensor], named: dict[str, Any], ki
         return Dense(key, value, named.get("start", 0))
     if kind == "ragged":
         return Ragged(key, value, named["offsets"], named.get("lengths"))
-    return Paged(
-        key,
-        value,
-        named["page_table"],
-        named["lengths"],
-        named.get("first_page"),
-        named.get("key_scale"),
-        named.get("value_scale"),
-    )
+    optional = {name: named.get(name) for name in ("first_page", "key_scale", "value_scale")}
+    return Paged(key, value, named["page_table"], named["lengths"], **optional)
 
 
 def _block_mask(named: dict[str, Any], size: tuple[int, int], mask_mod: Any) -> BlockMask:
@@ -216,7 +209,13 @@ def _backward(
         plan, call = _found((query, key, value), captures, tables, numbers, form)
         memory, loaded, sink = call.request.memory, call.captures, call.request.sink
         learned = wanted[3 + form.sink :]
-        asked = Wanted(*wanted[:3], loaded, tuple(n for n, wants in enumerate(learned) if wants))
+        asked = Wanted(
+            query=wanted[0],
+            key=wanted[1],
+            value=wanted[2],
+            captures=loaded,
+            learned=tuple(n for n, wants in enumerate(learned) if wants),
+        )
         given = [None if x is None else memory.as_placed(query, x) for x in (grad_out, grad_lse)]
         above = Above(
             memory.as_placed(query, out), memory.as_placed(query, lse), given[0], given[1], sink
@@ -272,7 +271,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     form = read(text)
     ctx.form, ctx.numbers, ctx.text, ctx.num_captures = form, numbers, text, len(captures)
     out, lse = output[:2] if form.learns else (output[0], output[0])
-    ctx.save_for_backward(out, lse, query, key, value, *captures, *tables)
+    saved = (out, lse, query, key, value, *captures, *tables)
+    ctx.save_for_backward(*saved)
     ctx.set_materialize_grads(False)
 
 
@@ -287,10 +287,23 @@ def _gradients(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
         )
     needs = ctx.needs_input_grad
     wanted = [*needs[:3], *(needs[3] if count else ())]
-    operands, rest = (query, key, value), (captures, tables, ctx.numbers, ctx.text)
-    found = iter(torch.ops.quire.attention_backward(*grads[:2], out, lse, *operands, *rest, wanted))
+    given = {
+        "grad_out": grads[0],
+        "grad_lse": grads[1],
+        "out": out,
+        "lse": lse,
+        "query": query,
+        "key": key,
+        "value": value,
+        "captures": captures,
+        "tables": tables,
+        "numbers": ctx.numbers,
+        "text": ctx.text,
+        "wanted": wanted,
+    }
+    found = iter(torch.ops.quire.attention_backward(**given))
     every = [next(found) if wants else None for wants in wanted]
-    no_number = None if ctx.numbers else []  # torch takes an empty list for one of tensors
+    no_number: Any = None if ctx.numbers else []  # torch takes an empty list for one of tensors
     return (*every[:3], every[3:], [None] * len(tables), no_number, None)
 
 

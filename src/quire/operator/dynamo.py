@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from quire.aux_outputs import AuxRequest
+from quire.config import Backend as BackendName
 from quire.errors import ModError
 from quire.ir.source import reading
 from quire.ir.trace import INPUTS, Kind, Mod, trace
@@ -38,7 +39,7 @@ class Inputs(NamedTuple):
     dropout_p: float
     aux: tuple[bool, ...]
     block_size: tuple[int, int] | None
-    backend: str
+    backend: BackendName
 
     def form(self, mods: dict[str, WrittenMod], learns: bool) -> Form:
         """Return the form of the call, with these mods."""
@@ -76,9 +77,8 @@ def _write_call(dynamo: DynamoTrace, arguments: list[Any]) -> Any:
     plain = Inputs(None, True if has_sink else None, (), (), **constants)  # type: ignore[arg-type]
     form = plain.form(written, learns)
     tables, numbers = dynamo.items(inputs.tables), dynamo.items(inputs.numbers)
-    results = dynamo.call(
-        torch.ops.quire.attention.default, *operands, captures, tables, numbers, write(form)
-    )
+    given = (*operands, captures, tables, numbers, write(form))
+    results = dynamo.call(torch.ops.quire.attention.default, *given)
     return dynamo.pair(learns, results)
 
 
@@ -90,7 +90,7 @@ def _read_mod(
     dtypes = [score if name == "score" else torch.int64 for name in INPUTS[kind]]
     function = dynamo.traced(mod, dtypes, query)
     try:
-        traced = trace(_with_inputs(partial(function, reading), kind), kind, score_dtype=score)
+        traced = trace(_with_inputs(partial(function.run, reading), kind), kind, score_dtype=score)
     except ModError as error:
         dynamo.break_graph(f"{kind}_mod {function.name!r} cannot be part of a graph: {error}")
     variables = [function.captured[id(tensor)] for tensor in traced.captures]

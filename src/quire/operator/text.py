@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from quire.aux_outputs import AuxRequest
+from quire.config import Backend as BackendName
 from quire.errors import ArgumentError, DtypeError
 from quire.ir.graph import Node
 from quire.ir.portable import DTYPE_NAMES, dtype_name, portable, restore
@@ -99,7 +100,7 @@ class Form(NamedTuple):
     dropout_p: float = 0.0
     aux: AuxRequest = AuxRequest()
     block_size: tuple[int, int] | None = None
-    backend: str = "auto"
+    backend: BackendName = "auto"
 
     @property
     def title(self) -> str:

@@ -32,8 +32,7 @@ MOST_OF_BLOCK = 64  # tokens that a thread takes at a time, so that all threads 
 # APPEND has the fields of a call, then those of a step from "slots", those of pages from "heads".
 _FIRST_OF_PAGES = APPEND.index("heads")
 _OF_STEP = struct.Struct(f"{_FIRST_OF_PAGES - APPEND.index('slots')}q")
-_pack_call = struct.Struct(f"{APPEND.index('slots')}q{_OF_STEP.size}s").pack_into
-"""(record, 0, next, layers, pages, key_rows, value_rows, fields of the step)"""
+_OF_CALL = struct.Struct(f"8x{APPEND.index('slots') - 1}q{_OF_STEP.size}s")  # 8x: the counter is 0
 
 
 class PageTensors(NamedTuple):
@@ -54,6 +53,8 @@ class PageWriter:
     def __init__(self, layers: Mapping[int, PageTensors]) -> None:
         self.record = (ctypes.c_int64 * len(APPEND))()
         self._argument = ctypes.addressof(self.record)
+        # fill(layers, pages, key_rows, value_rows, fields of the step)
+        self.fill = functools.partial(_OF_CALL.pack_into, self.record, 0)
         self._kernels: dict[torch.dtype, int | None] = {}
         self.last: WriteCall | None = None  # the last for one layer; the next step is like it
         self._calls: dict[int, WriteCall] = {}  # the last call by number of layers
@@ -174,15 +175,15 @@ class SlotWriter:
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Write rows [tokens, Hkv, D] and [tokens, Hkv, Dv] to the slots of a layer."""
-        writer, (_, _, _, run, copies, _) = self._writer, self._call
-        if run is None:
+        writer, call = self._writer, self._call
+        if call.run is None:
             write_in_torch(writer.layers[layer], self._slots, key, value)
             return
-        if copies:
+        if call.copies:
             key, value = key.contiguous(), value.contiguous()
-        record, keys, values = writer.record_of[layer], key.data_ptr(), value.data_ptr()
-        _pack_call(writer.record, 0, 0, 1, record, keys, values, self._of_step)
-        run()
+        record = writer.record_of[layer]
+        writer.fill(1, record, key.data_ptr(), value.data_ptr(), self._of_step)
+        call.run()
 
     def write_all(self, key: Tensor, value: Tensor) -> None:
         """Write key[layer] and value[layer] to the slots of each layer."""
@@ -195,9 +196,11 @@ class SlotWriter:
             return
         if call.copies:
             key, value = key.contiguous(), value.contiguous()
-        records, keys, values = writer.table.data_ptr(), key.data_ptr(), value.data_ptr()
-        of_step = _OF_STEP.pack(self._slots.data_ptr(), *call.fixed)
-        _pack_call(writer.record, 0, 0, layers, records, keys, values, of_step)
+        records, of_step = (
+            writer.table.data_ptr(),
+            _OF_STEP.pack(self._slots.data_ptr(), *call.fixed),
+        )
+        writer.fill(layers, records, key.data_ptr(), value.data_ptr(), of_step)
         call.run()
 
 

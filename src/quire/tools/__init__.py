@@ -1,1 +1,1 @@
-"""What people look at: the command line, stages of the compiler, explanations, the demo."""
+"""The commands of the command line, and what they share: colours, measuring, the demo."""

@@ -18,12 +18,11 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
-from types import TracebackType
-from typing import NamedTuple, Self, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -56,7 +55,8 @@ def race(
     `tick` is called with the share of the time that has passed, from 0 to 1.
     """
     with ExitStack() as stack:
-        contestants = [stack.enter_context(Contestant(make, threads)) for make in factories]
+        made = (closing(Contestant(make, threads)) for make in factories)
+        contestants = [stack.enter_context(each) for each in made]
         for contestant in contestants:
             contestant.wait_until_ready()
         start, share = time.perf_counter(), 0.0
@@ -81,15 +81,8 @@ class Contestant:
         theirs.close()
         self.reading = Reading()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """End the process."""
         self._ours.close()
         self._process.kill()
         self._process.join()

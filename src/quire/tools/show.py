@@ -87,7 +87,7 @@ def source_of(mod: Mod) -> str | None:
         return None
 
 
-# Where the user's function is
+# Finding the user's function
 
 
 def load(place: str) -> Mod:

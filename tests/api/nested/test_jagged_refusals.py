@@ -158,7 +158,7 @@ BAD = {
     ),
     "dropout": Bad(
         ArgumentError,
-        "dropout_p must be a number from 0 to 1, but got 1.5. Use 0.0 to switch it off.",
+        "dropout_p must be a number from 0 to 1, but is 1.5. Use 0.0 to switch it off.",
         options={"dropout_p": 1.5},
     ),
     "scale": Bad(

@@ -88,13 +88,12 @@ def _autocast(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return all tensors in the dtype of an enclosing autocast. float64 stays."""
-    tensors = (query, key, value)
-    if not all(isinstance(x, Tensor) for x in tensors) or query.is_meta:
+    if not all(isinstance(x, Tensor) for x in (query, key, value)) or query.is_meta:
         return query, key, value, attn_mask
-    if not isinstance(attn_mask, Tensor) or not attn_mask.is_floating_point():
-        query, key, value = autocast(*tensors)
-        return query, key, value, attn_mask
-    query, key, value, attn_mask = autocast(*tensors, attn_mask)
+    if isinstance(attn_mask, Tensor) and attn_mask.is_floating_point():
+        query, key, value, attn_mask = autocast(query, key, value, attn_mask)
+    else:
+        query, key, value = autocast(query, key, value)
     return query, key, value, attn_mask
 
 
@@ -105,40 +104,35 @@ def _like(query: Any, out: Tensor, batch: int) -> Tensor:
     if batch == size[0]:
         return _nested_like(query, values)
     length = len(out) // batch  # one query for several sequences of keys
-    spans = length * torch.arange(batch + 1), None, torch_private.ragged_dimension(query)
-    return _nested(values, *spans, {"min_seqlen": length, "max_seqlen": length})
+    return _nested(query, values, length * torch.arange(batch + 1), None, (length, length))
 
 
 def _nested_like(query: Any, values: Tensor) -> Tensor:
     """Return `values` as a nested tensor with the offsets and lengths of `query`."""
-    spans = query.offsets(), query.lengths(), torch_private.ragged_dimension(query)
     extremes = torch_private.shortest(query), torch_private.longest(query)
-    return _nested(values, *spans, dict(zip(("min_seqlen", "max_seqlen"), extremes, strict=True)))
+    return _nested(query, values, query.offsets(), query.lengths(), extremes)
 
 
 def _nested(
+    query: Any,
     values: Tensor,
     offsets: Tensor,
     lengths: Tensor | None,
-    ragged: int,
-    extremes: dict[str, int | None],
+    extremes: tuple[int | None, int | None],
 ) -> Tensor:
+    """Return a nested tensor, ragged where `query` is, whose sequences have these extreme sizes."""
+    ragged = torch_private.ragged_dimension(query)
+    sizes = dict(zip(("min_seqlen", "max_seqlen"), extremes, strict=True))
     if is_watched(values):
         nested: Tensor = torch_private.nested_view(
-            values, offsets, lengths, ragged_idx=ragged, **extremes
+            values, offsets, lengths, ragged_idx=ragged, **sizes
         )
         return nested
-    cache = {name: torch.empty(size, 0) for name, size in extremes.items() if size is not None}
+    cache = {name: torch.empty(size, 0) for name, size in sizes.items() if size is not None}
     return torch_private.nested_tensor(values, offsets, lengths, ragged, cache)
 
 
-def _dense_buffers(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any,
-    **options: Any,
-) -> Tensor:
+def _dense_buffers(query: Any, key: Any, value: Any, attn_mask: Any, **options: Any) -> Tensor:
     """Compute attention along a dense dimension. The ragged dimension is part of the batch."""
     for name, other in (("key", key), ("value", value)):
         if not torch.equal(query.offsets(), other.offsets()):
@@ -173,7 +167,15 @@ def _counted(
         )
     flat = [x.values() if x.dim() == 3 else x.values().transpose(0, 1) for x in (query, key, value)]
     packed = [x.unsqueeze(1) if x.dim() == 2 else x for x in flat]
-    ends = [x.offsets().int() for x in (query, key)]
-    options = {"dropout_p": dropout_p, "is_causal": is_causal, "return_debug_mask": False}
-    out = torch_private.flash_attention_forward(*packed, *ends, *longest, **options, scale=scale)[0]
+    out = torch_private.flash_attention_forward(
+        *packed,
+        cum_seq_q=query.offsets().int(),
+        cum_seq_k=key.offsets().int(),
+        max_q=longest[0],
+        max_k=longest[1],
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        return_debug_mask=False,
+        scale=scale,
+    )[0]
     return _like(query, out[..., : value.size(-1)], query.size(0))

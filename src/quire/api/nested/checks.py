@@ -8,14 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.errors import (
-    ArgumentError,
-    DeviceError,
-    DtypeError,
-    OptionError,
-    RankError,
-    ShapeError,
-)
+from quire.errors import ArgumentError, DeviceError, DtypeError, OptionError, RankError, ShapeError
 from quire.support.torch_private import is_jagged, nested_size, ragged_dimension
 
 

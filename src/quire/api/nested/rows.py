@@ -14,7 +14,7 @@ from quire.memory.tables import Numbers, Spans, checked_lengths, checked_offsets
 from quire.support.torch_private import is_transformed, nested_values
 
 
-class Rows(NamedTuple):
+class Packed(NamedTuple):
     """The rows of a nested tensor [total, H, D], and where its sequences lie in them."""
 
     rows: Tensor
@@ -27,26 +27,26 @@ class Rows(NamedTuple):
         ends = np.append(self.first, len(self.rows))
         return torch.from_numpy(ends), torch.from_numpy(self.lengths)
 
-    def moved(self, first: Numbers, lengths: Numbers) -> Rows:
+    def moved(self, first: Numbers, lengths: Numbers) -> Packed:
         """Copy the sequences that begin at `first`, without gaps between them."""
         ends = np.cumsum(lengths)
         at = np.arange(ends[-1] if len(ends) else 0) + np.repeat(first - ends + lengths, lengths)
         rows = self.rows.index_select(0, torch.from_numpy(at).to(self.rows.device))
-        return Rows(rows, ends - lengths, lengths)
+        return Packed(rows, ends - lengths, lengths)
 
-    def repeated(self, batch: int) -> Rows:
+    def repeated(self, batch: int) -> Packed:
         """Repeat the only sequence `batch` times."""
         if len(self.lengths) == batch:
             return self
         return self.moved(np.repeat(self.first, batch), np.repeat(self.lengths, batch))
 
-    def with_heads(self, count: int) -> Rows:
+    def with_heads(self, count: int) -> Packed:
         """Repeat the only head `count` times."""
         if self.rows.shape[1] == count:
             return self
         return self._replace(rows=self.rows.expand(-1, count, -1))
 
-    def lie_like(self, other: Rows) -> bool:
+    def lie_like(self, other: Packed) -> bool:
         """Return whether sequences have the places of those of `other`, by identity of arrays.
 
         `rows_of` uses the same arrays for tensors that have the same offsets and lengths.
@@ -62,12 +62,7 @@ def is_watched(tensor: Tensor) -> bool:
     return tensor.requires_grad or is_transformed()
 
 
-def _values(nested: Any) -> Tensor:
-    values: Tensor = nested.values() if is_watched(nested) else nested_values(nested).detach()
-    return values
-
-
-def rows_of(query: Any, key: Any, value: Any) -> list[Rows]:
+def rows_of(query: Any, key: Any, value: Any) -> list[Packed]:
     """Return the rows of nested tensors [B, H, j, D] or [B, j, D].
 
     Offsets and lengths that several tensors share are checked once.
@@ -75,7 +70,8 @@ def rows_of(query: Any, key: Any, value: Any) -> list[Rows]:
     seen: dict[tuple[int, int, int], Spans] = {}
     found = []
     for name, nested in (("query", query), ("key", key), ("value", value)):
-        values, offsets, lengths = _values(nested), nested.offsets(), nested.lengths()
+        values = nested.values() if is_watched(nested) else nested_values(nested).detach()
+        offsets, lengths = nested.offsets(), nested.lengths()
         rows = values.unsqueeze(1) if values.dim() == 2 else values.transpose(0, 1)
         known = (id(offsets), id(lengths), len(rows))
         if known not in seen:
@@ -84,11 +80,11 @@ def rows_of(query: Any, key: Any, value: Any) -> list[Rows]:
             room = np.diff(ends)
             own = room if lengths is None else checked_lengths(names, lengths, room)
             seen[known] = Spans(ends[:-1], own)
-        found.append(Rows(rows, *seen[known]))
+        found.append(Packed(rows, *seen[known]))
     return found
 
 
-def aligned(operands: list[Rows], enable_gqa: bool) -> tuple[Rows, Rows, Rows]:
+def aligned(operands: list[Packed], enable_gqa: bool) -> tuple[Packed, Packed, Packed]:
     """Repeat batches of 1 and heads of 1, and give values the places of keys. Raise on mismatch."""
     batches = [len(each.lengths) for each in operands]
     batch = max(batches)
@@ -111,7 +107,9 @@ def aligned(operands: list[Rows], enable_gqa: bool) -> tuple[Rows, Rows, Rows]:
     return _with_heads(query, key, value, enable_gqa)
 
 
-def _with_heads(query: Rows, key: Rows, value: Rows, enable_gqa: bool) -> tuple[Rows, Rows, Rows]:
+def _with_heads(
+    query: Packed, key: Packed, value: Packed, enable_gqa: bool
+) -> tuple[Packed, Packed, Packed]:
     heads = [each.rows.shape[1] for each in (query, key, value)]
     q_heads, kv_heads = heads[0], max(heads[1:])
     advice = "Repeat the heads of one."

@@ -17,20 +17,13 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
-from quire.api.paged.checks import (
-    NO_PAGE,
-    Integers,
-    addresses,
-    as_lengths,
-    as_positions,
-    as_slots,
-    check_new,
-)
+from quire.api.paged.checks import NO_PAGE, addresses, as_lengths, as_positions, as_slots, check_new
 from quire.api.paged.physical import physical_block_mask, physical_mask, physical_score
 from quire.block_mask import BlockMask
 from quire.block_mask.lists import ceil_div
 from quire.checks.arguments import whole_number
 from quire.errors import OutOfPages, PageError
+from quire.memory import Integers
 from quire.mods.compose import MaskMod, ScoreMod
 from quire.support.dynamo import instead, never_traced, own
 from quire.support.torch_private import paged_assign, paged_convert
@@ -75,7 +68,7 @@ class PagedAttention:
         self.empty_pages = list(range(self.n_pages - 1, -1, -1))
 
     @never_traced
-    def reserve(self, batch_idx: Integers, seq_len: Integers) -> None:
+    def reserve(self, batch_idx: int | Integers, seq_len: int | Integers) -> None:
         """Give slots as many pages as they need for `seq_len` positions.
 
         `batch_idx` is a slot or slots [N]; `seq_len` is a length for all of them or lengths [N]. If
@@ -105,7 +98,7 @@ class PagedAttention:
             self.capacity[slot] = (first + count) * self.page_size
 
     @never_traced
-    def erase(self, batch_idx: Integers) -> None:
+    def erase(self, batch_idx: int | Integers) -> None:
         """Take all pages from a slot, or from slots [N]. They become empty pages."""
         for slot in as_slots(self, batch_idx).tolist():
             pages = self.page_table[slot][self.page_table[slot] != NO_PAGE].tolist()
@@ -133,7 +126,7 @@ class PagedAttention:
         """
         slots, positions = as_slots(self, batch_idx), as_positions(input_pos)
         for name, val, cache in (("k", k_val, k_cache), ("v", v_val, v_cache)):
-            check_new(self, slots, positions, name, val, cache)
+            check_new(self, name, val, cache, slots=slots, positions=positions)
         rows = addresses(self, slots, positions).flatten()
         for val, cache in ((k_val, k_cache), (v_val, v_cache)):
             cache[:, :, rows] = val.transpose(0, 1).flatten(1, 2)

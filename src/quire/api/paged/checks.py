@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
 
 from quire.block_mask import BlockMask
 from quire.checks.arguments import dtype_name, lengths_tensor, tensor_of
-from quire.errors import (
-    BlockMaskShapeError,
-    KVCacheError,
-    ShapeError,
-    SlotError,
-    UnreservedError,
-)
+from quire.errors import BlockMaskShapeError, KVCacheError, ShapeError, SlotError, UnreservedError
 
 if TYPE_CHECKING:
     from quire.api.paged.attention import PagedAttention
-
-Integers: TypeAlias = Tensor | Sequence[int] | int
 
 NO_PAGE: Final = -1
 """Marks an entry without a page in both tables, as in PyTorch."""
@@ -88,7 +79,13 @@ def as_positions(input_pos: object) -> Tensor:
 
 
 def check_new(
-    paged: PagedAttention, slots: Tensor, positions: Tensor, name: str, val: Tensor, cache: Tensor
+    paged: PagedAttention,
+    name: str,
+    val: Tensor,
+    cache: Tensor,
+    *,
+    slots: Tensor,
+    positions: Tensor,
 ) -> None:
     """Raise if new keys or values `val` do not fit their positions or the cache.
 

@@ -69,10 +69,7 @@ def _page_lists(chosen: Tensor, pages: Tensor, room: int) -> tuple[Tensor, Tenso
 
 
 def physical_mask(
-    paged: PagedAttention,
-    mask_mod: MaskMod | None,
-    kv_len: Tensor | None,
-    batch_idx: Tensor | None,
+    paged: PagedAttention, mask_mod: MaskMod | None, kv_len: Tensor | None, batch_idx: Tensor | None
 ) -> MaskMod:
     """`mask_mod` over rows of the cache; False for rows of other slots and from `kv_len` on."""
     logical, inner = _to_logical(paged, kv_len, batch_idx), mask_mod or noop_mask

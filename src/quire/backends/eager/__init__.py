@@ -7,7 +7,6 @@ and output (online softmax). The backward pass computes each tile again from the
     tile            the scores of one tile
     forward         the forward pass of dense memory; `observe` adds argmax and entropy
     backward        the backward pass of dense memory
-    key_mass        how much attention each key receives
     far             rows whose log-sum-exp is too far from 0 to be precise
     per_sequence    both passes for ragged and paged memory
 """

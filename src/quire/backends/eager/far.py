@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.backends.eager.tile import Tile, subtrahend
+from quire.backends.eager.tile import scored_tiles, subtrahend
 from quire.backends.eager.tiling import Stripe, stripes
-from quire.block_mask.rows import BlockRows
+from quire.block_mask.runs import BlockRows
 from quire.memory import Placed
 from quire.request import Problem
 from quire.results import is_far
@@ -30,11 +30,7 @@ class Normaliser(NamedTuple):
 
 
 def normaliser(
-    problem: Problem,
-    placed: Placed,
-    blocks: BlockRows | None,
-    lse: Tensor,
-    sink: Tensor | None,
+    problem: Problem, placed: Placed, blocks: BlockRows | None, lse: Tensor, sink: Tensor | None
 ) -> Normaliser | None:
     """Return shift and share of all rows: lse and 1, except in rows far from 0. None if none is.
 
@@ -58,16 +54,12 @@ def _largest_and_sum(
     problem: Problem, placed: Placed, stripe: Stripe, sink: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return the largest score and the sum of exp(score - largest) of each row of a stripe."""
-    rows = placed.query[stripe.rows].to(placed.dtype)
-    peak = rows.new_full((*rows.shape[:-1], 1), -math.inf)
+    rows = placed.query[stripe.rows]
+    peak = rows.new_full((*rows.shape[:-1], 1), -math.inf, dtype=placed.dtype)
     if sink is not None:
         peak = peak.maximum(sink[stripe.heads].to(peak.dtype).view(1, -1, 1, 1))
     total = torch.exp(peak - subtrahend(peak))
-    for keys in stripe.tiles:
-        tile = Tile(problem, placed, stripe, keys)
-        if tile.is_empty:
-            continue
-        scores = tile.masked(tile.modified(tile.raw_scores(rows)))
+    for _, scores in scored_tiles(problem, placed, stripe):
         higher = torch.maximum(peak, scores.amax(-1, keepdim=True))
         weights = torch.exp(scores - subtrahend(higher))
         total = total * torch.exp(peak - subtrahend(higher)) + weights.sum(-1, keepdim=True)

@@ -8,9 +8,15 @@ import torch
 from torch import Tensor
 
 from quire.aux_outputs import NO_AUX, AuxRequest
-from quire.backends.eager.key_mass import key_mass
+from quire.backends.eager.far import normaliser
 from quire.backends.eager.observe import Observed
-from quire.backends.eager.tile import Tile, by_group, subtrahend, weighted_sum
+from quire.backends.eager.tile import (
+    by_group,
+    probabilities,
+    scored_tiles,
+    subtrahend,
+    weighted_sum,
+)
 from quire.backends.eager.tiling import Stripe, stripes
 from quire.memory import Placed
 from quire.request import Problem
@@ -41,7 +47,7 @@ def forward(
             rows[stripe.rows] = part[name]
     if wanted.key_mass:
         assert result.lse is not None, "lse is always computed"
-        result = result._replace(key_mass=key_mass(problem, placed, result.lse, sink))
+        result = result._replace(key_mass=_key_mass(problem, placed, result.lse, sink))
     return result
 
 
@@ -56,16 +62,12 @@ def forward_stripe(
 
     `peak` is the largest score so far; `sums` and `total` are divided by exp(peak).
     """
-    rows = placed.query[stripe.rows].to(placed.dtype)
-    peak = rows.new_full((*rows.shape[:-1], 1), -math.inf)
+    rows = placed.query[stripe.rows]
+    peak = rows.new_full((*rows.shape[:-1], 1), -math.inf, dtype=placed.dtype)
     total = torch.zeros_like(peak)
-    sums = rows.new_zeros((*rows.shape[:-1], placed.value.shape[-1]))
+    sums = peak.new_zeros((*peak.shape[:-1], placed.value.shape[-1]))
     observed = Observed.before(peak) if wanted.argmax or wanted.entropy else None
-    for keys in stripe.tiles:
-        tile = Tile(problem, placed, stripe, keys)
-        if tile.is_empty:
-            continue
-        scores = tile.masked(tile.modified(tile.raw_scores(rows)))
+    for tile, scores in scored_tiles(problem, placed, stripe):
         higher = torch.maximum(peak, scores.amax(-1, keepdim=True))
         shift = subtrahend(higher)
         weights = torch.exp(scores - shift)
@@ -101,3 +103,21 @@ def _normalised(
         return result
     entropy = observed.entropy(total_of_keys, total, peak - subtrahend(top))
     return result._replace(argmax=observed.place.squeeze(-1), entropy=entropy.squeeze(-1))
+
+
+def _key_mass(problem: Problem, placed: Placed, lse: Tensor, sink: Tensor | None) -> Tensor:
+    """Return the probabilities before dropout, summed over the queries of each head: [B, Hq, S].
+
+    They need `lse` [B, Hq, L], a result of the whole forward pass, so all tiles are computed again.
+    """
+    query, key, _ = placed.operands
+    mass = lse.new_zeros((*query.shape[:2], key.shape[2]))
+    found = normaliser(problem, placed, None, lse, sink)
+    shift, share = found or (lse, torch.ones_like(lse))
+    with torch.no_grad():
+        for stripe in stripes(problem, placed):
+            below, part = (x[stripe.rows].unsqueeze(-1) for x in (shift, share))
+            for tile, scores in scored_tiles(problem, placed, stripe):
+                here = mass[stripe.batch, stripe.heads, tile.key_range.positions]
+                here += (probabilities(scores, below) * part).sum(-2)
+    return mass

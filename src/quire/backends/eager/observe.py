@@ -49,8 +49,8 @@ class Observed(NamedTuple):
     def entropy(self, total: Tensor, whole: Tensor, below: Tensor) -> Tensor:
         """Return the entropy of the probabilities, after the last tile.
 
-        `total` is the sum of weights; `whole` is the sum with the sink, whose maximum is larger by
-        -`below`.
+        `total` is the sum of the weights of keys. `whole` also has the weight of the sink. Its
+        weights are relative to the maximum with the sink; `below` is the maximum of keys minus it.
         """
         rescale = torch.exp(below)
         terms = self.surprise + total * (below - torch.log(whole))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from quire.aux_outputs import AuxRequest
 from quire.backends.eager import backward as dense_backward
 from quire.backends.eager import forward as dense_forward
-from quire.block_mask.rows import BlockRows
+from quire.block_mask.runs import BlockRows
 from quire.memory import One, Placed, longest
 from quire.memory.tables import Sequences
 from quire.request import Problem
@@ -103,44 +102,35 @@ def backward(
     if placed.is_dense:
         return dense_backward.backward(problem, placed, blocks, wanted, above)
     given, placed = placed, in_rows(placed)
-    parts: list[_Part] = []
+    parts: list[tuple[slice, slice, Gradients]] = []
     captures: list[Tensor | None] = [None] * len(wanted.captures)
     for dense, rows, keys in placed.each():
         found = dense_backward.backward(problem, dense, None, wanted, above.at(rows))
-        parts.append(_Part(rows, keys, found))
+        parts.append((rows, keys, found))
         for index, grad in enumerate(found.captures):
             if grad is not None:
                 total = captures[index]
                 captures[index] = grad if total is None else total + grad
+
+    def joined(name: str, like: Tensor, fill: float = 0.0) -> Tensor:
+        by_key = name in ("key", "value")
+        found = [(keys if by_key else rows, getattr(part, name)) for rows, keys, part in parts]
+        return _joined(found, like, placed.dtype, fill)
+
     query, key, value = placed.operands
-    of_query = [(part.rows, part.found.query) for part in parts]
-    of_key = [(part.keys, part.found.key) for part in parts]
-    of_value = [(part.keys, part.found.value) for part in parts]
-    deltas = [(part.rows, part.found.delta) for part in parts]
-    lses = [(part.rows, part.found.lse) for part in parts]
-    grad_key = _joined(of_key, key, placed.dtype) if wanted.key else None
-    grad_value = _joined(of_value, value, placed.dtype) if wanted.value else None
     return Gradients(
-        query=_joined(of_query, query, placed.dtype) if wanted.query else None,
-        key=_to_pages(grad_key, given.key, given),
-        value=_to_pages(grad_value, given.value, given),
+        query=joined("query", query) if wanted.query else None,
+        key=_to_pages(joined("key", key), given.key, given) if wanted.key else None,
+        value=_to_pages(joined("value", value), given.value, given) if wanted.value else None,
         captures=tuple(captures),
-        delta=_joined(deltas, above.lse, placed.dtype),
-        lse=_joined(lses, above.lse, placed.dtype, fill=-math.inf),
+        delta=joined("delta", above.lse),
+        lse=joined("lse", above.lse, fill=-math.inf),
     )
 
 
-class _Part(NamedTuple):
-    """The gradients of one sequence, and which rows and keys they are for."""
-
-    rows: slice
-    keys: slice
-    found: Gradients
-
-
-def _to_pages(grad: Tensor | None, like: Tensor, placed: Placed) -> Tensor | None:
+def _to_pages(grad: Tensor, like: Tensor, placed: Placed) -> Tensor:
     """Add the gradient of rows that `in_rows` copied to their pages, which may be shared."""
-    if grad is None or placed.page_table is None:
+    if placed.page_table is None:
         return grad
     pages, heads, size, width = like.shape
     rows = grad.new_zeros(pages, size, heads, width)
@@ -149,7 +139,7 @@ def _to_pages(grad: Tensor | None, like: Tensor, placed: Placed) -> Tensor | Non
 
 
 def _joined(
-    parts: list[tuple[slice, Tensor | None]], like: Tensor, dtype: torch.dtype, fill: float = 0.0
+    parts: list[tuple[slice, Tensor]], like: Tensor, dtype: torch.dtype, fill: float
 ) -> Tensor:
     """Return a tensor of the shape of `like` from parts of its rows, with `fill` between them."""
 
@@ -158,7 +148,6 @@ def _joined(
 
     end, joined = 0, []
     for at, part in parts:
-        assert part is not None, "every sequence must have this gradient"
         joined += [gap(at.start - end), part]
         end = at.stop
     return torch.cat([*joined, gap(like.shape[2] - end)], 2)

@@ -7,6 +7,7 @@ caller has gradients enabled.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from functools import cached_property
 
 import torch
@@ -99,6 +100,18 @@ class Tile:
     def _kept(self) -> Tensor:
         assert self.problem.dropout is not None
         return evaluate(self.problem.dropout.keep, "mask", *self.indices)
+
+
+def scored_tiles(problem: Problem, placed: Placed, stripe: Stripe) -> Iterator[tuple[Tile, Tensor]]:
+    """Yield the tiles of a stripe that are not empty, with their scores [b, h, rows, keys].
+
+    Scores are those after the score_mod, and -inf where the mask is false.
+    """
+    rows = placed.query[stripe.rows].to(placed.dtype)
+    for keys in stripe.tiles:
+        tile = Tile(problem, placed, stripe, keys)
+        if not tile.is_empty:
+            yield tile, tile.masked(tile.modified(tile.raw_scores(rows)))
 
 
 def probabilities(scores: Tensor, lse: Tensor) -> Tensor:

@@ -20,8 +20,7 @@ import numpy as np
 from torch import Tensor
 
 from quire.block_mask.lists import FULL
-from quire.block_mask.rows import BlockRows
-from quire.block_mask.runs import Runs
+from quire.block_mask.runs import BlockRows, Runs
 from quire.memory import Placed
 from quire.request import Problem, ReadyMod
 

@@ -8,8 +8,8 @@
 
     model.generate(**batch, past_key_values=PagedCache(model.config))
 
-Reading order: attend (the function that every layer calls), mask (what all layers are given in
-place of a mask tensor), cache (pages for `generate`), rows (which sequence a row of the batch is),
+Reading order: attend (the function that every layer calls), mask (what all layers get in place
+of a mask tensor), cache (pages for `generate`), rows (which sequence a row of the batch is),
 ignored (models that do not look up their attention).
 """
 

@@ -91,13 +91,13 @@ class PagedLayer(CacheLayerMixin):
 
     @property
     def keys(self) -> Tensor | None:
-        """A copy of the keys [B, Hkv, S, D], as in transformers' caches; None before any step."""
+        """A copy of the keys [B, Hkv, S, D], as in transformers' caches. None before any step."""
         copy = self._copy()
         return None if copy is None else copy.key
 
     @property
     def values(self) -> Tensor | None:
-        """A copy of the values [B, Hkv, S, Dv]; None before any step."""
+        """A copy of the values [B, Hkv, S, Dv]. None before any step."""
         copy = self._copy()
         return None if copy is None else copy.value
 
@@ -143,7 +143,7 @@ class PagedCache(Cache):
 
     @property
     def pages(self) -> PagedKVCache | None:
-        """The cache that has the pages; None before the first step."""
+        """The cache that has the pages. None before the first step."""
         return None if self._rows is None else self._rows.pages
 
     def rows_for(self, key: Tensor, value: Tensor) -> CachedRows:

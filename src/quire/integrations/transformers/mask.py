@@ -57,7 +57,7 @@ class TokenMask:
     """The attention mask that every layer gets.
 
     The first query is at `q_start`, the first key at `kv_start`. `seen` is a mask_mod that does not
-    know of padding; None hides nothing. transformers treats this object as a prepared mask with
+    know of padding. None hides nothing. transformers treats this object as a prepared mask with
     four dimensions.
     """
 
@@ -75,7 +75,7 @@ class TokenMask:
 
     @property
     def origins(self) -> Tensor | None:
-        """The position of the first token of each row [B]; None if all are 0."""
+        """The position of the first token of each row [B]. None if all are 0."""
         starts = None if self.padding is None else self.padding.starts
         return starts if starts is not None and bool(starts.any()) else None
 

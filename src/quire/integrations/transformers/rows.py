@@ -20,26 +20,26 @@ from torch import Tensor
 from quire.errors import ArgumentError
 from quire.integrations.transformers.mask import Padding
 from quire.kv import PagedKVCache, Rows, SequenceHandle
-from quire.kv.table import Numbers
 from quire.memory import Dense, Paged
+from quire.memory.tables import Numbers
 
 
-class Part(NamedTuple):
+class WrittenPart(NamedTuple):
     """Reserved rows in pages, and the tokens that are written to them."""
 
     rows: Rows
-    tokens: Tensor | None  # [n] indices into all tokens of the step, [B * L]; None for all of them
+    tokens: Tensor | None  # [n] indices into all tokens of the step, [B * L]. None for all of them
 
 
 @dataclass
-class Step:
+class WriteStep:
     """A step: new tokens of every row, which each layer writes in turn."""
 
     before: int
     count: int
-    dropped: Tensor | None  # [B] how many tokens of padding are not stored; None if all are 0
+    dropped: Tensor | None  # [B] how many tokens of padding are not stored. None if all are 0
     hides: bool  # whether a mask has to hide padding that is stored
-    parts: list[Part]
+    parts: list[WrittenPart]
     equal: dict[int, int]  # a row that is not written -> the earlier row that it equals
     layers: list[int] = field(default_factory=list)  # that have written
 
@@ -48,7 +48,7 @@ class Written(NamedTuple):
     """What a layer attends to after it has written its tokens."""
 
     memory: Paged
-    step: Step
+    step: WriteStep
     origins: Tensor | None  # [B], None if all are 0
 
 
@@ -60,7 +60,7 @@ class CachedRows:
         self.sequences: list[SequenceHandle] = []  # one for each row; rows may share one
         self._origins: Numbers = np.zeros(0, np.int64)
         self._origins_tensor: Tensor | None = None
-        self._step: Step | None = None
+        self._step: WriteStep | None = None
 
     # --- a step
 
@@ -82,7 +82,7 @@ class CachedRows:
         step.layers.append(layer)
         return Written(self._memory(layer), step, self._origins_tensor)
 
-    def _begin(self, before: int, key: Tensor, value: Tensor, padding: Padding | None) -> Step:
+    def _begin(self, before: int, key: Tensor, value: Tensor, padding: Padding | None) -> WriteStep:
         batch, _, count, _ = key.shape
         starts = np.zeros(batch, np.int64) if padding is None else padding.starts.numpy()
         equal: dict[int, int] = {}
@@ -103,16 +103,16 @@ class CachedRows:
         members = [row for row in range(batch) if row not in equal]
         part = self._extend(members, count, dropped)
         gone = torch.from_numpy(dropped) if dropped.any() else None
-        return Step(before, count, gone, hides, parts=[part], equal=equal)
+        return WriteStep(before, count, gone, hides, parts=[part], equal=equal)
 
-    def _extend(self, members: list[int], count: int, dropped: Numbers) -> Part:
+    def _extend(self, members: list[int], count: int, dropped: Numbers) -> WrittenPart:
         padded = bool(dropped.any())
         counts = (count - dropped[members]).tolist() if padded else count
         rows = self.pages.extend([self.sequences[row] for row in members], counts)
         if len(members) == len(dropped) and not padded:
-            return Part(rows, None)
+            return WrittenPart(rows, None)
         tokens = [np.arange(row * count + dropped[row], (row + 1) * count) for row in members]
-        return Part(rows, torch.from_numpy(np.concatenate(tokens)))
+        return WrittenPart(rows, torch.from_numpy(np.concatenate(tokens)))
 
     def _move_origins(self, dropped: Numbers) -> None:
         if dropped.any():
@@ -132,7 +132,7 @@ class CachedRows:
         alike = (starts == self._origins).all() and bool((padding.ends == end).all())
         return padding.real is not None or not alike
 
-    def _split(self, step: Step, layer: int, key: Tensor, value: Tensor) -> None:
+    def _split(self, step: WriteStep, layer: int, key: Tensor, value: Tensor) -> None:
         """Give own sequences to rows that were equal in earlier layers and differ in this one."""
         differ = [row for row, like in step.equal.items() if not _alike(key, value, row, like)]
         if not differ:

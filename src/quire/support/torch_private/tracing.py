@@ -97,7 +97,7 @@ class TracedFunction(NamedTuple):
     captured: dict[int, Variable]  # by id of the fake tensor
     output: Any
 
-    def __call__(self, reading: Callable[[Any], Any], *scalars: Any) -> Any:
+    def run(self, reading: Callable[[Any], Any], *scalars: Any) -> Any:
         """Compute the function step by step. `reading(line)` is a context for each step."""
         values = self.outer | dict(zip(self.inputs, scalars, strict=True))
         for step in self.steps:
@@ -220,7 +220,14 @@ class DynamoTrace:
         used |= set(output.all_input_nodes) - depends
         captured: dict[int, Variable] = {}
         outer = {node: self._captured(outside[node], captured) for node in used}
-        return TracedFunction(name, inputs, steps, outer, captured, output.args[0])
+        return TracedFunction(
+            name=name,
+            inputs=inputs,
+            steps=steps,
+            outer=outer,
+            captured=captured,
+            output=output.args[0],
+        )
 
     def _captured(self, proxy: Any, captured: dict[int, Variable]) -> Any:
         """Return the fake tensor of a value from outside; a number becomes a tensor."""
@@ -247,15 +254,13 @@ def _proxy(value: Any) -> Any:
 
 def _name(function: Variable) -> str:
     """Return the name of a function in the user's code."""
-    for find in (
-        lambda: function.get_name(),
-        lambda: getattr(function.value, "__name__", None) or type(function.value).__name__,
-    ):
-        try:
-            return str(find())
-        except (AttributeError, NotImplementedError):
-            continue
-    return "mod"
+    value = getattr(function, "value", None)
+    if value is not None:
+        return getattr(value, "__name__", None) or type(value).__name__
+    try:
+        return str(function.get_name())
+    except (AttributeError, NotImplementedError):
+        return "mod"
 
 
 def _line(node: fx.Node) -> tuple[str, int] | None:

@@ -29,7 +29,7 @@ Show = Callable[[list[str]], None]
 """Called with the answers as far as they are known, for every new token."""
 
 
-class Run(NamedTuple):
+class TalkResult(NamedTuple):
     """The answers of one run, its times, and its cache at the end."""
 
     answers: list[str]
@@ -85,7 +85,7 @@ def talk(
     *,
     ours: bool,
     samples: int = 1,
-) -> Run:
+) -> TalkResult:
     """Answer questions in one batch: with quire on pages, or with PyTorch's attention, padded."""
     from transformers import DynamicCache
 
@@ -106,7 +106,7 @@ def talk(
     )
     seconds = time.perf_counter() - watcher.start
     count = len(questions) * samples * (len(watcher.steps) - 1)
-    return Run(
+    return TalkResult(
         answers=watcher.answers(),
         seconds=seconds,
         first=watcher.first,

@@ -6,8 +6,9 @@ from rich.console import Console
 from rich.text import Text
 
 from quire.kv.page_map import OWNED
+from quire.tools.demo.page import say
 from quire.tools.demo.talker import talker
-from quire.tools.demo.tour_screen import introduce, say, stream
+from quire.tools.demo.tour_screen import introduce, stream
 
 
 def run(console: Console, new: int) -> None:

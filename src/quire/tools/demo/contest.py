@@ -1,4 +1,4 @@
-"""Time and memory of quire and of PyTorch, where quire is better and where it is not."""
+"""Time and memory of quire and of PyTorch, also in a case in which PyTorch is better."""
 
 from __future__ import annotations
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 
 import torch
-from rich.console import Console, RenderableType
-from rich.padding import Padding
+from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from quire.draw.text import SIGNS
 from quire.tools.colour import coloured
 from quire.tools.demo.check import Check, check
 from quire.tools.demo.contest import Outcome, comparisons, measure
 from quire.tools.demo.mod import HEAD_DIM, HEADS, SOURCE, block_mask
+from quire.tools.demo.page import say, title
 from quire.tools.doctor import report
 from quire.tools.measure import Reading
 
@@ -27,36 +28,27 @@ def run(console: Console, tokens: int, seconds: float, threads: int) -> bool:
     """Print the demo, measuring each row for `seconds`. Return whether all checks hold."""
     torch.manual_seed(0)
     torch.set_num_threads(threads)
-    _section(console, "A mod is plain Python", coloured(SOURCE, "python"))
-    _section(console, "What it lets attention see", _picture(tokens))
+    title(console, "A mod is plain Python")
+    say(console, coloured(SOURCE, "python"))
+    title(console, "What it lets attention see")
+    say(console, _picture(tokens))
 
-    _section(console, "The same numbers as PyTorch")
+    title(console, "The same numbers as PyTorch")
     with console.status("computing it three times: by PyTorch, by quire, in float64"):
         checks = list(check(min(tokens, CHECKED_TOKENS)))
-    _print(console, _check_table(checks))
+    say(console, _check_table(checks))
 
-    _section(console, "Time and peak memory beside PyTorch")
+    title(console, "Time and peak memory beside PyTorch")
     outcomes = _measure(console, tokens, seconds, threads)
-    _print(console, _contest_table(outcomes))
-    _print(console, _footnotes(tokens, seconds, threads, outcomes))
+    say(console, _contest_table(outcomes))
+    say(console, _footnotes(tokens, seconds, threads, outcomes))
     return all(row.holds for row in checks)
-
-
-def _section(console: Console, title: str, content: RenderableType | None = None) -> None:
-    console.print(Text(f"\n{title}\n", style="bold"))
-    if content is not None:
-        _print(console, content)
-
-
-def _print(console: Console, content: RenderableType) -> None:
-    console.print(Padding(content, (0, 0, 0, 2), expand=False))
 
 
 def _picture(tokens: int) -> Table:
     """Return a picture with one sign for each block of queries and keys, and its legend."""
     cells = block_mask(tokens, math.ceil(tokens / PICTURE_SIDE)).rows().runs.cells()[0, 0]
-    signs = ("· ", "▒▒", "██")
-    picture = Text("\n".join("".join(signs[cell] for cell in row) for row in cells), "green")
+    picture = Text("\n".join("".join(SIGNS[cell] for cell in row) for row in cells), "green")
     picture.highlight_regex("·", "bright_black")
     legend = (
         f"{tokens:,} queries from top to bottom,\n"

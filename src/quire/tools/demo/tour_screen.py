@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,10 +19,10 @@ from quire.errors import MissingPackageError
 from quire.integrations import smollm2
 from quire.mods import and_masks, causal
 from quire.tools.colour import coloured
-from quire.tools.demo.chat import QUESTIONS, SOURCE, Run, mask_mod, talk
+from quire.tools.demo.chat import QUESTIONS, SOURCE, TalkResult, mask_mod, talk
+from quire.tools.demo.page import say, title
 from quire.tools.demo.talker import Asked, Talker, talker
 
-WIDTH = 76
 PICTURED, BLOCK = 256, 4  # tokens of the mask's picture, and of a block in it
 SAMPLES = 4
 HOW = "pip install 'quire[draw]'"
@@ -63,8 +62,8 @@ def introduce(console: Console, speaker: Talker) -> None:
         )
 
 
-def _chat(console: Console, speaker: Talker, folder: Path, new: int) -> Run:
-    _title(console, "Questions of unequal lengths in one batch, on a cache in pages")
+def _chat(console: Console, speaker: Talker, folder: Path, new: int) -> TalkResult:
+    title(console, "Questions of unequal lengths in one batch, on a cache in pages")
     lengths = speaker.batch(QUESTIONS)["attention_mask"].sum(1).tolist()
     heads = [
         f"{question[:44]}{'…' * (len(question) > 44)} ({length} tokens)"
@@ -72,7 +71,7 @@ def _chat(console: Console, speaker: Talker, folder: Path, new: int) -> Run:
     ]
     found = stream(console, heads, speaker, QUESTIONS, new)
     _save(draw_pages(found.maps), folder / "pages.svg")
-    _title(console, "Its pages, a letter for each sequence")
+    title(console, "Its pages, a letter for each sequence")
     say(console, str(found.maps[-1]))
     return found
 
@@ -84,7 +83,7 @@ def stream(
     questions: Sequence[Asked],
     new: int,
     samples: int = 1,
-) -> Run:
+) -> TalkResult:
     """Answer questions. Print answers while they grow if there is a terminal, else at the end."""
     if not console.is_terminal:
         found = talk(speaker, questions, new, lambda _: None, ours=True, samples=samples)
@@ -106,8 +105,8 @@ def _answers(heads: Sequence[str], answers: Sequence[str]) -> RenderableType:
     return Padding(Group(*parts), (0, 0, 0, 2))
 
 
-def _compare(console: Console, speaker: Talker, ours: Run, new: int) -> None:
-    _title(console, "The same batch, padded, with PyTorch's attention")
+def _compare(console: Console, speaker: Talker, ours: TalkResult, new: int) -> None:
+    title(console, "The same batch, padded, with PyTorch's attention")
     with console.status("running it again"):
         theirs = talk(speaker, QUESTIONS, new, lambda _: None, ours=False)
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
@@ -126,7 +125,7 @@ def _compare(console: Console, speaker: Talker, ours: Run, new: int) -> None:
 
 
 def _fork(console: Console, speaker: Talker, folder: Path, new: int) -> None:
-    _title(console, f"One question, {SAMPLES} answers that share its pages")
+    title(console, f"One question, {SAMPLES} answers that share its pages")
     heads = [f"answer {number + 1}" for number in range(SAMPLES)]
     found = stream(console, heads, speaker, QUESTIONS[-1:], new, samples=SAMPLES)
     _save(draw_pages(found.maps), folder / "samples.svg")
@@ -136,7 +135,7 @@ def _fork(console: Console, speaker: Talker, folder: Path, new: int) -> None:
 def _mod(console: Console, speaker: Talker, folder: Path, new: int, before: str) -> None:
     from quire.integrations.transformers import enable
 
-    _title(console, "A mod of yours in every layer, by one line")
+    title(console, "A mod of yours in every layer, by one line")
     say(console, coloured(SOURCE + "\nenable(model, mask=window_with_a_sink)", "python"))
     mask = mask_mod()
     _save(draw(and_masks(causal, mask), PICTURED, block_size=BLOCK), folder / "mask.png")
@@ -148,13 +147,3 @@ def _mod(console: Console, speaker: Talker, folder: Path, new: int, before: str)
         enable(speaker.model)
     verdict = "The same answer." if found.answers[0] == before else "Another answer than above."
     say(console, Text(f"\n{verdict}", style="dim"))
-
-
-def _title(console: Console, title: str) -> None:
-    console.print(Text(f"\n{title}\n", style="bold"))
-
-
-def say(console: Console, content: RenderableType) -> None:
-    """Print a paragraph."""
-    wide = partial(Padding, pad=(0, 0, 0, 2), expand=False)
-    console.print(wide(content), width=WIDTH + 2)
