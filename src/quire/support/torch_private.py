@@ -13,7 +13,7 @@ import importlib
 import operator
 import types
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -154,6 +154,19 @@ tree_leaves: Callable[[Any], list[Any]] = _function("torch.utils._pytree", "tree
 
 tree_map: Callable[[Callable[[Any], Any], Any], Any] = _function("torch.utils._pytree", "tree_map")
 """Apply a function to all leaves of nested lists, tuples and dicts."""
+
+
+_num_modes = _function("torch", "_C._len_torch_dispatch_stack")
+
+
+def without_modes() -> AbstractContextManager[object]:
+    """Return a context in which no dispatch mode is active: new tensors are plain ones."""
+    if _num_modes() == 0:
+        return nullcontext()
+    disabled: AbstractContextManager[object] = named(
+        "torch.utils._python_dispatch", "_disable_current_modes"
+    )()
+    return disabled
 
 
 def is_fake(tensor: Tensor) -> bool:
