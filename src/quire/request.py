@@ -26,7 +26,7 @@ from quire.aux_outputs import NO_AUX, AuxRequest
 from quire.block_mask import BlockMask, check_fits, element_mod
 from quire.config import Backend as BackendName
 from quire.errors import ArgumentError, BlockMaskError, QuireError, UnsupportedOpError
-from quire.ir.trace import Kind, Mod, Traced, mod_name, trace
+from quire.ir.trace import Kind, Mod, Traced, call_name, mod_name, trace
 from quire.ir.vectorise import Opaque
 from quire.memory import Memory, One, Placed, Queries, longest
 from quire.mods.compose import shift
@@ -71,6 +71,12 @@ class Request(NamedTuple):
         """Return the mask that is a function, or None."""
         functions = (mask for mask in self.masks if not isinstance(mask, torch_flex.BlockMask))
         return next(functions, None)
+
+    @property
+    def name(self) -> str:
+        """Return a name for profiles, from the names of its mods: 'attention(alibi, causal)'."""
+        blocks = (mask.mask_mod for mask in self.masks if isinstance(mask, torch_flex.BlockMask))
+        return call_name(self.score_mod, self.mask_mod, *blocks)
 
 
 class Problem(NamedTuple):

@@ -14,6 +14,8 @@ from torch import Tensor
 import quire
 from quire import Dense, Paged, Ragged, errors, explain
 from quire.mods import causal
+from quire.request import Request, checked_call
+from quire.runtime.work import flops_of
 
 OFFSETS = [0, 5, 40, 140]
 
@@ -111,9 +113,10 @@ def test_no_keys_at_all() -> None:
 @pytest.mark.parametrize("name", MEMORIES)
 def test_which_runs_and_why_not_the_others(name: str) -> None:
     query, memory = MEMORIES[name]()
-    first, second, *others = explain(query, memory, mask=causal).splitlines()
+    first, second, third, *others = explain(query, memory, mask=causal).splitlines()
     assert first == "backend='auto' uses jit."
     assert second.startswith("jit generates code for ")
+    assert third.startswith("jit takes forward ")
     packed = "PyTorch's flex_attention takes no sequences that are packed into one tensor"
     assert others == [
         "eager not used because jit comes first; it could run this call.",
@@ -121,6 +124,17 @@ def test_which_runs_and_why_not_the_others(name: str) -> None:
         if name != "dense"
         else "inductor not used because jit comes first; it could run this call.",
     ]
+
+
+@pytest.mark.parametrize("name", MEMORIES)
+def test_how_many_operations_it_takes(name: str) -> None:
+    query, memory = MEMORIES[name]()
+    said = explain(query, memory).splitlines()
+    forward = 2 * (8 + 8) * SCORES[name]
+    line = f"forward {forward / 1000:.3g} kFLOP (100.0 % of all scores)"
+    assert any(each.startswith(f"jit takes {line}, backward ") for each in said)
+    assert flops_of(checked_call(Request(query, memory)))[:2] == (forward, 5 * forward // 2)
+    assert "FLOP" not in explain(query, memory, backend="eager")
 
 
 @pytest.mark.parametrize("name", MEMORIES)

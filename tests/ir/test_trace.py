@@ -29,7 +29,7 @@ from quire.errors import (
     UnsupportedOpError,
 )
 from quire.ir.graph import Node, const, inputs, key, text, walk
-from quire.ir.trace import Traced, check_signature, mod_kind, mod_name, trace
+from quire.ir.trace import Traced, call_name, check_signature, mod_kind, mod_name, trace
 from quire.ir.vectorise import evaluate
 
 B, H, L, S = SIZES
@@ -170,6 +170,11 @@ def test_mod_kind_by_the_arguments_it_needs() -> None:
 )
 def test_mod_name(mod: Callable[..., Any], name: str) -> None:
     assert mod_name(mod) == name
+    assert call_name(None, mod, mod) == f"attention({name})"
+
+
+def test_the_name_of_a_call_without_mods() -> None:
+    assert call_name() == call_name(None, None) == "attention"
 
 
 def message_of(error: type[Exception], function: Callable[..., object], *args: Any) -> str:

@@ -6,6 +6,7 @@ import types
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import flex_attention as torch_flex
 
 from quire.errors import QuireError, TorchVersionError
@@ -27,6 +28,13 @@ def test_every_name_is_there() -> None:
     assert torch_private.has_avx2() == torch.cpu._is_avx2_supported()
     assert torch_private.is_torch_slice(torch_flex._sliced_mask_mod_error)
     assert not torch_private.is_torch_slice(torch_flex.noop_mask)
+
+
+def test_without_modes_tensors_have_values() -> None:
+    with FakeTensorMode(), torch_private.without_modes():
+        assert torch.arange(3).tolist() == [0, 1, 2]
+    with torch_private.without_modes():
+        assert torch.arange(3).tolist() == [0, 1, 2]
 
 
 def test_a_name_that_is_gone_is_told_with_the_version() -> None:

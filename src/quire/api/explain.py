@@ -1,4 +1,4 @@
-"""`explain`: which backend would compute a call, and why the others would not.
+"""`explain`: which backend would compute a call, what that takes, and why the others would not.
 
 The call is checked as `attention` and `flex_attention` check it, but it is not run.
 """
@@ -62,6 +62,11 @@ def explain(query: Tensor, *operands: Any, **options: Any) -> str:
     backend='eager' uses eager.
     jit not used because eager was asked for; it could run this call.
     inductor not used because PyTorch's flex_attention has no dropout, and dropout_p is not 0.
+
+    For a call of compiled kernels it has the number of floating-point operations, for what the mask
+    leaves of all scores, as PyTorch's FlopCounterMode counts them:
+
+        jit takes forward 69.8 GFLOP (50.8 % of all scores), backward 174 GFLOP.
 
     If quire cannot bound a mask, the text names the operation and the cost: tiles that no query
     reads are computed.

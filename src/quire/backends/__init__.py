@@ -19,6 +19,7 @@ from quire.config import Backend as BackendName
 from quire.config import config
 from quire.errors import ArgumentError, BackendError
 from quire.request import Call
+from quire.runtime.work import flops_of
 
 
 def _eager_obstacle(call: Call) -> str | None:
@@ -59,7 +60,7 @@ def choose(call: Call) -> BackendName:
 
 
 def explain_call(call: Call) -> str:
-    """Describe which backend would run `call`, what it cannot skip, and why not the others."""
+    """Describe which backend would run `call`, what it costs, and why not the others."""
     candidates = _candidates(call.request.backend)
     obstacles = {name: obstacle(call) for name, obstacle in OBSTACLES.items()}
     able = [name for name in candidates.names if obstacles[name] is None]
@@ -67,6 +68,7 @@ def explain_call(call: Call) -> str:
     lines = [f"{candidates.words} uses {used or 'nothing: it raises a BackendError'}."]
     if used == "jit":
         lines.append(f"jit generates code for {Target.host()}.")
+        lines.append(f"jit takes {flops_of(call)}.")
         unread = jit.computed_unread(call)
         if unread is not None:
             lines.append(f"jit computes {unread}.")

@@ -196,6 +196,15 @@ def mod_name(mod: Mod) -> str:
     return getattr(mod, "__name__", None) or type(mod).__name__
 
 
+def call_name(*mods: Mod | None) -> str:
+    """The name of a call in a profile, by its mods: 'attention(alibi, causal)'.
+
+    A mod that is None has no name. Of mods with the same name, the first is named.
+    """
+    names = dict.fromkeys(mod_name(mod) for mod in mods if mod is not None)
+    return f"attention({', '.join(names)})" if names else "attention"
+
+
 def mod_kind(mod: Mod) -> Kind:
     """'mask' for a function of 4 positional arguments, 'score' for one of 5."""
     arity = _arity(mod, "a mod", "(score, b, h, q_idx, kv_idx)")

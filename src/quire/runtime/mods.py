@@ -176,7 +176,7 @@ def graphs_of(
     always = captures.add(_traced(problem.mask_mod))
     partial_mod = _traced(problem.partial_mod)
     if mixed is not None and partial_mod is not None:
-        partial_mod = _within_blocks(partial_mod, mixed, rows)
+        partial_mod = within_blocks(partial_mod, mixed, rows)
     partial = captures.add(partial_mod)
     drop = None
     if problem.dropout is not None:
@@ -228,7 +228,7 @@ def _drop(keep: Traced, factor: float, dtype: torch.dtype) -> Traced:
     return Traced(output, keep.captures, "score", keep.name)
 
 
-def _within_blocks(mod: Traced, blocks: BlockRows, rows: One) -> Traced:
+def within_blocks(mod: Traced, blocks: BlockRows, rows: One) -> Traced:
     """Return a mask_mod that looks up the kind of block of every element, and applies it."""
     cells = torch.from_numpy(blocks.runs.cells()).to(torch.int8)
     slot = len(mod.captures)

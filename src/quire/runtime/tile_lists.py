@@ -50,12 +50,7 @@ _known: BoundedDict[tuple[object, ...], TileLists] = BoundedDict(16)
 
 def tile_lists(rows: BlockRows, block_q: int, block_kv: int) -> TileLists:
     """Return the tiles of `block_q` x `block_kv` that rows of blocks list."""
-    q_size, kv_size = rows.block_size
-    if q_size % block_q == 0 and kv_size % block_kv == 0:  # every tile is within one block
-        runs, mixed = _divided(rows, q_size // block_q, kv_size // block_kv), False
-    else:
-        kinds, mixed = _kinds(rows, block_q, block_kv)
-        runs = Runs.of_cells(kinds)
+    runs, mixed = tile_runs(rows, block_q, block_kv)
     lengths = runs.stops - runs.starts
     ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
     offsets = ends[runs.offsets]
@@ -67,10 +62,19 @@ def tile_lists(rows: BlockRows, block_q: int, block_kv: int) -> TileLists:
         entries,
         batch_stride=num_heads * num_rows if num_batches > 1 else 0,
         per_head=int(num_heads > 1),
-        mixed=rows if mixed else None,
+        mixed=mixed,
         offsets_address=offsets.ctypes.data,
         entries_address=entries.ctypes.data,
     )
+
+
+def tile_runs(rows: BlockRows, block_q: int, block_kv: int) -> tuple[Runs, BlockRows | None]:
+    """Return the same tiles as runs, and `rows` if a partial tile has blocks of several kinds."""
+    q_size, kv_size = rows.block_size
+    if q_size % block_q == 0 and kv_size % block_kv == 0:  # every tile is within one block
+        return _divided(rows, q_size // block_q, kv_size // block_kv), None
+    kinds, mixed = _kinds(rows, block_q, block_kv)
+    return Runs.of_cells(kinds), rows if mixed else None
 
 
 def _divided(rows: BlockRows, tall: int, wide: int) -> Runs:

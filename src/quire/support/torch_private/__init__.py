@@ -156,6 +156,19 @@ tree_map: Callable[[Callable[[Any], Any], Any], Any] = _function("torch.utils._p
 """Apply a function to all leaves of nested lists, tuples and dicts."""
 
 
+_num_modes = _function("torch", "_C._len_torch_dispatch_stack")
+
+
+def without_modes() -> AbstractContextManager[object]:
+    """Return a context in which no dispatch mode is active: new tensors are plain ones."""
+    if _num_modes() == 0:
+        return nullcontext()
+    disabled: AbstractContextManager[object] = named(
+        "torch.utils._python_dispatch", "_disable_current_modes"
+    )()
+    return disabled
+
+
 def is_fake(tensor: Tensor) -> bool:
     """Return whether a tensor has a shape and no memory, as under torch.compile."""
     return bool(named("torch._subclasses.fake_tensor", "is_fake")(tensor))
