@@ -153,8 +153,6 @@ def test_messages_have_one_form(module: str) -> None:
 # Calls and names
 
 MOST_POSITIONAL = 5
-# Packages that still have longer calls. Names may leave this list, but never come into it.
-STILL_LONGER = {"api", "runtime"}
 
 
 def long_calls(*folders: Path) -> dict[str, list[str]]:
@@ -181,9 +179,7 @@ def test_calls_have_few_positional_arguments() -> None:
     call = ast.parse("f(1, *(2, 3), *rest, 4, 5)", mode="eval").body
     assert isinstance(call, ast.Call) and num_positional(call) == 6
     found = long_calls(PACKAGE)
-    new = {name: calls for name, calls in found.items() if name not in STILL_LONGER}
-    assert not new, f"name the arguments: {new}"
-    assert found.keys() == STILL_LONGER, "take what has no long call any more off STILL_LONGER"
+    assert not found, f"name the arguments: {found}"
 
 
 def test_scripts_have_few_positional_arguments() -> None:

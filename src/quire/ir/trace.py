@@ -196,12 +196,13 @@ def mod_name(mod: Mod) -> str:
     return getattr(mod, "__name__", None) or type(mod).__name__
 
 
-def call_name(*mods: Mod | None) -> str:
-    """The name of a call in a profile, by its mods: 'attention(alibi, causal)'.
+def call_name(*mods: Mod | str | None) -> str:
+    """The name of a call in a profile, by its mods or their names: 'attention(alibi, causal)'.
 
     A mod that is None has no name. Of mods with the same name, the first is named.
     """
-    names = dict.fromkeys(mod_name(mod) for mod in mods if mod is not None)
+    given = (mod for mod in mods if mod is not None)
+    names = dict.fromkeys(mod if isinstance(mod, str) else mod_name(mod) for mod in given)
     return f"attention({', '.join(names)})" if names else "attention"
 
 

@@ -1,6 +1,7 @@
 """quire::attention: attention as an operator that graphs of PyTorch can hold.
 
     attention(query, key, value, captures, tables, numbers, text) -> results
+    attention.inference                       the same without a backward pass, and sooner
     attention_backward(grads, results, query, key, ..., text, wanted) -> gradients
     seed() -> two random numbers, for dropout
 
@@ -12,10 +13,12 @@ form says that a backward pass follows, the output is in the working dtype, and 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from quire.autograd import sink_gradient
 from quire.block_mask import BlockMask
@@ -25,16 +28,32 @@ from quire.memory import Dense, Memory, Paged, Queries, Ragged
 from quire.mods.dropout import drawn_seed
 from quire.operator.text import MODS, Form, read
 from quire.plans import CallPlan, find
-from quire.request import Call, Mask, Request
+from quire.request import Call, Mask, Request, call_of
 from quire.results import Above, Result, Wanted, output_layout, working_dtype
+from quire.runtime.work import Flops, flops_of
 from quire.support.torch_private import profiled
 
 _LIBRARY = torch.library.Library("quire", "DEF")
 _SAME = "Tensor query, Tensor key, Tensor value, Tensor[] captures, Tensor[] tables"
 _LIBRARY.define(f"attention({_SAME}, SymInt[] numbers, str text) -> Tensor[]")
+_LIBRARY.define(f"attention.inference({_SAME}, SymInt[] numbers, str text) -> Tensor[]")
 _LIBRARY.define(
     f"attention_backward(Tensor? grad_out, Tensor? grad_lse, Tensor out, Tensor lse, {_SAME}, "
     "SymInt[] numbers, str text, bool[] wanted) -> Tensor[]"
+)
+_BACKWARD = (
+    "grad_out",
+    "grad_lse",
+    "out",
+    "lse",
+    "query",
+    "key",
+    "value",
+    "captures",
+    "tables",
+    "numbers",
+    "text",
+    "wanted",
 )
 _LIBRARY.define("seed() -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
 
@@ -50,29 +69,28 @@ def request_of(
     form: Form,
 ) -> Request:
     """Return the request that a call of the operator stands for."""
-    query = operands[0]
-    named: dict[str, Any] = dict(zip(form.tables, tables, strict=True))
-    named |= zip(form.numbers, numbers, strict=True)
-    remaining = list(captures)
-    sink = remaining.pop(0) if form.sink else None
+    named: dict[str, Any] = dict(zip(form.numbers, numbers, strict=True))
+    if tables:
+        named |= zip(form.tables, tables, strict=True)
+    first = 1 if form.sink else 0
     mods: dict[str, Mod] = {}
     for field, mod in form.mods.items():
-        count = len(mod.captures)
-        mods[field] = mod.on(tuple(remaining[:count]), MODS[field])
-        del remaining[:count]
+        last = first + len(mod.captures)
+        mods[field] = mod.on(tuple(captures[first:last]), MODS[field])
+        first = last
     masks: tuple[Mask, ...] = (mods["mask_mod"],) if "mask_mod" in mods else ()
     if form.block_size is not None:
         masks += (_block_mask(named, form.block_size, mods.get("partial_mod")),)
     seed = named.get("seed")
     return Request(
-        query,
+        operands[0],
         memory_of(operands, named, form.memory),
         Queries(named.get("q_start"), named.get("q_offsets"), named.get("q_lengths")),
         score_mod=mods.get("score_mod"),
         masks=masks,
         scale=form.scale,
         dropout_p=form.dropout_p,
-        sink=sink,
+        sink=captures[0] if form.sink else None,
         aux=form.aux,
         backend=form.backend,
         learns=form.learns,
@@ -128,7 +146,7 @@ def _forward(
     text: str,
 ) -> list[Tensor]:
     form = read(text)
-    with torch.no_grad(), profiled(form.title):
+    with profiled(form):
         plan, call = _found((query, key, value), captures, tables, numbers, form)
         return _given(call, plan.forward(call), form)
 
@@ -136,10 +154,8 @@ def _forward(
 def _given(call: Call, result: Result, form: Form) -> list[Tensor]:
     """Return the results that the form promises, in the user's layout."""
     memory, query = call.request.memory, call.request.query
-    wanted = form.aux._replace(lse=form.aux.lse or form.learns)
-    names = ["out", *(name for name, asked in wanted._asdict().items() if asked)]
-    given = []
-    for name in names:
+    given = [memory.as_given(query, result.out)]
+    for name in form.others:
         rows: Tensor = getattr(result, name)
         given.append(
             memory.keys_as_given(rows) if name == "key_mass" else memory.as_given(query, rows)
@@ -164,11 +180,8 @@ def _fake_forward(
     shape, strides = output_layout(placed, value.shape[-1])
     working = working_dtype(query.dtype)
     out = query.new_empty_strided(shape, strides, dtype=working if form.learns else query.dtype)
-    wanted = form.aux._replace(lse=form.aux.lse or form.learns)
     results = [memory.as_given(query, out)]
-    for name, asked in wanted._asdict().items():
-        if not asked:
-            continue
+    for name in form.others:
         if name == "key_mass":
             results.append(_fake_mass(memory, query, key, working))
             continue
@@ -205,7 +218,7 @@ def _backward(
     wanted: list[bool],
 ) -> list[Tensor]:
     form = read(text)
-    with torch.no_grad(), profiled(f"backward of {form.title}"):
+    with torch.no_grad(), profiled(form, "backward of "):
         plan, call = _found((query, key, value), captures, tables, numbers, form)
         memory, loaded, sink = call.request.memory, call.captures, call.request.sink
         learned = wanted[3 + form.sink :]
@@ -307,8 +320,33 @@ def _gradients(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     return (*every[:3], every[3:], [None] * len(tables), no_number, None)
 
 
+# --- counting ------------------------------------------------------------------------------------
+
+
+@register_flop_formula(torch.ops.quire.attention, get_raw=True)
+def _forward_flops(*args: Any, out_val: Any = None) -> int:
+    return _flops(args).forward
+
+
+@register_flop_formula(torch.ops.quire.attention_backward, get_raw=True)
+def _backward_flops(*_: Any, out_val: Any = None, **kwargs: Any) -> int:
+    named = kwargs or dict(zip(_BACKWARD, _, strict=True))
+    return _flops([named[name] for name in _BACKWARD[4:-1]]).backward
+
+
+def _flops(args: Sequence[Any]) -> Flops:
+    """Return the operations of a call of the operator with these arguments."""
+    query, key, value, captures, tables, numbers, text = args
+    with torch.no_grad():
+        request = request_of((query, key, value), captures, tables, numbers, read(text))
+        return flops_of(call_of(request))
+
+
+# --- the operators -------------------------------------------------------------------------------
+
 for _name, _compute, _shapes in (
     ("attention", _forward, _fake_forward),
+    ("attention.inference", _forward, _fake_forward),
     ("attention_backward", _backward, _fake_backward),
 ):
     _LIBRARY.impl(_name, _compute, "CPU")

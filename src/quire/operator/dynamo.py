@@ -58,6 +58,12 @@ class Inputs(NamedTuple):
         )
 
 
+def operator(learns: bool) -> Any:
+    """Return the operator for a call, which a backward pass follows or not."""
+    packet = torch.ops.quire.attention
+    return packet.default if learns else packet.inference
+
+
 def _write_call(dynamo: DynamoTrace, arguments: list[Any]) -> Any:
     """Add one call of the operator to Dynamo's graph. Return (learns, results)."""
     count = len(Inputs._fields)
@@ -78,7 +84,7 @@ def _write_call(dynamo: DynamoTrace, arguments: list[Any]) -> Any:
     form = plain.form(written, learns)
     tables, numbers = dynamo.items(inputs.tables), dynamo.items(inputs.numbers)
     given = (*operands, captures, tables, numbers, write(form))
-    results = dynamo.call(torch.ops.quire.attention.default, *given)
+    results = dynamo.call(operator(learns), *given)
     return dynamo.pair(learns, results)
 
 

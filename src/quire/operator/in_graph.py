@@ -22,7 +22,7 @@ from quire.errors import BackendError, UnsupportedOpError
 from quire.ir.trace import Kind, Mod, Traced, mod_name
 from quire.memory import Dense, Ragged
 from quire.operator import define as define  # makes the operators
-from quire.operator.dynamo import ENTRY, Inputs
+from quire.operator.dynamo import ENTRY, Inputs, operator
 from quire.operator.text import MODS, WrittenMod, write
 from quire.request import Request, ready
 from quire.results import Result
@@ -189,7 +189,6 @@ def _by_operator(request: Request, mods: dict[str, Traced]) -> Result:
     tensors = (*inputs.operands, *captures)
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     form = inputs.form({field: WrittenMod.of(mod) for field, mod in mods.items()}, learns)
-    found = torch.ops.quire.attention(
-        *inputs.operands, captures, list(inputs.tables), list(inputs.numbers), write(form)
-    )
+    given = (*inputs.operands, captures, list(inputs.tables), list(inputs.numbers), write(form))
+    found = operator(learns)(*given)
     return results_of(found, request, learns)

@@ -22,7 +22,7 @@ from quire.config import Backend as BackendName
 from quire.errors import ArgumentError, DtypeError
 from quire.ir.graph import Node
 from quire.ir.portable import DTYPE_NAMES, dtype_name, portable, restore
-from quire.ir.trace import INPUTS, Kind, Traced
+from quire.ir.trace import INPUTS, Kind, Traced, call_name
 
 VERSION = 1
 MEMORIES = ("dense", "ragged", "paged")
@@ -103,9 +103,16 @@ class Form(NamedTuple):
     backend: BackendName = "auto"
 
     @property
-    def title(self) -> str:
+    def others(self) -> tuple[str, ...]:
+        """Return the names of the results besides the output, in their order."""
+        if not any(self.aux):
+            return ("lse",) if self.learns else ()
+        wanted = self.aux._replace(lse=self.aux.lse or self.learns)
+        return tuple(name for name, asked in wanted._asdict().items() if asked)
+
+    def __str__(self) -> str:
         """Return a short name for profilers: `attention(alibi, causal)`."""
-        return f"attention({', '.join(mod.name for mod in self.mods.values())})"
+        return call_name(*(mod.name for mod in self.mods.values()))
 
 
 def write(form: Form) -> str:

@@ -156,7 +156,7 @@ tree_map: Callable[[Callable[[Any], Any], Any], Any] = _function("torch.utils._p
 """Apply a function to all leaves of nested lists, tuples and dicts."""
 
 
-_num_modes = _function("torch", "_C._len_torch_dispatch_stack")
+_num_modes: Callable[[], int] = _function("torch", "_C._len_torch_dispatch_stack")
 
 
 def without_modes() -> AbstractContextManager[object]:
@@ -190,7 +190,6 @@ def is_in_a_graph(tensor: Tensor) -> bool:
     return isinstance(tensor, functional) or is_fake(tensor)
 
 
-_num_modes: Callable[[], int] = _function("torch", "_C._len_torch_dispatch_stack")
 _is_profiling: Callable[[], bool] = _function("torch", "_C._autograd._profiler_enabled")
 
 
@@ -199,9 +198,9 @@ def is_watched() -> bool:
     return _num_modes() > 0 or _is_profiling()
 
 
-def profiled(name: str) -> AbstractContextManager[object]:
-    """Return a context whose time a profiler shows under `name`, if one records."""
-    return torch.profiler.record_function(name) if _is_profiling() else _UNSEEN
+def profiled(named: object, before: str = "") -> AbstractContextManager[object]:
+    """Return a context whose time a profiler shows, if one records, under `before` + str(named)."""
+    return torch.profiler.record_function(f"{before}{named}") if _is_profiling() else _UNSEEN
 
 
 _UNSEEN = nullcontext()
