@@ -28,9 +28,7 @@ from quire.codegen.llvm import jit
 from quire.codegen.llvm.builder import Function, Module
 from quire.codegen.llvm.target import Target
 from quire.codegen.llvm.types import F32, F64, I64, PTR
-from quire.codegen.phases.row_keys import write_multiply_keys
-from quire.codegen.phases.row_values import write_multiply_values
-from quire.codegen.phases.tiles import TileShape
+from quire.codegen.phases.tiles import TileShape, write_multiply_keys, write_multiply_values
 
 HEADS, LENGTH = 8, 2048
 KEYS = 120  # of a product alone: all rows that are tried divide it
@@ -58,12 +56,12 @@ def product(target: Target, dtype: torch.dtype, phase: str, d: int) -> tuple[jit
         panel = f.offset(rows, size, tile.element)
         scores = f.offset(panel, (d + 16) * tile.width, tile.element)
         more = f.offset(scores, 2 * size, tile.element)
-        stride, depth, count = (f.value(x, I64) for x in (d + 16, d, KEYS))
+        numbers = {"stride": d + 16, "count": KEYS, "depth": d, "columns": d}
+        given = {name: f.value(number, I64) for name, number in numbers.items()}
+        given |= {"keys": rows, "queries": panel, "scores": scores, "maxima": more}
+        given |= {"values": rows, "weights": scores, "out": panel, "alpha": more}
         with f.range(0, f.value(TURNS, I64)):
-            if phase == "keys":
-                f.call(inner, rows, stride, panel, depth, scores, more, count)
-            else:
-                f.call(inner, rows, stride, scores, panel, more, count, depth)
+            f.call(inner, **{name: given[name] for name in inner.signature.parameters})
     code = jit.load(jit.compile_object(module.text, target), ["run"])
     return code, 2.0 * TURNS * KEYS * d * tile.width
 
