@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import re
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+
+from quire.codegen.llvm.target import Target
 
 ROOT = Path(__file__).parent.parent
 
@@ -42,3 +46,17 @@ def test_the_pages_name_parts_that_exist() -> None:
     assert len(named) > 5
     for script, part in named:
         assert f"def {part}(table" in (ROOT / "benchmarks" / script).read_text(), (script, part)
+
+
+@pytest.mark.parametrize("phase", ["keys", "values"])
+def test_products_of_a_tile_can_be_measured_alone(
+    monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    tiles = importlib.import_module("tiles")
+    monkeypatch.setattr(tiles, "TURNS", 1)
+    code, work = tiles.product(Target.host(), torch.float32, phase, 64)
+    memory = torch.ones((1 << 18) + 16)
+    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(code.address("run"))((memory.data_ptr() + 63) & ~63)
+    assert work > 0
+    assert memory.max() == (64.0 if phase == "keys" else 1.0 + tiles.KEYS)

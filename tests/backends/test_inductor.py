@@ -6,6 +6,11 @@ Tests marked slow compile with a C++ compiler, 5 to 40 seconds each; the others 
 from __future__ import annotations
 
 import math
+import os
+import platform
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -233,6 +238,28 @@ def test_no_compiler() -> None:
         "backend='inductor' needs a C++ compiler on the CPU, but PyTorch says"
     )
     assert message.endswith("name it in the variable CXX, or use backend='eager'.")
+
+
+EMPTY = """
+import torch
+from torch.nn.attention.flex_attention import flex_attention
+
+query, keys = (torch.randn(1, 2, length, 16) for length in ({queries}, {keys}))
+torch.compile(flex_attention)(query, keys, keys)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # a process that imports and compiles by itself
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="others divide integers by 0")
+@pytest.mark.parametrize(("queries", "keys"), [(0, 8), (8, 0)])
+def test_pytorch_ends_the_process_for_empty_sequences(queries: int, keys: int) -> None:
+    """Why these never reach it. docs/differences.md names the versions that do so."""
+    program = EMPTY.format(queries=queries, keys=keys)
+    alone = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # no processes that compile ahead
+    command = [sys.executable, "-c", program]
+    run = subprocess.run(command, capture_output=True, text=True, env=alone)
+    assert run.returncode == -signal.SIGFPE, run.stderr
 
 
 @pytest.mark.usefixtures("_no_kernels")

@@ -295,7 +295,8 @@ jacobian = torch.autograd.functional.jacobian
         pytest.param(MAPPED, lambda: torch.vmap(with_bias)(torch.zeros(3, HEADS)), id="vmap"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # of torch's own vmap
+# Of torch's own vmap; with Python 3.14 in other words.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is (deprecated|not supported)")
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_ways_to_differentiate_that_there_are_not(message: str, call: Callable[[], object]) -> None:
     with pytest.raises(TensorKindError, match=message):
