@@ -31,7 +31,6 @@ LAYERS = """
     draw
     api
     kv
-    attention
     operator
     plans
     backends
@@ -118,7 +117,6 @@ def test_no_module_imports_itself_through_others() -> None:
 
 def test_the_reference_stands_on_nothing_it_judges() -> None:
     judged = {
-        "attention",
         "plans",
         "api",
         "backends",

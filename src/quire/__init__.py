@@ -8,6 +8,7 @@ _collecting = gc.isenabled()
 gc.disable()
 try:
     from quire import mods
+    from quire.api.attention import attention
     from quire.api.explain import explain
     from quire.api.flex import flex_attention
     from quire.api.gradients import AttentionGradients, attention_gradients
@@ -20,7 +21,6 @@ try:
     from quire.api.stages import kernel
     from quire.api.varlen import varlen_attention, varlen_attn
     from quire.api.why import why
-    from quire.attention import attention
     from quire.aux_outputs import AuxOutput, AuxRequest
     from quire.block_mask import BlockMask, create_block_mask, create_mask
     from quire.draw import draw

@@ -34,7 +34,7 @@ def test_a_later_call_enters_few_files(name: str, most: int, calls: dict[str, An
 def test_a_walk_names_files_and_functions_in_order(calls: dict[str, Any]) -> None:
     walk(calls["paged_decode"])
     later = walk(calls["paged_decode"])
-    assert later.files[:2] == ["attention.py", "plans.py"]
+    assert later.files[:2] == ["api/attention.py", "plans.py"]
     assert later.stops[0].functions == ("attention",)
     assert str(later).splitlines()[1].split()[:2] == ["plans.py", "compute"]
     assert not any(file.startswith(("ir/", "codegen/")) for file in later.files)

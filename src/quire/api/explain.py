@@ -13,9 +13,9 @@ from typing import Any, Unpack, overload
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
+from quire.api.attention import AttentionOptions, attention
 from quire.api.flex import FlexOptions, aux_request, check_gqa, checked_masks, flex_attention
 from quire.api.kernel_options import FlexKernelOptions, check_kernel_options
-from quire.attention import AttentionOptions, attention
 from quire.aux_outputs import NO_AUX, AuxRequest, checked_request
 from quire.backends import explain_call
 from quire.ir.trace import Mod

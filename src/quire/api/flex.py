@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
+from quire.api.attention import aux_output
 from quire.api.kernel_options import FlexKernelOptions, check_kernel_options
-from quire.attention import aux_output
 from quire.aux_outputs import NO_AUX, AuxOutput, AuxRequest, checked_request
 from quire.config import Backend as BackendName
 from quire.errors import BlockMaskError, HeadsError, NotCallableError, OptionError

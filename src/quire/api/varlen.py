@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.attention import attention
+from quire.api.attention import attention
 from quire.aux_outputs import AuxOutput, AuxRequest
 from quire.checks import check_packed
 from quire.checks.arguments import tensor_of, whole_number

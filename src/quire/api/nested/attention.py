@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from quire.api.attention import attention
 from quire.api.nested.checks import check
 from quire.api.nested.choice import allowed_backend, no_backend, told_by
 from quire.api.nested.mask import as_mod
 from quire.api.nested.rows import aligned, is_watched, rows_of
-from quire.attention import attention
 from quire.errors import BackendError, DeviceError, ShapeError
 from quire.memory import Ragged
 from quire.mods import causal

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers.masking_utils import causal_mask_function
 
 from quire import mods
-from quire.attention import attention
+from quire.api.attention import attention
 from quire.errors import ArgumentError
 from quire.integrations.transformers.cache import NewStates
 from quire.integrations.transformers.mask import TokenMask, of_tensor
