@@ -18,7 +18,7 @@ from guards import WatchedScratch
 from hypothesis import HealthCheck, register_random, settings
 
 from quire.config import config
-from quire.runtime import launcher
+from quire.runtime import launch as launcher
 
 CI_SEED = 20_260_101
 NUM_THREADS = 2  # enough to meet races, few enough for a laptop to stay quiet

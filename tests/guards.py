@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from quire.runtime import launcher
+from quire.runtime import launch as launcher
 
 Edge = Literal["start", "end"]
 EDGES: tuple[Edge, ...] = ("end", "start")

@@ -20,7 +20,7 @@ from guards import (
     guarded,
 )
 
-from quire.runtime import launcher
+from quire.runtime import launch as launcher
 
 
 def write_byte(address: int) -> None:

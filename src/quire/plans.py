@@ -13,27 +13,31 @@ and planned at every call.
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from quire import autograd
 from quire.aux_outputs import NO_AUX
-from quire.backends import choose, inductor
+from quire.backends import inductor, jit
 from quire.backends.eager import per_sequence as eager
 from quire.backends.recheck import recheck
 from quire.block_mask import BlockMask, BlockRows
 from quire.codegen.convention import MOST_ROWS
+from quire.codegen.llvm.target import Target
 from quire.codegen.mods.arguments import CaptureShape
 from quire.config import Backend as BackendName
 from quire.config import config
+from quire.errors import ArgumentError, BackendError
 from quire.ir.trace import Traced
 from quire.memory import Dense, One, Paged, Placed
 from quire.request import Call, Problem, Request, call_of, check, check_mods
 from quire.results import Above, Gradients, Result, Wanted
 from quire.runtime.backward import BackwardPlans
 from quire.runtime.forward import ForwardPlan
+from quire.runtime.work import flops_of
 from quire.support.bounded import BoundedDict
 from quire.support.torch_private import is_ordinary, is_transformed, is_zero_tensor
 
@@ -190,18 +194,16 @@ def operand_layout(query: Tensor, key: Tensor, value: Tensor) -> Key | None:
 
 def key_of(layout: Key, call: Call) -> Key | None:
     """Return the key of a call whose request has this layout; None if its mods have no key."""
-    request, placed, problem, captures = call
-    learns = request.learns
-    if learns is None:
-        learns = torch.is_grad_enabled() and _requires_grad(request.sink, *placed[:3], *captures)
-    rows = placed.rows
+    _, placed, (_, score_mod, mask_mod, mask, partial_mod, _), captures = call
+    rows, learns = placed.rows, call.learns
     if isinstance(rows, One):
         if rows.q_start > MOST_KEYS:
             return None
     elif learns or placed.content is None:  # a backward plan depends on the lengths of sequences
         return None
-    _, score_mod, mask_mod, mask, partial_mod, _ = problem
-    key: list[object] = [learns]
+    if score_mod is None and mask_mod is None and mask is None:
+        return (*layout, learns)
+    key: list[object] = [*layout, learns]
     for mod in (score_mod, mask_mod, partial_mod):
         if mod is None:
             key.append(None)
@@ -213,14 +215,7 @@ def key_of(layout: Key, call: Call) -> Key | None:
         if not is_ordinary(tensor):
             return None
         key += (CaptureShape.of(tensor), tensor.shape)
-    return (*layout, *key) if mask is None else _with_blocks((*layout, *key), call, mask)
-
-
-def _requires_grad(*tensors: Tensor | None) -> bool:
-    for tensor in tensors:  # noqa: SIM110  a generator takes longer
-        if tensor is not None and tensor.requires_grad:
-            return True
-    return False
+    return tuple(key) if mask is None else _with_blocks(tuple(key), call, mask)
 
 
 def _with_blocks(key: Key, call: Call, mask: BlockMask) -> Key | None:
@@ -230,6 +225,84 @@ def _with_blocks(key: Key, call: Call, mask: BlockMask) -> Key | None:
     if placed.rows.q_start != 0 or mask.device != placed.query.device or mask.nbytes > MOST_BYTES:
         return None
     return (*key, mask.content(), placed.key.shape[2])
+
+
+# --- backends ------------------------------------------------------------------------------------
+
+
+def _eager_obstacle(call: Call) -> str | None:
+    device = call.placed.query.device
+    if device.type != "cpu":
+        return f"the tensors are on {device}, and quire's own paths run on the CPU"
+    return None
+
+
+OBSTACLES: dict[BackendName, Callable[[Call], str | None]] = {
+    "jit": jit.obstacle,
+    "eager": _eager_obstacle,
+    "inductor": inductor.obstacle,
+}
+"""By backend: a function that returns why it cannot run a call, or None. `auto` tries in order."""
+
+
+class Candidates(NamedTuple):
+    """The user's choice in words, and the backends to try in order."""
+
+    words: str
+    names: tuple[BackendName, ...]
+
+
+def choose(call: Call) -> BackendName:
+    """Return the backend that the request names, or for 'auto' the first that can run the call."""
+    candidates = _candidates(call.request.backend)
+    reasons = []
+    for name in candidates.names:
+        reason = OBSTACLES[name](call)
+        if reason is None:
+            return name
+        reasons.append(f"  {name}: {reason}.\n")
+    raise BackendError(
+        f"{candidates.words} cannot run this call:\n{''.join(reasons)}"
+        f"Call quire.explain(...) to see what could, or change the call."
+    )
+
+
+def explain_call(call: Call) -> str:
+    """Describe which backend would run `call`, what it costs, and why not the others."""
+    candidates = _candidates(call.request.backend)
+    obstacles = {name: obstacle(call) for name, obstacle in OBSTACLES.items()}
+    able = [name for name in candidates.names if obstacles[name] is None]
+    used = able[0] if able else None
+    lines = [f"{candidates.words} uses {used or 'nothing: it raises a BackendError'}."]
+    if used == "jit":
+        lines.append(f"jit generates code for {Target.host()}.")
+        lines.append(f"jit takes {flops_of(call)}.")
+        unread = jit.computed_unread(call)
+        if unread is not None:
+            lines.append(f"jit computes {unread}.")
+    for name, reason in obstacles.items():
+        if reason is None:
+            first = "comes first" if name in able else "was asked for"
+            reason = f"{used or candidates.names[0]} {first}; it could run this call"
+        if name != used:
+            lines.append(f"{name} not used because {reason}.")
+    return "\n".join(lines)
+
+
+def _candidates(name: BackendName) -> Candidates:
+    """Return the backends to try for `name`. QUIRE_BACKEND takes the place of 'auto'."""
+    where, words, remedy = "backend", f"backend={name!r}", "Leave it out"
+    if name == "auto" and config().backend != "auto":
+        name = config().backend
+        where, words, remedy = "QUIRE_BACKEND", f"QUIRE_BACKEND={name}", "Unset it"
+    if name == "auto":
+        return Candidates(words, tuple(OBSTACLES))
+    if name not in OBSTACLES:
+        known = ", ".join(["auto", *OBSTACLES])
+        raise ArgumentError(
+            f"{where} must be one of {known}, but is {name!r}. {remedy} to let quire choose."
+        )
+    return Candidates(words, (name,))
 
 
 # --- plans ----------------------------------------------------------------------------------------

@@ -150,11 +150,18 @@ class Call(NamedTuple):
         """Return whether autograd must record the call: a tensor requires grad, or torch.func."""
         if self.request.learns is not None:
             return self.request.learns
-        if torch.is_grad_enabled():
-            for tensor in self.tensors:
-                if tensor.requires_grad:
-                    return True
-        return is_transformed()
+        query, key, value, *_ = self.placed
+        sink, captures = self.request.sink, self.captures
+        return is_transformed() or (
+            torch.is_grad_enabled()
+            and (
+                query.requires_grad
+                or key.requires_grad
+                or value.requires_grad
+                or (sink is not None and sink.requires_grad)
+                or (len(captures) > 0 and any(tensor.requires_grad for tensor in captures))
+            )
+        )
 
     def on(
         self,
@@ -222,7 +229,7 @@ def call_of(request: Request, *, plain: bool = False) -> Call:
 
     `plain` says that autocast is off and that no operand is a lazy negation.
     """
-    query, memory, queries, score_mod, masks, scale, p, *_ = request
+    query, memory, queries, score_mod, masks, scale, dropout_p, *_ = request
     placed = memory.place(query, queries)
     if not plain:
         placed = _resolved(placed)
@@ -230,13 +237,11 @@ def call_of(request: Request, *, plain: bool = False) -> Call:
         head_dim = query.shape[-1]
         known = scale is None and head_dim > 0
         scale = 1.0 / math.sqrt(head_dim) if known else checks.check_scale(scale, head_dim)
-    problem = Problem(scale)
-    if type(p) is not float or p != 0.0:
-        problem = problem._replace(dropout=check_dropout(p))
+    dropout = None if type(dropout_p) is float and dropout_p == 0.0 else check_dropout(dropout_p)
     if score_mod is None and not masks:
-        return Call(request, placed, problem, ())
+        return Call(request, placed, Problem(scale, dropout=dropout), ())
     score_mod, mask_mod, block_mask, partial_mod = _ready_mods(request, placed)
-    problem = Problem(scale, score_mod, mask_mod, block_mask, partial_mod, dropout=problem.dropout)
+    problem = Problem(scale, score_mod, mask_mod, block_mask, partial_mod, dropout=dropout)
     captures = problem.captures
     if captures and any(map(Tensor.is_neg, captures)):
         captures = tuple(tensor.resolve_neg() for tensor in captures)

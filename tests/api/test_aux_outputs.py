@@ -27,7 +27,8 @@ from quire.codegen.phases.tiles import TileShape
 from quire.config import Backend, config
 from quire.errors import KernelMismatchError, OptionError
 from quire.reference import Reference
-from quire.runtime import launcher, prepare
+from quire.runtime import launch as launcher
+from quire.runtime import prepare
 from quire.runtime.forward import ForwardPlan
 
 BOTH = AuxRequest(argmax=True, entropy=True)

@@ -17,7 +17,8 @@ from quire.codegen.llvm.target import Target
 from quire.codegen.llvm.types import F32
 from quire.codegen.scratch import scratch_bytes
 from quire.errors import CodegenError
-from quire.runtime import launcher, prepare
+from quire.runtime import launch as launcher
+from quire.runtime import prepare
 
 TARGET = Target.named("x86-64-v4")  # 64 queries to a panel
 SPEC = KernelSpec(TARGET)

@@ -17,7 +17,7 @@ from quire import AuxRequest, BlockMask, create_block_mask, flex_attention, refe
 from quire.codegen.convention import MOST_ROWS, Form
 from quire.errors import CapturedIndexError, DivisionByZeroError
 from quire.runtime import prepare
-from quire.runtime.launcher import Kernel
+from quire.runtime.launch import LoadedKernel
 from quire.runtime.prepare import kernel
 
 pytestmark = pytest.mark.every_width
@@ -99,7 +99,7 @@ def test_common_widths(
 ) -> None:
     made = []
 
-    def kernel_for_any(form: Form, dtypes: tuple[torch.dtype, ...], **_: int) -> Kernel:
+    def kernel_for_any(form: Form, dtypes: tuple[torch.dtype, ...], **_: int) -> LoadedKernel:
         made.append(kernel(form, dtypes))
         return made[-1]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire import AuxRequest, Dense, attention
 from quire.mods import causal, softcap
-from quire.runtime import launcher
+from quire.runtime import launch as launcher
 
 EVERYTHING = AuxRequest(*[True] * len(AuxRequest._fields))
 

@@ -36,7 +36,7 @@ from quire.errors import (
 )
 from quire.memory import Queries
 from quire.memory.tables import Sequences
-from quire.runtime.launcher import _table
+from quire.runtime.prepare import _table
 from quire.runtime.shared_prefix import shared_pieces
 
 EVERYTHING = AuxRequest(*[True] * len(AuxRequest._fields))

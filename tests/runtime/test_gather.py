@@ -16,8 +16,7 @@ from quire.codegen.llvm.target import Target
 from quire.ir.trace import trace
 from quire.memory import TOP_LEFT, Dense, Placed
 from quire.request import Problem
-from quire.runtime.gather import gather
-from quire.runtime.tile_lists import read_lists
+from quire.runtime.blocks import gather, read_lists
 
 HQ, HKV, D = 4, 2, 8
 

@@ -68,7 +68,7 @@ def test_every_thread_runs_the_kernel(counting: jit.Code, name: str) -> None:
 
 def test_torch_on_linux_brings_its_own_openmp() -> None:
     assert openmp_library() is not None
-    assert isinstance(launching.launcher(), GnuOpenMP)
+    assert isinstance(launching.torch_threads(), GnuOpenMP)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_a_torch_that_brings_none_uses_the_one_of_the_system(
 def test_a_library_that_we_cannot_call_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (ctypes.util.find_library("c"), "/no/such/libomp.so", None):
         monkeypatch.setattr(launching, "openmp_library", lambda name=name: name)
-        assert isinstance(launching.launcher.__wrapped__(), Pool)
+        assert isinstance(launching.torch_threads.__wrapped__(), Pool)
 
 
 @pytest.mark.skipif(llvm_openmp() is None, reason="neither libomp nor libiomp5 is installed")
@@ -123,7 +123,7 @@ def test_llvms_openmp_in_many_threads_and_after_a_fork(
     counting: jit.Code, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = LlvmOpenMP(llvm_openmp())
-    monkeypatch.setattr(launching, "launcher", lambda: run)
+    monkeypatch.setattr(launching, "torch_threads", lambda: run)
     test_many_python_threads_launch_at_once(counting)
     test_a_forked_child_runs_alone(counting)
 
@@ -136,7 +136,7 @@ def test_what_is_ready_runs_again_and_again(
         if name not in LAUNCHERS:
             pytest.skip("torch brings no libgomp here")
         there = LAUNCHERS[name]()
-        monkeypatch.setattr(launching, "launcher", lambda: there)
+        monkeypatch.setattr(launching, "torch_threads", lambda: there)
     threads = 1 if name == "inline" else 3
     counter = ctypes.c_int64(0)
     run = ready(counting.address("count"), ctypes.addressof(counter), threads)

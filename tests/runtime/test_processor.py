@@ -15,7 +15,7 @@ from quire.codegen.llvm.target import Target
 from quire.codegen.llvm.types import PTR
 from quire.codegen.llvm.values import Signature
 from quire.config import config
-from quire.runtime import processor
+from quire.runtime import cache
 from quire.runtime.cache import object_cache
 
 
@@ -23,9 +23,9 @@ from quire.runtime.cache import object_cache
 def _new_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path / "cache"))
     config.cache_clear()
-    processor._failure.cache_clear()
+    cache._failure.cache_clear()
     yield
-    processor._failure.cache_clear()
+    cache._failure.cache_clear()
 
 
 def illegal(target: Target) -> Module:
@@ -38,26 +38,26 @@ def illegal(target: Target) -> Module:
 
 
 def test_this_processor_runs_its_code_and_that_is_kept() -> None:
-    assert processor.obstacle(keep=False) is None
+    assert cache.processor_obstacle(keep=False) is None
     assert object_cache().usage().files == 0
-    assert processor.obstacle() is None
+    assert cache.processor_obstacle() is None
     assert object_cache().usage().files == 1
 
 
 def test_what_passed_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert processor.obstacle() is None
-    processor._failure.cache_clear()
-    monkeypatch.setattr(processor, "write_trial", illegal)
-    assert processor.obstacle() is None
+    assert cache.processor_obstacle() is None
+    cache._failure.cache_clear()
+    monkeypatch.setattr(cache, "write_trial", illegal)
+    assert cache.processor_obstacle() is None
 
 
 def test_an_instruction_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor, "write_trial", illegal)
+    monkeypatch.setattr(cache, "write_trial", illegal)
     for _ in range(2):  # neither result is kept on the disk
-        reason = processor.obstacle()
+        reason = cache.processor_obstacle()
         assert reason is not None
         assert "ended a trial with SIG" in reason and "use backend='eager'" in reason
-        processor._failure.cache_clear()
+        cache._failure.cache_clear()
     assert object_cache().usage().files == 0
     q = torch.randn(1, 2, 9, 8)
     text = quire.explain(q, q, q)
@@ -70,8 +70,8 @@ def test_an_instruction_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_code_that_cannot_be_linked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor, "_TRIAL", "another name")
-    reason = processor.obstacle()
+    monkeypatch.setattr(cache, "_TRIAL", "another name")
+    reason = cache.processor_obstacle()
     assert reason is not None and reason.startswith("expected an object with ['another name']")
     q = torch.randn(1, 2, 9, 8)
     assert quire.explain(q, q, q).startswith("backend='auto' uses eager.")
@@ -80,4 +80,4 @@ def test_code_that_cannot_be_linked(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_trials_of_all_targets_compile() -> None:
     for name in ("x86-64-v3", "x86-64-v4", "aarch64", "x86-64-v3:512", "aarch64:256"):
         target = Target.named(name)
-        assert jit.compile_object(processor.write_trial(target).text, target)
+        assert jit.compile_object(cache.write_trial(target).text, target)

@@ -11,7 +11,7 @@ from quire import create_block_mask
 from quire.block_mask import BlockRows
 from quire.block_mask.runs import Runs
 from quire.codegen.convention import FULL, PARTIAL
-from quire.runtime.tile_lists import read_lists, tile_lists
+from quire.runtime.blocks import read_lists, tile_lists
 
 
 @given(st.data())

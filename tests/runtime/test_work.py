@@ -31,10 +31,11 @@ from quire.codegen.phases.gradient_tiles import key_strips
 from quire.memory import Memory, Queries
 from quire.request import Call, Request, checked_call
 from quire.results import Above, Wanted
-from quire.runtime import launcher, prepare, read_keys
+from quire.runtime import launch as launcher
+from quire.runtime import prepare, read_keys
 from quire.runtime.backward import BackwardPlans
 from quire.runtime.forward import ForwardPlan
-from quire.runtime.launcher import Kernel
+from quire.runtime.launch import LoadedKernel
 from quire.runtime.work import Flops, flops_of
 from quire.support.torch_private import is_fake
 
@@ -100,10 +101,10 @@ _COMPUTE_PANELS, _ADD_TO_KEYS = _BackwardNest._compute_panels, _BackwardNest._ad
 
 
 @functools.cache
-def counting_kernel(form: Form, spec: KernelSpec) -> Kernel:
+def counting_kernel(form: Form, spec: KernelSpec) -> LoadedKernel:
     text = prepare._WRITERS[form](spec).text
     code = jit.load(jit.compile_object(text, spec.target), [ENTRY])
-    return Kernel(form, spec, spec.tile, code, code.address(ENTRY))
+    return LoadedKernel(form, spec, spec.tile, code, code.address(ENTRY))
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from llvmlite.binding.targets import FeatureMap
 
 from quire.codegen.llvm import target
 from quire.config import config
-from quire.runtime import processor
+from quire.runtime import cache
 from quire.tools import doctor
 from quire.tools.doctor import report
 
@@ -85,7 +85,7 @@ def test_two_openmp_runtimes_are_pointed_out(
 @contextlib.contextmanager
 def another_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What is found of the machine is found anew, and no code for it is tried."""
-    monkeypatch.setattr(processor, "_failure", lambda target, keep: None)
+    monkeypatch.setattr(cache, "_failure", lambda target, keep: None)
     target._host.cache_clear()
     try:
         yield

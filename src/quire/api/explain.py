@@ -17,9 +17,9 @@ from quire.api.attention import AttentionOptions, attention
 from quire.api.flex import FlexOptions, aux_request, check_gqa, checked_masks, flex_attention
 from quire.api.kernel_options import FlexKernelOptions, check_kernel_options
 from quire.aux_outputs import NO_AUX, AuxRequest, checked_request
-from quire.backends import explain_call
 from quire.ir.trace import Mod
 from quire.memory import TOP_LEFT, Dense, Memory, Queries
+from quire.plans import explain_call
 from quire.request import Request, checked_call
 
 

@@ -204,7 +204,7 @@ def check_gqa(query: object, key: object, enable_gqa: bool) -> None:
         return
     if query.is_nested or key.is_nested:  # have no shape; a later check raises
         return
-    if query.dim() == key.dim() == 4 and query.shape[1] != key.shape[1]:
+    if query.dim() == key.dim() == 4 and query.size(1) != key.size(1):
         raise HeadsError(
             f"query and key must have the same number of heads, but Hq={query.shape[1]} and "
             f"Hkv={key.shape[1]}. Set enable_gqa=True for grouped-query attention."

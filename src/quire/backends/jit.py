@@ -14,9 +14,9 @@ from quire.errors import UnsupportedOpError
 from quire.ir.terms import TRUE
 from quire.ir.trace import Traced, mod_name
 from quire.request import Call, ReadyMod
-from quire.runtime import processor
-from quire.runtime.launcher import by_form, num_products
+from quire.runtime.cache import processor_obstacle
 from quire.runtime.mods import bounds_of
+from quire.runtime.prepare import by_form, num_products
 from quire.runtime.pyramids import is_worth
 from quire.support.torch_private import has_memory
 
@@ -43,7 +43,7 @@ def obstacle(call: Call) -> str | None:
             return f"{name} are {dtype_name(dtype)}, which kernels do not read"
     if query.dtype != torch.float64 and torch.float64 in (key.dtype, value.dtype):
         return "keys or values are float64 and queries are not"
-    return processor.obstacle()
+    return processor_obstacle()
 
 
 def _mod_obstacle(name: str, mod: ReadyMod) -> str | None:

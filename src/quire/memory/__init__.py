@@ -188,20 +188,16 @@ class Dense:
         begin = self.start
         if type(begin) is not int or begin < 0:
             begin = checks.check_position("Dense.start", begin)
-        rows = One(
-            query.shape[2],
-            self.first_position(query, queries.start),
-            begin,
-            begin + self.key.shape[2],
-        )
-        return Placed(query, self.key, self.value, rows)
+        q_len, end = query.size(2), begin + self.key.size(2)
+        first = queries.start
+        if type(first) is not int or first < 0:
+            first = self.first_position(query, first)
+        return Placed(query, self.key, self.value, One(q_len, first, begin, end))
 
     def first_position(self, query: Tensor, start: object) -> int:
         """Return the position of the first query: `start`, or so that the last is at the end."""
         if start is None:
-            return max(0, self.start + self.key.shape[2] - query.shape[2])
-        if type(start) is int and start >= 0:
-            return start
+            return max(0, self.start + self.key.size(2) - query.size(2))
         return checks.check_position("q_start", start)
 
     def as_given(self, query: Tensor, rows: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ lengths = [3, 0, 7]        the first sequence has only rows 0 to 2; rows 3 and 4
 
 from __future__ import annotations
 
+import ctypes
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -270,21 +271,17 @@ def _check_pages(numbers: NDArray[np.int32], num_pages: int, first: Numbers, las
 
 
 def content_of(tables: PageTables, sizes: tuple[int, ...]) -> Content | None:
-    """Return the bytes of all tables, with `sizes`; None if they cannot be read or are large."""
+    """Return the bytes of all tables, with `sizes`; None if they are large or not contiguous."""
     table = tables.page_table
-    if (
-        not is_ordinary(table)
-        or table.dtype != torch.int32
-        or table.dim() != 2
-        or not table.is_contiguous()
-    ):
+    if not isinstance(table, Tensor) or table.dtype is not torch.int32 or table.dim() != 2:
         return None
     parts: list[object] = []
     for numbers in tables:
         if numbers is None:
             parts.append(None)
-        elif is_ordinary(numbers) and numbers.nbytes <= MOST_BYTES:
-            parts += (numbers.shape, numbers.dtype, numbers.numpy().tobytes())
+        elif is_ordinary(numbers) and numbers.is_contiguous() and numbers.nbytes <= MOST_BYTES:
+            content = ctypes.string_at(numbers.data_ptr(), numbers.nbytes)
+            parts += (numbers.shape, numbers.dtype, content)
         else:
             return None
     return sizes, tuple(parts)

@@ -20,8 +20,7 @@ from quire.checks.arguments import dtype_name
 from quire.codegen.kernels.append import APPEND, LARGEST_INT8, LAYER, NAME, write_append
 from quire.codegen.llvm import jit
 from quire.codegen.llvm.target import Target
-from quire.runtime import processor
-from quire.runtime.cache import cache_key, code_of
+from quire.runtime.cache import cache_key, code_of, processor_obstacle
 from quire.runtime.launch import num_threads, ready
 
 WORTH_THREADS = 1 << 18  # bytes to write; for fewer, starting threads takes too long
@@ -89,7 +88,7 @@ class PageWriter:
         if key.dtype != value.dtype or not (key.is_cpu and value.is_cpu and self._on_cpu):
             return None
         if key.dtype not in self._kernels:
-            runs = processor.obstacle() is None
+            runs = processor_obstacle() is None
             code = _code(Target.host(), key.dtype, self._dtype) if runs else None
             self._kernels[key.dtype] = None if code is None else code.address(NAME)
         return self._kernels[key.dtype]

@@ -26,11 +26,11 @@ from quire.ir.graph import Node
 from quire.memory import One, Placed
 from quire.request import Problem
 from quire.results import Above, Gradients, Result, Wanted, folded
+from quire.runtime.blocks import NO_LISTS, TileLists, tile_lists
 from quire.runtime.capture_sums import Round, SumsOfCapture, direct_inputs
-from quire.runtime.launcher import Launcher, Records, num_products, record, table_of
+from quire.runtime.launch import Launcher, Records
 from quire.runtime.mods import ORIGIN, graphs_of
-from quire.runtime.prepare import make_launcher
-from quire.runtime.tile_lists import NO_LISTS, TileLists, tile_lists
+from quire.runtime.prepare import make_launcher, num_products, record, table_of
 from quire.support.bounded import BoundedDict
 from quire.support.torch_private import has_memory
 

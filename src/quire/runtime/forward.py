@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,16 +16,21 @@ from quire.memory.tables import Sequences
 from quire.request import Call, Problem
 from quire.results import NOWHERE, Result, output_layout
 from quire.runtime.backward import key_mass
-from quire.runtime.gather import gather
-from quire.runtime.launcher import Launcher, Records, by_form
+from quire.runtime.blocks import NO_LISTS, TileLists, gather, read_lists
+from quire.runtime.launch import Launcher, Records
 from quire.runtime.mods import ORIGIN, graphs_of
-from quire.runtime.prepare import heads_of_item, make_launcher, queries_of_item
-from quire.runtime.tile_lists import NO_LISTS, TileLists, read_lists
+from quire.runtime.prepare import (
+    by_form,
+    heads_of_item,
+    make_launcher,
+    queries_of_item,
+    records_of,
+)
 from quire.support.bounded import BoundedDict
 from quire.support.torch_private import has_memory
 
 STEPS = 4
-"""How many page tables a plan remembers: all layers share one, or those of a group do."""
+"""How many tables of sequences a plan remembers: all layers share one, or those of a group do."""
 
 _CPU = torch.device("cpu")
 
@@ -70,7 +74,7 @@ class ResultLayout(NamedTuple):
         )
 
 
-class Part(NamedTuple):
+class FormPlan(NamedTuple):
     """Computes the sequences of one form."""
 
     launcher: Launcher
@@ -81,11 +85,10 @@ class Part(NamedTuple):
 class ForwardPlan(NamedTuple):
     """All that a forward pass needs, except its tensors."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[FormPlan, ...]
     layout: ResultLayout
     gathers: bool  # whether to gather the scattered blocks of a block mask
     steps: BoundedDict[object, list[Records]]
-    size: tuple[int, int]  # of the query: numbers in all, and batch entries
 
     @staticmethod
     def of(call: Call, learns: bool) -> ForwardPlan:
@@ -101,8 +104,7 @@ class ForwardPlan(NamedTuple):
             _part(problem, placed, form, some, results=results, origin=origin)
             for form, some in by_form(placed.rows)
         )
-        size = placed.query.numel(), placed.query.shape[0]
-        return ForwardPlan(tuple(parts), layout, gathers, BoundedDict(STEPS), size)
+        return ForwardPlan(tuple(parts), layout, gathers, BoundedDict(STEPS))
 
     def run(self, call: Call) -> Result | None:
         """Return the results; None if a mod used an index out of range, which torch must report."""
@@ -113,34 +115,32 @@ class ForwardPlan(NamedTuple):
         results, sink, wrong = self.layout.make(), request.sink, False
         if sink is not None:
             sink = sink.to(placed.dtype).contiguous()
-        rows = placed.rows
-        if isinstance(rows, One):
-            every: Sequence[Records] = (self.parts[0].launcher.only(rows, *self.size),)
-        else:
-            every = self._records(placed)
-        for part, records in zip(self.parts, every):  # noqa: B905  there is one for each
-            launcher, lists, added = part
+        every = self._records(placed)
+        for (launcher, lists, added), records in zip(self.parts, every):  # noqa: B905  it is slower
             loaded = (*captures, *added) if added else captures
             wrong |= launcher.launch(placed, records, results, loaded, sink=sink, lists=lists)
         if wrong:
             return None
-        if placed.content is None and not isinstance(rows, One):
-            fill_holes(results, rows)
+        if isinstance(placed.rows, Sequences) and placed.content is None:
+            fill_holes(results, placed.rows)
         if not request.aux.key_mass:
             return results
         mass = key_mass(call.problem, call.placed, results)
         return None if mass is None else results._replace(key_mass=mass)
 
     def _records(self, placed: Placed) -> list[Records]:
-        """Return the table of sequences for each launch."""
-        known = None if placed.content is None else self.steps.get(placed.content)
-        if known is not None:
-            return known
-        found = [
-            part.launcher.records(placed, rows)
-            for part, (_, rows) in zip(self.parts, by_form(placed.rows), strict=True)
-        ]
-        return found if placed.content is None else self.steps.keep(placed.content, found)
+        """Return the table of sequences for each launch. All layers of a step share it."""
+        rows, content = placed.rows, placed.content
+        key = rows if isinstance(rows, One) else content
+        known = self.steps.get(key)
+        if known is None:
+            known = [
+                records_of(part.launcher, placed, some)
+                for part, (_, some) in zip(self.parts, by_form(rows), strict=True)
+            ]
+            if key is not None:
+                self.steps.keep(key, known)
+        return known
 
 
 def _part(
@@ -151,7 +151,7 @@ def _part(
     *,
     results: Result,
     origin: One,
-) -> Part:
+) -> FormPlan:
     """Return what computes `rows`, the sequences of one form."""
     mask, lists = problem.block_mask, NO_LISTS
     block_q = queries_of_item(form, placed, rows, mask)
@@ -169,7 +169,7 @@ def _part(
         lists=lists,
         item_heads=heads_of_item(form, placed, rows, block_q),
     )
-    return Part(launcher, lists, loaded[len(problem.captures) :])
+    return FormPlan(launcher, lists, loaded[len(problem.captures) :])
 
 
 def fill_holes(results: Result, sequences: Sequences) -> None:

@@ -12,25 +12,25 @@ import ctypes
 import signal
 import socket
 import threading
+from collections.abc import Callable
 
 from quire.codegen.convention import STOPPED
-from quire.runtime.launch import launch
 
 LONG_WORK = 2**31
 """Multiplications that take about a tenth of a second. Shorter launches are not stoppable."""
 
 
-def launch_stoppable(kernel: int, argument: int, threads: int, counter: ctypes.c_int64) -> None:
-    """Do the same as `launch`, but Ctrl-C stops it and raises KeyboardInterrupt.
+def launch_stoppable(run: Callable[[], None], counter: ctypes.c_int64) -> None:
+    """Run a kernel; Ctrl-C sets its `counter` to `STOPPED` and raises KeyboardInterrupt.
 
-    Results are then incomplete. It does the same as `launch` outside the main thread, and if the
-    program has its own handler of Ctrl-C.
+    Results are then incomplete. Ctrl-C does nothing outside the main thread, and if the program has
+    its own handler.
     """
     if (
         threading.current_thread() is not threading.main_thread()
         or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
     ):
-        launch(kernel, argument, threads)
+        run()
         return
     receiver, sender = socket.socketpair()
     with receiver, sender:
@@ -38,12 +38,12 @@ def launch_stoppable(kernel: int, argument: int, threads: int, counter: ctypes.c
         before = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
         if before != -1:  # something else waits for signals, such as an event loop
             signal.set_wakeup_fd(before)
-            launch(kernel, argument, threads)
+            run()
             return
         watcher = threading.Thread(target=_watch, args=(receiver, counter), daemon=True)
         try:
             watcher.start()
-            launch(kernel, argument, threads)
+            run()
         finally:
             signal.set_wakeup_fd(-1)
             sender.shutdown(socket.SHUT_WR)

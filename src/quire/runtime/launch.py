@@ -1,7 +1,12 @@
-"""The threads that run a kernel: torch's own OpenMP threads, or a thread pool.
+"""The launch of a kernel: its record, its scratch memory, and the threads that run it.
+
+A launcher is made once (`prepare.py`) and used many times. It takes the operands (`Placed`), the
+results to fill, and the tensors that mods load from. It does not depend on the number of keys, so a
+KV cache that grows at every step needs one launcher.
 
 A kernel is a function of one pointer. Every thread calls it with the same argument, and takes its
-work off an atomic counter there. So results do not depend on the kind or number of threads.
+work off an atomic counter there. So results do not depend on the kind or number of threads, which
+are torch's own OpenMP threads, or a thread pool.
 """
 
 from __future__ import annotations
@@ -12,20 +17,183 @@ import functools
 import glob
 import os
 import re
+import sys
 import threading
+from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Several
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import TypeAlias
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
 import torch
+from torch import Tensor
 
+from quire.codegen.contract import ALIGNED, Terms
+from quire.codegen.convention import CALL_PART, PLAN_PART, Form, KernelSpec
 from quire.codegen.llvm import jit, parallel
 from quire.codegen.llvm.target import Target
+from quire.codegen.phases.tiles import TileShape
 from quire.config import config
+from quire.ir.pyramid import Pyramid
+from quire.memory import Placed
+from quire.results import Result
+from quire.runtime import pyramids
+from quire.runtime.blocks import NO_LISTS, TileLists
+from quire.runtime.interrupt import LONG_WORK, launch_stoppable
+from quire.runtime.mods import ModCode
+
+SMALL_WORK = 2**19
+"""The most multiplications of a call for which starting threads costs more than it saves."""
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedKernel:
+    """A compiled kernel in memory, and the tile sizes that it was compiled for."""
+
+    form: Form
+    spec: KernelSpec
+    tile: TileShape
+    code: jit.Code
+    address: int
+
+
+class Records(NamedTuple):
+    """The table of sequences for one launch, and the numbers of its sequences and items.
+
+    An item may be for several sequences, its members. If one is, or if keys are in several pieces,
+    each piece of a sequence has a slot. `products` estimates the number of multiplications.
+    """
+
+    table: bytes
+    num_sequences: int
+    products: int
+    items: int
+    slots: int = 0
+    members: int = 1
+
+
+class Launcher(NamedTuple):
+    """A kernel, the code of the mods, and the part of its record that is the same in all calls."""
+
+    kernel: LoadedKernel
+    code: ModCode
+    heads: int  # heads / heads of an item
+    block_q: int
+    partial_bytes: int  # of one slot
+    record: bytes
+    pyramids: tuple[Pyramid, ...]
+    terms: Terms
+
+    def launch(
+        self,
+        placed: Placed,
+        records: Records,
+        results: Result,
+        captures: Several[Tensor],
+        *,
+        sink: Tensor | None = None,
+        lists: TileLists = NO_LISTS,
+        gradients: bytes = b"",
+        first: int = 0,
+    ) -> bool:
+        """Run the kernel from item `first` on. Return whether a mod used an index out of range.
+
+        `gradients` is the part of the record that only the backward kernel reads.
+        """
+        table, num_sequences, products, items, slots, members = records
+        if items == first:
+            return False
+        query, key, value, _, page_table, key_scale, value_scale, _ = placed
+        out, lse, max_scores, argmax, entropy, _ = results
+        threads = min(num_threads(), items - first) if products > SMALL_WORK else 1
+        if self.pyramids:
+            captures = [*captures, *pyramids.build(captures, self.pyramids, products)]
+        arguments = self.code.arguments
+        counters = _COUNTERS + len(gradients)
+        flag, sequences = counters + _FLAG, counters + _SEQUENCES
+        block = ctypes.create_string_buffer(sequences + len(table) + arguments.size)
+        start = ctypes.addressof(block)
+        scratch_bytes = self.terms.scratch_bytes(members)
+        with Scratch(threads, scratch_bytes, slots * self.partial_bytes, slots * 8) as scratch:
+            if slots:
+                ctypes.memset(scratch.arrivals, 0, slots * 8)
+            call = (
+                query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(),
+                0 if lse is None else lse.data_ptr(),
+                0 if max_scores is None else max_scores.data_ptr(),
+                0 if argmax is None else argmax.data_ptr(),
+                0 if entropy is None else entropy.data_ptr(),
+                0 if sink is None else sink.data_ptr(),
+                start + sequences, num_sequences, items,
+                0 if page_table is None else page_table.data_ptr(),
+                0 if key_scale is None else key_scale.data_ptr(),
+                0 if value_scale is None else value_scale.data_ptr(),
+                lists.offsets_address, lists.entries_address, start + sequences + len(table),
+                scratch.address, scratch.each, members, scratch.partials, scratch.arrivals,
+                start + counters,
+            )  # fmt: skip
+            self.terms.check_call(call)
+            packed = arguments.pack(captures, start + flag)
+            parts = (CALL_PART.pack_in_order(*call), self.record, gradients)
+            content = b"".join((*parts, first.to_bytes(8, sys.byteorder), _ZEROS, table, packed))
+            ctypes.memmove(start, content, len(content))
+            if products > LONG_WORK:
+                counter = ctypes.c_int64.from_buffer(block, counters)
+                run = functools.partial(launch, self.kernel.address, start, threads)
+                launch_stoppable(run, counter)
+            else:
+                launch(self.kernel.address, start, threads)
+        return block[flag] != b"\0"
+
+
+# A launch has one block of memory:
+# [ call | plan | gradients, if any | counters, the first is the next item | flag: an index was out
+#   of range | table of sequences | arguments of the mods ]
+_COUNTERS = CALL_PART.size + PLAN_PART.size  # from the start of the block, without gradients
+_FLAG = 16 * 8  # from the first counter
+_SEQUENCES = _FLAG + 8
+_ZEROS = bytes(_SEQUENCES - 8)  # all counters but the first, and the flag
+
+
+_free: deque[Tensor] = deque(maxlen=8)
+
+
+class Scratch:
+    """Working memory for one call. The next call may reuse it.
+
+    Every thread has its own `each` bytes; pieces of rows share `partials` and `arrivals`.
+    """
+
+    __slots__ = ("_memory", "_sizes", "address", "arrivals", "each", "partials")
+
+    def __init__(self, threads: int, each: int, partial_bytes: int, arrival_bytes: int) -> None:
+        self.each, self._sizes = each, (threads * each, partial_bytes, arrival_bytes)
+
+    def __enter__(self) -> Scratch:
+        working, partial_bytes, arrival_bytes = self._sizes
+        size = working + partial_bytes + arrival_bytes + ALIGNED
+        try:
+            memory = _free.pop()
+        except IndexError:
+            memory = None
+        if memory is None or memory.nbytes < size:
+            memory = torch.empty(size, dtype=torch.uint8, device="cpu")
+        self._memory = memory
+        self.address = address = (memory.data_ptr() + ALIGNED - 1) // ALIGNED * ALIGNED
+        self.partials = partials = address + working
+        self.arrivals = partials + partial_bytes
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        _free.append(self._memory)
+
+
+# --- threads --------------------------------------------------------------------------------------
 
 _Entry = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
-Launcher: TypeAlias = Callable[[int, int, int], None]
+Threads: TypeAlias = Callable[[int, int, int], None]
 """(kernel, argument, threads): run `kernel(argument)` in every thread, return when all are done."""
 
 
@@ -102,9 +270,9 @@ class Pool:
 def launch(kernel: int, argument: int, threads: int) -> None:
     """Run a kernel in `threads` threads; after a fork, in the calling thread only."""
     if threads <= 1 or _forked:
-        run_inline(kernel, argument)
+        _entry(kernel)(argument)
     else:
-        launcher()(kernel, argument, threads)
+        torch_threads()(kernel, argument, threads)
 
 
 def ready(kernel: int, argument: int, threads: int) -> Callable[[], None]:
@@ -112,7 +280,7 @@ def ready(kernel: int, argument: int, threads: int) -> Callable[[], None]:
     alone = functools.partial(_entry(kernel), argument)
     if threads <= 1:
         return alone
-    start = launcher()
+    start = torch_threads()
     if not isinstance(start, GnuOpenMP):
         return functools.partial(launch, kernel, argument, threads)
     together = start.ready(kernel, argument, threads)
@@ -132,7 +300,7 @@ def num_threads() -> int:
 
 
 @functools.cache
-def launcher() -> Launcher:
+def torch_threads() -> Threads:
     """Return the threads that torch computes with, so that no second pool competes for cores.
 
     Return a thread pool if torch has no OpenMP that can be called.

@@ -1,4 +1,4 @@
-"""Makes launchers, each for one layout of operands and results.
+"""Makes launchers, each for one layout of operands and results, and their tables of sequences.
 
 A kernel is compiled once per form, dtypes and processor. For few queries, there is also one for
 each common head dim. A kernel is looked up in this process, then on disk, and compiled last.
@@ -10,23 +10,29 @@ import functools
 import math
 from collections.abc import Callable
 from collections.abc import Sequence as Several
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from quire.block_mask import BlockMask
-from quire.checks.arguments import dtype_name
 from quire.codegen.contract import Terms
 from quire.codegen.convention import (
     ENTRY,
     FULL,
+    KEYS_OF_PIECE,
+    MOST_ROWS,
     OBSERVE,
     PARTIAL,
     PLAN_PART,
+    SEQUENCE,
     Form,
     KernelSpec,
     choose_block_q,
     choose_heads,
+    num_items,
+    num_pieces,
     partial_stride,
 )
 from quire.codegen.kernels.backward import write_backward
@@ -41,13 +47,13 @@ from quire.codegen.phases.softmax import LOG4_E
 from quire.codegen.phases.staging import ENDLESS
 from quire.codegen.phases.tiles import TileShape
 from quire.memory import One, Placed, longest
-from quire.memory.tables import Sequences
+from quire.memory.tables import Numbers, Sequences
 from quire.results import Result
+from quire.runtime.blocks import NO_LISTS, TileLists
 from quire.runtime.cache import cache_key, code_of
-from quire.runtime.launch import num_threads
-from quire.runtime.launcher import Kernel, Launcher
+from quire.runtime.launch import Launcher, LoadedKernel, Records, num_threads
 from quire.runtime.mods import ModCode, ModGraphs, capture_shapes, compiled
-from quire.runtime.tile_lists import NO_LISTS, TileLists
+from quire.runtime.shared_prefix import shared_pieces
 
 SMALLEST_BLOCK = 64
 
@@ -103,7 +109,7 @@ def make_launcher(
 
 def _result_layout(results: Result) -> dict[str, int]:
     """Return the strides of the output, and of the results with one number per query."""
-    numbers = next((x for name, x in results.by_query.items() if name != "out"), None)
+    numbers = next((x for x in results[1:5] if x is not None), None)  # they lie alike
     steps = (0, 0, 0) if numbers is None else strides(numbers)
     layout = dict(zip(_NAMES["out"], strides(results.out), strict=True))
     return layout | dict(zip(_NAMES["lse"], steps, strict=True))
@@ -144,11 +150,13 @@ def heads_of_item(form: Form, placed: Placed, rows: One | Sequences, block_q: in
     """Return how many heads a thread computes one after the other."""
     if form == "row":
         return 1
-    sequences = rows if isinstance(rows, Sequences) else Sequences.one(*rows)
-    products = sequences.q_len * sequences.kv_len
-    alike = int(products.sum()) // max(1, longest(products)) * placed.batches
-    heads = placed.query.shape[1]
-    return choose_heads(heads, longest(sequences.q_len), alike, block_q, num_threads())
+    batch, heads, *_ = placed.query.shape
+    if isinstance(rows, One):
+        q_len, alike = rows.q_len, batch if rows.q_len * (rows.kv_end - rows.kv_begin) else 0
+    else:
+        products = rows.q_len * rows.kv_len
+        q_len, alike = longest(rows.q_len), int(products.sum()) // max(1, longest(products))
+    return choose_heads(heads, q_len, alike, block_q, num_threads())
 
 
 def num_rows(placed: Placed, rows: One | Sequences) -> int:
@@ -211,25 +219,25 @@ COMMON_WIDTHS = {64, 96, 128}
 
 def kernel(
     form: Form, dtypes: tuple[torch.dtype, ...], *, head_dim: int = 0, value_dim: int = 0
-) -> Kernel:
+) -> LoadedKernel:
     """Return the kernel of a form for the dtypes of query, key, value and out.
 
     For few queries and common head dims, it is compiled for these head dims.
     """
     if form != "row" or not {head_dim, value_dim} <= COMMON_WIDTHS:
         head_dim = value_dim = 0  # any
-    query, key, value, out = map(dtype_name, dtypes)
+    query, key, value, out = (str(dtype).removeprefix("torch.") for dtype in dtypes)
     widths = {"head_dim": head_dim, "value_dim": value_dim}
     spec = KernelSpec(Target.host(), query=query, key=key, value=value, out=out, **widths)
     return kernel_of(form, spec)
 
 
 @functools.cache
-def kernel_of(form: Form, spec: KernelSpec) -> Kernel:
+def kernel_of(form: Form, spec: KernelSpec) -> LoadedKernel:
     """Return the kernel of a form, which is compiled or loaded once."""
     key = cache_key(form, repr(spec))
     code = code_of(key, spec.target, lambda: _WRITERS[form](spec), [ENTRY])
-    return Kernel(form, spec, spec.tile, code, code.address(ENTRY))
+    return LoadedKernel(form, spec, spec.tile, code, code.address(ENTRY))
 
 
 @functools.cache
@@ -237,3 +245,105 @@ def observer(form: Form, tile: TileShape) -> jit.Code:
     """Return the function that a kernel calls if an argmax or an entropy is wanted."""
     key = cache_key("observe", form, repr(tile))
     return code_of(key, tile.target, lambda: write_observe(form, tile), [OBSERVE.name])
+
+
+# --- sequences ------------------------------------------------------------------------------------
+
+
+def records_of(launcher: Launcher, placed: Placed, rows: One | Sequences) -> Records:
+    """Return the table of some sequences for a kernel, and how many items they are."""
+    form, heads, block_q = launcher.kernel.form, launcher.heads, launcher.block_q
+    if not isinstance(rows, One):
+        return _table(placed, rows, form, heads, block_q)
+    pieces = max(1, num_pieces(rows.kv_begin, rows.kv_end)) if form == "row" else 1
+    items = num_items(rows.q_len, heads, block_q) * pieces * placed.query.shape[0]
+    slots = items if pieces > 1 else 0
+    return Records(record(rows, pieces), 1, num_products(placed, rows), items, slots)
+
+
+class Cut(NamedTuple):
+    """The number of pieces of keys of each sequence [B], and how many of them are shared.
+
+    The first sequence of a group computes the first `shared` pieces for all its `members`.
+    """
+
+    pieces: Numbers
+    shared: Numbers
+    members: Numbers
+
+    @property
+    def slices(self) -> Numbers:
+        """Return the number of pieces that each sequence computes itself."""
+        return np.where(self.members == 0, self.pieces - self.shared, self.pieces)
+
+    @property
+    def columns(self) -> dict[str, Numbers]:
+        """Return the columns of the table of sequences."""
+        return {**self._asdict(), "slices": self.slices}
+
+
+def by_form(rows: One | Sequences) -> list[tuple[Form, One | Sequences]]:
+    """Split sequences by the kernel that computes them: "row" for few queries, else "panel".
+
+    The kernel of a sequence depends only on its own length.
+    """
+    if isinstance(rows, One):
+        return [("row" if rows.q_len <= MOST_ROWS else "panel", rows)]
+    few = rows.q_len <= MOST_ROWS
+    if not few.any():
+        return [("panel", rows)]
+    if few.all():
+        return [("row", rows)]
+    return [("row", rows.where(few)), ("panel", rows.where(~few))]
+
+
+def num_products(placed: Placed, rows: One | Sequences) -> int:
+    """Estimate the number of multiplications for some sequences."""
+    batch, heads, _, head_dim = placed.query.shape
+    if isinstance(rows, One):
+        return batch * heads * head_dim * rows.q_len * (rows.kv_end - rows.kv_begin)
+    return int(np.vdot(rows.q_len, rows.kv_len)) * heads * head_dim
+
+
+def _table(placed: Placed, rows: Sequences, form: Form, heads: int, block_q: int) -> Records:
+    """Return the table of many sequences. The largest come first, so that no thread ends late."""
+    pieces = np.ones_like(rows.q_len)
+    if form == "row":
+        pieces = np.maximum(1, num_pieces(rows.kv_begin, rows.kv_end))
+    order = rows.largest_first()
+    shared = members = None
+    if form == "row" and placed.page_table is not None and longest(rows.kv_end) >= KEYS_OF_PIECE:
+        page = placed.key.shape[2]
+        order, shared, members = shared_pieces(rows, placed.page_table, page, order)
+    rows, pieces = rows.where(order), pieces[order]
+    cut = Cut(pieces, np.zeros_like(pieces), np.ones_like(pieces))
+    if shared is not None and members is not None:
+        cut = Cut(pieces, shared, members)
+    each = num_items(rows.q_len, heads, block_q)
+    items, slots = each * cut.slices, each * pieces
+    columns = cut.columns | {"first_slot": np.cumsum(slots) - slots}
+    most_members = longest(cut.members)
+    needs_slots = longest(pieces) > 1 or most_members > 1
+    return Records(
+        table=table_of(rows, np.cumsum(items) - items, columns),
+        num_sequences=rows.num,
+        products=num_products(placed, rows),
+        items=int(items.sum()),
+        slots=int(slots.sum()) if needs_slots else 0,
+        members=most_members,
+    )
+
+
+def table_of(sequences: Sequences, first_item: Numbers, columns: dict[str, Numbers]) -> bytes:
+    """Return the table of sequences, with more `columns`; a field without a column is 0."""
+    columns = sequences._asdict() | {"first_item": first_item} | columns
+    zeros = np.zeros_like(first_item)
+    return np.stack([columns.get(name, zeros) for name in SEQUENCE.fields], axis=1).tobytes()
+
+
+def record(rows: One, pieces: int = 1, slices: int = 1) -> bytes:
+    """Return the table of a dense call, with as many pieces of keys or slices of queries."""
+    q_len, q_start, kv_begin, kv_end, b = rows
+    positions = (q_len, q_start, -kv_begin, kv_begin, kv_end)
+    fields = (b, 0, 0, 0, *positions, max(slices, pieces), pieces, 0, 1, 0)  # as in SEQUENCE
+    return SEQUENCE.pack_in_order(*fields)

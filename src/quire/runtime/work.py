@@ -33,13 +33,11 @@ from quire.ir.trace import Traced
 from quire.memory import One, Placed, longest
 from quire.memory.tables import Numbers, Sequences
 from quire.request import Call, Problem, ReadyMod
-from quire.runtime.gather import gather
-from quire.runtime.launcher import by_form, num_products
+from quire.runtime.blocks import gather, tile_runs
 from quire.runtime.mods import ORIGIN, within_blocks
-from quire.runtime.prepare import queries_of_item
+from quire.runtime.prepare import by_form, num_products, queries_of_item
 from quire.runtime.read_keys import MaskBounds, Panels, Tiling, Units
 from quire.runtime.shared_prefix import shared_pieces
-from quire.runtime.tile_lists import tile_runs
 from quire.support.torch_private import has_memory, is_wrapped, without_modes
 
 

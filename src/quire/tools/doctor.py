@@ -21,8 +21,7 @@ import torch
 
 from quire.codegen.llvm.target import Target, host_features
 from quire.errors import ArgumentError, QuireError
-from quire.runtime import processor
-from quire.runtime.cache import object_cache
+from quire.runtime.cache import object_cache, processor_obstacle
 
 _CPUINFO = Path("/proc/cpuinfo")
 _MAPS = Path("/proc/self/maps")
@@ -134,6 +133,6 @@ def _why_no_inductor() -> str | None:
 
 def _why_no_jit() -> str | None:
     try:
-        return processor.obstacle(keep=False)
+        return processor_obstacle(keep=False)
     except ArgumentError as error:
         return str(error)
