@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import re
+import sys
 import tomllib
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -131,6 +133,33 @@ def test_the_reference_stands_on_nothing_it_judges() -> None:
 @pytest.mark.parametrize("module", SOURCES)
 def test_every_file_begins_by_saying_what_it_is(module: str) -> None:
     assert ast.get_docstring(ast.parse(SOURCES[module].read_text()))
+
+
+# Names
+
+
+def test_no_two_public_classes_have_one_name() -> None:
+    homes: dict[str, list[str]] = {}
+    for module, path in SOURCES.items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(module)
+    assert {"Request", "Kernel", "Plan"} <= homes.keys()
+    twice = {name: modules for name, modules in homes.items() if len(modules) > 1}
+    assert not twice, f"{twice}: give each a name of its own"
+
+
+def test_nothing_hides_a_module_of_its_name() -> None:
+    """`quire.draw` alone is a function and, in `from quire.draw.pages import ...`, a package."""
+    for module in SOURCES:
+        importlib.import_module(module)
+    named = (module.rpartition(".") for module in SOURCES if "." in module)
+    hidden = {
+        f"{package}.{name}"
+        for package, _, name in named
+        if getattr(sys.modules[package], name) is not sys.modules[f"{package}.{name}"]
+    }
+    assert hidden == {"quire.draw"}
 
 
 # Messages

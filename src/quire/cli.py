@@ -169,10 +169,10 @@ def show_mod(
         ),
     ] = "host",
     stage: Annotated[
-        str, typer.Option(metavar="graph|llvm|asm|all", help="One stage can be piped.")
+        str, typer.Option(metavar="graph|llvm|asm|STEP|all", help="One stage can be piped.")
     ] = "all",
 ) -> None:
-    """Print the graph of a mod, the code that is generated for it, and its assembly."""
+    """Print a mod step by step: its graphs, the code that is generated for it, its assembly."""
     console = Console(highlight=False)
     show.run(console, place, kind=kind, dtype=dtype, target=target, stage=stage)
 

@@ -2,6 +2,7 @@
 
     compute(request)    find the plan of a request, or make one; run it
     key_of              the key of a call in the cache: all that checks and plans depend on
+    choose              the backend of a call: for `auto`, the first that can run it
     CallPlan            computes all calls with the same key, forward and backward
 
 A key has two parts. The layout has the shapes, strides and dtypes of the operands; it is read

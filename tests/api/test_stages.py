@@ -13,6 +13,7 @@ import torch
 import quire
 from quire.api.stages import kernel
 from quire.errors import ArgumentError
+from quire.runtime import mods
 
 GOLDEN = Path(__file__).parent / "golden"
 MODS = {
@@ -38,7 +39,23 @@ def test_golden(name: str, stage: str, request: pytest.FixtureRequest) -> None:
 def test_every_target_has_assembly(target: str) -> None:
     made = kernel(quire.mods.softcap(20.0), quire.mods.causal, target=target)
     assert "full:" in made.stages["asm"]
-    assert list(made.stages) == ["graph", "llvm", "asm"]
+
+
+def test_the_stages_are_the_column() -> None:
+    stages = kernel(quire.mods.alibi(8), quire.mods.causal, target="x86-64-v3").stages
+    assert list(stages) == ["trace", "shift", "bound", "narrow", "lower", "compile"]
+    assert stages["graph"] == stages["narrow"] != stages["bound"] != stages["shift"]
+    assert (stages["llvm"], stages["asm"]) == (stages["lower"], stages["compile"])
+    assert "int64" in stages["bound"] and "can:" in stages["bound"]
+    assert "can:" not in stages["shift"]
+
+
+def test_a_step_that_is_added_is_shown_and_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setitem(mods.GRAPH_STEPS, "more", lambda graphs, _: seen.append(1) or graphs)
+    assert "more" in kernel(mask_mod=quire.mods.causal).graphs
+    quire.flex_attention(*torch.randn(3, 1, 1, 7, 9), mask_mod=lambda b, h, q, k: q * 3 > k * 5)
+    assert len(seen) == 2
 
 
 def test_what_depends_on_one_side_only_is_outside_the_loop() -> None:

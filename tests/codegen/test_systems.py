@@ -27,7 +27,7 @@ from quire.codegen.phases.observe import write_observe
 from quire.codegen.phases.tiles import TileShape
 from quire.config import config
 from quire.runtime import launch as launching
-from quire.runtime.mods import write_mods
+from quire.runtime.mods import lower
 
 WINDOWS = code_triple("x86_64-pc-windows-msvc")
 MACOS = "apple-macosx13.0"
@@ -168,7 +168,7 @@ def test_mods_stand_alone(name: str) -> None:
         kernel = quire.kernel(**given)
         for form in ("panel", "row", "backward"):
             arguments = ModArguments.of(kernel.graphs.everything(form), kernel.arguments.captures)
-            text = write_mods(form, tile, kernel.graphs, arguments).text
+            text = lower(form, tile, kernel.final, arguments).text
             assert undefined(jit.compile_object(text, TARGETS[name])) == set()
 
 

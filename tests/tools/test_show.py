@@ -12,6 +12,7 @@ from rich.console import Console
 
 import quire
 from quire import errors
+from quire.runtime.mods import COLUMN
 from quire.tools import show
 
 PROGRAM = """
@@ -95,7 +96,7 @@ def test_everything_in_order(file: Path, capsys: pytest.CaptureFixture[str]) -> 
     expected = "".join(f"\n{title}\n\n{text.rstrip()}\n" for title, text in parts.items())
     capsys.readouterr()
     assert shown(f"{file}:prefer_near") == expected.expandtabs()
-    assert list(parts) == ["python", "graph", "llvm", "asm"]
+    assert list(parts) == ["python", *COLUMN]
     assert capsys.readouterr() == ("", "loading __shown__\ntracing\n")
 
 
@@ -141,12 +142,12 @@ def test_source(file: Path, name: str, first: str) -> None:
     assert source is not None and source.startswith(first)
 
 
-def test_without_source_the_graph_is_first() -> None:
+def test_without_source_the_trace_is_first() -> None:
     names: dict[str, Callable[..., object]] = {}
     exec("def typed_in(b, h, q_idx, kv_idx): return q_idx >= kv_idx", names)
     assert show.source_of(names["typed_in"]) is None
     made = quire.kernel(mask_mod=names["typed_in"])
-    assert next(show._all(names["typed_in"], made))[0] == "graph"
+    assert next(show._all(names["typed_in"], made))[0] == "trace"
 
 
 # mistakes

@@ -7,8 +7,10 @@
       %1 = input q_idx : int32
       %2 = le %0, %1 : bool
 
-There are three stages: `graph`, the ops; `llvm`, the functions that the kernel calls; `asm`, the
-instructions of the processor. For a named target they are the same on every machine.
+The stages are the steps of `runtime/mods.py`: trace, shift, bound and narrow give graphs, `lower`
+the functions that the kernel calls, `compile` the instructions of the processor. `graph`, `llvm`
+and `asm` are the last stage in each of these languages. For a named target, stages are the same on
+every machine.
 """
 
 from __future__ import annotations
@@ -28,43 +30,39 @@ from quire.codegen.phases.tiles import TileShape
 from quire.errors import ArgumentError
 from quire.ir.graph import text
 from quire.ir.trace import Mod, trace
-from quire.request import Problem
 from quire.results import working_dtype
-from quire.runtime.mods import ModGraphs, capture_shapes, graphs_of, write_mods
+from quire.runtime.mods import COLUMN, ModGraphs, capture_shapes, graph_stages, lower
 
-NAMES = ("graph", "llvm", "asm")
+LAST_OF_LANGUAGE = {language: step for step, language in COLUMN.items()}
+"""The last step in each language: "graph" is the result of "narrow"."""
+
+NAMES = (*LAST_OF_LANGUAGE, *COLUMN)
+"""Every name that a stage can be read by."""
 
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """The code of some mods, stage by stage."""
+    """The code of some mods, step by step."""
 
-    graphs: ModGraphs
+    graphs: Mapping[str, ModGraphs]
     arguments: ModArguments
     tile: TileShape
 
     @property
     def stages(self) -> Mapping[str, str]:
-        """The text of each stage by name. A stage is computed when it is first read."""
+        """The text after each step by name. A text is written when it is first read."""
         return _Stages(self)
 
-    @cached_property
-    def graph(self) -> str:
-        """The ops of each mod, and of the bounds of a mask: if it can, and must, hold in a tile."""
-        titles = {"score": self.graphs.score, "mask": self.graphs.always}
-        if self.graphs.bounds is not None:
-            titles |= {"can": self.graphs.bounds.can, "must": self.graphs.bounds.must}
-        parts = [
-            f"{title}:\n{textwrap.indent(text(root), '  ')}"
-            for title, root in titles.items()
-            if root is not None
-        ]
-        return "\n".join(parts)
+    @property
+    def final(self) -> ModGraphs:
+        """The graphs after the last of their steps."""
+        *_, graphs = self.graphs.values()
+        return graphs
 
     @cached_property
     def llvm(self) -> str:
         """The functions that the forward kernel calls, in LLVM's language."""
-        return write_mods("panel", self.tile, self.graphs, self.arguments).text
+        return lower("panel", self.tile, self.final, self.arguments).text
 
     @cached_property
     def asm(self) -> str:
@@ -77,15 +75,29 @@ class _Stages(Mapping[str, str]):
         self._kernel = kernel
 
     def __getitem__(self, name: str) -> str:
-        if name not in NAMES:
+        step = LAST_OF_LANGUAGE.get(name, name)
+        if step not in COLUMN:
             raise KeyError(f"{name!r} is none of the stages {', '.join(NAMES)}")
-        return str(getattr(self._kernel, name))
+        graphs = self._kernel.graphs.get(step)
+        return str(getattr(self._kernel, COLUMN[step])) if graphs is None else _graph_text(graphs)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(NAMES)
+        return iter(COLUMN)
 
     def __len__(self) -> int:
-        return len(NAMES)
+        return len(COLUMN)
+
+
+def _graph_text(graphs: ModGraphs) -> str:
+    """The ops of each mod, and of the bounds of a mask: if it can, and must, hold in a tile."""
+    titles = {"score": graphs.score, "mask": graphs.always}
+    if graphs.bounds is not None:
+        titles |= {"can": graphs.bounds.can, "must": graphs.bounds.must}
+    return "\n".join(
+        f"{title}:\n{textwrap.indent(text(root), '  ')}"
+        for title, root in titles.items()
+        if root is not None
+    )
 
 
 def kernel(
@@ -102,13 +114,11 @@ def kernel(
     if score_mod is None and mask_mod is None:
         raise ArgumentError("a score_mod or a mask_mod must be given, but both are None. Pass one.")
     wide = working_dtype(dtype)
-    problem = Problem(
-        scale=1.0,
-        score_mod=None if score_mod is None else trace(score_mod, "score", score_dtype=wide),
-        mask_mod=None if mask_mod is None else trace(mask_mod, "mask"),
-    )
-    graphs, captures = graphs_of(problem, wide, end=0)
-    shapes = capture_shapes(captures, graphs.pyramids)
+    score = None if score_mod is None else trace(score_mod, "score", score_dtype=wide)
+    mask = None if mask_mod is None else trace(mask_mod, "mask")
+    graphs, captures = graph_stages((score, mask, None, None), end=0)
+    *_, final = graphs.values()
+    shapes = capture_shapes(captures, final.pyramids)
     processor = Target.host() if target is None else Target.named(target)
     tile = TileShape(processor, F64 if wide == torch.float64 else F32)
-    return Kernel(graphs, ModArguments.of(graphs.all, shapes), tile)
+    return Kernel(graphs, ModArguments.of(final.all, shapes), tile)

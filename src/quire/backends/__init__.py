@@ -4,5 +4,5 @@
     eager      torch operations, tile by tile
     inductor   PyTorch's own flex_attention, compiled by PyTorch
 
-A backend imports nothing from another one. `plans.py` chooses between them.
+A backend imports nothing from another one. `choose` of `plans.py` takes one.
 """

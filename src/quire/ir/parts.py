@@ -10,14 +10,14 @@ from quire.ir.ranges import FAR
 from quire.ir.terms import I64, TRUE, both, term, whole
 
 
-class Part(NamedTuple):
+class TilePart(NamedTuple):
     """A part of a tile: the ends of its queries and keys, and whether it is not empty."""
 
     ends: dict[str, Interval]
     exists: Node
 
 
-def parts_of(root: Node) -> list[Part]:
+def parts_of(root: Node) -> list[TilePart]:
     """A tile in up to four parts, cut where the graph compares a position with a constant.
 
     Beyond such a position the mask may follow another rule, as in `where(q_idx < n, ...)`. Only
@@ -25,17 +25,19 @@ def parts_of(root: Node) -> list[Part]:
     """
     axes = {"q_idx": "q", "kv_idx": "kv"}
     cuts = _cuts(root)
-    parts = [Part({}, TRUE)]
+    parts = [TilePart({}, TRUE)]
     for name, stem in axes.items():
         low, high = (Node("input", (), I64, f"{stem}_{end}") for end in ("low", "high"))
         if name not in cuts:
-            parts = [Part({**part.ends, name: Interval(low, high)}, part.exists) for part in parts]
+            parts = [
+                TilePart({**part.ends, name: Interval(low, high)}, part.exists) for part in parts
+            ]
             continue
         cut = whole(cuts[name])
         before = Interval(low, term("min", high, term("sub", cut, whole(1))))
         after = Interval(term("max", low, cut), high)
         parts = [
-            Part({**part.ends, name: ends}, both(part.exists, term("le", ends.low, ends.high)))
+            TilePart({**part.ends, name: ends}, both(part.exists, term("le", ends.low, ends.high)))
             for part in parts
             for ends in (before, after)
         ]

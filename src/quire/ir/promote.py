@@ -23,6 +23,9 @@ def apply(op: str, *operands: object) -> Symbol:
     assert recorder is not None, "an op without a symbol"
     values: list[Node | Number | str] = []
     for operand in operands:
+        if type(operand) is Symbol and operand.recorder is recorder:  # nearly always
+            values.append(operand.node)
+            continue
         value = recorder.lift(operand)
         if isinstance(value, Symbol):
             values.append(value.node)

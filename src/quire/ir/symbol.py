@@ -302,6 +302,8 @@ def find_recorder(values: Iterable[object]) -> Recorder | None:
 
 def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a torch function: by its form if an argument is a symbol, else as it is."""
+    if func is _GETITEM and type(args[1]) is Symbol:  # nearly always
+        return FORMS["getitem"](*args)
     recorder = find_recorder(args) or (find_recorder(kwargs.values()) if kwargs else None)
     if recorder is None:
         _refuse_random(func)

@@ -143,10 +143,13 @@ def _input_nodes(kind: Kind, score_dtype: torch.dtype) -> tuple[Node, ...]:
     return tuple(Node("input", (), dtypes.get(name, torch.int64), name) for name in INPUTS[kind])
 
 
+_MODE = TraceMode()  # it has no state
+
+
 def _run(mod: Mod, kind: Kind, symbols: list[Symbol]) -> Any:
     """Call `mod` with symbols; any exception becomes a ModError."""
     try:
-        with TraceMode():
+        with _MODE:
             return mod(*symbols)
     except QuireError:
         raise

@@ -2,20 +2,21 @@
 
     trace      turn each mod into a graph (done when the request came in)
     shift      number the captured tensors of all mods in one list
-    narrow     turn 64-bit indices into 32-bit ones where they fit
     bound      make graphs that tell if a mask can be true, or must be true, in a tile
+    narrow     turn 64-bit indices into 32-bit ones where they fit
     lower      turn all graphs into functions in LLVM's language
     compile    turn the functions into machine code, or find it in this process or on disk
 
-`graphs_of` does the steps up to `bound`, `compiled` the others; `quire.kernel(...).stages` shows
-their results.
+`COLUMN` is this list. `graphs_of` does the steps up to `narrow`, `compiled` the others, and
+`quire.kernel(...).stages` shows what comes out of each.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, overload
 
 import torch
@@ -70,6 +71,13 @@ class ModGraphs(NamedTuple):
     bounds: Bounds | None = None
     learned: tuple[int, ...] = ()
 
+    def changed(self, change: Callable[[int, Node], Node]) -> ModGraphs:
+        """Return `change(place, graph)` of score, always, partial and drop; bounds stay."""
+        score, always, partial, drop = (
+            None if root is None else change(place, root) for place, root in enumerate(self[:4])
+        )
+        return self._replace(score=score, always=always, partial=partial, drop=drop)
+
     @property
     def all(self) -> list[Node]:
         """Return the graphs of mods and bounds that are not None."""
@@ -119,44 +127,80 @@ def _depends_on_head(*graphs: Node) -> bool:
 derivatives = functools.lru_cache(maxsize=512)(differentiate)
 
 
-class CaptureList:
-    """The captured tensors of all mods. Graphs refer to them by their index in this list."""
+class ColumnScope(NamedTuple):
+    """What the steps of the column need to know besides the graphs.
 
-    def __init__(self, end: int) -> None:
-        self.tensors: list[Tensor] = []
-        self.bits = _bits(end)
+    `shapes` are those of all captured tensors: of score, always, partial and drop, in this order;
+    `firsts` is the index of the first tensor of each.
+    """
 
-    def add(self, mod: Traced | None) -> Node | None:
-        """Add the tensors of a mod, and return its graph with their new indices."""
-        if mod is None:
-            return None
-        first = len(self.tensors)
-        self.tensors.extend(tensor.resolve_neg() for tensor in mod.captures)
-        return _ready(mod.output, first, self.bits)
+    firsts: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    bits: int  # positions are below 2**bits
+    has_blocks: bool  # so tiles are listed, and no bounds are needed
+
+
+def _shift(graphs: ModGraphs, scope: ColumnScope) -> ModGraphs:
+    """Number the captured tensors of all mods in one list."""
+    return graphs.changed(lambda place, root: _renumbered(root, scope.firsts[place]))
+
+
+def _bound(graphs: ModGraphs, scope: ColumnScope) -> ModGraphs:
+    """Make graphs that tell if a mask can be true, or must be true, in a tile."""
+    if graphs.always is None or scope.has_blocks:
+        return graphs
+    bounds = _bounds(graphs.always, scope.bits, scope.shapes)
+    tells_nothing = bounds.can is TRUE and bounds.must is FALSE
+    return graphs if tells_nothing else graphs._replace(bounds=bounds)
+
+
+def _narrow(graphs: ModGraphs, scope: ColumnScope) -> ModGraphs:
+    """Turn 64-bit indices into 32-bit ones where they fit. Bounds are made with 32 bits."""
+    return graphs.changed(lambda _, root: _narrowed(root, scope.bits))
+
+
+GRAPH_STEPS: dict[str, Callable[[ModGraphs, ColumnScope], ModGraphs]] = {
+    "trace": lambda graphs, _: graphs,  # a request is traced when it comes in
+    "shift": _shift,
+    "bound": _bound,
+    "narrow": _narrow,
+}
+"""The steps from graph to graph, in order. `quire.kernel(...).stages` shows each of them."""
+
+COLUMN = {**dict.fromkeys(GRAPH_STEPS, "graph"), "lower": "llvm", "compile": "asm"}
+"""All steps, and the language of what comes out of each."""
+
+
+@functools.lru_cache(maxsize=4096)
+def _renumbered(root: Node, first: int) -> Node:
+    return rewrite(root, functools.partial(_renumber, first)) if first else root
+
+
+def _renumber(first: int, node: Node, args: tuple[Node, ...]) -> Node:
+    """Rebuild a node; add `first` to the index of the tensor if it is a load."""
+    if node.op != "load":
+        return rebuild(node, args)
+    assert isinstance(node.payload, int)
+    return Node("load", args, node.dtype, first + node.payload)
+
+
+@functools.lru_cache(maxsize=1024)
+def _bounds(root: Node, bits: int, shapes: tuple[tuple[int, ...], ...]) -> Bounds:
+    return bound(root, shapes, _ranges(bits))
+
+
+@functools.lru_cache(maxsize=4096)
+def _narrowed(root: Node, bits: int) -> Node:
+    return narrow(root, _ranges(bits))
 
 
 def _bits(end: int) -> int:
     return next(bits for bits in _POSITION_BITS if end < 2**bits)
 
 
-@functools.lru_cache(maxsize=4096)
-def _ready(root: Node, first: int, bits: int) -> Node:
-    if first:
-        root = rewrite(root, functools.partial(_shifted, first))
-    return narrow(root, _ranges(bits))
-
-
 def _ranges(bits: int) -> dict[str, Range]:
     positions, places = (0, 2**bits - 1), (0, 2**31 - 1)
     return {"b": places, "h": places, "q_idx": positions, "kv_idx": positions}
-
-
-def _shifted(first: int, node: Node, args: tuple[Node, ...]) -> Node:
-    """Rebuild a node; add `first` to the index of the tensor if it is a load."""
-    if node.op != "load":
-        return rebuild(node, args)
-    assert isinstance(node.payload, int)
-    return Node("load", args, node.dtype, first + node.payload)
 
 
 def graphs_of(
@@ -171,40 +215,37 @@ def graphs_of(
     Positions are below `end`. `mixed` is the block mask, if a tile of the kernel touches blocks of
     several kinds; it counts from the first query and key of `rows`.
     """
-    captures = CaptureList(end)
-    score = captures.add(_traced(problem.score_mod))
-    always = captures.add(_traced(problem.mask_mod))
-    partial_mod = _traced(problem.partial_mod)
-    if mixed is not None and partial_mod is not None:
-        partial_mod = within_blocks(partial_mod, mixed, rows)
-    partial = captures.add(partial_mod)
-    drop = None
-    if problem.dropout is not None:
-        drop = captures.add(_drop(problem.dropout.keep, problem.dropout.factor, dtype))
-    tensors = tuple(captures.tensors)
-    bounds = None
-    if problem.block_mask is None and problem.mask_mod is not None:
-        output = _traced(problem.mask_mod).output
-        first = 0 if problem.score_mod is None else len(problem.score_mod.captures)
-        shapes = tuple(tuple(tensor.shape) for tensor in tensors)
-        bounds = _bounds(output, first, captures.bits, shapes)
-        if bounds.can is TRUE and bounds.must is FALSE:  # they tell nothing
-            bounds = None
-    return ModGraphs(score, always, partial, drop, bounds), tensors
+    score, always = _traced(problem.score_mod), _traced(problem.mask_mod)
+    partial, dropout = _traced(problem.partial_mod), problem.dropout
+    if mixed is not None and partial is not None:
+        partial = within_blocks(partial, mixed, rows)
+    drop = None if dropout is None else _drop(dropout.keep, dropout.factor, dtype)
+    steps, tensors = graph_stages(
+        (score, always, partial, drop), end, has_blocks=problem.block_mask is not None
+    )
+    *_, graphs = steps.values()
+    return graphs, tensors
 
 
-@functools.lru_cache(maxsize=1024)
-def _bounds(root: Node, first: int, bits: int, shapes: tuple[tuple[int, ...], ...]) -> Bounds:
-    """Return graphs that tell if a mask can be true, or must be true, in a tile."""
-    if first:
-        root = rewrite(root, functools.partial(_shifted, first))
-    return bound(root, shapes, _ranges(bits))
+def graph_stages(
+    mods: tuple[Traced | None, ...], end: int, *, has_blocks: bool = False
+) -> tuple[dict[str, ModGraphs], tuple[Tensor, ...]]:
+    """Return the graphs of score, always, partial and drop after each step, and their tensors."""
+    captures = [() if mod is None else mod.captures for mod in mods]
+    tensors = tuple(tensor.resolve_neg() for each in captures for tensor in each)
+    firsts = (0, *itertools.accumulate(map(len, captures[:-1])))
+    shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+    scope = ColumnScope(firsts, shapes, _bits(end), has_blocks)
+    score, always, partial, drop = (None if mod is None else mod.output for mod in mods)
+    graphs, stages = ModGraphs(score, always, partial, drop), {}
+    for name, step in GRAPH_STEPS.items():
+        graphs = stages[name] = step(graphs, scope)
+    return stages, tensors
 
 
 def bounds_of(mask: Traced, end: int) -> Bounds:
     """Return the bounds of a mask, with its own list of captured tensors."""
-    shapes = tuple(tuple(tensor.shape) for tensor in mask.captures)
-    return _bounds(mask.output, 0, _bits(end), shapes)
+    return _bounds(mask.output, _bits(end), tuple(tuple(tensor.shape) for tensor in mask.captures))
 
 
 @overload
@@ -308,7 +349,7 @@ def compiled(
     if code is None:
         key = cache_key("mods", content)
         code = _codes[content] = code_of(
-            key, tile.target, lambda: write_mods(form, tile, graphs, arguments), names
+            key, tile.target, lambda: lower(form, tile, graphs, arguments), names
         )
     written = {name: _written_as(form, graphs, name) for name in FUNCTIONS}
     addresses = {name: code.address(same) if same else 0 for name, same in written.items()}
@@ -336,8 +377,8 @@ def _written(form: Form, graphs: ModGraphs) -> list[str]:
     return [name for name in FUNCTIONS if _written_as(form, graphs, name) == name]
 
 
-def write_mods(form: Form, tile: TileShape, graphs: ModGraphs, arguments: ModArguments) -> Module:
-    """Return a module with all functions that a problem needs."""
+def lower(form: Form, tile: TileShape, graphs: ModGraphs, arguments: ModArguments) -> Module:
+    """Return a module with all functions that a problem needs, in LLVM's language."""
     module = Module()
     write = write_row_rewrite if form == "row" else write_rewrite
     for name in _written(form, graphs):

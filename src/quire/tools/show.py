@@ -32,6 +32,7 @@ from quire.errors import ArgumentError
 from quire.ir.source import describe
 from quire.ir.trace import INPUTS, Mod, mod_kind
 from quire.mods.objects import Bound
+from quire.runtime.mods import COLUMN
 from quire.tools.colour import coloured
 
 _DTYPES = {dtype_name(dtype): dtype for dtype in DTYPES}
@@ -54,11 +55,11 @@ def run(
             target=None if target == "host" else target,
         )
     if stage != "all":
-        console.print(coloured(made.stages[stage], stage), soft_wrap=True)
+        console.print(coloured(made.stages[stage], COLUMN.get(stage, stage)), soft_wrap=True)
         return
-    for language, text in _all(mod, made):
-        console.print(Text(f"\n{language}\n", style="bold"))
-        console.print(coloured(text, language), soft_wrap=True)
+    for name, text in _all(mod, made):
+        console.print(Text(f"\n{name}\n", style="bold"))
+        console.print(coloured(text, COLUMN.get(name, name)), soft_wrap=True)
 
 
 def _check(option: str, word: str, choices: Collection[str]) -> None:
@@ -70,7 +71,7 @@ def _check(option: str, word: str, choices: Collection[str]) -> None:
 
 
 def _all(mod: Mod, made: Kernel) -> Iterator[tuple[str, str]]:
-    """Yield (language, text) of the user's source, if it is known, and of every stage."""
+    """Yield (name, text) of the user's source, if it is known, and of every stage."""
     source = source_of(mod)
     if source is not None:
         yield "python", source

@@ -29,10 +29,12 @@ class Type:
     kind: str
     lanes: int = 0
     text: str = field(init=False, repr=False, compare=False, default="")
+    bits: int = field(init=False, repr=False, compare=False, default=0)  # of one lane
 
     def __post_init__(self) -> None:
         text = f"<{self.lanes} x {self.kind}>" if self.lanes else self.kind
         object.__setattr__(self, "text", text)
+        object.__setattr__(self, "bits", _BITS[self.kind])
 
     def __repr__(self) -> str:
         return self.text
@@ -49,11 +51,6 @@ class Type:
     def scalar(self) -> Type:
         """The type of one lane."""
         return Type(self.kind)
-
-    @property
-    def bits(self) -> int:
-        """The bits of one lane."""
-        return _BITS[self.kind]
 
     @property
     def size(self) -> int:

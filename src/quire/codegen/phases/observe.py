@@ -130,7 +130,7 @@ class State(NamedTuple):
     surprise: Value
 
 
-class Part(NamedTuple):
+class ObservedPart(NamedTuple):
     """Some keys of a row: their state, and by how much their weights shrink as parts are merged."""
 
     state: State
@@ -146,7 +146,7 @@ def forget(f: Function, tile: TileShape, state: State) -> None:
     tile.store(f, f.value(0.0, tile.vector), state.surprise)
 
 
-def merge(f: Function, tile: TileShape, mine: Part, theirs: Part) -> None:
+def merge(f: Function, tile: TileShape, mine: ObservedPart, theirs: ObservedPart) -> None:
     """Add what later keys have seen to the state of the keys before."""
     state = mine.state
     best, other = tile.load(f, state.best), tile.load(f, theirs.state.best)

@@ -104,8 +104,8 @@ def write_merge(module: Module, tile: TileShape) -> Function:
         my_state, their_state = (
             observe.State(*(of[name] for name in observe.State._fields)) for of in (given, theirs)
         )
-        here = observe.Part(my_state, mine, before - shift, moved)
-        there = observe.Part(their_state, its, other - shift, joined)
+        here = observe.ObservedPart(my_state, mine, before - shift, moved)
+        there = observe.ObservedPart(their_state, its, other - shift, joined)
         observe.merge(f, tile, here, there)
         with f.range(0, given["columns"], tile.lanes) as d:
             total = add(tile.load(f, given["out"], d), tile.load(f, theirs["out"], d))

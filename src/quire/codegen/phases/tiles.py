@@ -56,12 +56,12 @@ class TileShape(NamedTuple):
     @property
     def lanes(self) -> int:
         """Queries in one vector."""
-        return self.target.lanes(self.element)
+        return self.target.vector_bits // self.element.bits
 
     @property
     def width(self) -> int:
         """Queries in one panel."""
-        return self.target.panel(self.element)
+        return self.target.vectors * self.lanes
 
     @property
     def vectors(self) -> int:

@@ -25,7 +25,7 @@ except ImportError as missing:
         f"it: pip install 'quire[models]'."
     ) from missing
 
-from quire.integrations.transformers.attend import (
+from quire.integrations.transformers.attention import (
     ATTRIBUTE,
     AttentionWeightsWarning,
     Mods,
