@@ -175,7 +175,7 @@ def test_the_drawings_of_the_architecture_name_what_exists() -> None:
 
 
 def test_the_tree_of_folders_is_whole() -> None:
-    tree = re.findall(r"^```\n(attention\.py.*?)^```", ARCHITECTURE, re.MULTILINE | re.DOTALL)
+    tree = re.findall(r"^```\n(request\.py.*?)^```", ARCHITECTURE, re.MULTILINE | re.DOTALL)
     (drawn,) = ({line.split()[0] for line in text.splitlines()} for text in tree)
     real = {f"{path.name}/" if path.is_dir() else path.name for path in SOURCE.iterdir()}
     assert real - {"__init__.py", "__pycache__/", "py.typed"} == {
@@ -217,7 +217,7 @@ def test_the_architecture_follows_a_call_as_it_goes(
         return score.tanh() * slopes[h].cos() - ((q_idx - kv_idx) % 7) / (h + 3) ** 2
 
     first, later = walk(call), walk(call)
-    assert len(steps_of("The first call")) == 18
+    assert len(steps_of("The first call")) == 17
     assert in_order(steps_of("The first call"), first)
     named = steps_of("A later call like it")
     assert in_order(named, later)

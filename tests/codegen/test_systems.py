@@ -167,7 +167,7 @@ def test_mods_stand_alone(name: str) -> None:
     for given in each:
         kernel = quire.kernel(**given)
         for form in ("panel", "row", "backward"):
-            arguments = ModArguments.of(kernel.graphs.everything(form), kernel.arguments.captures)
+            arguments = ModArguments.of(kernel.final.everything(form), kernel.arguments.captures)
             text = lower(form, tile, kernel.final, arguments).text
             assert undefined(jit.compile_object(text, TARGETS[name])) == set()
 

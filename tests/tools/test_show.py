@@ -218,7 +218,7 @@ def test_not_a_mod(
     [
         ("kind", "bias", "score, mask"),
         ("dtype", "int8", "float32, bfloat16, float16, float64"),
-        ("stage", "c", "graph, llvm, asm, all"),
+        ("stage", "c", "graph, llvm, asm, trace, shift, bound, narrow, lower, compile, all"),
     ],
 )
 def test_not_an_option(option: str, word: str, choices: str) -> None:
