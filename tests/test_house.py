@@ -213,20 +213,6 @@ def test_scripts_have_few_positional_arguments() -> None:
     assert not long_calls(ROOT / "benchmarks", ROOT / "examples")
 
 
-# Packages in which no two public classes have one name.
-ONE_NAME = ("block_mask", "cli", "draw", "integrations", "mods", "tools")
-
-
-def test_no_two_public_classes_have_one_name() -> None:
-    homes: dict[str, list[str]] = {}
-    for module in (each for each in SOURCES if layer(each) in ONE_NAME):
-        for node in ast.parse(SOURCES[module].read_text()).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                homes.setdefault(node.name, []).append(module)
-    twice = {name: modules for name, modules in homes.items() if len(modules) > 1}
-    assert not twice, f"rename one of each: {twice}"
-
-
 # PyTorch's private names
 
 PYTHONS_OWN = {"_replace", "_asdict", "_fields", "_getframe", "_exit"}
