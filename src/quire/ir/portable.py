@@ -40,7 +40,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-class Captured(Protocol):
+class CaptureLike(Protocol):
     """A captured tensor, or what a graph relies on in one."""
 
     @property
@@ -52,7 +52,7 @@ class Captured(Protocol):
 
 
 def restore(
-    written: object, captures: Sequence[Captured], inputs: tuple[str, ...] = MASK_INPUTS
+    written: object, captures: Sequence[CaptureLike], inputs: tuple[str, ...] = MASK_INPUTS
 ) -> Node:
     """The root of the graph that `portable` wrote, over these captured tensors.
 
@@ -77,7 +77,7 @@ def restore(
 
 
 def _node(
-    row: object, nodes: list[Node], captures: Sequence[Captured], inputs: tuple[str, ...]
+    row: object, nodes: list[Node], captures: Sequence[CaptureLike], inputs: tuple[str, ...]
 ) -> Node:
     _expect(isinstance(row, list) and len(row) == 4, "it is no list of four")
     assert isinstance(row, list)
@@ -127,7 +127,7 @@ def _checked_leaf(
     args: list[Node],
     dtype: torch.dtype,
     payload: object,
-    captures: Sequence[Captured],
+    captures: Sequence[CaptureLike],
 ) -> Payload:
     if op == "const":
         return _checked_constant(dtype, payload)

@@ -69,7 +69,7 @@ def _variable_class(name: str, write: Write) -> type:
     return type(f"{name}_variable", (base,), {"_HOP_NAME": name, "_call_function": call_function})
 
 
-class Step(NamedTuple):
+class TracedStep(NamedTuple):
     """One operation of a traced function: what it computes from earlier values, and its line."""
 
     node: fx.Node
@@ -92,7 +92,7 @@ class TracedFunction(NamedTuple):
 
     name: str
     inputs: list[fx.Node]
-    steps: list[Step]
+    steps: list[TracedStep]
     outer: dict[fx.Node, Any]
     captured: dict[int, Variable]  # by id of the fake tensor
     output: Any
@@ -202,14 +202,14 @@ class DynamoTrace:
         inputs = placeholders[:count]
         depends = set(inputs)
         outside: dict[fx.Node, Any] = {node: inner[node] for node in placeholders[count:]}
-        steps: list[Step] = []
+        steps: list[TracedStep] = []
         (output,) = (node for node in graph.nodes if node.op == "output")
         for node in graph.nodes:
             if node.op in ("placeholder", "output"):
                 continue
             if any(each in depends for each in node.all_input_nodes):
                 depends.add(node)
-                steps.append(Step(node, _line(node)))
+                steps.append(TracedStep(node, _line(node)))
                 continue
             if node.op == "get_attr":
                 outside[node] = self._translator.output.create_proxy(node.op, node.target, (), {})
