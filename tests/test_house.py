@@ -261,7 +261,9 @@ FORBIDDEN = re.compile(
     r"|\b[p]ypi\.|[p]ythonhosted\.|[d]ownload\.pytorch\.",
     re.IGNORECASE,
 )
-GENERATED = re.compile(r"\.git|\.venv|\..*_cache|\.hypothesis|__pycache__|build|dist|.*\.egg-info")
+GENERATED = re.compile(
+    r"\.git|\.venv|\.aarch64|\..*_cache|\.hypothesis|__pycache__|build|dist|.*\.egg-info"
+)
 
 
 def texts() -> dict[str, str]:

@@ -360,6 +360,9 @@ def test_modules_have_a_device_and_a_dtype() -> None:
 # PyTorch
 
 
+# Of Dynamo in PyTorch's own create_block_mask: the first since Python 3.13, the second since 3.14.
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+@pytest.mark.filterwarnings("ignore:'_UnionGenericAlias' is deprecated")
 @pytest.mark.parametrize("name", ["mask", "score", "module"])
 def test_pytorchs_own_attention_takes_them_compiled(name: str) -> None:
     query = torch.randn(1, H, 64, 16)

@@ -124,13 +124,19 @@ def test_what_makes_masks_breaks(graphs: Graphs) -> None:
 # One graph
 
 
+def said(caught: pytest.WarningsRecorder) -> list[str]:
+    """The warnings, but for those with which Dynamo greets Python 3.13.0."""
+    messages = [str(warning.message) for warning in caught]
+    return [each for each in messages if not each.startswith("Guards may run slower on Python")]
+
+
 def test_in_one_graph_masks_are_made_by_torch_with_one_warning(graphs: Graphs) -> None:
     def run() -> torch_flex.BlockMask:
         return quire.create_block_mask(causal, None, None, 64, 64, "cpu", BLOCK_SIZE=16)
 
     with pytest.warns(OneGraphWarning) as caught:
         torch.compile(run, backend=graphs, fullgraph=True)()
-    assert [str(warning.message) for warning in caught] == [
+    assert said(caught) == [
         "quire makes block masks and writes pages between graphs, but fullgraph=True and "
         "torch.export allow only one graph: PyTorch's own functions take their place. Make masks "
         "before the graph, or compile without fullgraph=True."
