@@ -13,12 +13,14 @@ and planned at every call.
 
 from __future__ import annotations
 
+import copy
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from quire import autograd
+from quire.autograd.folding import Change
 from quire.aux_outputs import NO_AUX
 from quire.backends import choose, inductor
 from quire.backends.eager import per_sequence as eager
@@ -31,7 +33,8 @@ from quire.config import config
 from quire.ir.trace import Traced
 from quire.memory import Dense, One, Paged, Placed
 from quire.request import Call, Problem, Request, call_of, check, check_mods
-from quire.results import Above, Gradients, Result, Wanted
+from quire.results import Above, Gradients, Result, Tangents, Wanted
+from quire.runtime import tangent as compiled
 from quire.runtime.backward import BackwardPlans
 from quire.runtime.forward import ForwardPlan
 from quire.support.bounded import BoundedDict
@@ -242,7 +245,7 @@ class CallPlan:
     are not finite. The eager backend then computes the call.
     """
 
-    __slots__ = ("_backward", "_blocks", "_forward", "_learns", "_problem", "backend")
+    __slots__ = ("_backward", "_blocks", "_forward", "_learns", "backend", "problem")
 
     def __init__(self, call: Call, backend: BackendName) -> None:
         problem, mask = call.problem, call.problem.block_mask
@@ -250,7 +253,7 @@ class CallPlan:
         self._forward: ForwardPlan | None = None  # made at the first call
         self._backward: BackwardPlans | None = None
         # A plan must not keep captured tensors alive, and the user may edit the mask after a call.
-        self._problem: Problem = problem.without_captures()
+        self.problem: Problem = problem.without_captures()
         self._blocks: BlockRows | None = None if mask is None else mask.rows(*call.placed.lengths)
 
     def run(self, call: Call) -> Result:
@@ -277,10 +280,35 @@ class CallPlan:
             recheck(call, found)
         return found
 
-    def backward(self, placed: Placed, wanted: Wanted, above: Above) -> Gradients:
+    def backward(
+        self, placed: Placed, wanted: Wanted, above: Above, *, in_torch: bool = False
+    ) -> Gradients:
         """Return the gradients. The mods load from `wanted.captures`."""
-        problem, found = self._problem.with_captures(wanted.captures), None
-        if self.backend == "jit":
+        problem, found = self.problem.with_captures(wanted.captures), None
+        if self.backend == "jit" and not in_torch:
             self._backward = self._backward or BackwardPlans()
             found = self._backward.run(problem, placed, self._blocks, wanted, above)
         return found or eager.backward(problem, placed, self._blocks, wanted, above)
+
+    def tangent(
+        self,
+        placed: Placed,
+        captures: tuple[Tensor, ...],
+        above: Above,
+        along: Tangents,
+        *,
+        in_torch: bool = False,
+    ) -> Result:
+        """Return the tangents of out and lse. The mods load from `captures`."""
+        problem, found = self.problem.with_captures(captures), None
+        if self.backend == "jit" and not in_torch:
+            found = compiled.tangent(problem, placed, self._blocks, above, along)
+        return found or eager.tangent(problem, placed, self._blocks, above, along)
+
+    def changed(self, change: Change) -> CallPlan:
+        """Return the plan of another problem: of many calls as one, for instance."""
+        plan = copy.copy(self)
+        plan._forward = plan._backward = None
+        plan.problem = change.problem(self.problem)
+        plan._blocks = None if self._blocks is None else self._blocks.repeated(change.size)
+        return plan
