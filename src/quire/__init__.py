@@ -8,6 +8,7 @@ _collecting = gc.isenabled()
 gc.disable()
 try:
     from quire import mods
+    from quire import operator as operator
     from quire.api.attention import attention
     from quire.api.explain import explain
     from quire.api.flex import flex_attention

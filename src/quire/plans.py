@@ -14,13 +14,16 @@ and planned at every call.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from quire import autograd
+from quire.autograd.folding import Change
 from quire.aux_outputs import NO_AUX
 from quire.backends import inductor, jit
 from quire.backends.eager import per_sequence as eager
@@ -35,22 +38,35 @@ from quire.errors import ArgumentError, BackendError
 from quire.ir.trace import Traced
 from quire.memory import Dense, One, Paged, Placed
 from quire.request import Call, Problem, Request, call_of, check, check_mods
-from quire.results import Above, Gradients, Result, Wanted
+from quire.results import Above, Gradients, Result, Tangents, Wanted
+from quire.runtime import tangent as compiled
 from quire.runtime.backward import BackwardPlans
 from quire.runtime.forward import ForwardPlan
 from quire.runtime.work import flops_of
 from quire.support.bounded import BoundedDict
-from quire.support.torch_private import is_ordinary, is_transformed, is_zero_tensor
+from quire.support.torch_private import is_ordinary, is_transformed, is_watched, is_zero_tensor
 
 Key: TypeAlias = tuple[object, ...]
 
 STRIDED = torch.strided
+PLAIN = (Tensor, Parameter)
 MOST_KEYS = 2**19  # graphs of larger positions differ, and such calls take long anyway
 MOST_BYTES = 2**16  # of a block mask; comparing a larger one would take too long
 
 
+by_operator: Callable[[Request], Result | None] = lambda request: None  # noqa: E731
+"""Computes a request that somebody watches, or returns None; `operator/in_graph.py` sets it."""
+
+
 def compute(request: Request) -> Result:
-    """Find the plan of a request, or make one, and run it. Results have the user's layout."""
+    """Find the plan of a request, or make one, and run it. Results have the user's layout.
+
+    If a graph is being made, or a mode or a profiler watches, the operator does it.
+    """
+    if is_watched() or type(request.query) not in PLAIN:
+        watched = by_operator(request)
+        if watched is not None:
+            return watched
     plan, call = find(request)
     result = plan.run(call)
     if isinstance(call.placed.rows, One):
@@ -100,13 +116,11 @@ def make(call: Call) -> tuple[CallPlan, Call]:
 
 def layout_of(request: Request) -> Key | None:
     """Return all that a plan takes from the request itself; None if the request has no key."""
-    (query, memory, queries, _, _, scale, dropout_p, sink, aux, options, backend, generator, *_) = (
-        request
-    )
+    query, memory, queries, _, _, scale, p, sink, aux, options, backend, generator = request[:12]
     start, offsets, lengths = queries
     if (
         backend != "auto"
-        or dropout_p != 0.0
+        or p != 0.0
         or options is not None
         or generator is not None
         or not (scale is None or type(scale) is float)
@@ -316,7 +330,7 @@ class CallPlan:
     are not finite. The eager backend then computes the call.
     """
 
-    __slots__ = ("_backward", "_blocks", "_forward", "_learns", "_problem", "backend")
+    __slots__ = ("_backward", "_blocks", "_forward", "_learns", "backend", "problem")
 
     def __init__(self, call: Call, backend: BackendName) -> None:
         problem, mask = call.problem, call.problem.block_mask
@@ -324,7 +338,7 @@ class CallPlan:
         self._forward: ForwardPlan | None = None  # made at the first call
         self._backward: BackwardPlans | None = None
         # A plan must not keep captured tensors alive, and the user may edit the mask after a call.
-        self._problem: Problem = problem.without_captures()
+        self.problem: Problem = problem.without_captures()
         self._blocks: BlockRows | None = None if mask is None else mask.rows(*call.placed.lengths)
 
     def run(self, call: Call) -> Result:
@@ -351,10 +365,35 @@ class CallPlan:
             recheck(call, found)
         return found
 
-    def backward(self, placed: Placed, wanted: Wanted, above: Above) -> Gradients:
+    def backward(
+        self, placed: Placed, wanted: Wanted, above: Above, *, in_torch: bool = False
+    ) -> Gradients:
         """Return the gradients. The mods load from `wanted.captures`."""
-        problem, found = self._problem.with_captures(wanted.captures), None
-        if self.backend == "jit":
+        problem, found = self.problem.with_captures(wanted.captures), None
+        if self.backend == "jit" and not in_torch:
             self._backward = self._backward or BackwardPlans()
             found = self._backward.run(problem, placed, self._blocks, wanted, above)
         return found or eager.backward(problem, placed, self._blocks, wanted, above)
+
+    def tangent(
+        self,
+        placed: Placed,
+        captures: tuple[Tensor, ...],
+        above: Above,
+        along: Tangents,
+        *,
+        in_torch: bool = False,
+    ) -> Result:
+        """Return the tangents of out and lse. The mods load from `captures`."""
+        problem, found = self.problem.with_captures(captures), None
+        if self.backend == "jit" and not in_torch:
+            found = compiled.tangent(problem, placed, self._blocks, above, along)
+        return found or eager.tangent(problem, placed, self._blocks, above, along)
+
+    def changed(self, change: Change) -> CallPlan:
+        """Return the plan of another problem: of many calls as one, for instance."""
+        plan = copy.copy(self)
+        plan._forward = plan._backward = None
+        plan.problem = change.problem(self.problem)
+        plan._blocks = None if self._blocks is None else self._blocks.repeated(change.size)
+        return plan

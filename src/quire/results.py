@@ -73,6 +73,16 @@ class Above(NamedTuple):
         return self._replace(out=out, lse=lse, grad_out=grads[0], grad_lse=grads[1])
 
 
+class Tangents(NamedTuple):
+    """The direction of a derivative: a tangent like each operand and capture; None stands for 0."""
+
+    query: Tensor | None = None
+    key: Tensor | None = None
+    value: Tensor | None = None
+    sink: Tensor | None = None
+    captures: tuple[Tensor | None, ...] = ()
+
+
 class Gradients(NamedTuple):
     """The gradients of a call, or what one tile adds to them; None if not wanted.
 

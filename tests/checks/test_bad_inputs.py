@@ -356,19 +356,6 @@ OPERANDS = {
         lambda: {"key": TwoTensor(tensor(B, HQ, S, D), tensor(B, HQ, S, D))},
         torch_raises=NotImplementedError,
     ),
-    "vmap": Bad(
-        TensorKindError,
-        "query must be a plain tensor, but is a tensor inside torch.vmap. Put the mapped "
-        "dimension into the batch dimension.",
-        call=lambda: torch.vmap(lambda x: quire.flex_attention(x, x, x))(tensor(3, B, HQ, L, D)),
-    ),
-    "vmap behind grad": Bad(
-        TensorKindError,
-        "query must be a plain tensor, but is a tensor inside torch.vmap.",
-        call=lambda: torch.vmap(torch.func.grad(lambda x: quire.flex_attention(x, x, x).sum()))(
-            tensor(3, B, HQ, L, D)
-        ),
-    ),
 }
 
 NUMBERS = {

@@ -12,7 +12,7 @@ from quire.aux_outputs import NO_AUX, AuxOutput, AuxRequest, checked_request
 from quire.config import Backend as BackendName
 from quire.ir.trace import Mod
 from quire.memory import Integers, Memory, Queries
-from quire.operator.in_graph import compute
+from quire.plans import compute
 from quire.request import Mask, Request
 from quire.results import Result
 from quire.support.dynamo import entered_by_callers

@@ -20,7 +20,7 @@ from quire.config import Backend as BackendName
 from quire.errors import BlockMaskError, HeadsError, NotCallableError, OptionError
 from quire.ir.trace import Mod
 from quire.memory import TOP_LEFT, Dense
-from quire.operator.in_graph import compute
+from quire.plans import compute
 from quire.request import Mask, Request
 from quire.support.dynamo import entered_by_callers
 from quire.support.warn import warn

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from quire.backends import jit
+from quire.checks import check_unmapped
 from quire.errors import DtypeError, ShapeError
 from quire.ir.trace import Mod
 from quire.memory import Integers, Memory, Queries
@@ -82,6 +83,8 @@ def attention_gradients(
         )
     )
     operands, captures = call.placed.operands, call.problem.captures
+    for name, tensor in zip(("query", "key", "value"), operands, strict=True):
+        check_unmapped(name, tensor)
     for name, tensor in zip(("key", "value"), operands[1:], strict=True):
         if not tensor.is_floating_point():
             raise DtypeError(

@@ -116,6 +116,15 @@ class Runs(NamedTuple):
         kinds = np.full_like(self.kinds, PARTIAL)
         return Runs.of_segments(self.shape, self.row_ids(), self.starts, self.stops, kinds)
 
+    def repeated(self, times: int) -> Runs:
+        """The runs of a batch that repeats this one; a batch of 1 stands for any number."""
+        batch, *others = self.shape
+        if batch == 1:
+            return self
+        heads, rows, columns = others
+        places = np.tile(np.arange(len(self.offsets) - 1), times)
+        return self.pick(places, (batch * times, heads, rows, columns))
+
 
 class Span(NamedTuple):
     """Neighbouring key blocks of one kind, as the keys from `start` up to `stop`."""
@@ -153,3 +162,7 @@ class BlockRows(NamedTuple):
             for start, stop, kind in found
             if start * block < length
         ]
+
+    def repeated(self, times: int) -> BlockRows:
+        """The rows of a batch that repeats this one; a batch of 1 stands for any number."""
+        return self._replace(runs=self.runs.repeated(times))

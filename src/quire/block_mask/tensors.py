@@ -42,6 +42,7 @@ from quire.block_mask.tiles import Sizes, fastest_form
 from quire.errors import ArgumentError, BlockMaskError
 from quire.mods.compose import MaskMod
 from quire.support.torch_private import block_mask_order, block_mask_tensors
+from quire.support.torch_private.transforms import outside_transforms
 
 DEFAULT_BLOCK_SIZE = 128
 MOST_AT_ONCE = 2**16
@@ -319,9 +320,10 @@ class BlockTensors(torch_flex.BlockMask):
         """The runs of the mask as it is now. Leading dimensions beyond [B, H] become part of B."""
         if self._runs is not None:
             return self._runs
-        cells = self._cells()
-        cells = cells[(None,) * (4 - cells.dim())].flatten(0, -4)
-        return Runs.of_cells(cells.cpu().numpy())
+        with outside_transforms():
+            cells = self._cells()
+            cells = cells[(None,) * (4 - cells.dim())].flatten(0, -4)
+            return Runs.of_cells(cells.cpu().numpy())
 
     def _num_columns(self) -> int:
         return ceil_div(self.seq_lengths[1], self.BLOCK_SIZE[1])

@@ -87,6 +87,7 @@ def check_scales(key: Tensor, key_scale: object, value: Tensor, value_scale: obj
             continue
         check_kind(f"{name}_scale", scale)
         assert isinstance(scale, Tensor)
+        check_unmapped(f"{name}_scale", scale)
         if scale.dtype != torch.float32 or scale.shape != pages.shape[:3]:
             raise ShapeError(
                 f"{name}_scale must be float32 {list(pages.shape[:3])}, a factor for each row of "
@@ -136,11 +137,8 @@ def check_kind(name: str, tensor: object) -> None:
     """Check that `tensor` is a plain strided tensor, whose memory a kernel can read."""
     check_strided(name, tensor)
     assert isinstance(tensor, Tensor)
-    if is_vmapped(tensor):
-        raise TensorKindError(
-            f"{name} must be a plain tensor, but is a tensor inside torch.vmap. Put the mapped "
-            f"dimension into the batch dimension."
-        )
+    if is_legacy_batched(tensor):
+        check_unmapped(name, tensor)
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         if is_fake(tensor):  # while a graph is made; only its shape will be used
             return
@@ -149,6 +147,15 @@ def check_kind(name: str, tensor: object) -> None:
             f"be read. Pass a plain tensor, such as its local or materialised part."
         )
     check_held(name, tensor)
+
+
+def check_unmapped(name: str, tensor: Tensor) -> None:
+    """Check that torch.vmap does not map a tensor, whose values are read before anything else."""
+    if is_vmapped(tensor):
+        raise TensorKindError(
+            f"{name} must be the same for all calls, but is a tensor inside torch.vmap. Map the "
+            f"operands or captured tensors alone, or call attention in a loop."
+        )
 
 
 def check_held(name: str, tensor: Tensor) -> None:

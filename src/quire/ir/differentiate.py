@@ -5,6 +5,10 @@
     d out / d score     1 - tanh(score / 20) ** 2
     d out / d bias[h]   1
 
+`push` goes the other way: given the tangents of score and loads, it returns that of the result.
+
+    d out    (1 - tanh(score / 20) ** 2) * d score + d bias[h]
+
 A derivative is a graph of the same ops, so whatever evaluates mods evaluates it, too. The rules are
 those of autograd: at a tie, min and max give each side half; rounding and comparisons have the
 derivative 0; integers and bools are constants.
@@ -13,12 +17,12 @@ derivative 0; integers and bools are constants.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from quire.ir.graph import Node, cast, const, walk
 from quire.ir.simplify import simplest
-from quire.ir.terms import term
+from quire.ir.terms import as_dtype, term
 
 Slopes: TypeAlias = Sequence[Node | None]
 """For each operand what is added to its slope, the derivative of the root by it; None for 0."""
@@ -49,6 +53,38 @@ def differentiate(root: Node) -> Derivatives:
                 if part is not None and arg.dtype.is_floating_point:
                     slopes[arg] = term("add", slopes[arg], part) if arg in slopes else part
     return Derivatives(score, loads)
+
+
+def push(root: Node, tangents: Mapping[Node, Node]) -> Node | None:
+    """The tangent of `root`, given those of some nodes; None if it is 0 everywhere.
+
+    Tangents of loads are widened before they are multiplied, as autograd does in forward mode.
+    """
+    found: dict[Node, Node | None] = {}
+    for node in walk(root):
+        if node in tangents:
+            found[node] = tangents[node]
+        else:
+            moved = [found[arg] for arg in node.args]
+            floats = node.dtype.is_floating_point and any(part is not None for part in moved)
+            found[node] = _pushed(node, moved) if floats else None
+    return found[root]
+
+
+def _pushed(node: Node, tangents: Slopes) -> Node | None:
+    """The tangent of a node, given those of its operands; one of them is not None."""
+    if node.op == "cast":
+        (only,) = tangents
+        return None if only is None else as_dtype(only, node.dtype)
+    if node.op == "where":  # not a product: the operand that is not chosen may be infinite
+        _, *sides = (_zero(node) if part is None else part for part in tangents)
+        return term("where", node.args[0], *sides)
+    total = None
+    for slope, tangent in zip(RULES[node.op](node, const(1.0, node.dtype)), tangents, strict=True):
+        if slope is not None and tangent is not None:
+            part = term("mul", slope, tangent)
+            total = part if total is None else term("add", total, part)
+    return total
 
 
 def _times(slope: Node, number: float) -> Node:

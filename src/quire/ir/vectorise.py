@@ -7,8 +7,8 @@ that it captures, as a trace has them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -25,7 +25,7 @@ from quire.errors import (
 )
 from quire.ir.interpret import interpret
 from quire.ir.trace import MASK_INPUTS, Kind, Mod, Traced, mod_name
-from quire.support.torch_private import is_batched, tree_leaves, tree_map
+from quire.support.torch_private import tree_leaves, tree_map
 
 Indices: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
 """The vectors b [B], h [H], q_idx [L], kv_idx [S]."""
@@ -78,6 +78,48 @@ def evaluate_live(mod: Mod, kind: Kind, indices: Indices, score: Tensor, live: T
     else:
         values = _mapped(torch.vmap(_returning_tensors(mod, kind)), mod, kind, score[at], *picked)
     return torch.zeros_like(score).index_put(at, values.to(score.dtype))
+
+
+def evaluate_tangent(
+    mod: Opaque,
+    indices: Indices,
+    score: Tensor,
+    tangents: tuple[Tensor | None, ...],
+    *,
+    live: Tensor | None = None,
+) -> Tensor:
+    """Return the tangent of a score_mod, given those of the score and of each captured tensor.
+
+    The gradient u -> u J is linear in u, and its own gradient is J t: two reverse passes are one in
+    forward mode. They work whatever else is recorded, and in the middle of forward mode.
+    """
+    given = [(x, t) for x, t in zip((score, *mod.captures), tangents, strict=True) if t is not None]
+    with torch.enable_grad():
+        leaves = {id(x): x.view_as(x).requires_grad_() for x, _ in given}
+        raw, *captures = (leaves.get(id(x), x) for x in (score, *mod.captures))
+        moved = replace(mod, captures=tuple(captures))
+        found = evaluate(moved, "score", *indices, score=raw, live=live)
+        factor = torch.zeros_like(found, requires_grad=True)
+        pulled: tuple[Tensor | None, ...] = (None,)
+        if found.requires_grad:
+            sources = list(leaves.values())
+            pulled = torch.autograd.grad(
+                found, sources, factor, create_graph=True, allow_unused=True
+            )
+    pairs = [
+        (x, t)
+        for x, (_, t) in zip(pulled, given, strict=False)
+        if x is not None and x.requires_grad
+    ]
+    if not pairs:
+        return torch.zeros_like(score)
+    (pushed,) = torch.autograd.grad(
+        [x for x, _ in pairs],
+        factor,
+        [t.to(x.dtype) for x, t in pairs],
+        create_graph=torch.is_grad_enabled(),
+    )
+    return pushed.to(score.dtype).broadcast_to(score.shape)
 
 
 _AXES = ((-1, 1, 1, 1), (1, -1, 1, 1), (1, 1, -1, 1), (1, 1, 1, -1))
@@ -261,6 +303,7 @@ class Opaque:
         recorder = _CaptureRecorder()
 
         def recorded(*args: Tensor) -> Any:
+            recorder.know(args)
             with recorder:
                 return mod(*args)
 
@@ -296,12 +339,14 @@ class _CaptureRecorder(TorchFunctionMode):
         for value in tree_leaves((args, kwargs)):
             if isinstance(value, Tensor) and id(value) not in self._made:
                 self._made[id(value)] = value
-                if not is_batched(value):  # the arguments of the mod are batched
-                    self.captures.append(value)
+                self.captures.append(value)
         result = func(*args, **(kwargs or {}))
-        made = (value for value in tree_leaves(result) if isinstance(value, Tensor))
-        self._made.update((id(value), value) for value in made)
+        self.know(value for value in tree_leaves(result) if isinstance(value, Tensor))
         return result
+
+    def know(self, tensors: Iterable[Tensor]) -> None:
+        """Remember tensors that are not captured: arguments of the mod, and what it made."""
+        self._made.update((id(tensor), tensor) for tensor in tensors)
 
 
 class _Substitution(TorchFunctionMode):

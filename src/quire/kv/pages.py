@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.checks import check_kind
+from quire.checks import check_kind, check_unmapped
 from quire.checks.arguments import dtype_name, whole_number
 from quire.errors import DtypeError, ShapeError
 from quire.kv.table import Copies
@@ -68,6 +68,7 @@ class PageShape:
                 f"{side} must hold floats, but is {dtype_name(tensor.dtype)}. Convert it with .to."
             )
         check_kind(side, tensor)
+        check_unmapped(side, tensor)
 
     @property
     def parts(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

@@ -316,6 +316,8 @@ class Paged:
         """Check query [B, Hq, L, D] or [total, Hq, D], pages and scales."""
         checks.check_paged(query, self.key, self.value)
         checks.check_scales(self.key, self.key_scale, self.value, self.value_scale)
+        if isinstance(self.page_table, Tensor):
+            checks.check_unmapped("page_table", self.page_table)
 
     def place(self, query: Tensor, queries: Queries) -> Placed:
         """Return where the rows of query [B, Hq, L, D] or [total, Hq, D] and of keys are.

@@ -14,11 +14,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.checks import check_kind
+from quire.checks import check_kind, check_unmapped
 from quire.checks.arguments import check_never_falls, tensor_of
 from quire.errors import ArgumentError, DeviceError
 from quire.support.bounded import BoundedDict
 from quire.support.torch_private import in_transform, is_ordinary
+from quire.support.torch_private.transforms import outside_transforms
 
 Numbers: TypeAlias = NDArray[np.int64]
 
@@ -195,6 +196,7 @@ def _numbers(name: str, values: object, advice: str, ranks: tuple[int, ...] = (1
     """Return a copy of the user's integers."""
     tensor: Tensor = tensor_of("integers", name, values, ranks=ranks, advice=advice)
     check_kind(name, tensor)
+    check_unmapped(name, tensor)
     if tensor.is_meta:
         raise DeviceError(
             f"{name} must hold numbers, but are on the meta device, which holds none. {advice}"
@@ -248,10 +250,11 @@ class PageTables(NamedTuple):
             pages = -(-ends // page)
             first = checked_counts("first_page", self.first_page, pages, "as many as it has pages")
             begins = np.minimum(first * page, ends)
-        if tensor.dtype != torch.int32:
-            tensor = tensor.long().clamp(-1, 2**31 - 1).to(torch.int32)
-        table = tensor.contiguous()
-        _check_pages(table.numpy(), num_pages, begins // page, -(-ends // page))
+        with outside_transforms():
+            if tensor.dtype != torch.int32:
+                tensor = tensor.long().clamp(-1, 2**31 - 1).to(torch.int32)
+            table = tensor.contiguous()
+            _check_pages(table.numpy(), num_pages, begins // page, -(-ends // page))
         return table, begins, ends
 
 
@@ -273,7 +276,12 @@ def _check_pages(numbers: NDArray[np.int32], num_pages: int, first: Numbers, las
 def content_of(tables: PageTables, sizes: tuple[int, ...]) -> Content | None:
     """Return the bytes of all tables, with `sizes`; None if they are large or not contiguous."""
     table = tables.page_table
-    if not isinstance(table, Tensor) or table.dtype is not torch.int32 or table.dim() != 2:
+    if (
+        in_transform()
+        or not isinstance(table, Tensor)
+        or table.dtype is not torch.int32
+        or table.dim() != 2
+    ):
         return None
     parts: list[object] = []
     for numbers in tables:

@@ -18,23 +18,31 @@ from torch import Tensor
 from quire.checks.arguments import whole_number
 from quire.errors import ArgumentError
 from quire.ir.trace import Traced, trace
+from quire.support.torch_private.transforms import innermost
 
 
 @dataclass(frozen=True, eq=False)
 class Dropout:
-    """Dropout with probability `p`, above 0 and at most 1, and the seed of one call."""
+    """Dropout with probability `p`, above 0 and at most 1, and the seed of one call.
+
+    `drawn` is the seed as torch drew it: if torch.vmap draws another for each call, it is mapped.
+    Then calls differ by their number in the batch. `mask` is what is kept, if that was changed.
+    """
 
     p: float
     seed: tuple[int, int] = (0, 0)
+    drawn: Tensor | None = None
+    mask: Traced | None = None
 
     def seeded(self, generator: torch.Generator | None) -> Dropout:
         """Return the same dropout with a seed from `generator`, by default torch's own."""
-        return Dropout(self.p, drawn_seed(generator))
+        numbers = _drawn(generator)
+        return Dropout(self.p, _seed(numbers), numbers)
 
     @functools.cached_property
     def keep(self) -> Traced:
         """The mask_mod that is True for what is kept."""
-        return keep_mask(self.p, *self.seed)
+        return keep_mask(self.p, *self.seed) if self.mask is None else self.mask
 
     @property
     def factor(self) -> float:
@@ -44,9 +52,17 @@ class Dropout:
 
 def drawn_seed(generator: torch.Generator | None = None) -> tuple[int, int]:
     """Return a seed from `generator`, by default torch's own."""
+    return _seed(_drawn(generator))
+
+
+def _drawn(generator: torch.Generator | None) -> Tensor:
     device = torch.device("cpu") if generator is None else generator.device
-    numbers = torch.randint(-(2**31), 2**31, (2,), generator=generator, device=device)
-    low, high = numbers.tolist()
+    return torch.randint(-(2**31), 2**31, (2,), generator=generator, device=device)
+
+
+def _seed(numbers: Tensor) -> tuple[int, int]:
+    """Return a seed of two numbers; of those that torch.vmap draws for many calls, the first."""
+    low, high = innermost(numbers).flatten()[:2].tolist()
     return low, high
 
 

@@ -1,6 +1,7 @@
 """A request as a call of `quire::attention`: where a graph is being made, or a mode watches.
 
-    compute(request)    as `plans.compute`, but by way of the operator if somebody watches
+    by_operator(request)         for modes and profilers, which see the operator that it calls
+    compute_in_graph(request)    for Dynamo, which traces it in place of `plans.compute`
 
 Somebody watches in torch.compile, torch.export and make_fx, under FakeTensorMode, FlopCounterMode
 or selective checkpointing, and while torch.profiler records. All other calls run directly.
@@ -27,7 +28,7 @@ from quire.operator.text import MODS, WrittenMod, write
 from quire.request import Request, ready
 from quire.results import Result
 from quire.support.dynamo import traced_as
-from quire.support.torch_private import is_in_a_graph, is_transformed, is_watched
+from quire.support.torch_private import is_in_a_graph, is_transformed
 from quire.support.torch_private.tracing import know_entries
 
 
@@ -130,16 +131,12 @@ def _check_request(request: Request) -> None:
 # --- everywhere else -----------------------------------------------------------------------------
 
 
-@traced_as(compute_in_graph)
-def compute(request: Request) -> Result:
-    """Compute a request: directly, or by way of the operator if somebody watches."""
-    query = request.query
-    if (type(query) is Tensor or type(query) is Parameter) and not is_watched():
-        return plans.compute(request)
-    if not isinstance(query, Tensor) or not _goes_by_operator(request):
-        return plans.compute(request)
+def by_operator(request: Request) -> Result | None:
+    """Compute a request that somebody watches; None if the operator cannot take it."""
+    if not isinstance(request.query, Tensor) or not _goes_by_operator(request):
+        return None
     mods = _ready(request)
-    return plans.compute(request) if mods is None else _by_operator(request, mods)
+    return None if mods is None else _called(request, mods)
 
 
 def _goes_by_operator(request: Request) -> bool:
@@ -181,7 +178,7 @@ def _not_in_a_graph(mod: Mod, kind: Kind) -> UnsupportedOpError:
     )
 
 
-def _by_operator(request: Request, mods: dict[str, Traced]) -> Result:
+def _called(request: Request, mods: dict[str, Traced]) -> Result:
     inputs, _ = parts_of(request)
     captures = [tensor for mod in mods.values() for tensor in mod.captures]
     if request.sink is not None:
@@ -192,3 +189,7 @@ def _by_operator(request: Request, mods: dict[str, Traced]) -> Result:
     given = (*inputs.operands, captures, list(inputs.tables), list(inputs.numbers), write(form))
     found = operator(learns)(*given)
     return results_of(found, request, learns)
+
+
+plans.by_operator = by_operator
+traced_as(compute_in_graph)(plans.compute)

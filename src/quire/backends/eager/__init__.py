@@ -7,6 +7,7 @@ and output (online softmax). The backward pass computes each tile again from the
     tile            the scores of one tile
     forward         the forward pass of dense memory; `observe` adds argmax and entropy
     backward        the backward pass of dense memory
+    tangent         the derivative of dense memory in a direction
     far             rows whose log-sum-exp is too far from 0 to be precise
-    per_sequence    both passes for ragged and paged memory
+    per_sequence    all of them for ragged and paged memory
 """

@@ -74,7 +74,7 @@ def backward(
     sums = _zeros(placed, wanted)._replace(delta=given.delta, lse=given.lse)
     if not (wanted.scores or wanted.value):
         return sums
-    compute = _checkpointed(functools.partial(_tile_gradients, problem, placed, wanted))
+    compute = checkpointed(functools.partial(_tile_gradients, problem, placed, wanted))
     for stripe in stripes(problem, placed, blocks):
         rows = placed.query[stripe.rows].to(placed.dtype)
         given_rows = given.at(stripe, placed.dtype)
@@ -113,7 +113,7 @@ def _add(sums: Gradients, part: Gradients, stripe: Stripe, keys: Keys) -> None:
             total += grad
 
 
-def _checkpointed(compute: Callable[..., T]) -> Callable[..., T]:
+def checkpointed(compute: Callable[..., T]) -> Callable[..., T]:
     """Return `compute` with checkpointing: autograd keeps its inputs, and computes it again."""
     if in_transform() or not torch.is_grad_enabled():  # torch.func does not support checkpoints
         return compute
@@ -170,7 +170,7 @@ def _sum_over_rows(weights: Tensor, rows: Tensor, read: Tensor, keys: Tensor) ->
 def _recorded(tile: Tile, raw: Tensor, only: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return the raw and the modified scores. Autograd records the score_mod between them."""
     if not torch.is_grad_enabled():
-        raw = raw.detach().requires_grad_()
+        raw = raw.requires_grad_()  # not detached: forward mode may have given it a tangent
     with torch.enable_grad():
         return raw, tile.modified(raw, only=only)
 

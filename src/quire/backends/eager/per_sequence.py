@@ -11,11 +11,12 @@ from torch import Tensor
 from quire.aux_outputs import AuxRequest
 from quire.backends.eager import backward as dense_backward
 from quire.backends.eager import forward as dense_forward
+from quire.backends.eager import tangent as dense_tangent
 from quire.block_mask.runs import BlockRows
 from quire.memory import One, Placed, longest
 from quire.memory.tables import Sequences
 from quire.request import Problem
-from quire.results import NOWHERE, Above, Gradients, Result, Wanted
+from quire.results import NOWHERE, Above, Gradients, Result, Tangents, Wanted
 
 
 def in_rows(placed: Placed) -> Placed:
@@ -125,6 +126,36 @@ def backward(
         captures=tuple(captures),
         delta=joined("delta", above.lse),
         lse=joined("lse", above.lse, fill=-math.inf),
+    )
+
+
+# --- in a direction ------------------------------------------------------------------------------
+
+
+def tangent(
+    problem: Problem, placed: Placed, blocks: BlockRows | None, above: Above, along: Tangents
+) -> Result:
+    """Return the tangents of out and lse of all sequences; 0 in rows that belong to none."""
+    if placed.is_dense:
+        return dense_tangent.tangent(problem, placed, blocks, above, along)
+    query = placed.query if along.query is None else along.query
+    key = placed.key if along.key is None else along.key
+    value = placed.value if along.value is None else along.value
+    placed, moved = in_rows(placed), in_rows(placed.on(query, key, value))
+    outs: list[tuple[slice, Tensor]] = []
+    lses: list[tuple[slice, Tensor]] = []
+    for (dense, rows, _), (part, *_) in zip(placed.each(), moved.each(), strict=True):
+        here = along._replace(
+            query=None if along.query is None else part.query,
+            key=None if along.key is None else part.key,
+            value=None if along.value is None else part.value,
+        )
+        found = dense_tangent.tangent(problem, dense, None, above.at(rows), here)
+        assert found.lse is not None, "tangents come in pairs"
+        outs.append((rows, found.out))
+        lses.append((rows, found.lse))
+    return Result(
+        _joined(outs, above.out, placed.dtype, 0.0), _joined(lses, above.lse, placed.dtype, 0.0)
     )
 
 

@@ -7,13 +7,16 @@ caller has gradients enabled.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from quire.backends.eager.tiling import Keys, Stripe
+from quire.ir.graph import Node
+from quire.ir.interpret import interpret
+from quire.ir.trace import MASK_INPUTS
 from quire.ir.vectorise import Indices, evaluate, evaluate_live
 from quire.memory import Placed
 from quire.request import Problem
@@ -84,6 +87,13 @@ class Tile:
             return evaluate_live(mod, "score", self.indices, raw, only)
         scores = evaluate(mod, "score", *self.indices, score=raw, live=self.mask)
         return scores.to(raw.dtype).broadcast_to(raw.shape)
+
+    def of_graph(self, graph: Node, captures: Sequence[Tensor], given: dict[str, Tensor]) -> Tensor:
+        """Return the value of a graph of positions and other inputs, which are like the scores."""
+        shapes = ((-1, 1, 1, 1), (1, -1, 1, 1), (1, 1, -1, 1), (1, 1, 1, -1))
+        positions = (x.view(shape) for x, shape in zip(self.indices, shapes, strict=True))
+        env = dict(zip(MASK_INPUTS, positions, strict=True)) | given
+        return interpret(graph, env, captures, live=self.mask)
 
     def masked(self, scores: Tensor) -> Tensor:
         """Return the scores with -inf where the mask is false."""

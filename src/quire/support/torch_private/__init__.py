@@ -85,6 +85,11 @@ def is_transformed() -> bool:
         raise _gone("torch.autograd.forward_ad._current_level") from error
 
 
+def is_dual() -> bool:
+    """Return whether forward-mode AD is active, by itself or inside of torch.func."""
+    return getattr(forward_ad, "_current_level", -1) >= 0
+
+
 is_wrapped: Callable[[Tensor], bool] = _function(
     "torch", "_C._functorch.is_functorch_wrapped_tensor"
 )

@@ -1,0 +1,223 @@
+"""The autograd Functions of attention. A plan computes its passes.
+
+    result = recorded(passes, call)    # differentiable in query, key, value, sink and captures
+
+    Attention    attention itself; its derivatives need only its output and log-sum-exp
+    Derivative      any derivative of it: gradients, tangents, and derivatives of these (`steps.py`)
+
+Inside of torch.func, a Function computes on plain tensors: PyTorch takes off one transform after
+the other, and calls `backward`, `jvp` or `vmap` for it. Each of them calls a Function again, for
+the transforms that are left.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.autograd.folding import mapped
+from quire.autograd.steps import (
+    AttentionStep,
+    GradientStep,
+    Passes,
+    Pulled,
+    Pushed,
+    Step,
+    TangentStep,
+    Tensors,
+)
+from quire.checks import check_held
+from quire.errors import TensorKindError
+from quire.request import Call
+from quire.results import Above, Gradients, Result, Wanted, folded, is_far
+from quire.support.torch_private import (
+    is_dual,
+    is_legacy_batched,
+    is_transformed,
+    lost_memory,
+)
+
+_EMPTY = torch.empty(0, device="cpu")
+
+
+def recorded(passes: Passes, call: Call) -> Result:
+    """Compute a call, and let autograd record it."""
+    apply: Any = Attention.apply
+    step, dropout = AttentionStep(passes, call), call.problem.dropout
+    drawn = None if dropout is None else dropout.drawn
+    return Result(*apply(step, *call.placed[:3], call.request.sink, drawn, *call.captures))
+
+
+class Attention(torch.autograd.Function):
+    """Takes step, query, key, value, sink, drawn, *captures. Returns the fields of a Result.
+
+    The captured tensors are inputs, so that they get gradients, and so that autograd raises if one
+    is changed in place before the backward pass. `drawn` is the seed of dropout as torch drew it:
+    torch.vmap says whether it is another one for each call.
+    """
+
+    @staticmethod
+    def forward(*inputs: Any) -> Tensors:
+        """Return the results, without autograd."""
+        step, *tensors = inputs
+        with without_autocast(tensors[0]):
+            results: Tensors = step.compute(*tensors)
+        return results
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Save what derivatives need. Only autograd holds tensors, so it can free them."""
+        step, *tensors = inputs
+        ctx.passes = step.passes
+        ctx.placed = step.call.placed.on(_EMPTY, _EMPTY, _EMPTY)
+        out, lse, *others = output
+        ctx.mark_non_differentiable(*(x for x in others if x is not None))
+        ctx.save_for_backward(out, lse, *tensors)
+        if is_dual():
+            ctx.save_for_forward(out, lse, *tensors)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: Any) -> Any:
+        """Return the gradients of the inputs that need one, and None for the others."""
+        out, lse, query, key, value, sink, _, *captures = ctx.saved_tensors
+        _, wants_query, wants_key, wants_value, wants_sink, _, *learned = ctx.needs_input_grad
+        _check_held((query, key, value, *captures))
+        _check_one_gradient(grad_out, grad_lse)
+        if torch.is_grad_enabled() or is_transformed():
+            found = _derived_gradients(ctx, grad_out, grad_lse)
+        else:
+            detached = tuple(
+                x.detach().requires_grad_() if wants else x.detach()
+                for x, wants in zip(captures, learned, strict=True)
+            )
+            indices = tuple(index for index, wants in enumerate(learned) if wants)
+            wanted = Wanted(wants_query, wants_key, wants_value, detached, indices)
+            above = Above(out, lse, grad_out, grad_lse, sink)
+            with without_autocast(query):
+                found = ctx.passes.backward(ctx.placed.on(query, key, value), wanted, above)
+        grad_sink = sink_gradient(sink, found).to(sink.dtype) if wants_sink else None
+        operands = zip((found.query, found.key, found.value), (query, key, value), strict=True)
+        return (
+            None,
+            *(_as_dtype_of(x, grad) for grad, x in operands),
+            grad_sink,
+            None,
+            *map(_as_dtype_of, captures, found.captures),
+        )
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Any) -> Any:
+        """Return the tangents of out and lse, and None for the others."""
+        query, key, value, sink, _, *captures = tangents
+        saved = ctx.saved_tensors
+        step = TangentStep(ctx.passes, ctx.placed, len(captures))
+        along = (query, key, value, sink, *captures)
+        out, lse = _derived(step, *saved, *along)
+        return out, lse, *(None,) * (len(Result._fields) - 2)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, step: AttentionStep, *tensors: Any) -> Any:
+        """Compute many calls as one."""
+        return mapped(Attention.apply, step, info, in_dims[1:], tensors)
+
+
+# PyTorch asks for the signature at every call, and finds it sooner if it is an attribute.
+Attention.forward.__signature__ = inspect.signature(Attention.forward)  # type: ignore[attr-defined]
+
+
+class Derivative(torch.autograd.Function):
+    """Takes a step and its inputs, some of which are None. Returns its outputs."""
+
+    @staticmethod
+    def forward(*inputs: Any) -> Tensors:
+        """Compute the step, without autograd."""
+        step, *tensors = inputs
+        with without_autocast(tensors[0]):
+            found = step.compute(*tensors)
+        given = set(map(id, tensors))  # a Function must not return an input that it saves
+        return tuple(x if x is None or id(x) not in given else x.clone() for x in found)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Save all inputs."""
+        ctx.step, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+        if is_dual():
+            ctx.save_for_forward(*tensors)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        """Return the gradients of the inputs that need one, and None for the others."""
+        _, *wants = ctx.needs_input_grad
+        return None, *_derived(Pulled(ctx.step, tuple(wants)), *ctx.saved_tensors, *grads)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> Any:
+        """Return the tangents of the outputs."""
+        return _derived(Pushed(ctx.step), *ctx.saved_tensors, *tangents)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, step: Step, *tensors: Any) -> Any:
+        """Compute many steps as one."""
+        return mapped(Derivative.apply, step, info, in_dims[1:], tensors)
+
+
+def _derived(step: Step, *tensors: Tensor | None) -> Tensors:
+    """Compute a derivative, and let autograd record it."""
+    apply: Any = Derivative.apply
+    results: Tensors = apply(step, *tensors)
+    return results
+
+
+def _derived_gradients(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Gradients:
+    """Return the gradients as a step, which can be differentiated and mapped."""
+    _, query, key, value, sink, _, *learned = ctx.needs_input_grad
+    step = GradientStep(ctx.passes, ctx.placed, (query, key, value, sink), tuple(learned))
+    found = _derived(step, *ctx.saved_tensors, grad_out, grad_lse)
+    query, key, value, delta, lse, *captures = found
+    return Gradients(query, key, value, tuple(captures), delta=delta, lse=lse)
+
+
+def _check_held(tensors: Sequence[Tensor]) -> None:
+    """Raise if the memory of a tensor was freed since the forward pass."""
+    for place, tensor in enumerate(tensors):
+        if lost_memory(tensor):
+            check_held(("query", "key", "value", "a captured tensor")[min(place, 3)], tensor)
+
+
+def _as_dtype_of(tensor: Tensor, grad: Tensor | None) -> Tensor | None:
+    return None if grad is None else grad.to(tensor.dtype)
+
+
+def _check_one_gradient(*grads: Tensor | None) -> None:
+    """Raise if PyTorch's first, older vmap passes in many gradients at once."""
+    if any(grad is not None and is_legacy_batched(grad) for grad in grads):
+        raise TensorKindError(
+            "the backward pass takes one gradient of the output at a time, but was given many, by "
+            "is_grads_batched=True or vectorize=True. Use torch.func.jacrev or torch.func.vmap of "
+            "torch.func.vjp, or leave these arguments out."
+        )
+
+
+def sink_gradient(sink: Tensor, found: Gradients) -> Tensor:
+    """Return the gradient of `sink` [Hq]: it has no value, so dP = 0 and dS = -P * delta."""
+    delta, lse = found.delta, found.lse
+    assert delta is not None and lse is not None, "the gradients of a call come with both"
+    logit = sink.to(lse.dtype).view(1, -1, 1)
+    nowhere = logit.isneginf() | lse.isneginf()  # with a sink, lse is -inf in rows of no sequence
+    log_weights = torch.where(nowhere, -math.inf, logit - lse)
+    rounded_up = is_far(lse) & (log_weights > 0.0)  # no weight is above 1
+    weights = torch.exp(torch.where(rounded_up, 0.0, log_weights))
+    return -folded((weights * delta).transpose(1, 2).flatten(0, 1))
+
+
+def without_autocast(query: Tensor) -> torch.autocast:
+    """Turn autocast off: the operands are cast already, and the passes choose their own dtypes."""
+    return torch.autocast(query.device.type, enabled=False)
