@@ -34,9 +34,9 @@ def test_a_later_call_enters_few_files(name: str, most: int, calls: dict[str, An
 def test_a_walk_names_files_and_functions_in_order(calls: dict[str, Any]) -> None:
     walk(calls["paged_decode"])
     later = walk(calls["paged_decode"])
-    assert later.files[:2] == ["api/attention.py", "plans.py"]
+    assert later.files[:2] == ["api/attention.py", "operator/in_graph.py"]
     assert later.stops[0].functions == ("attention",)
-    assert str(later).splitlines()[1].split()[:2] == ["plans.py", "compute"]
+    assert str(later).splitlines()[1].split()[:2] == ["operator/in_graph.py", "compute"]
     assert not any(file.startswith(("ir/", "codegen/")) for file in later.files)
     assert any(stop.file == "ir/trace.py" for stop in later.stops)
 
