@@ -203,7 +203,13 @@ def _fake_mass(memory: Memory, query: Tensor, key: Tensor, dtype: torch.dtype) -
 # --- the backward pass ---------------------------------------------------------------------------
 
 
-def _backward(
+@torch.no_grad()
+def _backward(*args: Any, **given: Any) -> list[Tensor]:
+    named = dict(zip(_BACKWARD, args)) | given  # noqa: B905  torch passes most by position
+    return _computed_gradients(**named)
+
+
+def _computed_gradients(
     grad_out: Tensor | None,
     grad_lse: Tensor | None,
     out: Tensor,
@@ -217,8 +223,9 @@ def _backward(
     text: str,
     wanted: list[bool],
 ) -> list[Tensor]:
+    """Return the gradients that are wanted. Autograd records them if gradients are enabled."""
     form = read(text)
-    with torch.no_grad(), profiled(form, "backward of "):
+    with profiled(form, "backward of "):
         plan, call = _found((query, key, value), captures, tables, numbers, form)
         memory, loaded, sink = call.request.memory, call.captures, call.request.sink
         learned = wanted[3 + form.sink :]
@@ -314,7 +321,9 @@ def _gradients(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
         "text": ctx.text,
         "wanted": wanted,
     }
-    found = iter(torch.ops.quire.attention_backward(**given))
+    twice = torch.is_grad_enabled()  # a backward pass of this one may follow
+    compute = _computed_gradients if twice else torch.ops.quire.attention_backward
+    found = iter(compute(**given))
     every = [next(found) if wants else None for wants in wanted]
     no_number: Any = None if ctx.numbers else []  # torch takes an empty list for one of tensors
     return (*every[:3], every[3:], [None] * len(tables), no_number, None)
@@ -330,7 +339,7 @@ def _forward_flops(*args: Any, out_val: Any = None) -> int:
 
 @register_flop_formula(torch.ops.quire.attention_backward, get_raw=True)
 def _backward_flops(*_: Any, out_val: Any = None, **kwargs: Any) -> int:
-    named = kwargs or dict(zip(_BACKWARD, _, strict=True))
+    named = dict(zip(_BACKWARD, _)) | kwargs  # noqa: B905
     return _flops([named[name] for name in _BACKWARD[4:-1]]).backward
 
 
