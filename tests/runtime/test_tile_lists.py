@@ -23,7 +23,8 @@ def test_tiles_say_what_the_elements_say(data: st.DataObject) -> None:
     shape = (batches, heads, -(-q_len // blocks[0]), -(-kv_len // blocks[1]))
     seed = data.draw(st.integers(0, 2**32 - 1))
     cells = np.random.default_rng(seed).integers(0, 3, shape, np.int32)
-    lists = tile_lists(BlockRows(Runs.of_cells(cells), blocks, (q_len, kv_len)), *tiles)
+    begin = data.draw(st.integers(0, 30))
+    lists = tile_lists(BlockRows(Runs.of_cells(cells), blocks, (q_len, kv_len)), *tiles, begin)
 
     elements = cells.repeat(blocks[0], 2).repeat(blocks[1], 3)[:, :, :q_len, :kv_len]
     mixed = False
@@ -33,8 +34,9 @@ def test_tiles_say_what_the_elements_say(data: st.DataObject) -> None:
             for first in range(0, q_len, tiles[0]):
                 entries = lists.entries[lists.offsets[row] : lists.offsets[row + 1]].tolist()
                 expected = []
-                for block, key in enumerate(range(0, kv_len, tiles[1])):
-                    part = elements[b, h, first : first + tiles[0], key : key + tiles[1]]
+                for block in range(begin // tiles[1], -(-(begin + kv_len) // tiles[1])):
+                    key, stop = (max(0, n * tiles[1] - begin) for n in (block, block + 1))
+                    part = elements[b, h, first : first + tiles[0], key:stop]
                     if (part == 2).all():
                         expected.append(block * 4 + FULL)
                     elif (part != 0).any():
@@ -57,6 +59,7 @@ def test_lists_are_known_by_what_a_mask_contains() -> None:
     lists = read_lists(mask, (300, 300), 128, 128)
     assert read_lists(equal, (300, 300), 128, 128) is lists
     assert read_lists(mask, (300, 300), 64, 128) is not lists
+    assert read_lists(mask, (300, 300), 128, 128, 128) is not lists
     assert lists.entries_address == lists.entries.ctypes.data
     mask.kv_num_blocks.numpy()[:] = 0
     edited = read_lists(mask, (300, 300), 128, 128)

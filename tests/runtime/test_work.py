@@ -244,6 +244,16 @@ def test_block_masks(name: str, size: int | tuple[int, int], counters: list[int]
         check(call_of(query, memory, mods.sliding_window(150), mask, q_start=0), counters)
 
 
+@pytest.mark.parametrize("start", [1, 128, 999])
+@pytest.mark.parametrize("size", [128, (64, 48)])
+def test_block_masks_over_keys_that_begin_later(
+    start: int, size: int | tuple[int, int], counters: list[int]
+) -> None:
+    query, memory = dense(300, 700)
+    mask = quire.create_block_mask(MASKS["window"], None, None, 300, 700, "cpu", size)
+    check(call_of(query, Dense(memory.key, memory.value, start=start), mask), counters)
+
+
 def test_a_block_mask_and_few_queries(counters: list[int]) -> None:
     query, memory = dense(3, 1000)
     mask = quire.create_block_mask(MASKS["documents"], None, None, 1000, 1000, "cpu")

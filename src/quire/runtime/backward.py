@@ -68,9 +68,9 @@ class BackwardPlan(NamedTuple):
     ) -> BackwardPlan:
         """Return the plan for operands and results with the layout of these."""
         lists = NO_LISTS
-        if blocks is not None:
-            lists = tile_lists(blocks, BLOCK_Q, Target.host().block_kv)
         origin = placed.rows if isinstance(placed.rows, One) else ORIGIN
+        if blocks is not None:
+            lists = tile_lists(blocks, BLOCK_Q, Target.host().block_kv, origin.kv_begin)
         graphs, loaded = graphs_of(problem, placed.dtype, placed.end, lists.mixed, origin)
         graphs = graphs._replace(learned=learned)
         launcher = make_launcher(

@@ -1,9 +1,15 @@
 """What a kernel makes of a block mask: tile lists, and gathered blocks.
 
-A tile list names the tiles that a block of queries visits, ascending. A tile of the kernel may
-touch several blocks of the mask. It is full if all of them are full, absent if all are absent, and
-partial otherwise. If a partial tile touches blocks of several kinds, the mask_mod alone is not
-enough: `mixed` then has the block mask, to look up each element.
+A tile list names the tiles that a block of queries visits, ascending.
+
+    positions          0       4       8       12        tiles of 4 keys: 0, 1, 2, 3
+    blocks of a mask             0     1     2           of 3 keys, the first at position 5
+    tiles of the mask          1       2       3
+
+Kernels cut keys into tiles by position, while a mask counts from the first key, at `kv_begin`. So a
+tile of the kernel may touch several blocks of the mask. It is full if all of them are full, absent
+if all are absent, and partial otherwise. If a partial tile touches blocks of several kinds, the
+mask_mod alone is not enough: `mixed` then has the block mask, to look up each element.
 
 If the blocks of keys that a mask lists are small and scattered, `gather` puts them side by side, by
 a page table:
@@ -54,26 +60,29 @@ NO_LISTS = TileLists(np.empty(0, np.int64), np.empty(0, np.int32))
 """The lists without a block mask: every tile is visited."""
 
 
-def read_lists(mask: BlockMask, lengths: tuple[int, int], block_q: int, block_kv: int) -> TileLists:
+def read_lists(
+    mask: BlockMask, lengths: tuple[int, int], block_q: int, block_kv: int, kv_begin: int = 0
+) -> TileLists:
     """Return the tiles of `block_q` x `block_kv` that a mask lists.
 
     The user may edit the tensors of a mask, so the cache of lists compares their content.
     """
-    key = (mask.content(), lengths, block_q, block_kv)
+    key = (mask.content(), lengths, block_q, block_kv, kv_begin)
     lists = _known.get(key)
-    return lists or _known.keep(key, tile_lists(mask.rows(*lengths), block_q, block_kv))
+    return lists or _known.keep(key, tile_lists(mask.rows(*lengths), block_q, block_kv, kv_begin))
 
 
 _known: BoundedDict[tuple[object, ...], TileLists] = BoundedDict(16)
 
 
-def tile_lists(rows: BlockRows, block_q: int, block_kv: int) -> TileLists:
+def tile_lists(rows: BlockRows, block_q: int, block_kv: int, kv_begin: int = 0) -> TileLists:
     """Return the tiles of `block_q` x `block_kv` that rows of blocks list."""
-    runs, mixed = tile_runs(rows, block_q, block_kv)
+    runs, mixed = tile_runs(rows, block_q, block_kv, kv_begin)
     lengths = runs.stops - runs.starts
     ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
     offsets = ends[runs.offsets]
-    tiles = np.arange(ends[-1]) + np.repeat(runs.starts - ends[:-1], lengths)
+    first = kv_begin // block_kv
+    tiles = np.arange(ends[-1]) + np.repeat(runs.starts - ends[:-1], lengths) + first
     entries = (tiles * tile_entry(1, 0) + np.repeat(runs.kinds, lengths)).astype(np.int32)
     num_batches, num_heads, num_rows, _ = runs.shape
     return TileLists(
@@ -87,12 +96,18 @@ def tile_lists(rows: BlockRows, block_q: int, block_kv: int) -> TileLists:
     )
 
 
-def tile_runs(rows: BlockRows, block_q: int, block_kv: int) -> tuple[Runs, BlockRows | None]:
-    """Return the same tiles as runs, and `rows` if a partial tile has blocks of several kinds."""
-    q_size, kv_size = rows.block_size
-    if q_size % block_q == 0 and kv_size % block_kv == 0:  # every tile is within one block
+def tile_runs(
+    rows: BlockRows, block_q: int, block_kv: int, kv_begin: int = 0
+) -> tuple[Runs, BlockRows | None]:
+    """Return the same tiles as runs, and `rows` if a partial tile has blocks of several kinds.
+
+    Runs count from the tile of the first key.
+    """
+    (q_size, kv_size), ahead = rows.block_size, kv_begin % block_kv
+    if q_size % block_q == 0 and kv_size % block_kv == 0 and not ahead:
+        # Every tile is within one block.
         return _divided(rows, q_size // block_q, kv_size // block_kv), None
-    kinds, mixed = _kinds(rows, block_q, block_kv)
+    kinds, mixed = _kinds(rows, block_q, block_kv, ahead)
     return Runs.of_cells(kinds), rows if mixed else None
 
 
@@ -109,11 +124,16 @@ def _divided(rows: BlockRows, tall: int, wide: int) -> Runs:
     return tiles._replace(starts=starts, stops=stops)
 
 
-def _kinds(rows: BlockRows, block_q: int, block_kv: int) -> tuple[NDArray[np.integer], bool]:
-    """Return the kind of each tile, and whether a partial one touches blocks of several kinds."""
+def _kinds(
+    rows: BlockRows, block_q: int, block_kv: int, ahead: int
+) -> tuple[NDArray[np.integer], bool]:
+    """Return the kind of each tile, and whether a partial one touches blocks of several kinds.
+
+    The first tile has `ahead` positions before the first key.
+    """
     (q_len, kv_len), (q_size, kv_size) = rows.seq_lengths, rows.block_size
     q_ranges = blocks_of_tiles(q_len, block_q, q_size)
-    kv_ranges = blocks_of_tiles(kv_len, block_kv, kv_size)
+    kv_ranges = blocks_of_tiles(kv_len, block_kv, kv_size, ahead)
     cells = rows.runs.cells()
     present = _count(cells != 0, q_ranges, kv_ranges)
     full = _count(cells == FULL_BLOCK, q_ranges, kv_ranges)
@@ -123,11 +143,14 @@ def _kinds(rows: BlockRows, block_q: int, block_kv: int) -> tuple[NDArray[np.int
     return kinds, bool(((kinds == PARTIAL) & ~uniform).any())
 
 
-def blocks_of_tiles(length: int, tile: int, block: int) -> NDArray[np.int64]:
-    """Return the first block that each tile touches, and one past the last: [2, tiles]."""
-    starts = np.arange(0, length, tile, dtype=np.int64)
+def blocks_of_tiles(length: int, tile: int, block: int, ahead: int = 0) -> NDArray[np.int64]:
+    """Return the first block that each tile touches, and one past the last: [2, tiles].
+
+    The first tile begins `ahead` positions before the first block.
+    """
+    starts = np.arange(-ahead, length, tile, dtype=np.int64)
     stops = np.minimum(starts + tile, length)
-    return np.stack([starts // block, -(-stops // block)])
+    return np.stack([np.maximum(starts, 0) // block, -(-stops // block)])
 
 
 def _count(

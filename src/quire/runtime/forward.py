@@ -156,7 +156,8 @@ def _part(
     mask, lists = problem.block_mask, NO_LISTS
     block_q = queries_of_item(form, placed, rows, mask)
     if mask is not None:
-        lists = read_lists(mask, placed.lengths, block_q, Target.host().block_kv)
+        block_kv = Target.host().block_kv
+        lists = read_lists(mask, placed.lengths, block_q, block_kv, origin.kv_begin)
     graphs, loaded = graphs_of(problem, placed.dtype, placed.end, lists.mixed, origin)
     launcher = make_launcher(
         form,

@@ -205,13 +205,15 @@ class Counting(NamedTuple):
 
         A full tile is computed as a whole, and with few queries a partial one, too.
         """
-        runs, mixed = tile_runs(mask.rows(*self.placed.lengths), block_q, self.block)
+        rows = mask.rows(*self.placed.lengths)
+        runs, mixed = tile_runs(rows, block_q, self.block, self.origin.kv_begin)
         blocks, first, keys = self._runs(runs, table, block_q)
         heads = self.placed.query.shape[1]
         stand_for = self.placed.batches * table.num // runs.shape[0] * (heads // runs.shape[1])
         masks = () if form == "row" else self._partial_masks(mixed)
         partial = torch.from_numpy(runs.kinds != FULL) & bool(masks)
-        total = int((blocks.q_count * keys)[~partial].sum()) * stand_for
+        held = keys - (blocks.kv_begin - first).clamp(min=0)
+        total = int((blocks.q_count * held)[~partial].sum()) * stand_for
         rest = blocks.pick(partial), first[partial], keys[partial]
         if not len(rest[1]):
             return total
@@ -223,14 +225,18 @@ class Counting(NamedTuple):
         return total + Tiling(masks, self.width, self.block).num_listed(*rest) * stand_for
 
     def _runs(self, runs: Runs, table: Sequences, block_q: int) -> tuple[Panels, Tensor, Tensor]:
-        """Return the block of queries of each run, its first key and its number of keys."""
+        """Return the block of queries of each run, its first position, and how many it has.
+
+        The first tile may begin before the first key.
+        """
         _, heads, num_rows, _ = runs.shape
         pair, row = np.divmod(runs.row_ids(), num_rows)
         b, h = np.divmod(pair, heads)
         sequence = np.minimum(b, table.num - 1)  # one for all in dense memory
         kv_begin, kv_end = table.kv_begin[sequence], table.kv_end[sequence]
-        first = kv_begin + runs.starts * self.block
-        stop = np.minimum(kv_begin + runs.stops * self.block, kv_end)
+        tile = kv_begin // self.block
+        first = (tile + runs.starts) * self.block
+        stop = np.minimum((tile + runs.stops) * self.block, kv_end)
         columns = (
             table.b[0] + b,
             h,
