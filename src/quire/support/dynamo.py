@@ -2,6 +2,7 @@
 
     traced_as             it traces another function in place of this one
     entered_by_callers    it traces this function as a part of its caller
+    as_one_node           it puts a call of this function into the graph, and does not enter it
     instead               it breaks the graph here; where it must not, it traces PyTorch's function
     never_traced          it always breaks the graph here
 
@@ -65,6 +66,25 @@ def traced_as(other: Callable[P, R]) -> Callable[[Callable[P, R]], Callable[P, R
 def entered_by_callers(function: Function) -> Function:
     """Decorate a function: Dynamo traces it as part of its caller, or if it is compiled itself."""
     return _entered_by_twin(never_entered(function))
+
+
+def as_one_node(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function: Dynamo puts calls of it into its graph, which runs it on fake tensors.
+
+    The function must be able to compute with tensors that stand for others.
+    """
+    node = never_entered(own(function))
+
+    @constant_when_traced
+    def allow() -> bool:
+        torch.compiler.allow_in_graph(node)
+        return True
+
+    def traced(*args: P.args, **kwargs: P.kwargs) -> R:
+        allow()
+        return node(*args, **kwargs)
+
+    return _entered_by_twin(traced_as(traced)(function))
 
 
 def own(function: Function) -> Function:

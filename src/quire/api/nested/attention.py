@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from quire.api.attention import attention
 from quire.api.nested.checks import check
 from quire.api.nested.choice import allowed_backend, no_backend, told_by
+from quire.api.nested.in_graph import attend, break_graph, lie_alike, makes_graph
 from quire.api.nested.mask import as_mod
 from quire.api.nested.rows import aligned, is_watched, rows_of
 from quire.errors import BackendError, DeviceError, ShapeError
@@ -18,10 +19,10 @@ from quire.memory import Ragged
 from quire.mods import causal
 from quire.request import autocast
 from quire.support import torch_private
-from quire.support.dynamo import instead, own
+from quire.support.dynamo import as_one_node
 
 
-@instead(own(torch_private.jagged_attention))
+@as_one_node
 def jagged_scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -44,7 +45,6 @@ def jagged_scaled_dot_product_attention(
     with torch_private.without_hooks():
         query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
         check(query, key, value, attn_mask, is_causal)
-        _leave_the_graph(query)
         operands = cast("tuple[Any, Any, Any]", (query, key, value))
         num_dims = len(torch_private.nested_size(operands[0]))
         if num_dims > 3 and torch_private.ragged_dimension(operands[0]) < num_dims - 2:
@@ -53,11 +53,22 @@ def jagged_scaled_dot_product_attention(
         if query.is_meta:
             return _counted(*operands, dropout_p=dropout_p, is_causal=is_causal, scale=scale)
         backend = allowed_backend()
+        if makes_graph(query):
+            out = attend(
+                operands,
+                attn_mask,
+                is_causal=is_causal,
+                enable_gqa=enable_gqa,
+                scale=scale,
+                dropout_p=dropout_p,
+                backend=backend,
+            )
+            return _nested_like(query, _values(query, out))
         q, k, v = aligned(rows_of(query, key, value), enable_gqa)
         mods: dict[str, Any] = {"mask": causal} if is_causal else {}
         if attn_mask is not None:
             heads = q.rows.shape[1] if num_dims > 3 else None
-            mods = as_mod(attn_mask, (q.lengths, k.lengths), heads)
+            mods = as_mod(attn_mask, (q.lengths, k.lengths), heads, len(q.lengths))
         q_spans = (None, None) if q.lie_like(k) else q.spans
     try:
         out = attention(
@@ -77,13 +88,6 @@ def jagged_scaled_dot_product_attention(
         return _like(operands[0], out, len(q.lengths))
 
 
-def _leave_the_graph(query: Tensor) -> None:
-    """Make Dynamo break the graph if it tries F.scaled_dot_product_attention on fake tensors."""
-    if torch.compiler.is_compiling() and torch_private.is_fake(query):
-        operator = torch.ops.aten.scaled_dot_product_attention.default
-        raise torch_private.unsupported_operator(operator)
-
-
 def _autocast(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -99,12 +103,16 @@ def _autocast(
 
 def _like(query: Any, out: Tensor, batch: int) -> Tensor:
     """Return out [total, H, Dv] as a nested tensor with the sequences of `query`."""
-    size = torch_private.nested_size(query)
-    values = out.squeeze(1) if len(size) == 3 else out.transpose(0, 1)
-    if batch == size[0]:
+    values = _values(query, out)
+    if batch == torch_private.nested_size(query)[0]:
         return _nested_like(query, values)
     length = len(out) // batch  # one query for several sequences of keys
     return _nested(query, values, length * torch.arange(batch + 1), None, (length, length))
+
+
+def _values(query: Any, out: Tensor) -> Tensor:
+    """Return out [total, H, Dv] with the dimensions of the values of `query`."""
+    return out.squeeze(1) if len(torch_private.nested_size(query)) == 3 else out.transpose(0, 1)
 
 
 def _nested_like(query: Any, values: Tensor) -> Tensor:
@@ -123,7 +131,7 @@ def _nested(
     """Return a nested tensor, ragged where `query` is, whose sequences have these extreme sizes."""
     ragged = torch_private.ragged_dimension(query)
     sizes = dict(zip(("min_seqlen", "max_seqlen"), extremes, strict=True))
-    if is_watched(values):
+    if is_watched(values) or torch_private.is_in_a_graph(values):
         nested: Tensor = torch_private.nested_view(
             values, offsets, lengths, ragged_idx=ragged, **sizes
         )
@@ -134,8 +142,12 @@ def _nested(
 
 def _dense_buffers(query: Any, key: Any, value: Any, attn_mask: Any, **options: Any) -> Tensor:
     """Compute attention along a dense dimension. The ragged dimension is part of the batch."""
+    in_graph = makes_graph(query)
     for name, other in (("key", key), ("value", value)):
-        if not torch.equal(query.offsets(), other.offsets()):
+        if in_graph:
+            if not lie_alike(query, other):
+                raise break_graph()
+        elif not torch.equal(query.offsets(), other.offsets()):
             raise ShapeError(
                 f"query and {name} must have the same offsets if the ragged dimension is not "
                 f"the sequence, but have {query.offsets().tolist()} and "

@@ -22,14 +22,23 @@ Look: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def as_mod(
-    attn_mask: Tensor, lengths: tuple[Numbers, Numbers], num_heads: int | None
+    attn_mask: Tensor,
+    lengths: tuple[Numbers, Numbers] | None,
+    num_heads: int | None,
+    batch: int,
 ) -> dict[str, Mod]:
     """Return {"mask": ...} for a boolean `attn_mask`, else {"score_mod": ...}.
 
-    `lengths` are the numbers of queries and of keys of each sequence. `num_heads` is None if the
-    tensors have no dimension of heads.
+    `lengths` are the numbers of queries and of keys of each of `batch` sequences; None if they are
+    unknown, which a nested mask does not allow. `num_heads` is None if the tensors have no
+    dimension of heads.
     """
-    look = (_nested if attn_mask.is_nested else _dense)(attn_mask, lengths, num_heads)
+    if attn_mask.is_nested:
+        assert lengths is not None, "the elements of a nested mask lie by the lengths"
+        look = _nested(attn_mask, lengths, num_heads)
+    else:
+        longest = None if lengths is None else [int(each.max(initial=0)) for each in lengths]
+        look = _dense(attn_mask, longest, num_heads, batch)
 
     @named("attn_mask")
     def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -43,8 +52,8 @@ def as_mod(
     return {"mask": mask} if attn_mask.dtype == torch.bool else {"score_mod": score_mod}
 
 
-def _dense(mask: Tensor, lengths: tuple[Numbers, Numbers], num_heads: int | None) -> Look:
-    batch, shape = len(lengths[0]), list(mask.shape)
+def _dense(mask: Tensor, longest: list[int] | None, num_heads: int | None, batch: int) -> Look:
+    shape = list(mask.shape)
     axes = ["batch", *(["heads"] if num_heads else []), "queries", "keys"]
     if not 2 <= mask.dim() <= len(axes):
         raise ShapeError(
@@ -54,15 +63,15 @@ def _dense(mask: Tensor, lengths: tuple[Numbers, Numbers], num_heads: int | None
     wide = mask.reshape(*[1] * (len(axes) - mask.dim()), *shape)
     if not num_heads:
         wide = wide.unsqueeze(1)
-    longest = [int(each.max(initial=0)) for each in lengths]
     exact = wide.shape[0] in (1, batch) and wide.shape[1] in (1, num_heads or 1)
+    most = longest or [1, 1]
     if not exact or any(
-        n != 1 and n < most for n, most in zip(wide.shape[2:], longest, strict=True)
+        n != 1 and n < least for n, least in zip(wide.shape[2:], most, strict=True)
     ):
         heads = f"{num_heads} heads, " if num_heads else ""
         raise ShapeError(
-            f"attn_mask must be for {batch} sequences, {heads}{longest[0]} queries and "
-            f"{longest[1]} keys, with 1 for what is the same for all, but has shape {shape}. It is "
+            f"attn_mask must be for {batch} sequences, {heads}{most[0]} queries and "
+            f"{most[1]} keys, with 1 for what is the same for all, but has shape {shape}. It is "
             f"cut to each sequence, so make it for the longest."
         )
     kept = [axis for axis, size in enumerate(wide.shape) if size > 1]

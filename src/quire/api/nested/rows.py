@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,12 +40,6 @@ class Packed(NamedTuple):
         if len(self.lengths) == batch:
             return self
         return self.moved(np.repeat(self.first, batch), np.repeat(self.lengths, batch))
-
-    def with_heads(self, count: int) -> Packed:
-        """Repeat the only head `count` times."""
-        if self.rows.shape[1] == count:
-            return self
-        return self._replace(rows=self.rows.expand(-1, count, -1))
 
     def lie_like(self, other: Packed) -> bool:
         """Return whether sequences have the places of those of `other`, by identity of arrays.
@@ -94,8 +89,14 @@ def aligned(operands: list[Packed], enable_gqa: bool) -> tuple[Packed, Packed, P
             f"{listed(batches)}. Give as many sequences of each."
         )
     query, key, value = (each.repeated(batch) for each in operands)
-    if key.lie_like(value):
-        return _with_heads(query, key, value, enable_gqa)
+    if not key.lie_like(value):
+        key, value = _at_one_place(key, value)
+    q, k, v = with_heads([query.rows, key.rows, value.rows], enable_gqa)
+    return query._replace(rows=q), key._replace(rows=k), value._replace(rows=v)
+
+
+def _at_one_place(key: Packed, value: Packed) -> tuple[Packed, Packed]:
+    """Return keys and values with their sequences at the same rows. Raise if lengths differ."""
     if not np.array_equal(key.lengths, value.lengths):
         at = int(np.flatnonzero(key.lengths != value.lengths)[0])
         raise ShapeError(
@@ -104,13 +105,12 @@ def aligned(operands: list[Packed], enable_gqa: bool) -> tuple[Packed, Packed, P
         )
     if not np.array_equal(key.first, value.first) or len(key.rows) != len(value.rows):
         key, value = (each.moved(each.first, each.lengths) for each in (key, value))
-    return _with_heads(query, key, value, enable_gqa)
+    return key, value
 
 
-def _with_heads(
-    query: Packed, key: Packed, value: Packed, enable_gqa: bool
-) -> tuple[Packed, Packed, Packed]:
-    heads = [each.rows.shape[1] for each in (query, key, value)]
+def with_heads(rows: Sequence[Tensor], enable_gqa: bool) -> list[Tensor]:
+    """Repeat heads of 1 in the rows [total, H, D] of query, key and value. Raise on mismatch."""
+    heads = [each.shape[1] for each in rows]
     q_heads, kv_heads = heads[0], max(heads[1:])
     advice = "Repeat the heads of one."
     if enable_gqa:
@@ -124,4 +124,8 @@ def _with_heads(
             f"query, key and value must have the same number of heads, or 1, but have "
             f"{listed(heads)}. {advice}"
         )
-    return query.with_heads(q_heads), key.with_heads(kv_heads), value.with_heads(kv_heads)
+    wanted = (q_heads, kv_heads, kv_heads)
+    return [
+        each if each.shape[1] == count else each.expand(-1, count, -1)
+        for each, count in zip(rows, wanted, strict=True)
+    ]
