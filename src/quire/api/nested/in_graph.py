@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.api.attention import attention
 from quire.api.nested.mask import as_mod
 from quire.api.nested.rows import with_heads
-from quire.attention import attention
 from quire.config import Backend as BackendName
 from quire.memory import Ragged
 from quire.mods import causal
