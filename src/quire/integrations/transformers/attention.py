@@ -15,6 +15,7 @@ from quire.integrations.transformers.cache import NewStates
 from quire.integrations.transformers.mask import TokenMask, of_tensor
 from quire.memory import Dense, Memory
 from quire.mods.compose import MaskMod, ScoreMod, all_of, chain, shift
+from quire.support.dynamo import never_traced
 from quire.support.warn import warn
 
 ATTRIBUTE = "quire_mods"
@@ -89,6 +90,25 @@ def attend(
     if out.dim() == 3:
         return out.reshape(query.shape[0], query.shape[2], *out.shape[1:]), None
     return out.transpose(1, 2).contiguous(), None
+
+
+@never_traced
+def attend_in_pages(*args: Any, **options: Any) -> tuple[Tensor, None]:
+    """Compute `attend` between graphs of torch.compile, since pages are managed by numbers."""
+    return attend(*args, **options)
+
+
+def attend_in_layer(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor | NewStates,
+    value: Tensor | NewStates,
+    attention_mask: TokenMask | Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Compute `attend`: in the graph that torch.compile makes of a layer if there are no pages."""
+    call = attend_in_pages if isinstance(key, NewStates) else attend
+    return call(module, query, key, value, attention_mask, **options)
 
 
 class Place(NamedTuple):

@@ -39,15 +39,22 @@ class Padding:
         """
         width = real.shape[1]
         known = _is_known(real)
-        counts = real.sum(1)
-        if known and width >= kv_end and int(counts.sum()) == real.numel():
+        if known and width >= kv_end and bool(real.all()):
             return None
         places = torch.arange(width)
         starts = torch.where(real, places, width).amin(1)
         ends = torch.where(real, places + 1, 0).amax(1)
-        if known and torch.equal(counts, (ends - starts).clamp(min=0)):
-            return cls(starts, ends)
-        return cls(starts, ends, torch.nn.functional.pad(real, (0, max(0, kv_end - width))))
+        padded = torch.nn.functional.pad(real, (0, max(0, kv_end - width)))
+        found = cls(starts, ends, padded)
+        return found if not known or found.has_gaps else cls(starts, ends)
+
+    @property
+    def has_gaps(self) -> bool:
+        """Return whether there is padding between the tokens of a row."""
+        if self.real is None:
+            return False
+        counts = self.real.sum(1)
+        return not torch.equal(counts, (self.ends - self.starts).clamp(min=0))
 
     def mask(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         """A mask_mod that is True if the key is a token."""
