@@ -133,6 +133,8 @@ def test_a_mask_of_four_dimensions() -> None:
     assert_same_steps(model, [inputs | {"attention_mask": bias}])
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 def test_inductor() -> None:
     model, batch = decoder("llama").ours, padded(LENGTHS, "left")
     inputs = batch._asdict() | {"labels": batch.input_ids}
