@@ -1,4 +1,4 @@
-"""Models on quire, compiled whole by torch.compile: the same bits, and no graph for every length."""
+"""Models on quire, compiled whole: the same bits, and no graph for every length."""
 
 from __future__ import annotations
 
@@ -147,6 +147,18 @@ def test_inductor() -> None:
         torch.testing.assert_close(others[name], gradient, rtol=0, atol=atol, msg=name)
 
 
+def test_export() -> None:
+    model, batch = decoder("mistral").ours, padded([5, 17], "left")
+    lengths = {1: torch.export.Dim("length", min=2, max=100)}
+    inputs = batch._asdict() | {"use_cache": False}
+    shapes = {"input_ids": lengths, "attention_mask": lengths, "use_cache": None}
+    program = torch.export.export(model, (), inputs, dynamic_shapes=shapes)
+    for other in ([5, 17], [31, 20]):
+        inputs = padded(other, "left")._asdict() | {"use_cache": False}
+        assert torch.equal(program.module()(**inputs).logits, model(**inputs).logits)
+    assert "quire.attention" in str(program.graph)
+
+
 # --- generate ------------------------------------------------------------------------------------
 
 
@@ -174,6 +186,22 @@ def test_text(family: str, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert made <= 3  # the prompt, the first new token, and all others
     assert_same_text(text_of(model, batch, **options), expected)
     assert len(graphs.graphs) == made
+
+
+def test_generate_compiles_by_itself() -> None:
+    """It makes the masks of a static cache outside of the graph, where padding is known."""
+    model, batch = decoder("llama").ours, padded(LENGTHS, "left")
+    options = {"cache_implementation": "static"}
+    expected = text_of(model, batch, **options)
+    graphs = Graphs("aot_eager")
+
+    def keep(*graph: Any) -> Any:  # transformers copies the config, but not a function
+        return graphs(*graph)
+
+    how = hf.CompileConfig(fullgraph=True, backend=keep, mode=None)
+    how._compile_all_devices = True  # transformers leaves processors out unless told so
+    assert_same_text(text_of(model, batch, **options, compile_config=how), expected)
+    assert 1 <= len(graphs.graphs) <= 2
 
 
 def test_pages_are_read_between_graphs(monkeypatch: pytest.MonkeyPatch) -> None:

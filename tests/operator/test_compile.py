@@ -277,7 +277,7 @@ def test_a_mod_may_not_change_objects() -> None:
 
     counter.calls = 0  # type: ignore[attr-defined]
     compiled = torch.compile(model, backend="eager", fullgraph=True)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="'calls'.* was changed from 0 to 1"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"'calls'.* was changed from 0 to 1"):
         compiled(*operands())
     assert counter.calls == 0  # type: ignore[attr-defined]
 
