@@ -29,7 +29,7 @@ from quire.integrations.transformers.attention import (
     ATTRIBUTE,
     AttentionWeightsWarning,
     Mods,
-    attend_in_layer,
+    attend,
 )
 from quire.integrations.transformers.cache import PagedCache
 from quire.integrations.transformers.ignored import IgnoredAttentionWarning, tell, watch
@@ -51,7 +51,7 @@ __all__ = [
 
 def register() -> None:
     """Make `attn_implementation="quire"` known to transformers. Importing this module does it."""
-    AttentionInterface.register(NAME, attend_in_layer)
+    AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, token_mask)
     watch(NAME)
 
