@@ -12,14 +12,21 @@ import quire
 
 
 class Graphs:
-    """A backend of torch.compile that keeps the graphs it is given, and runs them as they are."""
+    """A backend of torch.compile that keeps the graphs it is given, and runs them as they are.
 
-    def __init__(self) -> None:
+    If another backend is named, it runs them.
+    """
+
+    def __init__(self, backend: str | None = None) -> None:
         self.graphs: list[torch.fx.GraphModule] = []
+        self.backend = backend
 
-    def __call__(self, graph: torch.fx.GraphModule, inputs: object) -> Callable[..., Any]:
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         self.graphs.append(graph)
-        return graph.forward
+        if self.backend is None:
+            return graph.forward
+        compile_graph: Any = torch._dynamo.lookup_backend(self.backend)
+        return compile_graph(graph, inputs)  # type: ignore[no-any-return]
 
     @property
     def uses_quire(self) -> bool:

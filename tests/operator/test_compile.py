@@ -244,6 +244,44 @@ def test_a_third_length_compiles_nothing() -> None:
     assert len(graphs.graphs) == 2
 
 
+# Objects that change
+
+
+class Counter:
+    """What a model may keep count in."""
+
+
+def test_a_model_may_change_objects_before_and_after_a_call() -> None:
+    def model(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        counters = [Counter(), Counter()]
+        for counter in counters:
+            counter.__dict__.get("calls")  # Dynamo keeps a variable of this dictionary
+        for counter in counters:
+            counter.calls, counter.scale = 1, 2.0  # type: ignore[attr-defined]
+            query = query * counter.scale * counter.calls  # type: ignore[attr-defined]
+            query = attention(query, Dense(key, value), score_mod=slope)
+        return query
+
+    assert_same(model, operands())
+
+
+def test_a_mod_may_not_change_objects() -> None:
+    counter = Counter()
+
+    def counted(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        counter.calls = 1  # type: ignore[attr-defined]
+        return score * 2
+
+    def model(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attention(query, Dense(key, value), score_mod=counted)
+
+    counter.calls = 0  # type: ignore[attr-defined]
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"'calls'.* was changed from 0 to 1"):
+        compiled(*operands())
+    assert counter.calls == 0  # type: ignore[attr-defined]
+
+
 # What cannot be part of a graph
 
 

@@ -15,6 +15,7 @@ from quire.integrations.transformers.cache import NewStates
 from quire.integrations.transformers.mask import TokenMask, of_tensor
 from quire.memory import Dense, Memory
 from quire.mods.compose import MaskMod, ScoreMod, all_of, chain, shift
+from quire.support.dynamo import never_traced
 from quire.support.warn import warn
 
 ATTRIBUTE = "quire_mods"
@@ -38,6 +39,27 @@ def attend(
     key: Tensor | NewStates,
     value: Tensor | NewStates,
     attention_mask: TokenMask | Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Compute attention as transformers calls it: a part of the graph, if one is made of a layer.
+
+    Pages are written and read between graphs, since Python numbers say which ones.
+    """
+    call = _between_graphs if isinstance(key, NewStates) else layer_attention
+    return call(module, query, key, value, attention_mask, **options)
+
+
+@never_traced
+def _between_graphs(*args: Any, **options: Any) -> tuple[Tensor, None]:
+    return layer_attention(*args, **options)
+
+
+def layer_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor | NewStates,
+    value: Tensor | NewStates,
+    attention_mask: TokenMask | Tensor | None,
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -48,7 +70,7 @@ def attend(
     output_attentions: bool = False,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention as transformers calls it. Return out [B, L, Hq, Dv], and None for weights.
+    """Return the output of a layer's attention [B, L, Hq, Dv], and None for weights.
 
     query [B, Hq, L, D]. key [B, Hkv, S, D] and value [B, Hkv, S, Dv] are tensors, or `NewStates` of
     a `PagedCache`. `position_bias` is [B, H, L, S], and `s_aux` [Hq] is a sink.

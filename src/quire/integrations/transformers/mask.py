@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from quire.mods import MaskMod
+from quire.support.torch_private import is_in_a_graph
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,18 +34,27 @@ class Padding:
     def of(cls, real: Tensor, kv_end: int) -> Padding | None:
         """Return the padding that a mask [B, S] gives, or None if all positions are tokens.
 
-        Positions from S to `kv_end` are padding: a static cache has such positions.
+        Positions from S to `kv_end` are padding: a static cache has such positions. Where a graph
+        is made, values are not known, so the mask counts as one with padding anywhere.
         """
         width = real.shape[1]
-        counts = real.sum(1)
-        if width >= kv_end and int(counts.sum()) == real.numel():
+        known = _is_known(real)
+        if known and width >= kv_end and bool(real.all()):
             return None
         places = torch.arange(width)
         starts = torch.where(real, places, width).amin(1)
         ends = torch.where(real, places + 1, 0).amax(1)
-        if torch.equal(counts, (ends - starts).clamp(min=0)):
-            return cls(starts, ends)
-        return cls(starts, ends, torch.nn.functional.pad(real, (0, max(0, kv_end - width))))
+        padded = torch.nn.functional.pad(real, (0, max(0, kv_end - width)))
+        found = cls(starts, ends, padded)
+        return found if not known or found.has_gaps else cls(starts, ends)
+
+    @property
+    def has_gaps(self) -> bool:
+        """Return whether there is padding between the tokens of a row."""
+        if self.real is None:
+            return False
+        counts = self.real.sum(1)
+        return not torch.equal(counts, (self.ends - self.starts).clamp(min=0))
 
     def mask(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         """A mask_mod that is True if the key is a token."""
@@ -75,9 +85,16 @@ class TokenMask:
 
     @property
     def origins(self) -> Tensor | None:
-        """The position of the first token of each row [B]. None if all are 0."""
+        """The position of the first token of each row [B]. None if all are known to be 0."""
         starts = None if self.padding is None else self.padding.starts
-        return starts if starts is not None and bool(starts.any()) else None
+        if starts is None or (_is_known(starts) and not starts.any()):
+            return None
+        return starts
+
+
+def _is_known(tensor: Tensor) -> bool:
+    """Return whether the values of a tensor may be read: not where a graph is made of the model."""
+    return not torch.compiler.is_compiling() and not is_in_a_graph(tensor)
 
 
 def token_mask(
@@ -99,7 +116,8 @@ def token_mask(
     return TokenMask(
         None if mask_function is bidirectional_mask_function else mask_function,
         padding,
-        int(q_offset),  # copied, since a static cache changes its tensor in place
+        # Copied, since a static cache changes its tensor in place.
+        int(q_offset) if isinstance(q_offset, Tensor) else q_offset,
         kv_offset,
         (batch_size, 1, q_length, kv_length),
     )

@@ -130,7 +130,7 @@ class CachedRows:
                 f"tokens."
             )
         alike = (starts == self._origins).all() and bool((padding.ends == end).all())
-        return padding.real is not None or not alike
+        return not alike or padding.has_gaps
 
     def _split(self, step: WriteStep, layer: int, key: Tensor, value: Tensor) -> None:
         """Give own sequences to rows that were equal in earlier layers and differ in this one."""

@@ -181,7 +181,11 @@ class DynamoTrace:
             ]
         # In a mod, table[h] with a scalar h is a load and not a view at a number.
         loads = named("torch._dynamo._trace_wrapped_higher_order_op", "TransformGetItemToIndex")
-        with loads():
+        # Dynamo would copy the record of all changes to objects and go on with the copy, but its
+        # variables of objects' __dict__ keep the old one. So the record stays, and a mod that
+        # changes an object must restore it.
+        restored = translator.output.side_effects.defer_side_effect_checks()
+        with loads(), restored:
             _, graph, lifted = named(_OPERATORS, "speculate_subgraph")(
                 translator,
                 function,
@@ -190,6 +194,7 @@ class DynamoTrace:
                 description="a mod of quire",
                 source_target=self._entry,
                 set_subgraph_inputs="flatten_manual",
+                restore_side_effects=False,
             )
         return self._sorted(_name(function), graph, lifted, len(scalars))
 
