@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from torch.nn.attention import flex_attention as torch_flex
 
 from quire.errors import QuireError, TorchVersionError
 from quire.support import torch_private
+from quire.support.torch_private import tracing
 
 
 def test_every_name_is_there() -> None:
@@ -28,6 +32,38 @@ def test_every_name_is_there() -> None:
     assert torch_private.has_avx2() == torch.cpu._is_avx2_supported()
     assert torch_private.is_torch_slice(torch_flex._sliced_mask_mod_error)
     assert not torch_private.is_torch_slice(torch_flex.noop_mask)
+
+
+FOLDER = Path(torch_private.__file__).parent
+LATER = [
+    (
+        str(
+            getattr(tracing, node.args[0].id)
+            if isinstance(node.args[0], ast.Name)
+            else ast.literal_eval(node.args[0])
+        ),
+        ast.literal_eval(node.args[1]),
+    )
+    for path in (FOLDER / "tracing.py", FOLDER / "transforms.py")
+    for node in ast.walk(ast.parse(path.read_text()))
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "named"
+]
+"""The names of Dynamo and of torch.func that are looked up when they are needed."""
+
+
+@pytest.mark.parametrize(("module", "name"), sorted(set(LATER)))
+def test_every_name_that_is_looked_up_later_is_there(module: str, name: str) -> None:
+    assert torch_private.named(module, name) is not None
+
+
+def test_dynamo_has_the_rest_that_tracing_relies_on() -> None:
+    effects = torch_private.named("torch._dynamo.side_effects", "SideEffects")
+    assert hasattr(effects, "defer_side_effect_checks")
+    speculate = torch_private.named(tracing._OPERATORS, "speculate_subgraph")
+    parameters = inspect.signature(speculate).parameters
+    assert {"restore_side_effects", "set_subgraph_inputs", "source_target"} <= parameters.keys()
+    functions = torch_private.named("torch._dynamo.variables.functions", "UserFunctionVariable")
+    assert "_torchdynamo_inline" in inspect.getsource(inspect.getmodule(functions))
 
 
 def test_without_modes_tensors_have_values() -> None:
