@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -133,6 +136,19 @@ def check_strided(name: str, tensor: object) -> None:
         )
 
 
+_SHAPES_ONLY = ContextVar("shapes_only", default=False)
+
+
+@contextmanager
+def shapes_only() -> Iterator[None]:
+    """Let fake tensors pass: a graph is being made, and only shapes are used."""
+    token = _SHAPES_ONLY.set(True)
+    try:
+        yield
+    finally:
+        _SHAPES_ONLY.reset(token)
+
+
 def check_kind(name: str, tensor: object) -> None:
     """Check that `tensor` is a plain strided tensor, whose memory a kernel can read."""
     check_strided(name, tensor)
@@ -140,7 +156,7 @@ def check_kind(name: str, tensor: object) -> None:
     if is_legacy_batched(tensor):
         check_unmapped(name, tensor)
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        if is_fake(tensor):  # while a graph is made; only its shape will be used
+        if _SHAPES_ONLY.get() and is_fake(tensor):
             return
         raise TensorKindError(
             f"{name} must be a plain tensor, but is a {type(tensor).__name__}, whose memory cannot "

@@ -28,7 +28,7 @@ from quire.operator.text import MODS, WrittenMod, write
 from quire.request import Request, ready
 from quire.results import Result
 from quire.support.dynamo import traced_as
-from quire.support.torch_private import is_in_a_graph, is_transformed
+from quire.support.torch_private import is_in_a_graph, is_transformed, is_watched
 from quire.support.torch_private.tracing import know_entries
 
 
@@ -142,6 +142,10 @@ def by_operator(request: Request) -> Result | None:
 def _goes_by_operator(request: Request) -> bool:
     """Return whether the operator can take a request that somebody watches."""
     query = request.query
+    if not is_watched():  # a fake tensor outside of its mode: all operands must be fake
+        memory = request.memory
+        if not all(map(is_in_a_graph, (query, memory.key, memory.value))):
+            return False
     plain = type(query) is Tensor or type(query) is Parameter or is_in_a_graph(query)
     return (
         plain

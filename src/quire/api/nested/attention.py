@@ -52,17 +52,14 @@ def jagged_scaled_dot_product_attention(
             return _dense_buffers(*operands, attn_mask, scale=scale, **options)
         if query.is_meta:
             return _counted(*operands, dropout_p=dropout_p, is_causal=is_causal, scale=scale)
-        backend = allowed_backend()
+        given: dict[str, Any] = {
+            "scale": scale,
+            "dropout_p": dropout_p,
+            "backend": allowed_backend(),
+        }
         if makes_graph(query):
-            out = attend(
-                operands,
-                attn_mask,
-                is_causal=is_causal,
-                enable_gqa=enable_gqa,
-                scale=scale,
-                dropout_p=dropout_p,
-                backend=backend,
-            )
+            flags: dict[str, Any] = {"is_causal": is_causal, "enable_gqa": enable_gqa}
+            out = attend(operands, attn_mask, **flags, **given)
             return _nested_like(query, _values(query, out))
         q, k, v = aligned(rows_of(query, key, value), enable_gqa)
         mods: dict[str, Any] = {"mask": causal} if is_causal else {}
@@ -78,9 +75,7 @@ def jagged_scaled_dot_product_attention(
             q_lengths=q_spans[1],
             q_start=0,
             **mods,
-            scale=scale,
-            dropout_p=dropout_p,
-            backend=backend,
+            **given,
         )
     except BackendError as error:
         raise no_backend(told_by(error)) from error
