@@ -197,6 +197,18 @@ def test_a_value_that_is_not_read_may_be_infinite() -> None:
     assert bool(found.isfinite().all())
 
 
+@pytest.mark.parametrize("backend", ["auto", "eager"])
+def test_an_infinite_output_has_a_finite_tangent_by_the_values(backend: Backend) -> None:
+    query, key, value, tangent = torch.randn(4, 1, 1, 6, 4, dtype=torch.float64)
+    value[0, 0, 0] = math.inf
+
+    def attend(v: Tensor) -> Tensor:
+        return flex_attention(query, key, v, backend=backend)
+
+    _, found = func.jvp(attend, (value,), (tangent,))
+    close(found, torch.softmax(query @ key.mT / 2, -1) @ tangent)
+
+
 def test_scores_far_from_zero() -> None:
     query, key = torch.ones(1, 1, 3, 4), torch.full((1, 1, 5, 4), -1e9)
     value, tangent = torch.randn(2, 1, 1, 5, 4)

@@ -44,18 +44,18 @@ def tangent(
     others = (along.sink, *along.captures)
     if any(x is not None for x in others) or placed.key_scale is not None:
         return None
-    out, mean = torch.zeros_like(above.out), torch.zeros_like(above.lse)
-    if along.query is not None or along.key is not None:
-        sums = _sums(problem, placed, blocks, above, along)
-        if sums is None:
-            return None
-        out, mean = sums.out - sums.mean.unsqueeze(-1) * above.out, sums.mean
+    moved = None
     if along.value is not None:
         moved = _values(problem, placed.on(placed.query, placed.key, along.value), above.sink)
         if moved is None:
             return None
-        out = out + moved
-    return Result(out, mean) if bool(out.isfinite().all()) else None
+    if along.query is None and along.key is None:
+        return None if moved is None else Result(moved, torch.zeros_like(above.lse))
+    sums = _sums(problem, placed, blocks, above, along)
+    if sums is None:
+        return None
+    out = torch.addcmul(sums.out, sums.mean.unsqueeze(-1), above.out, value=-1)
+    return Result(out if moved is None else out + moved, sums.mean)
 
 
 def _values(problem: Problem, placed: Placed, sink: Tensor | None) -> Tensor | None:
@@ -102,7 +102,9 @@ def _columns(
         pairs.append((along.query.to(dtype), key))
     if along.key is not None:
         pairs.append((query, along.key.to(dtype)))
-    moved, others = (torch.cat(side, -1) for side in zip(*pairs, strict=True))
+    moved, others = pairs[0]
+    if len(pairs) > 1:
+        moved, others = (torch.cat(side, -1) for side in zip(*pairs, strict=True))
     operands = placed.on(queries, keys, others)
     results = Result(above.out, above.lse)
     plan = BackwardPlan.of(problem, operands, blocks, (), results)

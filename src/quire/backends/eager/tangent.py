@@ -75,6 +75,9 @@ def tangent(
                 mean[stripe.rows] += part.mean
     if sink is not None and along.sink is not None:
         mean = mean + _of_sink(sink, along.sink, shift, share)
+    scores = (along.query, along.key, along.sink, *along.captures)
+    if all(x is None for x in scores):  # 0 times an output of inf would be NaN
+        return Result(sums, mean)
     return Result(sums - mean.unsqueeze(-1) * out, mean)
 
 
@@ -104,17 +107,18 @@ def _part(
     weights = probabilities(scores, rows.shift)
     if rows.share is not None:
         weights = weights * rows.share
-    pushed = torch.zeros_like(weights)
+    pushed, out = torch.zeros_like(weights), torch.zeros_like(rows.query[..., :1])
+    seen = by_group(read, tile.values)
     raw_tangent = _raw_tangent(tile, moved, rows, along)
     score_tangent = _through_mod(tile, raw, raw_tangent, along.captures)
     if score_tangent is not None:
         pushed = weights * torch.where(read, score_tangent, 0.0)
-    read = by_group(read, tile.values)
-    out = weighted_sum(by_group(tile.dropped(pushed), tile.values), tile.values, read)
+        kept = by_group(tile.dropped(pushed), tile.values)
+        out = weighted_sum(kept, tile.values, seen).view(*rows.query.shape[:-1], -1)
     if along.value is not None:
         kept = by_group(tile.dropped(weights), tile.values)
-        out = out + weighted_sum(kept, moved.values, read)
-    return Part(out.view(*rows.query.shape[:-1], -1), pushed.sum(-1))
+        out = out + weighted_sum(kept, moved.values, seen).view(*rows.query.shape[:-1], -1)
+    return Part(out, pushed.sum(-1))
 
 
 def _moved(placed: Placed, along: Tangents) -> Placed:
