@@ -135,6 +135,27 @@ def test_a_mod_made_inside_of_what_the_graph_computes() -> None:
     assert_same(model, [*operands(), torch.rand(4, 3, requires_grad=True)])
 
 
+def test_a_learned_tensor_that_only_a_mask_loads_has_no_gradient_and_moves_no_other() -> None:
+    limits = torch.tensor([3.0, 9.0, 20.0, 1.0], requires_grad=True)
+
+    def model(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> Tensor:
+        def mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return score + slopes[h] * kv_idx
+
+        def near(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return kv_idx < limits[h]
+
+        return attention(query, Dense(key, value), score_mod=mod, mask=near)
+
+    tensors = [*operands(), SLOPES.clone().requires_grad_()]
+    assert_same(model, tensors)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    found = torch.autograd.grad(compiled(*tensors).sum(), [limits, *tensors], allow_unused=True)
+    assert found[0] is None or not found[0].any()
+    expected = torch.autograd.grad(model(*tensors).sum(), tensors)
+    assert all(map(torch.equal, found[1:], expected))
+
+
 def test_captured_tensors_are_inputs_and_never_stale() -> None:
     table = torch.rand(4)
 

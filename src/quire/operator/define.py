@@ -28,7 +28,7 @@ from quire.ir.trace import Mod
 from quire.memory import Dense, Memory, Paged, Queries, Ragged
 from quire.mods.dropout import drawn_seed
 from quire.operator.text import MODS, Form, read
-from quire.plans import CallPlan, find
+from quire.plans import find
 from quire.request import Call, Mask, Request, call_of
 from quire.results import Above, Result, Wanted, output_layout, working_dtype
 from quire.runtime.work import Flops, flops_of
@@ -124,16 +124,6 @@ def _block_mask(named: dict[str, Any], size: tuple[int, int], mask_mod: Any) -> 
     )
 
 
-def _found(
-    operands: tuple[Tensor, Tensor, Tensor],
-    captures: list[Tensor],
-    tables: list[Tensor],
-    numbers: list[int],
-    form: Form,
-) -> tuple[CallPlan, Call]:
-    return find(request_of(operands, captures, tables, numbers, form))
-
-
 # --- the forward pass ----------------------------------------------------------------------------
 
 
@@ -148,7 +138,7 @@ def _forward(
 ) -> list[Tensor]:
     form = read(text)
     with profiled(form):
-        plan, call = _found((query, key, value), captures, tables, numbers, form)
+        plan, call = find(request_of((query, key, value), captures, tables, numbers, form))
         return _given(call, plan.forward(call), form)
 
 
@@ -228,7 +218,7 @@ def _computed_gradients(
     """Return the gradients that are wanted. Autograd records them if gradients are enabled."""
     form = read(text)
     with profiled(form, "backward of "):
-        plan, call = _found((query, key, value), captures, tables, numbers, form)
+        plan, call = find(request_of((query, key, value), captures, tables, numbers, form))
         memory, loaded, sink = call.request.memory, call.captures, call.request.sink
         learned = wanted[3 + form.sink :]
         asked = Wanted(
@@ -252,11 +242,13 @@ def _computed_gradients(
             gradients.append(sink_gradient(sink, found) if wanted[3] else None)
         gradients += found.captures
         inputs = (query, key, value, *captures)
-        return [
+        computed = [
             _like(x, grad)
             for x, grad, wants in zip(inputs, gradients, wanted, strict=True)
             if wants and grad is not None
         ]
+        assert len(computed) == sum(wanted), "a gradient that is wanted is computed"
+        return computed
 
 
 def _like(tensor: Tensor, grad: Tensor) -> Tensor:
