@@ -18,8 +18,7 @@ from quire.checks import check_kind, check_unmapped
 from quire.checks.arguments import check_never_falls, tensor_of
 from quire.errors import ArgumentError, DeviceError
 from quire.support.bounded import BoundedDict
-from quire.support.torch_private import in_transform, is_ordinary
-from quire.support.torch_private.transforms import outside_transforms
+from quire.support.torch_private import in_transform, is_ordinary, outside_transforms
 
 Numbers: TypeAlias = NDArray[np.int64]
 
