@@ -27,7 +27,7 @@ try:
     from quire.draw import draw
     from quire.errors import QuireError
     from quire.memory import Dense, Paged, Ragged
-    from quire.mods import and_masks, noop_mask, not_mask, or_masks
+    from quire.mods import and_masks, noop_mask, not_mask, or_masks, weights
     from quire.mods.dropout import random
     from quire.request import EagerModWarning
     from quire.support.dynamo import OneGraphWarning
@@ -74,6 +74,7 @@ __all__ = [
     "unpatch_torch",
     "varlen_attention",
     "varlen_attn",
+    "weights",
     "why",
 ]
 

@@ -116,7 +116,9 @@ def make(call: Call) -> tuple[CallPlan, Call]:
 
 def layout_of(request: Request) -> Key | None:
     """Return all that a plan takes from the request itself; None if the request has no key."""
-    query, memory, queries, _, _, scale, p, sink, aux, options, backend, generator = request[:12]
+    query, memory, queries, _, _, scale, p, sink, aux, options, backend, generator, weighting = (
+        request[:13]
+    )
     start, offsets, lengths = queries
     if (
         backend != "auto"
@@ -140,8 +142,8 @@ def layout_of(request: Request) -> Key | None:
     if operands is None:
         return None
     if sink is None:
-        return (*operands, scale, aux)
-    return (*operands, scale, aux, sink.shape, sink.dtype) if is_ordinary(sink) else None
+        return (*operands, scale, aux, weighting)
+    return (*operands, scale, aux, weighting, sink.shape, sink.dtype) if is_ordinary(sink) else None
 
 
 def _paged_layout(query: Tensor, memory: Paged) -> Key | None:
@@ -209,7 +211,7 @@ def operand_layout(query: Tensor, key: Tensor, value: Tensor) -> Key | None:
 
 def key_of(layout: Key, call: Call) -> Key | None:
     """Return the key of a call whose request has this layout; None if its mods have no key."""
-    _, placed, (_, score_mod, mask_mod, mask, partial_mod, _), captures, learns = call
+    _, placed, (_, score_mod, mask_mod, mask, partial_mod, *_), captures, learns = call
     rows = placed.rows
     if isinstance(rows, One):
         if rows.q_start > MOST_KEYS:

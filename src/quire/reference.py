@@ -29,6 +29,12 @@ Whole score matrices are computed; nothing here is meant to be fast. A row is a 
 - The mass of a key is the sum of its probabilities over the queries of one query head, before
   dropout; a sink takes part of the probability. If a row is NaN, so is the mass of each key that it
   reads. No gradient.
+- With `weighting` "shares" or "sums", what the score_mod returns is the weight of a key and not a
+  score. The output is the sum of weight times value; with "shares" it is divided by the sum of the
+  weights. If that sum is 0, so is the output, with gradient 0. A weight of -inf means that the key
+  is not read. Other weights may be negative, inf or NaN, and are multiplied and added as they are.
+  The sum of the weights stands in place of the log-sum-exp, the largest weight in place of the
+  maximum, weight / sum in place of a probability. There is no sink, and no entropy.
 - In ragged memory, each sequence is computed on its own. `b` is its number and positions count from
   its first row. Its last query has the position of its last key; with more queries than keys, both
   begin at 0. A row of the query that belongs to no sequence is a row that reads no key.
@@ -71,6 +77,7 @@ def attention(
     sink: Tensor | None = None,
     keep: Tensor | None = None,
     dropout_p: float = 0.0,
+    weighting: str = "softmax",
     q_start: int = 0,
     kv_start: int = 0,
     b_start: int = 0,
@@ -104,7 +111,10 @@ def attention(
     with torch.no_grad():  # find what is read first: all other scores have no gradient
         read = scores_where(mask) != -math.inf
     scores = scores_where(read)
-    lse, probabilities = _softmax(scores, read, sink)
+    if weighting == "softmax":
+        lse, probabilities = _softmax(scores, read, sink)
+    else:
+        lse, probabilities = _given_weights(scores, read, divided=weighting == "shares")
     undropped = probabilities.detach()
     if keep is not None:
         factor = 0.0 if dropout_p == 1.0 else 1.0 / (1.0 - dropout_p)
@@ -131,6 +141,17 @@ def _softmax(scores: Tensor, read: Tensor, sink: Tensor | None) -> tuple[Tensor,
     safe = torch.where(empty, 0.0, logits)
     lse = torch.where(empty.squeeze(-1), -math.inf, _log_sum_exp(safe))
     return lse, torch.where(read, torch.softmax(safe, -1)[..., : scores.shape[3]], 0.0)
+
+
+def _given_weights(scores: Tensor, read: Tensor, *, divided: bool) -> tuple[Tensor, Tensor]:
+    """Return the sums of weights [B, Hq, L], and the weights, divided by them or as they are."""
+    weights = torch.where(read, scores, 0.0)
+    total = weights.sum(-1)
+    if not divided:
+        return total, weights
+    nothing = total == 0.0
+    divisor = torch.where(nothing, 1.0, total).unsqueeze(-1)
+    return total, torch.where(nothing.unsqueeze(-1), 0.0, weights / divisor)
 
 
 class RaggedReference(NamedTuple):

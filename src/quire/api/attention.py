@@ -12,6 +12,7 @@ from quire.aux_outputs import NO_AUX, AuxOutput, AuxRequest, checked_request
 from quire.config import Backend as BackendName
 from quire.ir.trace import Mod
 from quire.memory import Integers, Memory, Queries
+from quire.mods.weights import Weighting, weighted
 from quire.plans import compute
 from quire.request import Mask, Request
 from quire.results import Result
@@ -27,6 +28,8 @@ class AttentionOptions(TypedDict, total=False):
     dropout_p: float
     generator: torch.Generator | None
     sink: Tensor | None
+    weight: Mod | None
+    normalise: bool
     q_start: int | Integers | None
     q_offsets: Integers | None
     q_lengths: Integers | None
@@ -67,6 +70,8 @@ def attention(
     dropout_p: float = 0.0,
     generator: torch.Generator | None = None,
     sink: Tensor | None = None,
+    weight: Mod | None = None,
+    normalise: bool = True,
     q_start: int | Integers | None = None,
     q_offsets: Integers | None = None,
     q_lengths: Integers | None = None,
@@ -85,6 +90,10 @@ def attention(
     column. `sink` [Hq] is a logit per head that joins the softmax and has no value. A query that
     reads no key gets 0.
 
+    `weight(score, b, h, q_idx, kv_idx)` returns the weight of a key from its score, in place of the
+    softmax: `quire.weights` has some. The weights are divided by their sum, unless `normalise` is
+    False. `lse` is then the logarithm of their sum, and `max_scores` the largest weight.
+
     In `Ragged` memory, `b` is the number of a sequence, and positions count from its first token.
     Queries have the offsets of the keys, unless `q_offsets` [B + 1] and `q_lengths` [B] are given.
     `q_start` may be a tensor [B]. A row of the query that belongs to no sequence gets 0.
@@ -95,6 +104,10 @@ def attention(
     The output has the shape of `query`, with Dv in place of D. With `return_aux`, the function
     returns the output and an `AuxOutput`.
     """
+    weighting: Weighting = "softmax"
+    if weight is not None:
+        heads = query.shape[1]
+        score_mod, weighting, sink = weighted(score_mod, weight, normalise, sink, heads)
     result = compute(
         Request(
             query,
@@ -108,9 +121,18 @@ def attention(
             aux=NO_AUX if return_aux is None else checked_request(return_aux),
             backend=backend,
             generator=generator,
+            weighting=weighting,
         )
     )
+    result = with_log_sum(result, weighting)
     return result.out if return_aux is None else (result.out, aux_output(result, return_aux))
+
+
+def with_log_sum(result: Result, weighting: Weighting) -> Result:
+    """Return the result with the logarithm of the sum of weights as lse."""
+    if weighting == "softmax" or result.lse is None:
+        return result
+    return result._replace(lse=torch.log(result.lse))
 
 
 def aux_output(
