@@ -18,6 +18,8 @@ Whole score matrices are computed; nothing here is meant to be fast. A row is a 
   counts from its own first row and column, whatever the positions of queries and keys are.
 - A sink is one more logit in each row's softmax, with no value. It is part of the log-sum-exp, so
   that probability = exp(score - lse) is true with and without it. It is not part of the maximum.
+- A prob_mod is called with the probability of each key that is read, and returns what its value is
+  multiplied by. The other results are those of the softmax. It comes before dropout.
 - Dropout drops probabilities after the softmax and multiplies the others by 1 / (1 - p).
 - The gradient of the log-sum-exp is the softmax, even if |lse| is so large that in float32 it
   equals the largest score. Then each of n equal keys has the gradient 1 / n, not 1.
@@ -78,6 +80,7 @@ def attention(
     keep: Tensor | None = None,
     dropout_p: float = 0.0,
     weighting: str = "softmax",
+    prob_mod: Callable[..., Any] | None = None,
     q_start: int = 0,
     kv_start: int = 0,
     b_start: int = 0,
@@ -116,6 +119,8 @@ def attention(
     else:
         lse, probabilities = _given_weights(scores, read, divided=weighting == "shares")
     undropped = probabilities.detach()
+    if prob_mod is not None:
+        probabilities = evaluate(prob_mod, read, starts, probabilities, fill=0.0)
     if keep is not None:
         factor = 0.0 if dropout_p == 1.0 else 1.0 / (1.0 - dropout_p)
         probabilities = torch.where(keep, probabilities * factor, 0.0)

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
+from quire.api import probabilities
+from quire.api.probabilities import check_softmax
 from quire.aux_outputs import NO_AUX, AuxOutput, AuxRequest, checked_request
 from quire.config import Backend as BackendName
 from quire.ir.trace import Mod
@@ -30,6 +32,7 @@ class AttentionOptions(TypedDict, total=False):
     sink: Tensor | None
     weight: Mod | None
     normalise: bool
+    prob_mod: Mod | None
     q_start: int | Integers | None
     q_offsets: Integers | None
     q_lengths: Integers | None
@@ -72,6 +75,7 @@ def attention(
     sink: Tensor | None = None,
     weight: Mod | None = None,
     normalise: bool = True,
+    prob_mod: Mod | None = None,
     q_start: int | Integers | None = None,
     q_offsets: Integers | None = None,
     q_lengths: Integers | None = None,
@@ -93,6 +97,8 @@ def attention(
     `weight(score, b, h, q_idx, kv_idx)` returns the weight of a key from its score, in place of the
     softmax: `quire.weights` has some. The weights are divided by their sum, unless `normalise` is
     False. `lse` is then the logarithm of their sum, and `max_scores` the largest weight.
+    `prob_mod(prob, b, h, q_idx, kv_idx)` returns what a value is multiplied by in place of its
+    probability; it takes a second pass over the keys.
 
     In `Ragged` memory, `b` is the number of a sequence, and positions count from its first token.
     Queries have the offsets of the keys, unless `q_offsets` [B + 1] and `q_lengths` [B] are given.
@@ -108,29 +114,31 @@ def attention(
     if weight is not None:
         heads = query.shape[1]
         score_mod, weighting, sink = weighted(score_mod, weight, normalise, sink, heads)
-    result = compute(
-        Request(
-            query,
-            memory,
-            Queries(q_start, q_offsets, q_lengths),
-            score_mod=score_mod,
-            masks=() if mask is None else (mask,),
-            scale=scale,
-            dropout_p=dropout_p,
-            sink=sink,
-            aux=NO_AUX if return_aux is None else checked_request(return_aux),
-            backend=backend,
-            generator=generator,
-            weighting=weighting,
-        )
+    request = Request(
+        query,
+        memory,
+        Queries(q_start, q_offsets, q_lengths),
+        score_mod=score_mod,
+        masks=() if mask is None else (mask,),
+        scale=scale,
+        dropout_p=dropout_p,
+        sink=sink,
+        aux=NO_AUX if return_aux is None else checked_request(return_aux),
+        backend=backend,
+        generator=generator,
+        weighting=weighting,
     )
-    result = with_log_sum(result, weighting)
+    result = computed(request, prob_mod)
     return result.out if return_aux is None else (result.out, aux_output(result, return_aux))
 
 
-def with_log_sum(result: Result, weighting: Weighting) -> Result:
-    """Return the result with the logarithm of the sum of weights as lse."""
-    if weighting == "softmax" or result.lse is None:
+def computed(request: Request, prob_mod: Mod | None) -> Result:
+    """Compute a request. The lse of weights that are not a softmax is the log of their sum."""
+    if prob_mod is not None:
+        check_softmax(request)
+        return probabilities.compute(request, prob_mod)
+    result = compute(request)
+    if request.weighting == "softmax" or result.lse is None:
         return result
     return result._replace(lse=torch.log(result.lse))
 

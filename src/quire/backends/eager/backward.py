@@ -61,7 +61,7 @@ class Given(NamedTuple):
         return Given(grad_out, delta if grad_lse is None else delta - grad_lse, divisor)
 
     def divided(self, found: Normaliser | None) -> Given:
-        """Replace the divisor by a shift, and multiply the factors of probabilities by their share."""
+        """Replace the divisor by a shift, and multiply factors of probabilities by their share."""
         if found is None:
             return self
         shift, share = found

@@ -125,7 +125,8 @@ def _weighted_stripe(problem: Problem, placed: Placed, stripe: Stripe) -> Result
         kept, seen = (by_group(x, tile.values) for x in (tile.dropped(weights), read))
         sums = sums + weighted_sum(kept, tile.values, seen).view_as(sums)
         total = total + weights.sum(-1, keepdim=True)
-    return Result(sums * share_of(problem, total), total.squeeze(-1), peak.squeeze(-1), argmax=place.squeeze(-1))
+    out = sums * share_of(problem, total)
+    return Result(out, *(x.squeeze(-1) for x in (total, peak, place)))
 
 
 def _key_mass(problem: Problem, placed: Placed, lse: Tensor, sink: Tensor | None) -> Tensor:
