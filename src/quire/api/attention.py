@@ -8,13 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
-from quire.api import probabilities
-from quire.api.probabilities import check_softmax
+from quire.api.weighting import WeightOptions, computed
 from quire.aux_outputs import NO_AUX, AuxOutput, AuxRequest, checked_request
 from quire.config import Backend as BackendName
 from quire.ir.trace import Mod
 from quire.memory import Integers, Memory, Queries
-from quire.mods.weights import Weighting, weighted
 from quire.plans import compute
 from quire.request import Mask, Request
 from quire.results import Result
@@ -110,10 +108,6 @@ def attention(
     The output has the shape of `query`, with Dv in place of D. With `return_aux`, the function
     returns the output and an `AuxOutput`.
     """
-    weighting: Weighting = "softmax"
-    if weight is not None:
-        heads = query.shape[1]
-        score_mod, weighting, sink = weighted(score_mod, weight, normalise, sink, heads)
     request = Request(
         query,
         memory,
@@ -126,21 +120,12 @@ def attention(
         aux=NO_AUX if return_aux is None else checked_request(return_aux),
         backend=backend,
         generator=generator,
-        weighting=weighting,
     )
-    result = computed(request, prob_mod)
+    if weight is None and normalise and prob_mod is None:
+        result = compute(request)
+    else:
+        result = computed(request, WeightOptions(weight, normalise, prob_mod))
     return result.out if return_aux is None else (result.out, aux_output(result, return_aux))
-
-
-def computed(request: Request, prob_mod: Mod | None) -> Result:
-    """Compute a request. The lse of weights that are not a softmax is the log of their sum."""
-    if prob_mod is not None:
-        check_softmax(request)
-        return probabilities.compute(request, prob_mod)
-    result = compute(request)
-    if request.weighting == "softmax" or result.lse is None:
-        return result
-    return result._replace(lse=torch.log(result.lse))
 
 
 def aux_output(

@@ -16,6 +16,7 @@ from torch.nn.attention import flex_attention as torch_flex
 from quire.api.attention import AttentionOptions, attention
 from quire.api.flex import FlexOptions, aux_request, check_gqa, checked_masks, flex_attention
 from quire.api.kernel_options import FlexKernelOptions, check_kernel_options
+from quire.api.weighting import WeightOptions, passes
 from quire.aux_outputs import NO_AUX, AuxRequest, checked_request
 from quire.ir.trace import Mod
 from quire.memory import TOP_LEFT, Dense, Memory, Queries
@@ -77,7 +78,13 @@ def explain(query: Tensor, *operands: Any, **options: Any) -> str:
     bound.apply_defaults()
     asked = SimpleNamespace(**bound.arguments)
     request = _of_attention(asked) if of_memory else _of_flex_attention(asked)
-    return explain_call(checked_call(request))
+    weighting = WeightOptions(asked.weight, asked.normalise, asked.prob_mod)
+    first, *second = passes(request, weighting)
+    explained = explain_call(checked_call(first))
+    return f"{explained}\n{TWO_PASSES}" if second else explained
+
+
+TWO_PASSES = "prob_mod takes a second pass over the keys, with the log-sum-exp of this one."
 
 
 def _of_flex_attention(asked: SimpleNamespace) -> Request:

@@ -10,15 +10,14 @@ it is divided by the sum of the weights. A weight of -inf means that the key is 
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from quire.checks.arguments import tensor_of
-from quire.errors import ArgumentError
-from quire.mods.compose import ScoreChange, ScoreMod, chain
+from quire.mods.compose import ScoreChange
 
 Weighting: TypeAlias = Literal["softmax", "shares", "sums"]
 """What becomes of a score: an exponent of the softmax; a weight, divided by the sum of weights; or
@@ -81,29 +80,3 @@ def _sigmoid(
 ) -> Tensor:
     by_head = isinstance(bias, Tensor) and bias.ndim == 1
     return torch.sigmoid(score + (bias[h] if by_head else bias))  # type: ignore[index]
-
-
-class Weighted(NamedTuple):
-    """What a request says about weights: the score_mod with the weight behind it, and the sink."""
-
-    score_mod: ScoreMod | None
-    weighting: Weighting
-    sink: Tensor | None
-
-
-def weighted(
-    score_mod: ScoreMod | None, weight: ScoreMod, normalise: bool, sink: Tensor | None, heads: int
-) -> Weighted:
-    """Return what a request says for `weight` and `normalise`, with `heads` query heads."""
-    exponential = getattr(weight, "function", None) in (softmax.function, softmax_one.function)
-    if not (exponential and normalise):
-        if sink is not None:
-            raise ArgumentError(
-                "a sink is one more score of a softmax, but weight= gives other weights. Leave one "
-                "of them out."
-            )
-        return Weighted(chain(score_mod, weight), "shares" if normalise else "sums", None)
-    if getattr(weight, "function", None) is softmax.function:
-        return Weighted(score_mod, "softmax", sink)
-    one = torch.zeros(heads) if sink is None else torch.logaddexp(sink, torch.zeros_like(sink))
-    return Weighted(score_mod, "softmax", one)
