@@ -92,7 +92,9 @@ REWRITE = Signature(
 )
 """Applies mods to a panel of scores, see `mods/functions.py`."""
 
-ROW_REWRITE = Signature("rewrite_row", typed("ptr scores arguments, i64 b h q_idx kv_idx keys"))
+ROW_REWRITE = Signature(
+    "rewrite_row", typed("ptr scores arguments, i64 b h q_idx kv_idx keys skipped")
+)
 """Applies mods to the scores of one query, see `mods/functions.py`."""
 
 EXTENT = Signature("extent", typed("ptr arguments, i64 b h q_idx queries kv_idx keys"), I64)
@@ -101,7 +103,9 @@ EXTENT = Signature("extent", typed("ptr arguments, i64 b h q_idx queries kv_idx 
 VERDICT = Signature("verdict", typed("ptr arguments, i64 b h q_low q_high kv_low kv_high"), I64)
 """Tells the kind of a tile, see `mods/functions.py`."""
 
-OBSERVE = Signature("observe", typed("ptr scores running_sum best place surprise, i64 first keys"))
+OBSERVE = Signature(
+    "observe", typed("ptr scores running_sum best place surprise, i64 first keys lead")
+)
 """Keeps track of the argmax and the entropy of rows, see `phases/observe.py`."""
 
 DERIVE = Signature(

@@ -17,6 +17,7 @@ from quire.codegen.phases.staging import PLACEMENT, Number, padded, scratch_stri
 from quire.codegen.phases.tiles import SMALL_ROWS, TileShape
 
 BLOCKS_TOGETHER = 4  # blocks of keys that the decode kernel computes at once
+MOST_SQUARES = 4  # squares of keys whose scores it writes at once, perhaps past the last key
 
 Regions: TypeAlias = Iterator[tuple[str, Number]]
 """Names of regions, and where each begins in elements."""
@@ -38,16 +39,25 @@ def panel_regions(
         ("maxima", tile.width),  # of one tile, for each query
         ("alpha", tile.width),  # the factor by which earlier sums shrink
         ("scores", (block_kv + SMALL_ROWS) * tile.width),
-        ("running_max", block_q),
-        ("running_sum", block_q),
         ("lse", block_q),
-        ("best", block_q),  # best, place and surprise are for `observe`
-        ("place", block_q),
-        ("surprise", block_q),
+        ("key_scales", block_kv + SMALL_ROWS),  # of int8
+        ("value_scales", block_kv),
         ("keys", scratch_stride(tile, head_dim) * block_kv),
         ("values", scratch_stride(tile, value_dim) * block_kv),
         ("queries", padded(tile, head_dim) * block_q),
-        ("out", padded(tile, value_dim) * block_q),
+        ("pieces", 2 * I64.size // tile.element.size),  # which one it is; how many came before
+        *(
+            (before + name, width * block_q)
+            for before in ("", "merged_")  # of the piece that is computed, and of those before it
+            for name, width in (
+                ("running_max", 1),
+                ("running_sum", 1),
+                ("best", 1),  # best, place and surprise are for `observe`
+                ("place", 1),
+                ("surprise", 1),
+                ("out", padded(tile, value_dim)),
+            )
+        ),
     )
     yield from _placed(tile, sizes, block_q * 0)
 
@@ -65,9 +75,10 @@ def row_regions(
         ("rows", 2 * addresses),  # the addresses of keys, then those of values
         ("keys", scratch_stride(tile, head_dim) * keys),
         ("values", scratch_stride(tile, value_dim) * keys),
+        ("kept", padded(tile, head_dim) * tile.target.block_kv),  # transposed keys
         ("key_scales", more),  # of int8
         ("value_scales", more),
-        ("alpha", rows * tile.lanes),
+        ("alpha", rows * BLOCKS_TOGETHER * tile.lanes),
         ("scores", rows * row_stride(tile)),
         ("running_max", rows * tile.lanes),
         ("running_sum", rows * tile.lanes),
@@ -116,7 +127,7 @@ _REGIONS: dict[Form, Callable[[TileShape, int, int, int], Regions[int]]] = {
 
 def row_stride(tile: TileShape) -> int:
     """The distance between the scores of two rows in the decode kernel."""
-    return BLOCKS_TOGETHER * tile.target.block_kv + tile.lanes
+    return BLOCKS_TOGETHER * tile.target.block_kv + MOST_SQUARES * tile.lanes
 
 
 def gradient_stride(tile: TileShape, width: Number) -> Number:

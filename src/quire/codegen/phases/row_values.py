@@ -13,7 +13,7 @@ from quire.codegen.llvm.types import PTR, typed
 from quire.codegen.phases.row_stream import Ahead, Index, columns_of_line, over_columns
 from quire.codegen.phases.staging import Storage
 from quire.codegen.phases.tiles import UNREAD, TileShape
-from quire.codegen.scratch import row_stride
+from quire.codegen.scratch import BLOCKS_TOGETHER, row_stride
 
 WEIGHTS = 8  # weights of a set that are held at once: rows times keys
 WEIGHTS_OF_NARROW = 16  # the same for numbers that are quick to load
@@ -74,7 +74,7 @@ class _ValueProducts:
         found = f.choose(f.any_lane(odd.differs(0.0)), carefully, lambda: found)
         for r, total in enumerate(found):
             into = f.offset(given["out"], r * given["out_stride"] + d, tile.element)
-            scale = tile.load(f, given["alpha"], r * tile.lanes)
+            scale = tile.load(f, given["alpha"], r * BLOCKS_TOGETHER * tile.lanes)
             tile.store(f, f.fma(tile.load(f, into), scale, total), into)
 
 
