@@ -81,7 +81,7 @@ from quire.errors import CodegenError
 ENTRY = "forward"  # the name of every kernel's function
 Form = Literal["panel", "row", "backward"]  # the kernels of forward.py, decode.py and backward.py
 BLOCK_Q = 128  # queries of a block in the backward kernel
-MOST_ROWS = 4  # the most queries of a sequence that is computed row by row
+MOST_ROWS = 16  # the most queries of a sequence that is computed by the decode kernel
 KEYS_OF_PIECE = 1024
 EMPTY, PARTIAL, FULL, PLAIN = range(4)  # skip the tile; apply all masks, some, none
 

@@ -18,10 +18,16 @@ from quire.codegen.llvm.builder import Function, Module, Value
 from quire.codegen.llvm.types import I8, I64, PTR
 from quire.codegen.phases import observe
 from quire.codegen.phases.merge import write_merge
-from quire.codegen.phases.row_keys import set_sizes, write_multiply_kept, write_multiply_keys
+from quire.codegen.phases.row_keys import (
+    SQUARES,
+    set_sizes,
+    write_multiply_kept,
+    write_multiply_keys,
+)
 from quire.codegen.phases.row_softmax import write_exponentiate, write_scale_weights
 from quire.codegen.phases.row_stream import (
     ASKED,
+    ASKED_IN_SQUARE,
     LINE,
     MOST_AHEAD,
     write_copy,
@@ -335,7 +341,8 @@ class RowNest(Nest):
         each = self.spec.target.block_kv // self.tile.lanes
         blocks = (block.end + (self.spec.target.block_kv - 1)).udiv(self.spec.target.block_kv)
         lines = place * blocks * each + start.udiv(self.tile.lanes)
-        asked = (ASKED[0] + lines * LINE).udiv(self._row_bytes("value"))
+        behind = SQUARES * self.tile.lanes * self._row_bytes("key")
+        asked = (behind + ASKED_IN_SQUARE[0] + lines * LINE).udiv(self._row_bytes("value"))
         return f.offset(values, f.minimum(asked, count + MOST_AHEAD - each), PTR)
 
     def _row_bytes(self, name: str) -> Value:

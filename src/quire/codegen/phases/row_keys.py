@@ -3,9 +3,9 @@
     scores[row, key] = sum_d keys[key, d] queries[row, d]
 
 Lanes run over keys, so that every score is one chain of multiply-adds, as in the forward kernel:
-squares of keys and columns are transposed in registers, and a number of a query is broadcast. Keys
-of 8 or 16 bits are transposed as they are, several columns in a lane, and then converted. The rows
-of a set share each square; what a row computes does not depend on the other rows of its set. Keys
+a square of as many keys as there are lanes is transposed in registers, a few columns at a time, and
+a number of a query is broadcast. Keys of 8 or 16 bits are transposed as they are, several columns
+in a lane, and then converted. The rows of a set share each square; what a row computes does not depend on the other rows of its set. Keys
 are found through a table of addresses, so nothing here knows about pages.
 
 If there are more rows than one set has, the first set leaves the columns that it has transposed in
@@ -14,17 +14,17 @@ scratch, and all others load them from there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from quire.codegen.llvm.builder import Function, Module, Value
-from quire.codegen.llvm.types import F32, I32, PTR, typed
+from quire.codegen.llvm.types import F16, F32, I16, I32, PTR, typed
 from quire.codegen.phases.row_stream import LINE, Ahead, Index, over_columns
 from quire.codegen.phases.staging import Storage
 from quire.codegen.phases.tiles import TileShape
-from quire.codegen.phases.transpose import transpose
+from quire.codegen.phases.transpose import side_by_side, transpose_units
 from quire.codegen.scratch import row_stride
 
-SQUARES = 2  # squares of keys that are computed at once, so that there are chains enough
+SQUARES = 1  # squares of keys that are computed at once; two would not stay in the L1 cache
 MOST_TOGETHER = 4  # rows of a set
 
 def set_sizes(tile: TileShape) -> list[int]:
@@ -65,65 +65,75 @@ class _KeyProducts:
         """All keys, a few squares at a time."""
         f, together = self.f, self.together
         keys, count = f.given["keys"], f.given["count"]
-        ahead = Ahead(f, keys, self.stored, self.columns, together)
+        ahead = Ahead(f, keys, self.stored, self.columns, together, square=True)
         with f.range(0, count, together) as j:
             here = [f.load(PTR, keys, f.minimum(j + t, count - 1)) for t in range(together)]
             self._store(j, self._scores(j, here, ahead))
 
     def _scores(self, j: Value, here: Sequence[Value], ahead: Ahead) -> list[Value]:
         """The scores of all rows with the keys at hand: square by square, then row by row."""
-        f, lanes = self.f, self.tile.lanes
-        packed, size = packed_columns(self.tile, self.stored), self.stored.memory.size
-        line = max(packed, LINE // size)
+        f, lanes, size = self.f, self.tile.lanes, self.stored.memory.size
         squares = [here[first : first + lanes] for first in range(0, len(here), lanes)]
+        packs = self.tile.element == F32 and size < F32.size
+        single = self.tile.in_128_bits
+        several = single * (F32.size // size) if packs else single
+        line = max(several, LINE // size)
 
-        def add(
-            read: Callable[[Value, Index], Value], unpack: Callable[[Value], Iterator[Value]]
-        ) -> Callable[[Index, list[Value]], list[Value]]:
-            def add_squares(d: Index, sums: list[Value]) -> list[Value]:
-                result: list[Value] = []
-                for number, square in enumerate(squares):
-                    mine = sums[number * self.rows : (number + 1) * self.rows]
-                    words = transpose(f, [read(key, d) for key in square])
-                    columns = (column for word in words for column in unpack(word))
-                    result += self._add(j, number, d, columns, mine)
-                return result
-
-            return add_squares
-
-        def alone(column: Value) -> Iterator[Value]:
-            yield column
-
-        def read_words(key: Value, d: Index) -> Value:
-            at = f.offset(key, d, self.stored.memory)
-            return f.load(I32.vector(lanes), at, align=self.stored.memory.size)
-
-        rest = add(self._read, alone)
-        add_packed = add(read_words, self._unpacked) if packed > lanes else rest
+        def add(d: Index, sums: list[Value], *, packed: bool) -> list[Value]:
+            result: list[Value] = []
+            for number, square in enumerate(squares):
+                mine = sums[number * self.rows : (number + 1) * self.rows]
+                columns = self._columns(square, d, packed=packed)
+                result += self._add(j, number, d, columns, mine)
+            return result
 
         def add_line(d: Index, sums: list[Value]) -> list[Value]:
             ahead.ask(j, d * size, line * size)
-            for step in range(0, line, packed):
-                sums = add_packed(d + step, sums)
+            for step in range(0, line, several):
+                sums = add(d + step, sums, packed=packs)
             return sums
 
-        sums = [f.value(0.0, self.tile.vector)] * (SQUARES * self.rows)
-        sums = over_columns(f, 0, self.columns & -line, add_line, step=line, carry=sums)
-        return over_columns(f, self.columns & -line, self.columns, rest, step=lanes, carry=sums)
+        def add_rest(d: Index, sums: list[Value]) -> list[Value]:
+            return add(d, sums, packed=False)
 
-    def _read(self, key: Value, d: Index) -> Value:
-        return self.stored.read_columns(self.f, key, d, self.tile.vector)
+        whole = self.columns & -line
+        sums = [f.value(0.0, self.tile.vector)] * (SQUARES * self.rows)
+        sums = over_columns(f, 0, whole, add_line, step=line, carry=sums)
+        return over_columns(f, whole, self.columns, add_rest, step=single, carry=sums)
+
+    def _columns(self, keys: Sequence[Value], d: Index, *, packed: bool) -> Iterator[Value]:
+        """The columns from d on of as many keys as there are lanes, as far as 128 bits go.
+
+        Each load has 128 bits of a key. They are put side by side for every fourth key, so that
+        shuffles within 128 bits do the rest.
+        """
+        f, tile, stored = self.f, self.tile, self.stored
+        unit = tile.in_128_bits
+
+        def read(key: Value) -> Value:
+            if packed:
+                at = f.offset(key, d, stored.memory)
+                return f.load(I32.vector(unit), at, align=stored.memory.size)
+            return stored.read_columns(f, key, d, tile.element.vector(unit))
+
+        rows = [side_by_side(f, [read(key) for key in keys[r::unit]]) for r in range(unit)]
+        for column in transpose_units(f, rows):
+            yield from self._unpacked(column) if packed else (column,)
 
     def _unpacked(self, words: Value) -> Iterator[Value]:
         """The columns of words of 32 bits, in ascending order."""
-        f, bits = self.f, self.stored.memory.bits
+        f, memory, element = self.f, self.stored.memory, self.tile.element
         if self.stored.name == "bfloat16":
             yield f.bitcast(words << 16, F32)
             yield f.bitcast(words & ~0xFFFF, F32)
-            return
-        for low in range(0, 32, bits):
-            top = words << (32 - bits - low) if low + bits < 32 else words
-            yield f.convert(top >> (32 - bits), self.tile.element)
+        elif self.stored.has_scales:
+            for low in range(0, 32, memory.bits):
+                up = 32 - memory.bits - low
+                yield f.convert((words << up if up else words) >> (32 - memory.bits), element)
+        else:
+            for low in (0, 16):
+                bits = f.convert(words.logical_shift(low) if low else words, I16)
+                yield f.convert(f.bitcast(bits, F16), element)
 
     def _add(
         self, j: Value, square: int, d: Index, columns: Iterator[Value], sums: list[Value]
@@ -154,15 +164,6 @@ def store_scores(
         score = score * f.load(score.type, f.given["scales"], j, align=tile.element.size)
     at = j + row * row_stride(tile)
     f.store(score, f.given["scores"], at, align=tile.element.size)
-
-
-def packed_columns(tile: TileShape, stored: Storage) -> int:
-    """How many columns of a square are read at once: several in a lane, if they are narrow.
-
-    float16 is not transposed as it is, since it is quicker to convert whole vectors.
-    """
-    packs = tile.element == F32 and stored.name in ("bfloat16", "int8")
-    return tile.lanes * (F32.size // stored.memory.size if packs else 1)
 
 
 def write_multiply_kept(module: Module, tile: TileShape, stored: Storage, rows: int) -> Function:

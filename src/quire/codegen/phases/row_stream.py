@@ -22,10 +22,10 @@ from quire.codegen.phases.staging import (
 )
 from quire.codegen.phases.tiles import TileShape
 
-ASKED = (3072, 1536, 768)  # how many bytes ahead a line is prefetched: three times
+ASKED = (10240, 1536)  # how many bytes ahead a line is prefetched: twice
+ASKED_IN_SQUARE = (6144, 2048)  # the same behind a square of keys
 MOST_AHEAD = 80  # rows of the next block that the table has after those of a block
 LINE = 64  # bytes of a cache line
-MOST_IN_TURN = 8  # rows that are read side by side and still count as one stream
 
 Index: TypeAlias = Value | int
 """A column or a number of bytes: an int if it is known when the kernel is written."""
@@ -101,18 +101,25 @@ def unfold_row(f: Function, tile: TileShape, stored: Storage, row: Value, width:
 class Ahead:
     """Prefetches rows that will be read, line by line, while `together` rows are being read.
 
-    If these are many, they are all read before the first of them is left, so what is prefetched
-    lies behind them. A processor may ignore a prefetch while many lines are on their way. So every
-    line is prefetched again at half the distance, and if numbers are not narrow again at a quarter.
+    The rows of a `square` are all read before one of them is left, so what is prefetched lies
+    behind them. A processor may ignore a prefetch while many lines are on their way. So every line
+    is prefetched again at a shorter distance.
     """
 
     def __init__(
-        self, f: Function, rows: Value, stored: Storage, width: Index, together: int = 1
+        self,
+        f: Function,
+        rows: Value,
+        stored: Storage,
+        width: Index,
+        together: int = 1,
+        *,
+        square: bool = False,
     ) -> None:
         self._f, self._rows, self._together = f, rows, together
         most, row_bytes = MOST_AHEAD - together, width * stored.memory.size
-        asked = ASKED[:2] if stored.is_narrow else ASKED
-        behind = together if together > MOST_IN_TURN else 0
+        asked = ASKED_IN_SQUARE if square else ASKED
+        behind = together if square else 0
         if isinstance(row_bytes, int):
             self._whole = max(row_bytes & -LINE, LINE)
             ends = [behind * self._whole + distance for distance in asked]

@@ -60,6 +60,11 @@ class TileShape(NamedTuple):
         return self.target.vector_bits // self.element.bits
 
     @property
+    def in_128_bits(self) -> int:
+        """Numbers in 128 bits, the part of a vector in which most shuffles work."""
+        return 128 // self.element.bits
+
+    @property
     def width(self) -> int:
         """Queries in one panel."""
         return self.target.vectors * self.lanes

@@ -1,4 +1,4 @@
-"""Squares of vectors, transposed in registers."""
+"""Squares of vectors, transposed in registers by shuffles that are one instruction each."""
 
 from __future__ import annotations
 
@@ -8,32 +8,50 @@ from quire.codegen.llvm.builder import Function, Value
 
 
 def transpose(f: Function, rows: Sequence[Value]) -> list[Value]:
-    """The transpose of a square of vectors, in shuffles that are one instruction each.
-
-    Every step exchanges one bit of the number of a row with one bit of the number of a lane.
-    """
+    """The transpose of a square of vectors."""
     vectors, lanes = list(rows), rows[0].type.lanes
-    within = min(lanes, 128 // rows[0].type.scalar.bits)  # lanes that one instruction interleaves
-    bit_of_column: list[int] = []  # by the bit of a row that was exchanged for it
-    unit, bit = 1, 1
+    unit = min(lanes, 128 // rows[0].type.scalar.bits)
+    for first in range(0, lanes, unit):
+        vectors[first : first + unit] = transpose_units(f, vectors[first : first + unit])
+    # Now every step exchanges one bit of the number of a row with one bit of the number of a unit.
+    bit, (low, high) = unit, _halved(lanes, unit)
     while bit < lanes:
-        inside = unit < within
-        low, high = _interleaved(lanes, within, unit) if inside else _halved(lanes, unit)
         for r in range(lanes):
             if not r & bit:
                 a, b = vectors[r], vectors[r | bit]
                 vectors[r], vectors[r | bit] = f.shuffle(a, b, low), f.shuffle(a, b, high)
-        bit_of_column.append(within // 2 // unit if inside else bit)
-        unit, bit = (unit * 2 if inside else unit), bit * 2
-    return [vectors[_row_of(column, bit_of_column)] for column in range(lanes)]
+        bit *= 2
+    return vectors
 
 
-def _row_of(column: int, bit_of_column: Sequence[int]) -> int:
-    return sum(1 << k for k, bit in enumerate(bit_of_column) if column & bit)
+def transpose_units(f: Function, rows: Sequence[Value]) -> list[Value]:
+    """The transpose of small squares that lie side by side, each in 128 bits of the vectors."""
+    vectors, lanes, size = list(rows), rows[0].type.lanes, len(rows)
+    bit = 1
+    while bit < size:
+        low, high = _interleaved(lanes, size, bit)
+        for r in range(size):
+            if not r & bit:
+                a, b = vectors[r], vectors[r | bit]
+                vectors[r], vectors[r | bit] = f.shuffle(a, b, low), f.shuffle(a, b, high)
+        bit *= 2
+    # The upper halves of a pair come second, so columns are in the order of reversed bits.
+    bits = size.bit_length() - 1
+    return [vectors[int(f"{column:0{bits}b}"[::-1] or "0", 2)] for column in range(size)]
+
+
+def side_by_side(f: Function, parts: Sequence[Value]) -> Value:
+    """One vector of the lanes of several, whose number is a power of two."""
+    vectors = list(parts)
+    while len(vectors) > 1:
+        lanes = range(2 * vectors[0].type.lanes)
+        pairs = zip(vectors[::2], vectors[1::2], strict=True)
+        vectors = [f.shuffle(a, b, lanes) for a, b in pairs]
+    return vectors[0]
 
 
 def _interleaved(lanes: int, within: int, unit: int) -> Iterator[list[int]]:
-    """Units of two vectors in turns: of the lower halves of each 128 bits, then of the upper."""
+    """Units of two vectors in turns: of the lower half of every `within` lanes, then the upper."""
     for half in (0, within // 2):
         yield [
             side + block + half + at + lane
