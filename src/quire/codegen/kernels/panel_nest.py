@@ -53,9 +53,7 @@ class PanelPhases:
         def distinct(names: Sequence[str]) -> list[Storage]:
             return sorted({stored[name] for name in names})
 
-        gathers = {
-            each: write_gather(module, tile, each, scaled=False) for each in distinct(READ)
-        }
+        gathers = {each: write_gather(module, tile, each, scaled=False) for each in distinct(READ)}
         places = {each: write_place(module, tile, each) for each in distinct(in_place)}
         self.gather = {name: gathers[stored[name]] for name in READ}
         self.place = {name: places[stored[name]] for name in in_place}

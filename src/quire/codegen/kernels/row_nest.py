@@ -42,7 +42,7 @@ from quire.codegen.phases.row_values import (
 from quire.codegen.phases.staging import storage, write_gather, write_scatter
 from quire.codegen.scratch import BLOCKS_TOGETHER, Regions, row_regions, row_stride
 
-COLUMNS_AGAIN = 32  # columns of the values of a block that stay in the L1 cache for all later sets
+COLUMNS_AGAIN = 64  # columns of the values of a block that stay in the L1 cache for all later sets
 
 
 class RowPhases:
@@ -61,12 +61,8 @@ class RowPhases:
         self.multiply_keys = {
             rows: write_multiply_keys(module, tile, key, rows, spec.head_dim) for rows in sizes
         }
-        self.keep_keys = write_multiply_keys(
-            module, tile, key, sizes[0], spec.head_dim, keep=True
-        )
-        self.multiply_kept = {
-            rows: write_multiply_kept(module, tile, key, rows) for rows in sizes
-        }
+        self.keep_keys = write_multiply_keys(module, tile, key, sizes[0], spec.head_dim, keep=True)
+        self.multiply_kept = {rows: write_multiply_kept(module, tile, key, rows) for rows in sizes}
         self.multiply_values = {
             rows: write_multiply_values(module, tile, value, rows, careful, width=spec.value_dim)
             for rows in sizes

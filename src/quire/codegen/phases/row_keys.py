@@ -5,8 +5,9 @@
 Lanes run over keys, so that every score is one chain of multiply-adds, as in the forward kernel:
 a square of as many keys as there are lanes is transposed in registers, a few columns at a time, and
 a number of a query is broadcast. Keys of 8 or 16 bits are transposed as they are, several columns
-in a lane, and then converted. The rows of a set share each square; what a row computes does not depend on the other rows of its set. Keys
-are found through a table of addresses, so nothing here knows about pages.
+in a lane, and then converted. The rows of a set share each square; what a row computes does not
+depend on the other rows of its set. Keys are found through a table of addresses, so nothing here
+knows about pages.
 
 If there are more rows than one set has, the first set leaves the columns that it has transposed in
 scratch, and all others load them from there.
@@ -26,6 +27,7 @@ from quire.codegen.scratch import row_stride
 
 SQUARES = 1  # squares of keys that are computed at once; two would not stay in the L1 cache
 MOST_TOGETHER = 4  # rows of a set
+
 
 def set_sizes(tile: TileShape) -> list[int]:
     """How many rows a set may have, in the order in which they are tried."""
@@ -143,7 +145,9 @@ class _KeyProducts:
         for c, column in enumerate(columns):
             if "kept" in f.given:
                 depth, lanes = f.given["depth"], tile.lanes
-                tile.store(f, column, f.given["kept"], (j + square * lanes) * depth + (d + c) * lanes)
+                tile.store(
+                    f, column, f.given["kept"], (j + square * lanes) * depth + (d + c) * lanes
+                )
             numbers = [f.load(tile.element, query, d + c) for query in self.queries]
             wide = [f.splat(number, tile.vector) for number in numbers]
             sums = [f.fma(column, number, x) for number, x in zip(wide, sums, strict=True)]
