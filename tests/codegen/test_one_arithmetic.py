@@ -99,6 +99,16 @@ def test_memories_that_begin_in_a_block(start: int) -> None:
     assert_one_arithmetic(query, memory, 700, q_start=start + 680, mask=causal)
 
 
+@pytest.mark.parametrize("first", [16, 100, 1000])
+@pytest.mark.parametrize("length", [1, 20])
+def test_keys_that_no_query_reads_may_be_missing(first: int, length: int) -> None:
+    query, key, value = operands(length, 1400)
+    options = {"mask": sliding_window(250), "q_start": 1400 - length, "backend": "jit"}
+    whole = attention(query, Dense(key, value), **options)
+    fewer = Dense(key[:, :, first:], value[:, :, first:], start=first)
+    assert torch.equal(whole, attention(query, fewer, **options))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("page", [16, 48])
 def test_pages(page: int, dtype: torch.dtype) -> None:

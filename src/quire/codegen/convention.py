@@ -30,9 +30,12 @@ One score matrix: queries go down, keys to the right, a cell is the score of one
     item       what a thread takes off the counter: in the forward kernel a block of queries of
                `row_group` heads, in the decode kernel a piece, in the backward kernel a share
 
-Few queries (`kernels/decode.py`) are computed row by row, and their keys are cut into pieces:
+Keys are cut into pieces, see `phases/order.py`; for few queries (`kernels/decode.py`) a piece is
+an item:
 
     piece      `KEYS_OF_PIECE` keys of a sequence, from a multiple of that on
+    run        `KEYS_OF_RUN` keys, from a multiple of that on, whose weights are added in turn
+    square     as many keys as a vector has lanes, transposed so that lanes run over keys
     member     one of the sequences that a piece is computed for: they begin with the same pages
     slot       where a piece of one sequence and head leaves its partial result
     set        up to four rows that share each load of a key and value
