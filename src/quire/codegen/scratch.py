@@ -34,7 +34,7 @@ def panel_regions(
 ) -> Regions[Number]:
     """The scratch of the forward kernel: one block of queries, one block of keys, one panel."""
     block_kv = tile.target.block_kv
-    sizes = (
+    sizes: tuple[tuple[str, int | Number], ...] = (
         ("records", _placements(tile, 4)),  # of query, key, value and out
         ("maxima", tile.width),  # of one tile, for each query
         ("alpha", tile.width),  # the factor by which earlier sums shrink
@@ -46,20 +46,20 @@ def panel_regions(
         ("values", scratch_stride(tile, value_dim) * block_kv),
         ("queries", padded(tile, head_dim) * block_q),
         ("pieces", 2 * I64.size // tile.element.size),  # which one it is; how many came before
-        *(
-            (before + name, width * block_q)
-            for before in ("", "merged_")  # of the piece that is computed, and of those before it
-            for name, width in (
-                ("running_max", 1),
-                ("running_sum", 1),
-                ("best", 1),  # best, place and surprise are for `observe`
-                ("place", 1),
-                ("surprise", 1),
-                ("out", padded(tile, value_dim)),
-            )
-        ),
     )
-    yield from _placed(tile, sizes, block_q * 0)
+    columns = padded(tile, value_dim)
+    piece, before = (_panel_states(name, block_q, columns) for name in ("", "merged_"))
+    yield from _placed(tile, [*sizes, *piece, *before], block_q * 0)
+
+
+def _panel_states(before: str, block_q: Number, columns: Number) -> list[tuple[str, Number]]:
+    """What the queries of a block have; best, place and surprise are for `observe`."""
+    result = [
+        (before + name, block_q)
+        for name in ("running_max", "running_sum", "best", "place", "surprise")
+    ]
+    result.append((f"{before}out", columns * block_q))
+    return result
 
 
 def row_regions(

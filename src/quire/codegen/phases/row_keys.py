@@ -157,11 +157,12 @@ class _KeyProducts:
         f = self.f
         for place, score in enumerate(scores):
             square, r = divmod(place, self.rows)
-            store_scores(f, self.tile, self.stored, score, j + square * self.tile.lanes, r)
+            at = j + square * self.tile.lanes
+            store_scores(f, self.tile, self.stored, score, j=at, row=r)
 
 
 def store_scores(
-    f: Function, tile: TileShape, stored: Storage, score: Value, j: Value, row: int
+    f: Function, tile: TileShape, stored: Storage, score: Value, *, j: Value, row: int
 ) -> None:
     """Write the scores of a row with the keys from j on, times the factors of int8."""
     if stored.has_scales:
@@ -194,5 +195,5 @@ def write_multiply_kept(module: Module, tile: TileShape, stored: Storage, rows: 
             nothing = [f.value(0.0, vector)] * (squares * rows)
             for place, score in enumerate(f.loop(0, depth, add, carry=nothing)):
                 r, s = divmod(place, squares)
-                store_scores(f, tile, stored, score, j + s * lanes, r)
+                store_scores(f, tile, stored, score, j=j + s * lanes, row=r)
     return f
