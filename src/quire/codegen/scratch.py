@@ -48,7 +48,8 @@ def panel_regions(
         ("pieces", 2 * I64.size // tile.element.size),  # which one it is; how many came before
     )
     columns = padded(tile, value_dim)
-    piece, before = (_panel_states(name, block_q, columns) for name in ("", "merged_"))
+    piece = _panel_states("", block_q, columns)
+    before = _panel_states("merged_", block_q, columns)
     yield from _placed(tile, [*sizes, *piece, *before], block_q * 0)
 
 
