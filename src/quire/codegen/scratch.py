@@ -34,7 +34,7 @@ def panel_regions(
 ) -> Regions[Number]:
     """The scratch of the forward kernel: one block of queries, one block of keys, one panel."""
     block_kv = tile.target.block_kv
-    sizes: tuple[tuple[str, int | Number], ...] = (
+    sizes = (
         ("records", _placements(tile, 4)),  # of query, key, value and out
         ("maxima", tile.width),  # of one tile, for each query
         ("alpha", tile.width),  # the factor by which earlier sums shrink
@@ -46,21 +46,20 @@ def panel_regions(
         ("values", scratch_stride(tile, value_dim) * block_kv),
         ("queries", padded(tile, head_dim) * block_q),
         ("pieces", 2 * I64.size // tile.element.size),  # which one it is; how many came before
+        ("running_max", block_q),  # of the piece that is computed, as far as "out"
+        ("running_sum", block_q),
+        ("best", block_q),  # best, place and surprise are for `observe`
+        ("place", block_q),
+        ("surprise", block_q),
+        ("out", padded(tile, value_dim) * block_q),
+        ("merged_running_max", block_q),  # the same of all pieces before it
+        ("merged_running_sum", block_q),
+        ("merged_best", block_q),
+        ("merged_place", block_q),
+        ("merged_surprise", block_q),
+        ("merged_out", padded(tile, value_dim) * block_q),
     )
-    columns = padded(tile, value_dim)
-    piece = _panel_states("", block_q, columns)
-    before = _panel_states("merged_", block_q, columns)
-    yield from _placed(tile, [*sizes, *piece, *before], block_q * 0)
-
-
-def _panel_states(before: str, block_q: Number, columns: Number) -> list[tuple[str, Number]]:
-    """What the queries of a block have; best, place and surprise are for `observe`."""
-    result = [
-        (before + name, block_q)
-        for name in ("running_max", "running_sum", "best", "place", "surprise")
-    ]
-    result.append((f"{before}out", columns * block_q))
-    return result
+    yield from _placed(tile, sizes, block_q * 0)
 
 
 def row_regions(
