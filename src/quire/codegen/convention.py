@@ -34,7 +34,7 @@ Keys are cut into pieces, see `phases/order.py`; for few queries (`kernels/decod
 an item:
 
     piece      `KEYS_OF_PIECE` keys of a sequence, from a multiple of that on
-    run        `KEYS_OF_RUN` keys, from a multiple of that on, whose weights are added in turn
+    chain      the weights of every `CHAINS`-th key of a block, which are added in turn
     square     as many keys as a vector has lanes, transposed so that lanes run over keys
     member     one of the sequences that a piece is computed for: they begin with the same pages
     slot       where a piece of one sequence and head leaves its partial result
@@ -107,7 +107,7 @@ VERDICT = Signature("verdict", typed("ptr arguments, i64 b h q_low q_high kv_low
 """Tells the kind of a tile, see `mods/functions.py`."""
 
 OBSERVE = Signature(
-    "observe", typed("ptr scores running_sum best place surprise, i64 first keys lead")
+    "observe", typed("ptr chains scores running_sum best place surprise, i64 first keys lead")
 )
 """Keeps track of the argmax and the entropy of rows, see `phases/observe.py`."""
 

@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 from quire.codegen.convention import BLOCK_Q, Form, gradient_columns
 from quire.codegen.llvm.types import I64, PTR
+from quire.codegen.phases.order import CHAINS
 from quire.codegen.phases.row_stream import MOST_AHEAD
 from quire.codegen.phases.staging import PLACEMENT, Number, padded, scratch_stride
 from quire.codegen.phases.tiles import SMALL_ROWS, TileShape
@@ -38,6 +39,7 @@ def panel_regions(
         ("records", _placements(tile, 4)),  # of query, key, value and out
         ("maxima", tile.width),  # of one tile, for each query
         ("alpha", tile.width),  # the factor by which earlier sums shrink
+        ("chains", CHAINS * tile.lanes),  # of the sums of weights, see `phases/order.py`
         ("scores", (block_kv + SMALL_ROWS) * tile.width),
         ("lse", block_q),
         ("key_scales", block_kv + SMALL_ROWS),  # of int8

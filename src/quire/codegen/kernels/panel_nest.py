@@ -15,7 +15,7 @@ from quire.codegen.kernels.visits import KeyBlock, KeyRange
 from quire.codegen.llvm.builder import Function, Module, Value
 from quire.codegen.phases import observe, tiles
 from quire.codegen.phases.merge import write_merge
-from quire.codegen.phases.order import KEYS_OF_RUN
+from quire.codegen.phases.order import CHAINS
 from quire.codegen.phases.row_stream import write_gather_scales
 from quire.codegen.phases.staging import (
     Storage,
@@ -121,9 +121,9 @@ class PanelNest(Nest):
         depth, columns = ((self.arg[name] + 3) & -4 for name in ("head_dim", "value_dim"))
         keys, values = (self._from(rows, first) for rows in (at.keys, at.values))
         left = at.queries.q_count - at.q
-        softmax = {name: scratch[name] for name in ("scores", "maxima", "alpha")}
+        softmax = {name: scratch[name] for name in ("chains", "scores", "maxima", "alpha")}
         softmax |= {"running_max": running_max, "running_sum": running_sum, "count": count}
-        softmax["lead"] = at.range.first & (KEYS_OF_RUN - 1)
+        softmax["lead"] = at.range.first & (CHAINS - 1)
 
         def multiply_keys(by: Products) -> None:
             operands = {"keys": keys.start, "stride": keys.stride, "queries": query_panel}
@@ -187,10 +187,10 @@ class PanelNest(Nest):
         f = self.f
         with f.when(self.wanted("observe")):
             first = at.block.origin + at.range.first - at.queries.kv_begin
-            keys = {"first": first, "keys": count, "lead": at.range.first & (KEYS_OF_RUN - 1)}
+            keys = {"first": first, "keys": count, "lead": at.range.first & (CHAINS - 1)}
             state = {"running_sum": running_sum, **self.observed(at.q)._asdict()}
-            scores, function = self.scratch["scores"], self.arg["observe"]
-            f.call_pointer(function, OBSERVE, scores=scores, **state, **keys)
+            panel = {name: self.scratch[name] for name in ("chains", "scores")}
+            f.call_pointer(self.arg["observe"], OBSERVE, **panel, **state, **keys)
 
     def _odd(self, maxima: Value, queries: Value) -> Value:
         """Whether the maximum of one of the first `queries` queries is +inf or NaN."""

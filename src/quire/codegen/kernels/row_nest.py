@@ -258,7 +258,8 @@ class RowNest(Nest):
             where = {"first": block.origin + begin - kv_begin, "lead": begin - start}
             where |= {"keys": f.minimum(block.end - start, size)}
             state = {"running_sum": running["running_sum"], **self.observed(place)._asdict()}
-            f.call_pointer(self.arg["observe"], OBSERVE, scores=scores, **state, **where)
+            given = {"chains": f.null(), "scores": scores}  # chains stay in registers
+            f.call_pointer(self.arg["observe"], OBSERVE, **given, **state, **where)
         alpha = self.at("alpha", place * BLOCKS_TOGETHER + start.udiv(size))
         rows = self._not_asked_for(block, place, start)
         f.call(self.phases.exponentiate, scores, **running, alpha=alpha, rows=rows)

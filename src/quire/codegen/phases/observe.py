@@ -1,12 +1,12 @@
 """The function that computes the argmax and the entropy of each row, tile by tile.
 
-    observe(scores, running_sum, best, place, surprise, first, keys, lead)
+    observe(chains, scores, running_sum, best, place, surprise, first, keys, lead)
 
 A kernel calls it through a pointer, if the caller wants an argmax or an entropy: after the mods and
 before scores become weights. Scores are multiplied by log4(e). `first` is the number of the tile's
-first key, counted from the first key of the row, and `lead` its place in its run (`order.py`). In
-the decode kernel scores begin with a block: the first `lead` of `keys` numbers belong to no key.
-The rest is the state of a row:
+first key, counted from the first key of the row. `chains` is memory for the chains of a panel, and
+`lead` is the chain of the first key (`order.py`). In the decode kernel scores begin with a block:
+the first `lead` of `keys` numbers belong to no key. The rest is the state of a row:
 
     running_sum   the sum of the weights exp4(score - best) of the tiles before
     best, place   the largest score so far and the number of its key, the first of equals; NaN
@@ -29,7 +29,7 @@ from quire.codegen.convention import OBSERVE, Form
 from quire.codegen.llvm import vecmath
 from quire.codegen.llvm.builder import Function, Module, Value
 from quire.codegen.llvm.types import I64
-from quire.codegen.phases.order import over_runs, sum_of_block
+from quire.codegen.phases.order import over_chains, sum_of_block
 from quire.codegen.phases.softmax import LN_4, Closed
 from quire.codegen.phases.tiles import TileShape
 
@@ -44,8 +44,7 @@ def write_observe(form: Form, tile: TileShape) -> Module:
 
 
 def _write_panel(f: Function, tile: TileShape) -> None:
-    *pointers, first, keys, lead = f.parameters
-
+    chains, *pointers, first, keys, lead = f.parameters
     with f.range(0, tile.width, tile.lanes) as at:
         scores, *state = (f.offset(pointer, at, tile.element) for pointer in pointers)
 
@@ -57,15 +56,10 @@ def _write_panel(f: Function, tile: TileShape) -> None:
             return _higher(f, best, score(j), f.splat(place, tile.vector.as_int))
 
         def surprise(shift: Value) -> Value:
-            def of_run(begin: Value, end: Value) -> Value:
-                nothing = [f.value(0.0, tile.vector)]
+            def terms(places: list[Value]) -> list[Value]:
+                return [_surprise(f, score(j) - shift) for j in places]
 
-                def add(j: Value, total: list[Value]) -> list[Value]:
-                    return [total[0] + _surprise(f, score(j) - shift)]
-
-                return f.loop(begin, end, add, carry=nothing)[0]
-
-            return over_runs(f, keys, lead, of_run, f.value(0.0, tile.vector))
+            return over_chains(f, tile, chains, count=keys, lead=lead, terms=terms)
 
         seen = f.loop(0, keys, look, carry=_best(f, tile, state))
         _update(f, tile, state, seen, surprise)
@@ -73,7 +67,7 @@ def _write_panel(f: Function, tile: TileShape) -> None:
 
 def _write_row(f: Function, tile: TileShape) -> None:
     """Scores are those of a whole block of keys, -inf where there is no key."""
-    scores, *state, first, keys, lead = f.parameters
+    _, scores, *state, first, keys, lead = f.parameters
 
     def look(j: Value, best: list[Value]) -> list[Value]:
         place = f.convert(first + j - lead, tile.element.as_int)
@@ -81,12 +75,7 @@ def _write_row(f: Function, tile: TileShape) -> None:
         return _higher(f, best, tile.load(f, scores, j), numbers)
 
     def surprise(shift: Value) -> Value:
-        highest = f.extract(shift, 0)
-
-        def term(scores: Value) -> Value:
-            return _surprise(f, scores - f.splat(highest, scores.type))
-
-        return f.splat(sum_of_block(f, tile.vector, scores, term), tile.vector)
+        return sum_of_block(f, tile, lambda j: _surprise(f, tile.load(f, scores, j) - shift))
 
     start, step = _best(f, tile, state), tile.lanes
     seen = f.loop(lead & -step, keys, look, carry=start, step=step)

@@ -6,65 +6,87 @@ not matter which kernel computes it, how many queries come with it, or how its k
     score      one chain of multiply-adds over the head dim in ascending order, from 0; then times
                the factor of the key, if keys are int8
     maximum    is updated once for each block of 128 keys; sums and out so far then shrink by alpha
-    sum        of the weights of a block: one chain for each run of 16 keys, from 0; then the sums
-               of the runs, in ascending order. The sum so far, times alpha, is added to that
+    sum        of the weights of a block: 16 chains, from 0, to which keys belong in turn by their
+               position; then chains i and i + 8, i and i + 4, i and i + 2, and the last two. The
+               sum so far, times alpha, is added to that
     out        one chain of multiply-adds over the keys of a block in ascending order, from 0. What
                there is so far, times alpha, is added to that
     piece      every 1,024 keys all of this starts anew. Pieces are merged in ascending order
 
-Blocks, runs and pieces begin at multiples of their size, counted from position 0. A key that is not
+Blocks and pieces begin at multiples of their size, counted from position 0. A key that is not
 read has the weight 0 and adds nothing, so it does not matter either which keys are skipped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from quire.codegen.llvm import vecmath
 from quire.codegen.llvm.builder import Function, Value
-from quire.codegen.llvm.types import Type
-from quire.codegen.phases.transpose import transpose
 
-KEYS_OF_RUN = 16
-RUNS_OF_BLOCK = 8
+if TYPE_CHECKING:
+    from quire.codegen.phases.tiles import TileShape
+
+CHAINS = 16  # as many as the widest vector has lanes
 
 
-def over_runs(
-    f: Function, count: Value, lead: Value, of_run: Callable[[Value, Value], Value], nothing: Value
+def over_chains(
+    f: Function,
+    tile: TileShape,
+    chains: Value,
+    *,
+    count: Value,
+    lead: Value,
+    terms: Callable[[list[Value]], list[Value]],
 ) -> Value:
-    """The sums of runs, added in ascending order, where lanes run over queries.
+    """The sum of a block's keys where lanes run over queries.
 
-    The first of `count` keys is the key `lead` of its run. `of_run(begin, end)` gives the sum of
-    some keys, which are one run or the part of it that is there.
+    `terms` gives what some keys add. The first of `count` keys belongs to the chain `lead`. The
+    chains are kept in memory, at `chains`: they would take too many registers.
     """
+    nothing = f.value(0.0, tile.vector)
+    for chain in range(CHAINS):
+        tile.store(f, nothing, chains, chain * tile.lanes)
 
-    def add(run: Value, total: list[Value]) -> list[Value]:
-        begin = f.maximum(run - lead, 0)
-        end = f.minimum(run - lead + KEYS_OF_RUN, count)
-        return [total[0] + of_run(begin, end)]
+    def add(keys: list[Value]) -> None:
+        found = terms(keys)
+        at = ((lead + keys[0]) & (CHAINS - 1)) * tile.lanes
+        total = tile.load(f, chains, at)
+        for term in found:
+            total = total + term
+        tile.store(f, total, chains, at)
 
-    return f.loop(0, lead + count, add, carry=[nothing], step=KEYS_OF_RUN)[0]
+    pairs = count & -(2 * CHAINS)  # keys of one chain that follow each other
+    with f.range(0, pairs, 2 * CHAINS) as first, f.range(first, first + CHAINS) as j:
+        add([j, j + CHAINS])
+    with f.range(pairs, count) as j:
+        add([j])
+    return _folded([tile.load(f, chains, chain * tile.lanes) for chain in range(CHAINS)])
 
 
-def sum_of_block(
-    f: Function, vector: Type, numbers: Value, term: Callable[[Value], Value] = lambda x: x
-) -> Value:
-    """The same sum of `term` of all numbers of a block, one after the other in memory."""
-    size = min(vector.lanes, RUNS_OF_BLOCK)
-    some = vector.scalar.vector(size)
-    runs: list[Value] = []
-    for first in range(0, RUNS_OF_BLOCK, size):
-        total = f.value(0.0, some)
-        for column in range(0, KEYS_OF_RUN, size):
-            places = [(first + run) * KEYS_OF_RUN + column for run in range(size)]
-            square = [term(f.load(some, numbers, at, align=vector.scalar.size)) for at in places]
-            for each in transpose(f, square):
-                total = total + each
-        runs += [f.extract(total, run) for run in range(size)]
-    result = runs[0]
-    for run in runs[1:]:
-        result = result + run
-    return result
+def sum_of_block(f: Function, tile: TileShape, terms: Callable[[Value], Value]) -> Value:
+    """The same sum where lanes run over keys, in all lanes; `terms(j)`: of the keys from j on."""
+    places = range(0, CHAINS, tile.lanes)
+
+    def add(j: Value, chains: list[Value]) -> list[Value]:
+        return [chain + terms(j + at) for chain, at in zip(chains, places, strict=True)]
+
+    nothing = [f.value(0.0, tile.vector)] * len(places)
+    total = _folded(f.loop(0, tile.target.block_kv, add, carry=nothing, step=CHAINS))
+    step = tile.lanes
+    while step := step // 2:
+        others = f.shuffle(total, total, [lane ^ step for lane in range(tile.lanes)])
+        total = total + others
+    return total
+
+
+def _folded(chains: list[Value]) -> Value:
+    """Chains to one: the second half is added to the first, until one is left."""
+    while len(chains) > 1:
+        half = len(chains) // 2
+        chains = [a + b for a, b in zip(chains[:half], chains[half:], strict=True)]
+    return chains[0]
 
 
 def exp4_carefully(f: Function, x: Value) -> Value:

@@ -37,21 +37,23 @@ def write_exponentiate(module: Module, tile: TileShape, stored: Storage, width: 
         shift = f.select(f.intrinsic("fabs", after).equals(math.inf), 0.0, after)
         moved = exp4_carefully(f, before - shift)
 
-        def weigh_all(exp4: Callable[[Function, Value], Value]) -> None:
-            with f.range(0, tile.target.block_kv, tile.lanes) as j:
+        def weigh_all(exp4: Callable[[Function, Value], Value]) -> list[Value]:
+            def weigh(j: Value) -> Value:
                 score = tile.load(f, scores, j)
                 if ahead is not None:
                     ahead.ask_line(j.udiv(tile.lanes))
-                weight = exp4(f, score - shift)
-                tile.store(f, f.select(score.equals(-math.inf), UNREAD, weight), scores, j)
+                weight = f.select(score.equals(-math.inf), UNREAD, exp4(f, score - shift))
+                tile.store(f, weight, scores, j)
+                return weight
+
+            return [sum_of_block(f, tile, weigh)]
 
         infinite = f.extract(after, 0).equals(math.inf)  # then scores may be above `shift`
-        f.choose(
+        (total,) = f.choose(
             infinite,
             lambda: weigh_all(exp4_carefully),
             lambda: weigh_all(vecmath.exp4_nonpositive),
         )
-        total = f.splat(sum_of_block(f, tile.vector, scores), tile.vector)
         running_sum = f.given["running_sum"]
         tile.store(f, after, f.given["running_max"])
         tile.store(f, f.fma(tile.load(f, running_sum), moved, total), running_sum)

@@ -30,7 +30,7 @@ from quire.codegen.llvm import vecmath
 from quire.codegen.llvm.builder import Function, Module, Operand, Value
 from quire.codegen.llvm.target import Target
 from quire.codegen.llvm.types import I64, Type, typed
-from quire.codegen.phases.order import exp4_carefully, over_runs
+from quire.codegen.phases.order import exp4_carefully, over_chains
 
 SMALL_ROWS = 4  # rows of the small micro kernel, which takes what the large one leaves over
 NARROW_ROWS = 8  # rows of the large micro kernel in narrow tiles
@@ -249,38 +249,13 @@ def _multiply_rows(f: Function, tile: TileShape, starts: Sequence[Value]) -> lis
 def write_exponentiate(module: Module, tile: TileShape, *, careful: bool = False) -> Function:
     """The function that turns scores into weights and updates each query's maximum and sum.
 
-    `lead` is where the first key is in its run of `KEYS_OF_RUN` keys, see `order.py`.
+    `lead` is the chain of the first key, and `chains` is memory for all chains, see `order.py`.
     """
-    parameters = typed("ptr scores maxima running_max running_sum alpha, i64 count lead")
+    parameters = typed("ptr chains scores maxima running_max running_sum alpha, i64 count lead")
     name = "exponentiate_carefully" if careful else "exponentiate"
     exp4 = exp4_carefully if careful else vecmath.exp4_nonpositive
     with module.function(tile.named(name), parameters, internal=True) as f:
-        *pointers, count, lead = f.parameters  # the names are those of the loop below
-
-        def weigh(scores: Value, j: Value, total: Value, shift: Value) -> Value:
-            at = f.offset(scores, j * tile.width, tile.element)
-            score = tile.load(f, at)
-            weight = exp4(f, score - shift)
-            marked = f.select(score.equals(-math.inf), UNREAD, weight) if careful else weight
-            tile.store(f, marked, at)
-            return total + weight
-
-        def sum_weights(scores: Value, shift: Value) -> Value:
-            def two(j: Value, sums: list[Value]) -> list[Value]:
-                return [weigh(scores, j + 1, weigh(scores, j, sums[0], shift), shift)]
-
-            def one(j: Value, sums: list[Value]) -> list[Value]:
-                return [weigh(scores, j, sums[0], shift)]
-
-            def of_run(begin: Value, end: Value) -> Value:
-                sums = [f.value(0.0, tile.vector)]
-                if not careful:
-                    pairs = begin + ((end - begin) & -2)
-                    sums = f.loop(begin, pairs, two, carry=sums, step=2)
-                    begin = pairs
-                return f.loop(begin, end, one, carry=sums)[0]
-
-            return over_runs(f, count, lead, of_run, f.value(0.0, tile.vector))
+        chains, *pointers, count, lead = f.parameters
 
         # One vector of the panel at a time: the constants of exp4 need most of the registers.
         with f.range(0, tile.vectors * tile.lanes, tile.lanes) as place:
@@ -293,7 +268,17 @@ def write_exponentiate(module: Module, tile: TileShape, *, careful: bool = False
             shift = f.select(f.intrinsic("fabs", after).equals(math.inf), 0.0, after)
             tile.store(f, after, running_max)
             tile.store(f, exp4(f, before - shift), alpha)
-            total = sum_weights(scores, shift)
+
+            def weigh(keys: list[Value]) -> list[Value]:
+                places = [f.offset(scores, j * tile.width, tile.element) for j in keys]
+                found = [tile.load(f, at) for at in places]
+                weights = [exp4(f, score - shift) for score in found]
+                for at, score, weight in zip(places, found, weights, strict=True):
+                    unread = score.equals(-math.inf)
+                    tile.store(f, f.select(unread, UNREAD, weight) if careful else weight, at)
+                return weights
+
+            total = over_chains(f, tile, chains, count=count, lead=lead, terms=weigh)
             moved = f.fma(tile.load(f, running_sum), tile.load(f, alpha), total)
             tile.store(f, moved, running_sum)
     return f
