@@ -77,7 +77,7 @@ def row_regions(
         ("rows", 2 * addresses),  # the addresses of keys, then those of values
         ("keys", scratch_stride(tile, head_dim) * keys),
         ("values", scratch_stride(tile, value_dim) * keys),
-        ("kept", padded(tile, head_dim) * tile.target.block_kv),  # transposed keys
+        ("kept", padded(tile, head_dim) * MOST_SQUARES * tile.lanes),  # transposed keys
         ("key_scales", more),  # of int8
         ("value_scales", more),
         ("alpha", rows * BLOCKS_TOGETHER * tile.lanes),

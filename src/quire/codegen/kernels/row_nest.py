@@ -40,7 +40,7 @@ from quire.codegen.phases.row_values import (
     write_multiply_values,
 )
 from quire.codegen.phases.staging import storage, write_gather, write_scatter
-from quire.codegen.scratch import BLOCKS_TOGETHER, Regions, row_regions, row_stride
+from quire.codegen.scratch import BLOCKS_TOGETHER, MOST_SQUARES, Regions, row_regions, row_stride
 
 COLUMNS_AGAIN = 64  # columns of the values of a block that stay in the L1 cache for all later sets
 
@@ -158,7 +158,8 @@ class RowNest(Nest):
     def _multiply_keys(self, piece: Piece, block: KeyBlock) -> None:
         """Scores of all rows; if they are several sets, keys are transposed for the first one."""
         f, element, most = self.f, self.tile.element, set_sizes(self.tile)[0]
-        rows, count, size = self.count(piece), block.end - block.begin, self.spec.target.block_kv
+        rows, count = self.count(piece), block.end - block.begin
+        size = MOST_SQUARES * self.tile.lanes  # so many stay in the L1 cache for all sets
 
         def operands(first: Value, j: Value, some: Value) -> dict[str, Value]:
             return {
