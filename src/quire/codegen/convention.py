@@ -178,6 +178,7 @@ PLAN = {
     "tile_batch_stride": I64,
     "tile_per_head": I64,  # 1 or 0
     "tile_kind": I64,
+    "stays_open": I64,  # 1: out is not divided; lse has the sums and max_scores the maxima for that
     # Addresses of functions: a REWRITE, or a ROW_REWRITE in the decode kernel, or null.
     "partial_mod": PTR,
     "full_mod": PTR,

@@ -163,7 +163,8 @@ class _DecodeNest(RowNest):
         with f.range(0, queries.q_count) as q:
             row = first + q
             total = tile.load(f, self.at("running_sum", row))
-            closed = close(f, tile.load(f, self.at("running_max", row)), total, sink)
+            best = tile.load(f, self.at("running_max", row))
+            closed = close(f, best, total, sink, stays_open=arg["stays_open"])
             with f.range(0, self.depth["value"], tile.lanes) as d:
                 at = f.offset(self.at("out", row), d, tile.element)
                 tile.store(f, f.fma(tile.load(f, at), closed.share, 0.0), at)

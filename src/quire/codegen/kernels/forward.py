@@ -233,7 +233,8 @@ class _ForwardNest(PanelNest):
         with f.range(0, queries.q_count, tile.lanes) as q:
             maxima, sums = self.running(q)
             total = tile.load(f, sums)
-            row = close(f, tile.load(f, maxima), total, sink)
+            stays_open = self.arg["stays_open"]
+            row = close(f, tile.load(f, maxima), total, sink, stays_open=stays_open)
             tile.store(f, row.lse, self.scratch["lse"], q)
             tile.store(f, row.peak, maxima)
             tile.store(f, row.share, sums)
