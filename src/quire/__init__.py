@@ -18,6 +18,7 @@ try:
     from quire.api.nested import jagged_scaled_dot_product_attention
     from quire.api.paged import PagedAttention
     from quire.api.patch import patch_torch, unpatch_torch
+    from quire.api.pieces import AttentionPiece, attention_piece, merge_pieces
     from quire.api.plan import Plan, plan
     from quire.api.stages import kernel
     from quire.api.varlen import varlen_attention, varlen_attn
@@ -39,6 +40,7 @@ __version__ = version("quire")
 
 __all__ = [
     "AttentionGradients",
+    "AttentionPiece",
     "AuxOutput",
     "AuxRequest",
     "BlockMask",
@@ -56,6 +58,7 @@ __all__ = [
     "and_masks",
     "attention",
     "attention_gradients",
+    "attention_piece",
     "create_block_mask",
     "create_mask",
     "draw",
@@ -64,6 +67,7 @@ __all__ = [
     "jagged_scaled_dot_product_attention",
     "kernel",
     "merge_attention",
+    "merge_pieces",
     "mods",
     "noop_mask",
     "not_mask",

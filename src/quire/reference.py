@@ -9,6 +9,8 @@ Whole score matrices are computed; nothing here is meant to be fast. A row is a 
 - A row that reads no key has output 0, log-sum-exp -inf and gradient 0, never NaN.
 - A row reads a key if the mask is true and the score is above -inf. An inf or NaN in a key or value
   reaches exactly the rows that read it, forward and backward.
+- Bits are not decided here, only numbers. In which order the kernels add, the same for any number
+  of queries, is written in `codegen/phases/order.py`.
 - A score_mod is called only where the mask is true. Only elements that are read have a gradient;
   values, gradients and indices of the mod elsewhere have no effect.
 - Scores are scaled before the score_mod, in float32 (float64 for float64 inputs). The log-sum-exp

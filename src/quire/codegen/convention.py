@@ -30,9 +30,12 @@ One score matrix: queries go down, keys to the right, a cell is the score of one
     item       what a thread takes off the counter: in the forward kernel a block of queries of
                `row_group` heads, in the decode kernel a piece, in the backward kernel a share
 
-Few queries (`kernels/decode.py`) are computed row by row, and their keys are cut into pieces:
+Keys are cut into pieces, see `phases/order.py`; for few queries (`kernels/decode.py`) a piece is
+an item:
 
     piece      `KEYS_OF_PIECE` keys of a sequence, from a multiple of that on
+    chain      the weights of every `CHAINS`-th key of a block, which are added in turn
+    square     as many keys as a vector has lanes, transposed so that lanes run over keys
     member     one of the sequences that a piece is computed for: they begin with the same pages
     slot       where a piece of one sequence and head leaves its partial result
     set        up to four rows that share each load of a key and value
@@ -81,7 +84,7 @@ from quire.errors import CodegenError
 ENTRY = "forward"  # the name of every kernel's function
 Form = Literal["panel", "row", "backward"]  # the kernels of forward.py, decode.py and backward.py
 BLOCK_Q = 128  # queries of a block in the backward kernel
-MOST_ROWS = 4  # the most queries of a sequence that is computed row by row
+MOST_ROWS = 16  # the most queries of a sequence that is computed by the decode kernel
 KEYS_OF_PIECE = 1024
 EMPTY, PARTIAL, FULL, PLAIN = range(4)  # skip the tile; apply all masks, some, none
 
@@ -92,7 +95,9 @@ REWRITE = Signature(
 )
 """Applies mods to a panel of scores, see `mods/functions.py`."""
 
-ROW_REWRITE = Signature("rewrite_row", typed("ptr scores arguments, i64 b h q_idx kv_idx keys"))
+ROW_REWRITE = Signature(
+    "rewrite_row", typed("ptr scores arguments, i64 b h q_idx kv_idx keys skipped")
+)
 """Applies mods to the scores of one query, see `mods/functions.py`."""
 
 EXTENT = Signature("extent", typed("ptr arguments, i64 b h q_idx queries kv_idx keys"), I64)
@@ -101,7 +106,9 @@ EXTENT = Signature("extent", typed("ptr arguments, i64 b h q_idx queries kv_idx 
 VERDICT = Signature("verdict", typed("ptr arguments, i64 b h q_low q_high kv_low kv_high"), I64)
 """Tells the kind of a tile, see `mods/functions.py`."""
 
-OBSERVE = Signature("observe", typed("ptr scores running_sum best place surprise, i64 first keys"))
+OBSERVE = Signature(
+    "observe", typed("ptr chains scores running_sum best place surprise, i64 first keys lead")
+)
 """Keeps track of the argmax and the entropy of rows, see `phases/observe.py`."""
 
 DERIVE = Signature(
@@ -171,6 +178,7 @@ PLAN = {
     "tile_batch_stride": I64,
     "tile_per_head": I64,  # 1 or 0
     "tile_kind": I64,
+    "stays_open": I64,  # 1: out is not divided; lse has the sums and max_scores the maxima for that
     # Addresses of functions: a REWRITE, or a ROW_REWRITE in the decode kernel, or null.
     "partial_mod": PTR,
     "full_mod": PTR,

@@ -12,11 +12,13 @@ from typing import TypeAlias
 
 from quire.codegen.convention import BLOCK_Q, Form, gradient_columns
 from quire.codegen.llvm.types import I64, PTR
+from quire.codegen.phases.order import CHAINS
 from quire.codegen.phases.row_stream import MOST_AHEAD
 from quire.codegen.phases.staging import PLACEMENT, Number, padded, scratch_stride
 from quire.codegen.phases.tiles import SMALL_ROWS, TileShape
 
 BLOCKS_TOGETHER = 4  # blocks of keys that the decode kernel computes at once
+MOST_SQUARES = 4  # squares of keys whose scores it writes at once, perhaps past the last key
 
 Regions: TypeAlias = Iterator[tuple[str, Number]]
 """Names of regions, and where each begins in elements."""
@@ -37,17 +39,27 @@ def panel_regions(
         ("records", _placements(tile, 4)),  # of query, key, value and out
         ("maxima", tile.width),  # of one tile, for each query
         ("alpha", tile.width),  # the factor by which earlier sums shrink
+        ("chains", CHAINS * tile.lanes),  # of the sums of weights, see `phases/order.py`
         ("scores", (block_kv + SMALL_ROWS) * tile.width),
-        ("running_max", block_q),
-        ("running_sum", block_q),
         ("lse", block_q),
-        ("best", block_q),  # best, place and surprise are for `observe`
-        ("place", block_q),
-        ("surprise", block_q),
+        ("key_scales", block_kv + SMALL_ROWS),  # of int8
+        ("value_scales", block_kv),
         ("keys", scratch_stride(tile, head_dim) * block_kv),
         ("values", scratch_stride(tile, value_dim) * block_kv),
         ("queries", padded(tile, head_dim) * block_q),
+        ("pieces", 2 * I64.size // tile.element.size),  # which one it is; how many came before
+        ("running_max", block_q),  # of the piece that is computed, as far as "out"
+        ("running_sum", block_q),
+        ("best", block_q),  # best, place and surprise are for `observe`
+        ("place", block_q),
+        ("surprise", block_q),
         ("out", padded(tile, value_dim) * block_q),
+        ("merged_running_max", block_q),  # the same of all pieces before it
+        ("merged_running_sum", block_q),
+        ("merged_best", block_q),
+        ("merged_place", block_q),
+        ("merged_surprise", block_q),
+        ("merged_out", padded(tile, value_dim) * block_q),
     )
     yield from _placed(tile, sizes, block_q * 0)
 
@@ -65,9 +77,10 @@ def row_regions(
         ("rows", 2 * addresses),  # the addresses of keys, then those of values
         ("keys", scratch_stride(tile, head_dim) * keys),
         ("values", scratch_stride(tile, value_dim) * keys),
+        ("kept", padded(tile, head_dim) * MOST_SQUARES * tile.lanes),  # transposed keys
         ("key_scales", more),  # of int8
         ("value_scales", more),
-        ("alpha", rows * tile.lanes),
+        ("alpha", rows * BLOCKS_TOGETHER * tile.lanes),
         ("scores", rows * row_stride(tile)),
         ("running_max", rows * tile.lanes),
         ("running_sum", rows * tile.lanes),
@@ -116,7 +129,7 @@ _REGIONS: dict[Form, Callable[[TileShape, int, int, int], Regions[int]]] = {
 
 def row_stride(tile: TileShape) -> int:
     """The distance between the scores of two rows in the decode kernel."""
-    return BLOCKS_TOGETHER * tile.target.block_kv + tile.lanes
+    return BLOCKS_TOGETHER * tile.target.block_kv + MOST_SQUARES * tile.lanes
 
 
 def gradient_stride(tile: TileShape, width: Number) -> Number:

@@ -91,8 +91,11 @@ class ForwardPlan(NamedTuple):
     steps: BoundedDict[object, list[Records]]
 
     @staticmethod
-    def of(call: Call, learns: bool) -> ForwardPlan:
-        """Return the plan for calls with the same key as this one."""
+    def of(call: Call, learns: bool, *, stays_open: bool = False) -> ForwardPlan:
+        """Return the plan for calls with the same key as this one.
+
+        With `stays_open`, `out` is not divided by the sums, which `lse` has; see `pieces.py`.
+        """
         layout = ResultLayout.of(call, learns)
         _, placed, problem, *_ = call
         # Gathered keys have other positions, which would be wrong in an argmax.
@@ -101,7 +104,15 @@ class ForwardPlan(NamedTuple):
         gathers, results, rows = placed is not call.placed, layout.make(), call.placed.rows
         origin = rows if isinstance(rows, One) else ORIGIN
         parts = (
-            _part(problem, placed, form, some, results=results, origin=origin)
+            _part(
+                problem,
+                placed,
+                form,
+                some,
+                results=results,
+                origin=origin,
+                stays_open=stays_open,
+            )
             for form, some in by_form(placed.rows)
         )
         return ForwardPlan(tuple(parts), layout, gathers, BoundedDict(STEPS))
@@ -151,6 +162,7 @@ def _part(
     *,
     results: Result,
     origin: One,
+    stays_open: bool,
 ) -> FormPlan:
     """Return what computes `rows`, the sequences of one form."""
     mask, lists = problem.block_mask, NO_LISTS
@@ -169,6 +181,7 @@ def _part(
         block_q=block_q,
         lists=lists,
         item_heads=heads_of_item(form, placed, rows, block_q),
+        stays_open=stays_open,
     )
     return FormPlan(launcher, lists, loaded[len(problem.captures) :])
 

@@ -69,8 +69,12 @@ def make_launcher(
     block_q: int,
     lists: TileLists = NO_LISTS,
     item_heads: int = 1,
+    stays_open: bool = False,
 ) -> Launcher:
-    """Return a launcher for operands and results with the layout of these."""
+    """Return a launcher for operands and results with the layout of these.
+
+    With `stays_open`, results are those of a piece, to be merged with others.
+    """
     query, key, value = placed.operands
     heads, value_dim = query.shape[1], value.shape[3]
     dtypes = (query.dtype, key.dtype, value.dtype, results.out.dtype)
@@ -92,6 +96,7 @@ def make_launcher(
         "tile_batch_stride": lists.batch_stride,
         "tile_per_head": lists.per_head,
         "tile_kind": FULL if graphs.always is None else PARTIAL,
+        "stays_open": int(stays_open),
         **_functions(code, form, found.tile, results),
     }
     partial_bytes = partial_stride(found.tile, value_dim) * found.tile.element.size

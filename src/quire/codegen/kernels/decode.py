@@ -1,9 +1,9 @@
-"""The decode kernel, for few queries: every row by itself, lanes over columns and over keys.
+"""The decode kernel, for few queries: lanes run over keys and over columns of values.
 
     for every piece of keys of every key head and sequence (items; `row_group` query heads each):
-        for every block of keys that the rows attend to, in ascending order:
+        for every few blocks of keys that the rows attend to, in ascending order:
             scores  = keys . queries              for a set of rows at a time
-            scores  = mod(scores)                 row by row
+            scores  = mod(scores)                 row by row, then block by block
             weights = exp4(scores - maximum)
             out     = out alpha + weights . values
         leave the partial result in a slot; after the last piece of a sequence:
@@ -25,10 +25,10 @@ from quire.codegen.kernels.row_nest import Row, RowNest, RowPhases
 from quire.codegen.llvm.builder import Module, Value
 from quire.codegen.llvm.types import I64
 from quire.codegen.phases import observe
-from quire.codegen.phases.row_stream import fold_row, unfold_row
+from quire.codegen.phases.merge import STATES
+from quire.codegen.phases.row_stream import unfold_row
 from quire.codegen.phases.softmax import Closed, close, sink_of
 from quire.codegen.phases.staging import storage
-from quire.codegen.phases.tiles import across
 from quire.codegen.scratch import BLOCKS_TOGETHER
 
 
@@ -91,7 +91,6 @@ class _DecodeNest(RowNest):
             with f.range(0, self.depth["key"], tile.lanes) as d:
                 at = f.offset(self.at("queries", place), d, tile.element)
                 tile.store(f, tile.load(f, at) * scale, at)
-            fold_row(f, tile, storage(self.spec.key), self.at("queries", place), self.depth["key"])
             self._clear(place)
 
         self.each_head(queries, gather)
@@ -137,10 +136,14 @@ class _DecodeNest(RowNest):
         arrived = f.atomic_add(arrivals, 1, publish=True)
 
         def merge(row: Row) -> None:
-            mine = {name: self.at(name, row.place) for name in (*PARTIAL_STATES, "out")}
-            with f.range(0, member.pieces) as place:  # always in this order
-                part = self._partial(member.first_slot + place, row.place)
-                f.call(self.phases.merge, **mine, part=part, columns=self.depth["value"])
+            mine = {name: self.at(name, row.place) for name in STATES}
+            with f.range(0, member.pieces) as piece:  # always in this order
+                part = self._partial(member.first_slot + piece, row.place)
+                theirs = {
+                    f"piece_{name}": f.offset(part, k * self.tile.lanes, self.tile.element)
+                    for k, name in enumerate(STATES)
+                }
+                f.call(self.phases.merge, **mine, **theirs, end=self.depth["value"])
 
         with f.when(arrived.equals(member.pieces - 1)):
             self.each_row(member.queries, lambda row: self._clear(row.place))
@@ -159,8 +162,9 @@ class _DecodeNest(RowNest):
         numbers = queries.b * arg["lse_batch"] + head * arg["lse_head"]
         with f.range(0, queries.q_count) as q:
             row = first + q
-            total = across(f, tile.load(f, self.at("running_sum", row)), lambda a, b: a + b)
-            closed = close(f, tile.load(f, self.at("running_max", row)), total, sink)
+            total = tile.load(f, self.at("running_sum", row))
+            best = tile.load(f, self.at("running_max", row))
+            closed = close(f, best, total, sink, stays_open=arg["stays_open"])
             with f.range(0, self.depth["value"], tile.lanes) as d:
                 at = f.offset(self.at("out", row), d, tile.element)
                 tile.store(f, f.fma(tile.load(f, at), closed.share, 0.0), at)
@@ -183,9 +187,8 @@ class _DecodeNest(RowNest):
                 f.store(f.extract(value, 0), arg[name], place)
         observed = self.observed(row)
         with f.when(self.wanted("argmax")):
-            key = observe.first_of_best(f, tile, observed)
+            key = f.load(tile.element.as_int, observed.place)
             f.store(observe.position(f, key, kv_begin), arg["argmax"], place)
         with f.when(self.wanted("entropy")):
-            surprise = across(f, tile.load(f, observed.surprise), lambda a, b: a + b)
-            nats = observe.entropy(f, surprise, total, closed)
+            nats = observe.entropy(f, tile.load(f, observed.surprise), total, closed)
             f.store(f.extract(nats, 0), arg["entropy"], place)

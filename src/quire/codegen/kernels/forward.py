@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 
-from quire.codegen.convention import KernelSpec
+from quire.codegen.convention import KEYS_OF_PIECE, PARTIAL_STATES, KernelSpec
 from quire.codegen.kernels.items import QueryBlock
 from quire.codegen.kernels.nest import entry
 from quire.codegen.kernels.panel_nest import PanelNest, PanelPhases, PanelTile, Strided
@@ -34,7 +34,10 @@ from quire.codegen.llvm.builder import Module, Value
 from quire.codegen.llvm.types import I1, I64
 from quire.codegen.phases import observe
 from quire.codegen.phases.softmax import close, sink_of
-from quire.codegen.phases.staging import PLACEMENT
+from quire.codegen.phases.staging import PLACEMENT, storage
+
+NO_PIECE = -1  # before the first block of keys
+MERGED = "merged_"  # before the names of regions: what the pieces before have
 
 
 def write_forward(spec: KernelSpec) -> Module:
@@ -59,6 +62,7 @@ class _ForwardNest(PanelNest):
         def attempt(careful: Value) -> Value:
             self._start(queries)
             with self.visits.key_blocks(queries) as block:
+                self._enter_piece(queries, block)
                 keys, values = (self._stage(queries, block, name) for name in ("key", "value"))
                 with self.f.range(0, queries.q_count, self.tile.width) as q:
                     range = self.visits.key_range(queries, block, q)
@@ -90,15 +94,69 @@ class _ForwardNest(PanelNest):
             size = {"count": count, "depth": depth["key"]}
             source = {"rows": rows.start, "stride": rows.stride}
             f.call(self.phases.pack, **source, **size, panels=panels, scale=scale)
+        f.store(f.value(NO_PIECE, I64), scratch["pieces"])
+        f.store(f.value(0, I64), scratch["pieces"], 1)
+        self._clear(queries)
+
+    def _clear(self, queries: QueryBlock, before: str = "") -> None:
+        """Reset what queries have: no key has been read."""
+        f, tile = self.f, self.tile
         with f.range(0, queries.q_count, tile.width) as q:
-            maxima, sums = self.running(q)
+            maxima, sums = (self.state(before + name, q) for name in ("running_max", "running_sum"))
             tile.store_row(f, tile.row(f, -math.inf), maxima)
             tile.store_row(f, tile.row(f, 0.0), sums)
-            panel = f.offset(scratch["out"], q * depth["value"], tile.element)
-            with f.range(0, depth["value"]) as d:
+            panel = self._out(q, before)
+            with f.range(0, self.depth["value"]) as d:
                 tile.store_row(f, tile.row(f, 0.0), panel, d)
         with f.when(self.wanted("observe")), f.range(0, queries.q_count, tile.lanes) as q:
-            observe.forget(f, tile, self.observed(q))
+            names = (before + name for name in observe.State._fields)
+            observe.forget(f, tile, observe.State(*(self.state(name, q) for name in names)))
+
+    def _out(self, q: Value, before: str = "") -> Value:
+        """The address of the panel of results of the queries from q on."""
+        place = q * self.depth["value"]
+        return self.f.offset(self.scratch[f"{before}out"], place, self.tile.element)
+
+    # --- pieces
+
+    def _enter_piece(self, queries: QueryBlock, block: KeyBlock) -> None:
+        """If a block of keys begins another piece, merge the one before and start anew."""
+        f, pieces = self.f, self.scratch["pieces"]
+        here, known = block.origin.udiv(KEYS_OF_PIECE), f.load(I64, pieces)
+        with f.when(here.differs(known)):
+            f.store(here, pieces)
+            with f.when(known.differs(NO_PIECE)):
+                self._merge(queries)
+                self._clear(queries)
+
+    def _merge(self, queries: QueryBlock) -> None:
+        """Add the results of a piece to those of the pieces before it."""
+        f, tile = self.f, self.tile
+        done = f.load(I64, self.scratch["pieces"], 1)
+        with f.when(done.equals(0)):
+            self._clear(queries, MERGED)
+        f.store(done + 1, self.scratch["pieces"], 1)
+        with f.range(0, queries.q_count, tile.lanes) as q:
+            panel = q & -tile.width
+
+            def states(before: str) -> dict[str, Value]:
+                found = {name: self.state(before + name, q) for name in PARTIAL_STATES}
+                return found | {"out": f.offset(self._out(panel, before), q - panel, tile.element)}
+
+            theirs = {f"piece_{name}": at for name, at in states("").items()}
+            end = self.depth["value"] * tile.width
+            f.call(self.phases.merge, **states(MERGED), **theirs, end=end)
+
+    def _merge_last(self, queries: QueryBlock) -> None:
+        """If there are several pieces, merge the last one, and have all results where one is."""
+        f, tile = self.f, self.tile
+        with f.when(f.load(I64, self.scratch["pieces"], 1).differs(0)):
+            self._merge(queries)
+            with f.range(0, queries.q_count, tile.lanes) as q:
+                for name in PARTIAL_STATES:
+                    tile.store(f, tile.load(f, self.state(MERGED + name, q)), self.state(name, q))
+
+    # --- keys and values
 
     def _stage(self, queries: QueryBlock, block: KeyBlock, name: str) -> Strided:
         """The keys or values of a block; copied to scratch unless only half a panel reads them."""
@@ -106,7 +164,12 @@ class _ForwardNest(PanelNest):
         where = self._where(name, begin, end)
         half = queries.q_count <= self.tile.width // 2
         where = self.f.select(half, where, self.f.null())
-        return self._read(name, begin, end, where, self.scratch[f"{name}s"])
+        rows = self._read(name, begin, end, where, self.scratch[f"{name}s"])
+        if not storage(self.spec.dtype_of(name)).has_scales:
+            return rows
+        scales = self.scratch[f"{name}_scales"]
+        self.f.call(self.phases.gather_scales, self.placements[name], begin, end, scales)
+        return rows._replace(scales=scales)
 
     def _read(self, name: str, begin: Value, end: Value, where: Value, scratch: Value) -> Strided:
         """The rows [begin, end) at an address; if that is null, copied to scratch."""
@@ -117,7 +180,8 @@ class _ForwardNest(PanelNest):
             f.call(gather, placement, begin, end, into=scratch, stride=stride)
             return [scratch, stride]
 
-        return Strided(*f.choose(where.equals(f.null()), copied, lambda: self._there(name, where)))
+        absent = where.equals(f.null())
+        return Strided(*f.choose(absent, copied, lambda: self._there(name, where)))
 
     def _where(self, name: str, begin: Value, end: Value) -> Value:
         """The address of the rows [begin, end), if phases can use them where they are; or null."""
@@ -125,30 +189,33 @@ class _ForwardNest(PanelNest):
             return self.f.null()
         return self.f.call(self.phases.place[name], self.placements[name], begin, end)
 
-    def _there(self, name: str, where: Value) -> Strided:
-        return Strided(where, self.f.field(PLACEMENT, self.placements[name], "row_stride"))
+    def _there(self, name: str, where: Value) -> list[Value]:
+        return [where, self.f.field(PLACEMENT, self.placements[name], "row_stride")]
 
     # --- results
 
     def _finish(self, queries: QueryBlock) -> Value:
         """Divide by the sums and write all results; returns whether out is not finite."""
         f, tile, scratch = self.f, self.tile, self.scratch
+        self._merge_last(queries)
         self._close_sums(queries)
         depth = self.depth["value"]
+        several = f.load(I64, scratch["pieces"], 1).differs(0)
+        results = f.select(several, scratch[f"{MERGED}out"], scratch["out"])
 
         def write(q: Value, seen: list[Value]) -> list[Value]:
             count = f.minimum(queries.q_count - q, self.spec.target.block_kv)
             first = queries.q_first + q
-            panels = f.offset(scratch["out"], q * depth, tile.element)
+            panels = f.offset(results, q * depth, tile.element)
             _, factors = self.running(q)
             where = self._where("out", first, first + count)
-            absent, near = where.equals(f.null()), Strided(scratch["values"], self.stride["value"])
+            absent, near = where.equals(f.null()), [scratch["values"], self.stride["value"]]
             rows = Strided(*f.choose(absent, lambda: near, lambda: self._there("out", where)))
             source = {"panels": panels, "scales": factors, "count": count, "depth": depth}
             odd = f.call(self.phases.unpack, **source, rows=rows.start, stride=rows.stride)
             with f.when(absent):
                 out = {"rows": self.placements["out"], "begin": first, "end": first + count}
-                f.call(self.phases.scatter_out, **out, source=near.start, stride=near.stride)
+                f.call(self.phases.scatter_out, **out, source=near[0], stride=near[1])
             return [seen[0] | odd]
 
         nothing, step = f.value(False, I1), self.spec.target.block_kv
@@ -166,7 +233,8 @@ class _ForwardNest(PanelNest):
         with f.range(0, queries.q_count, tile.lanes) as q:
             maxima, sums = self.running(q)
             total = tile.load(f, sums)
-            row = close(f, tile.load(f, maxima), total, sink)
+            stays_open = self.arg["stays_open"]
+            row = close(f, tile.load(f, maxima), total, sink, stays_open=stays_open)
             tile.store(f, row.lse, self.scratch["lse"], q)
             tile.store(f, row.peak, maxima)
             tile.store(f, row.share, sums)

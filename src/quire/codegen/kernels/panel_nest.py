@@ -14,6 +14,9 @@ from quire.codegen.kernels.nest import Nest
 from quire.codegen.kernels.visits import KeyBlock, KeyRange
 from quire.codegen.llvm.builder import Function, Module, Value
 from quire.codegen.phases import observe, tiles
+from quire.codegen.phases.merge import write_merge
+from quire.codegen.phases.order import CHAINS
+from quire.codegen.phases.row_stream import write_gather_scales
 from quire.codegen.phases.staging import (
     Storage,
     storage,
@@ -32,9 +35,9 @@ OPERANDS = (*READ, "out")
 class Products:
     """The functions that compute a tile, for whole panels or for the first vectors of panels."""
 
-    def __init__(self, module: Module, tile: tiles.TileShape) -> None:
+    def __init__(self, module: Module, tile: tiles.TileShape, *, scaled: bool) -> None:
         self.tile = tile
-        self.multiply_keys = tiles.write_multiply_keys(module, tile)
+        self.multiply_keys = tiles.write_multiply_keys(module, tile, scaled=scaled)
         self.exponentiate = tiles.write_exponentiate(module, tile)
         self.multiply_values = tiles.write_multiply_values(module, tile)
 
@@ -50,24 +53,29 @@ class PanelPhases:
         def distinct(names: Sequence[str]) -> list[Storage]:
             return sorted({stored[name] for name in names})
 
-        gathers = {each: write_gather(module, tile, each) for each in distinct(READ)}
+        gathers = {each: write_gather(module, tile, each, scaled=False) for each in distinct(READ)}
         places = {each: write_place(module, tile, each) for each in distinct(in_place)}
         self.gather = {name: gathers[stored[name]] for name in READ}
         self.place = {name: places[stored[name]] for name in in_place}
         self.scatter_out = write_scatter(module, tile, stored["out"])
         self.pack = write_pack(module, tile)
         self.unpack = write_unpack(module, tile)
-        self.whole = Products(module, tile)
-        self.parts = [Products(module, part) for part in tile.parts()]
+        scaled = stored["key"].has_scales
+        self.whole = Products(module, tile, scaled=scaled)
+        self.parts = [Products(module, part, scaled=scaled) for part in tile.parts()]
+        self.gather_scales = write_gather_scales(module, tile)
+        self.scale_weights = tiles.write_scale_weights(module, tile)
+        self.merge = write_merge(module, tile, tile.width)
         self.exponentiate_carefully = tiles.write_exponentiate(module, tile, careful=True)
         self.multiply_values_carefully = tiles.write_multiply_values(module, tile, careful=True)
 
 
 class Strided(NamedTuple):
-    """Rows of keys, values or queries: where they begin, and their stride."""
+    """Rows of keys, values or queries: where they begin, their stride, and factors of int8."""
 
     start: Value
     stride: Value
+    scales: Value | None = None
 
 
 class PanelTile(NamedTuple):
@@ -93,14 +101,15 @@ class PanelNest(Nest):
 
     def running(self, q: Value) -> tuple[Value, Value]:
         """The addresses of the running maximum and sum of the queries from q on."""
-        maxima, sums = self.scratch["running_max"], self.scratch["running_sum"]
-        element = self.tile.element
-        return self.f.offset(maxima, q, element), self.f.offset(sums, q, element)
+        return self.state("running_max", q), self.state("running_sum", q)
 
     def observed(self, q: Value) -> observe.State:
         """What the queries from q on have for the argmax and the entropy."""
-        regions = (self.scratch[name] for name in observe.State._fields)
-        return observe.State(*(self.f.offset(x, q, self.tile.element) for x in regions))
+        return observe.State(*(self.state(name, q) for name in observe.State._fields))
+
+    def state(self, name: str, q: Value) -> Value:
+        """The address of a state of the queries from q on."""
+        return self.f.offset(self.scratch[name], q, self.tile.element)
 
     def attend_panel(self, at: PanelTile, careful: Value) -> None:
         """Compute a tile: scores, mods, softmax, and what its keys add to out."""
@@ -110,22 +119,24 @@ class PanelNest(Nest):
         out = f.offset(scratch["out"], at.q * self.depth["value"], tile.element)
         running_max, running_sum = self.running(at.q)
         depth, columns = ((self.arg[name] + 3) & -4 for name in ("head_dim", "value_dim"))
-        keys, values = (
-            Strided(f.offset(rows.start, first * rows.stride, tile.element), rows.stride)
-            for rows in (at.keys, at.values)
-        )
+        keys, values = (self._from(rows, first) for rows in (at.keys, at.values))
         left = at.queries.q_count - at.q
-        softmax = {name: scratch[name] for name in ("scores", "maxima", "alpha")}
+        softmax = {name: scratch[name] for name in ("chains", "scores", "maxima", "alpha")}
         softmax |= {"running_max": running_max, "running_sum": running_sum, "count": count}
+        softmax["lead"] = at.range.first & (CHAINS - 1)
 
         def multiply_keys(by: Products) -> None:
             operands = {"keys": keys.start, "stride": keys.stride, "queries": query_panel}
             results = {"scores": scratch["scores"], "maxima": scratch["maxima"]}
+            if keys.scales is not None:
+                results["scales"] = keys.scales
             f.call(by.multiply_keys, **operands, depth=depth, **results, count=count)
 
         def accumulate(exponentiate: Function, multiply_values: Function) -> None:
             f.call(exponentiate, **softmax)
             self._rewrite(at, self.arg["weights_mod"], left, count)
+            if values.scales is not None:
+                f.call(self.phases.scale_weights, scratch["scores"], values.scales, count)
             operands = {"values": values.start, "stride": values.stride}
             operands |= {"weights": scratch["scores"], "alpha": scratch["alpha"]}
             f.call(multiply_values, **operands, out=out, count=count, columns=columns)
@@ -142,6 +153,12 @@ class PanelNest(Nest):
         self._observe(at, running_sum, count)
         odd = careful | self._odd(running_max, left) | self._odd(scratch["maxima"], left)
         f.choose(odd, carefully, quickly)
+
+    def _from(self, rows: Strided, first: Value) -> Strided:
+        """Rows without those before `first`."""
+        f, element = self.f, self.tile.element
+        scales = None if rows.scales is None else f.offset(rows.scales, first, element)
+        return Strided(f.offset(rows.start, first * rows.stride, element), rows.stride, scales)
 
     def _fitting(
         self, left: Value, run: Callable[[Products], None], parts: Sequence[Products] | None = None
@@ -170,9 +187,10 @@ class PanelNest(Nest):
         f = self.f
         with f.when(self.wanted("observe")):
             first = at.block.origin + at.range.first - at.queries.kv_begin
+            keys = {"first": first, "keys": count, "lead": at.range.first & (CHAINS - 1)}
             state = {"running_sum": running_sum, **self.observed(at.q)._asdict()}
-            scores, function = self.scratch["scores"], self.arg["observe"]
-            f.call_pointer(function, OBSERVE, scores=scores, **state, first=first, keys=count)
+            panel = {name: self.scratch[name] for name in ("chains", "scores")}
+            f.call_pointer(self.arg["observe"], OBSERVE, **panel, **state, **keys)
 
     def _odd(self, maxima: Value, queries: Value) -> Value:
         """Whether the maximum of one of the first `queries` queries is +inf or NaN."""

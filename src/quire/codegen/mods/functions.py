@@ -12,7 +12,9 @@ A mod function rewrites one panel of scores in place, after keys and queries wer
 
 A row function does the same for one query; its lanes run over keys:
 
-    rewrite_row(scores, arguments, b, h, q_idx, kv_idx, keys)
+    rewrite_row(scores, arguments, b, h, q_idx, kv_idx, keys, skipped)
+
+where the first `skipped` keys do not exist.
 
 An extent function tells which keys of a panel are read at all, before anything is multiplied:
 
@@ -31,6 +33,7 @@ are multiplied by log4(e) at the end, since the kernel computes powers of four.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -92,21 +95,23 @@ def write_row_rewrite(
     """Write the same function for the scores of one query."""
     with module.function(name, ROW_REWRITE.parameters) as f:
         scores, kv_idx, keys = (f.given[name] for name in ("scores", "kv_idx", "keys"))
+        skipped = f.given["skipped"]
         rows, flag = scopes_of_rows(f, tile, arguments, [Lanes(f.given["q_idx"])])
         panel = Panel(f, tile, rows, masks=tuple(masks), score=score, unit=unit)
         wrong_at_once = panel.compute_rows()
 
         def rewrite_keys(j: Value, wrong: list[Value]) -> list[Value]:
-            exists = _lanes_below(f, tile, keys - j)
+            exists = _lanes_below(f, tile, keys - j) & ~_lanes_below(f, tile, skipped - j)
             before = [tile.load(f, scores, j)]
             after, wrong = panel.rewrite(Lanes(kv_idx + j, 1), before, [exists], wrong)
             tile.store(f, f.select(exists, after[0], -math.inf), scores, j)
             return wrong
 
         nothing, step = panel.nothing_wrong(), tile.lanes
-        last = (keys - 1).udiv(step) * step
-        ends = Lanes(kv_idx, 1), Lanes(kv_idx + last, 1)
-        wrong = panel.choose(ends, lambda: f.loop(0, keys, rewrite_keys, carry=nothing, step=step))
+        first, last = skipped & -step, (keys - 1) & -step
+        ends = Lanes(kv_idx + first, 1), Lanes(kv_idx + last, 1)
+        loop = functools.partial(f.loop, first, keys, rewrite_keys, carry=nothing, step=step)
+        wrong = panel.choose(ends, loop)
         _report(f, flag, wrong_at_once, wrong)
 
 

@@ -38,20 +38,33 @@ class Closed(NamedTuple):
     log_share: Value  # log4 of the largest probability
 
 
-def close(f: Function, best: Value, total: Value, sink: Value) -> Closed:
-    """From the maximum and sum of weights; a sink is one more score, without a value."""
+def close(
+    f: Function, best: Value, total: Value, sink: Value, *, stays_open: Value | None = None
+) -> Closed:
+    """From the maximum and sum of weights; a sink is one more score, without a value.
+
+    With `stays_open`, out is not divided, and lse and peak are `total` and `best` as they are.
+    """
     top = f.maximum(best, sink)
     shift = f.select(f.intrinsic("fabs", top).equals(math.inf), 0.0, top)
     kept = vecmath.exp4(f, best - shift)
     whole = f.fma(total, kept, vecmath.exp4(f, sink - shift))
     log_sum = vecmath.log2(f, whole) * 0.5
-    return Closed(
+    closed = Closed(
         lse=in_nats(f, shift + log_sum),
         peak=f.select(f.is_nan(total), total, in_nats(f, best)),
         share=f.select(whole.equals(0.0), 0.0, kept / whole),
         kept=kept,
         log_share=best - shift - log_sum,
     )
+    if stays_open is None:
+        return closed
+    as_it_is = {"lse": total, "peak": best, "share": f.value(1.0, best.type)}
+    chosen = {
+        name: f.select(stays_open.differs(0), x, getattr(closed, name))
+        for name, x in as_it_is.items()
+    }
+    return closed._replace(**chosen)
 
 
 def in_nats(f: Function, x: Value) -> Value:
