@@ -388,7 +388,7 @@ class CallPlan:
     ) -> Result:
         """Return the tangents of out and lse. The mods load from `captures`."""
         problem, found = self.problem.with_captures(captures), None
-        if self.backend == "jit" and not in_torch:
+        if self.backend == "jit" and not in_torch and problem.weighting == "softmax":
             found = compiled.tangent(problem, placed, self._blocks, above, along)
         return found or eager.tangent(problem, placed, self._blocks, above, along)
 

@@ -28,8 +28,6 @@ def obstacle(call: Call) -> str | None:
     problem, (query, key, value) = call.problem, call.placed.operands
     if query.device.type != "cpu":
         return f"the tensors are on {query.device}, and kernels are generated for the CPU"
-    if problem.weighting != "softmax":
-        return "kernels have no weights but those of a softmax"
     for name, mod in problem.mods.items():
         reason = _mod_obstacle(name, mod)
         if reason is not None:

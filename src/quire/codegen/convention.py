@@ -265,6 +265,7 @@ class KernelSpec:
     out: str = "float32"
     head_dim: int = 0
     value_dim: int = 0
+    weighted: bool = False  # the mods return weights, so there is no softmax
 
     def dtype_of(self, name: str) -> str:
         """The dtype of an operand or a result; grad_query has that of query, and so on."""

@@ -118,6 +118,7 @@ class BackwardPlans:
         above: Above,
     ) -> Gradients | None:
         """Return the gradients; None if the eager backend has to compute them."""
+        above = above.of_weights(problem.weighting)
         out, lse, *given = above[:4]
         grads = [None if x is None else x.resolve_neg() for x in given]
         query, key, value = (x.resolve_neg() for x in placed[:3])
@@ -148,7 +149,7 @@ def key_mass(problem: Problem, placed: Placed, results: Result) -> Tensor | None
     blocks = None if mask is None else mask.rows(*placed.lengths)
     assert results.lse is not None, "the key mass needs lse"
     plan = BackwardPlan.of(problem, placed, blocks, (), Result(results.out, results.lse))
-    above = Above(results.out, results.lse, None, None)
+    above = Above(results.out, results.lse, None, None).of_weights(problem.weighting)
     captures = (*problem.captures, *plan.added_captures)
     return Pass(plan, placed, captures, Wanted.of(False, False, False), above).masses()
 

@@ -111,7 +111,7 @@ class ForwardPlan(NamedTuple):
                 some,
                 results=results,
                 origin=origin,
-                stays_open=stays_open,
+                stays_open=stays_open or problem.weighting == "sums",
             )
             for form, some in by_form(placed.rows)
         )

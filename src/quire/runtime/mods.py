@@ -35,6 +35,7 @@ from quire.codegen.mods.functions import (
     write_row_rewrite,
     write_verdict,
 )
+from quire.codegen.phases.softmax import LOG4_E
 from quire.codegen.phases.tiles import TileShape
 from quire.ir.bound import Bounds, bound
 from quire.ir.differentiate import Derivatives, differentiate
@@ -70,6 +71,7 @@ class ModGraphs(NamedTuple):
     drop: Node | None = None
     bounds: Bounds | None = None
     learned: tuple[int, ...] = ()
+    weighted: bool = False  # the score_mod returns weights
 
     def changed(self, change: Callable[[int, Node], Node]) -> ModGraphs:
         """Return `change(place, graph)` of score, always, partial and drop; bounds stay."""
@@ -224,7 +226,7 @@ def graphs_of(
         (score, always, partial, drop), end, has_blocks=problem.block_mask is not None
     )
     *_, graphs = steps.values()
-    return graphs, tensors
+    return graphs._replace(weighted=problem.weighting != "softmax"), tensors
 
 
 def graph_stages(
@@ -342,6 +344,7 @@ def compiled(
             repr(names),
             repr(literals),
             repr(graphs.learned),
+            repr(graphs.weighted),
             text(*nodes, values=False),
         ]
     )
@@ -393,8 +396,17 @@ def lower(form: Form, tile: TileShape, graphs: ModGraphs, arguments: ModArgument
         elif form == "backward":
             slope, loads = graphs.slopes
             masks = tuple(graphs.masks[name])
-            derived = Derived(graphs.score, slope, tuple(loads.items()), masks, graphs.drop)
+            derived = Derived(
+                graphs.score,
+                slope,
+                tuple(loads.items()),
+                masks,
+                graphs.drop,
+                weighted=graphs.weighted,
+            )
             write_derive(module, name, tile, arguments, derived)
         else:
-            write(module, name, tile, arguments, score=graphs.score, masks=graphs.masks[name])
+            unit = 1.0 if graphs.weighted else LOG4_E
+            masks = tuple(graphs.masks[name])
+            write(module, name, tile, arguments, score=graphs.score, masks=masks, unit=unit)
     return module

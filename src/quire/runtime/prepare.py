@@ -78,7 +78,9 @@ def make_launcher(
     query, key, value = placed.operands
     heads, value_dim = query.shape[1], value.shape[3]
     dtypes = (query.dtype, key.dtype, value.dtype, results.out.dtype)
-    found = kernel(form, dtypes, head_dim=query.shape[3], value_dim=value_dim)
+    found = kernel(
+        form, dtypes, head_dim=query.shape[3], value_dim=value_dim, weighted=graphs.weighted
+    )
     code = compiled(form, found.tile, graphs, capture_shapes(captures, graphs.pyramids))
     group = max(1, heads // key.shape[1])  # 1 if there are no heads
     row_group = item_heads
@@ -223,7 +225,12 @@ COMMON_WIDTHS = {64, 96, 128}
 
 
 def kernel(
-    form: Form, dtypes: tuple[torch.dtype, ...], *, head_dim: int = 0, value_dim: int = 0
+    form: Form,
+    dtypes: tuple[torch.dtype, ...],
+    *,
+    head_dim: int = 0,
+    value_dim: int = 0,
+    weighted: bool = False,
 ) -> LoadedKernel:
     """Return the kernel of a form for the dtypes of query, key, value and out.
 
@@ -232,8 +239,16 @@ def kernel(
     if form != "row" or not {head_dim, value_dim} <= COMMON_WIDTHS:
         head_dim = value_dim = 0  # any
     query, key, value, out = (str(dtype).removeprefix("torch.") for dtype in dtypes)
-    widths = {"head_dim": head_dim, "value_dim": value_dim}
-    spec = KernelSpec(Target.host(), query=query, key=key, value=value, out=out, **widths)
+    spec = KernelSpec(
+        Target.host(),
+        query=query,
+        key=key,
+        value=value,
+        out=out,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        weighted=weighted,
+    )
     return kernel_of(form, spec)
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from quire.backends.eager.far import Normaliser, normaliser
-from quire.backends.eager.tile import Tile, by_group, share_of, weigh, weighted_sum
+from quire.backends.eager.tile import Tile, by_group, weigh, weighted_sum
 from quire.backends.eager.tiling import Keys, Stripe, stripes
 from quire.block_mask.blocks import BlockRows
 from quire.memory import Placed
@@ -48,16 +48,10 @@ class Given(NamedTuple):
     @staticmethod
     def of(problem: Problem, above: Above) -> Given:
         """Compute delta from the output and the gradients."""
-        out, lse, grad_out, grad_lse = above[:4]
+        out, divisor, grad_out, grad_lse = above.of_weights(problem.weighting)[:4]
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        delta, divisor = (grad_out * out).sum(-1), lse
-        if problem.weighting != "softmax":
-            divisor = share_of(problem, lse)
-            if problem.weighting == "sums":
-                delta = torch.zeros_like(lse)
-            elif grad_lse is not None:
-                grad_lse = grad_lse * lse
+        delta = (grad_out * out).sum(-1)
         return Given(grad_out, delta if grad_lse is None else delta - grad_lse, divisor)
 
     def divided(self, found: Normaliser | None) -> Given:

@@ -13,7 +13,6 @@ from quire.backends.eager.observe import Observed
 from quire.backends.eager.tile import (
     by_group,
     scored_tiles,
-    share_of,
     subtrahend,
     weigh,
     weighted_sum,
@@ -21,7 +20,7 @@ from quire.backends.eager.tile import (
 from quire.backends.eager.tiling import Stripe, stripes
 from quire.memory import Placed
 from quire.request import Problem
-from quire.results import Result, output_layout
+from quire.results import Result, output_layout, share_of
 
 
 def forward(
@@ -125,7 +124,7 @@ def _weighted_stripe(problem: Problem, placed: Placed, stripe: Stripe) -> Result
         kept, seen = (by_group(x, tile.values) for x in (tile.dropped(weights), read))
         sums = sums + weighted_sum(kept, tile.values, seen).view_as(sums)
         total = total + weights.sum(-1, keepdim=True)
-    out = sums * share_of(problem, total)
+    out = sums * share_of(problem.weighting, total)
     return Result(out, *(x.squeeze(-1) for x in (total, peak, place)))
 
 
@@ -137,7 +136,7 @@ def _key_mass(problem: Problem, placed: Placed, lse: Tensor, sink: Tensor | None
     query, key, _ = placed.operands
     mass = lse.new_zeros((*query.shape[:2], key.shape[2]))
     if problem.weighting != "softmax":
-        lse = share_of(problem, lse)
+        lse = share_of(problem.weighting, lse)
     found = normaliser(problem, placed, None, lse, sink)
     divisor, share = found or (lse, torch.ones_like(lse))
     with torch.no_grad():

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from quire.backends.eager.backward import checkpointed
 from quire.backends.eager.far import normaliser
-from quire.backends.eager.tile import Tile, by_group, probabilities, share_of, weigh, weighted_sum
+from quire.backends.eager.tile import Tile, by_group, probabilities, weigh, weighted_sum
 from quire.backends.eager.tiling import Keys, Stripe, stripes
 from quire.block_mask.blocks import BlockRows
 from quire.ir.differentiate import push
@@ -30,7 +30,7 @@ from quire.ir.trace import Traced
 from quire.ir.vectorise import evaluate_tangent
 from quire.memory import Placed
 from quire.request import Problem
-from quire.results import Above, Result, Tangents
+from quire.results import Above, Result, Tangents, share_of
 
 
 class MovingRows(NamedTuple):
@@ -62,7 +62,9 @@ def tangent(
     out, lse, sink = above.out, above.lse, above.sink
     softmax = problem.weighting == "softmax"
     found = normaliser(problem, placed, blocks, lse, sink)
-    shift, share = (lse if softmax else share_of(problem, lse), None) if found is None else found
+    shift, share = (
+        (lse if softmax else share_of(problem.weighting, lse), None) if found is None else found
+    )
     sums, mean = torch.zeros_like(out), torch.zeros_like(lse)
     compute = checkpointed(functools.partial(_part, problem, placed, along))
     for stripe in stripes(problem, placed, blocks):

@@ -152,13 +152,6 @@ def weigh(problem: Problem, scores: Tensor, divisor: Tensor) -> Weighed:
     return Weighed(torch.where(scores != -math.inf, scores, 0.0) * divisor, divisor)
 
 
-def share_of(problem: Problem, total: Tensor) -> Tensor:
-    """Return the factor from weights to what values are multiplied by, from the sums of weights."""
-    if problem.weighting == "sums":
-        return torch.ones_like(total)
-    return torch.where(total == 0.0, 0.0, 1.0 / total)
-
-
 def subtrahend(peak: Tensor) -> Tensor:
     """Return `peak`, or 0 if it is -inf: scores of -inf minus this are -inf, not NaN."""
     return torch.where(peak == -math.inf, 0.0, peak)

@@ -164,7 +164,14 @@ class _DecodeNest(RowNest):
             row = first + q
             total = tile.load(f, self.at("running_sum", row))
             best = tile.load(f, self.at("running_max", row))
-            closed = close(f, best, total, sink, stays_open=arg["stays_open"])
+            closed = close(
+                f,
+                best,
+                total,
+                sink,
+                stays_open=arg["stays_open"],
+                weighted=self.spec.weighted,
+            )
             with f.range(0, self.depth["value"], tile.lanes) as d:
                 at = f.offset(self.at("out", row), d, tile.element)
                 tile.store(f, f.fma(tile.load(f, at), closed.share, 0.0), at)

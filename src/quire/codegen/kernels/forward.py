@@ -234,7 +234,14 @@ class _ForwardNest(PanelNest):
             maxima, sums = self.running(q)
             total = tile.load(f, sums)
             stays_open = self.arg["stays_open"]
-            row = close(f, tile.load(f, maxima), total, sink, stays_open=stays_open)
+            row = close(
+                f,
+                tile.load(f, maxima),
+                total,
+                sink,
+                stays_open=stays_open,
+                weighted=self.spec.weighted,
+            )
             tile.store(f, row.lse, self.scratch["lse"], q)
             tile.store(f, row.peak, maxima)
             tile.store(f, row.share, sums)

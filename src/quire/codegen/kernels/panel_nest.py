@@ -35,10 +35,11 @@ OPERANDS = (*READ, "out")
 class Products:
     """The functions that compute a tile, for whole panels or for the first vectors of panels."""
 
-    def __init__(self, module: Module, tile: tiles.TileShape, *, scaled: bool) -> None:
+    def __init__(self, module: Module, tile: tiles.TileShape, spec: KernelSpec) -> None:
         self.tile = tile
+        scaled = storage(spec.key).has_scales
         self.multiply_keys = tiles.write_multiply_keys(module, tile, scaled=scaled)
-        self.exponentiate = tiles.write_exponentiate(module, tile)
+        self.exponentiate = tiles.write_exponentiate(module, tile, weighted=spec.weighted)
         self.multiply_values = tiles.write_multiply_values(module, tile)
 
 
@@ -60,13 +61,14 @@ class PanelPhases:
         self.scatter_out = write_scatter(module, tile, stored["out"])
         self.pack = write_pack(module, tile)
         self.unpack = write_unpack(module, tile)
-        scaled = stored["key"].has_scales
-        self.whole = Products(module, tile, scaled=scaled)
-        self.parts = [Products(module, part, scaled=scaled) for part in tile.parts()]
+        self.whole = Products(module, tile, spec)
+        self.parts = [Products(module, part, spec) for part in tile.parts()]
         self.gather_scales = write_gather_scales(module, tile)
         self.scale_weights = tiles.write_scale_weights(module, tile)
-        self.merge = write_merge(module, tile, tile.width)
-        self.exponentiate_carefully = tiles.write_exponentiate(module, tile, careful=True)
+        self.merge = write_merge(module, tile, tile.width, weighted=spec.weighted)
+        self.exponentiate_carefully = tiles.write_exponentiate(
+            module, tile, careful=True, weighted=spec.weighted
+        )
         self.multiply_values_carefully = tiles.write_multiply_values(module, tile, careful=True)
 
 

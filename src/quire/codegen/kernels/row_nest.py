@@ -70,8 +70,10 @@ class RowPhases:
         self.multiply_columns = write_multiply_columns(module, tile, value, sizes[0], careful)
         self.gather_scales = write_gather_scales(module, tile)
         self.scale_weights = write_scale_weights(module, tile)
-        self.exponentiate = write_exponentiate(module, tile, value, spec.value_dim)
-        self.merge = write_merge(module, tile, tile.lanes)
+        self.exponentiate = write_exponentiate(
+            module, tile, value, spec.value_dim, weighted=spec.weighted
+        )
+        self.merge = write_merge(module, tile, tile.lanes, weighted=spec.weighted)
 
 
 class Row(NamedTuple):

@@ -31,14 +31,17 @@ class Joined(NamedTuple):
         return f.fma(mine, before, its * behind)
 
 
-def join(f: Function, best: Value, other: Value) -> Joined:
+def join(f: Function, best: Value, other: Value, *, weighted: bool = False) -> Joined:
     """From the maxima of a part of a row and of the keys behind it."""
     after = f.maximum(best, other)
+    if weighted:
+        one = f.value(1.0, best.type)
+        return Joined(after, f.value(0.0, best.type), one, one)
     shift = f.select(f.intrinsic("fabs", after).equals(math.inf), 0.0, after)
     return Joined(after, shift, vecmath.exp4(f, best - shift), vecmath.exp4(f, other - shift))
 
 
-def write_merge(module: Module, tile: TileShape, step: int) -> Function:
+def write_merge(module: Module, tile: TileShape, step: int, *, weighted: bool = False) -> Function:
     """The function that adds the result of a piece to what a vector of rows has so far.
 
     Parameters are the addresses of both, those of the piece with `piece_` before their names. `out`
@@ -50,7 +53,7 @@ def write_merge(module: Module, tile: TileShape, step: int) -> Function:
         given = f.given
         theirs = {name: given[f"piece_{name}"] for name in STATES}
         before, other = (tile.load(f, of["running_max"]) for of in (given, theirs))
-        joined = join(f, before, other)
+        joined = join(f, before, other, weighted=weighted)
         mine, its = (tile.load(f, of["running_sum"]) for of in (given, theirs))
         tile.store(f, joined.after, given["running_max"])
         tile.store(f, joined.add(f, mine, its), given["running_sum"])

@@ -17,15 +17,18 @@ from quire.codegen.llvm.types import typed
 from quire.codegen.phases.order import exp4_carefully, sum_of_block
 from quire.codegen.phases.row_stream import Ahead
 from quire.codegen.phases.staging import Storage
-from quire.codegen.phases.tiles import UNREAD, TileShape, across
+from quire.codegen.phases.tiles import UNREAD, TileShape, across, given_weight
 
 
-def write_exponentiate(module: Module, tile: TileShape, stored: Storage, width: int) -> Function:
+def write_exponentiate(
+    module: Module, tile: TileShape, stored: Storage, width: int, *, weighted: bool = False
+) -> Function:
     """The function that turns the scores of a row and one block of keys into weights.
 
     Scores of keys that do not exist are -inf. It updates the running maximum and sum of the row,
     and stores in `alpha` the factor by which earlier sums shrink. With every vector of scores it
     prefetches a line of values, from the table of addresses `rows` on, if their `width` is known.
+    If scores are `weighted`, they are weights already.
     """
     parameters = typed("ptr scores running_max running_sum alpha rows")
     with module.function("exponentiate_row", parameters, internal=True) as f:
@@ -35,25 +38,30 @@ def write_exponentiate(module: Module, tile: TileShape, stored: Storage, width: 
         best = functools.reduce(f.maximum, [tile.load(f, scores, j) for j in places])
         after = f.maximum(before, across(f, best, f.maximum))
         shift = f.select(f.intrinsic("fabs", after).equals(math.inf), 0.0, after)
-        moved = exp4_carefully(f, before - shift)
+        one = f.value(1.0, tile.vector)
+        moved = one if weighted else exp4_carefully(f, before - shift)
 
         def weigh_all(exp4: Callable[[Function, Value], Value]) -> list[Value]:
             def weigh(j: Value) -> Value:
                 score = tile.load(f, scores, j)
                 if ahead is not None:
                     ahead.ask_line(j.udiv(tile.lanes))
-                weight = f.select(score.equals(-math.inf), UNREAD, exp4(f, score - shift))
+                found = given_weight(f, score) if weighted else exp4(f, score - shift)
+                weight = f.select(score.equals(-math.inf), UNREAD, found)
                 tile.store(f, weight, scores, j)
                 return weight
 
             return [sum_of_block(f, tile, weigh)]
 
         infinite = f.extract(after, 0).equals(math.inf)  # then scores may be above `shift`
-        (total,) = f.choose(
-            infinite,
-            lambda: weigh_all(exp4_carefully),
-            lambda: weigh_all(vecmath.exp4_nonpositive),
-        )
+        if weighted:
+            (total,) = weigh_all(vecmath.exp4)
+        else:
+            (total,) = f.choose(
+                infinite,
+                lambda: weigh_all(exp4_carefully),
+                lambda: weigh_all(vecmath.exp4_nonpositive),
+            )
         running_sum = f.given["running_sum"]
         tile.store(f, after, f.given["running_max"])
         tile.store(f, f.fma(tile.load(f, running_sum), moved, total), running_sum)

@@ -39,24 +39,20 @@ class Closed(NamedTuple):
 
 
 def close(
-    f: Function, best: Value, total: Value, sink: Value, *, stays_open: Value | None = None
+    f: Function,
+    best: Value,
+    total: Value,
+    sink: Value,
+    *,
+    stays_open: Value | None = None,
+    weighted: bool = False,
 ) -> Closed:
     """From the maximum and sum of weights; a sink is one more score, without a value.
 
-    With `stays_open`, out is not divided, and lse and peak are `total` and `best` as they are.
+    With `stays_open`, out is not divided, and lse and peak are `total` and `best` as they are. If
+    scores are `weighted`, they always are, and there is no sink.
     """
-    top = f.maximum(best, sink)
-    shift = f.select(f.intrinsic("fabs", top).equals(math.inf), 0.0, top)
-    kept = vecmath.exp4(f, best - shift)
-    whole = f.fma(total, kept, vecmath.exp4(f, sink - shift))
-    log_sum = vecmath.log2(f, whole) * 0.5
-    closed = Closed(
-        lse=in_nats(f, shift + log_sum),
-        peak=f.select(f.is_nan(total), total, in_nats(f, best)),
-        share=f.select(whole.equals(0.0), 0.0, kept / whole),
-        kept=kept,
-        log_share=best - shift - log_sum,
-    )
+    closed = _closed_weights(f, best, total) if weighted else _closed_softmax(f, best, total, sink)
     if stays_open is None:
         return closed
     as_it_is = {"lse": total, "peak": best, "share": f.value(1.0, best.type)}
@@ -65,6 +61,27 @@ def close(
         for name, x in as_it_is.items()
     }
     return closed._replace(**chosen)
+
+
+def _closed_weights(f: Function, best: Value, total: Value) -> Closed:
+    one = f.value(1.0, best.type)
+    share = f.select(total.equals(0.0), 0.0, one / total)
+    return Closed(total, best, share, kept=one, log_share=f.value(0.0, best.type))
+
+
+def _closed_softmax(f: Function, best: Value, total: Value, sink: Value) -> Closed:
+    top = f.maximum(best, sink)
+    shift = f.select(f.intrinsic("fabs", top).equals(math.inf), 0.0, top)
+    kept = vecmath.exp4(f, best - shift)
+    whole = f.fma(total, kept, vecmath.exp4(f, sink - shift))
+    log_sum = vecmath.log2(f, whole) * 0.5
+    return Closed(
+        lse=in_nats(f, shift + log_sum),
+        peak=f.select(f.is_nan(total), total, in_nats(f, best)),
+        share=f.select(whole.equals(0.0), 0.0, kept / whole),
+        kept=kept,
+        log_share=best - shift - log_sum,
+    )
 
 
 def in_nats(f: Function, x: Value) -> Value:

@@ -246,10 +246,13 @@ def _multiply_rows(f: Function, tile: TileShape, starts: Sequence[Value]) -> lis
     return product(f.value(0, I64), depth, nothing)
 
 
-def write_exponentiate(module: Module, tile: TileShape, *, careful: bool = False) -> Function:
+def write_exponentiate(
+    module: Module, tile: TileShape, *, careful: bool = False, weighted: bool = False
+) -> Function:
     """The function that turns scores into weights and updates each query's maximum and sum.
 
-    `lead` is the chain of the first key, and `chains` is memory for all chains, see `order.py`.
+    If scores are `weighted`, they are weights already. `lead` is the chain of the first key, and
+    `chains` is memory for all chains, see `order.py`.
     """
     parameters = typed("ptr chains scores maxima running_max running_sum alpha, i64 count lead")
     name = "exponentiate_carefully" if careful else "exponentiate"
@@ -267,12 +270,16 @@ def write_exponentiate(module: Module, tile: TileShape, *, careful: bool = False
             # If no key was read yet, or a score is +inf, subtract 0: infinities stay as they are.
             shift = f.select(f.intrinsic("fabs", after).equals(math.inf), 0.0, after)
             tile.store(f, after, running_max)
-            tile.store(f, exp4(f, before - shift), alpha)
+            shrink = f.value(1.0, tile.vector) if weighted else exp4(f, before - shift)
+            tile.store(f, shrink, alpha)
 
             def weigh(keys: list[Value]) -> list[Value]:
                 places = [f.offset(scores, j * tile.width, tile.element) for j in keys]
                 found = [tile.load(f, at) for at in places]
-                weights = [exp4(f, score - shift) for score in found]
+                weights = [
+                    given_weight(f, score) if weighted else exp4(f, score - shift)
+                    for score in found
+                ]
                 for at, score, weight in zip(places, found, weights, strict=True):
                     unread = score.equals(-math.inf)
                     tile.store(f, f.select(unread, UNREAD, weight) if careful else weight, at)
@@ -282,6 +289,11 @@ def write_exponentiate(module: Module, tile: TileShape, *, careful: bool = False
             moved = f.fma(tile.load(f, running_sum), tile.load(f, alpha), total)
             tile.store(f, moved, running_sum)
     return f
+
+
+def given_weight(f: Function, score: Value) -> Value:
+    """A score that is a weight; -inf is the weight 0. No result is -0.0, as UNREAD is."""
+    return f.select(score.equals(-math.inf), 0.0, score + 0.0)
 
 
 def write_scale_weights(module: Module, tile: TileShape) -> Function:
