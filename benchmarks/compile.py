@@ -85,7 +85,7 @@ def step(model: Callable[..., Tensor], parameters: list[nn.Parameter], length: i
 
 
 def training(table: Table, seconds: float, threads: int) -> None:
-    """A step of training: forward, backward. Compiling gains on SDPA's model what it gains on it."""
+    """A step of training: forward, backward; and what compiling gains on each model."""
     contestants = {}
     for kind in ("quire", "sdpa"):
         torch._dynamo.reset()

@@ -142,6 +142,29 @@ def test_torchs_own_check_of_operators() -> None:
     torch.library.opcheck(original, calls[0])
 
 
+@pytest.mark.parametrize("kind", ["dense", "ragged"])
+def test_gradients_lie_as_the_kernel_writes_them_and_are_not_copied(kind: str) -> None:
+    # as a projection gives them: [B, N, 3, H, D], and all heads of a token side by side
+    query, key, value = torch.randn(2, 24, 3, 4, 64).permute(2, 0, 3, 1, 4)
+    offsets = torch.tensor([0, 9, 24])
+    if kind == "ragged":
+        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    tensors = [x.requires_grad_() for x in (query, key, value)]
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        memory = Dense(key, value) if kind == "dense" else Ragged(key, value, offsets)
+        return attention(query, memory, mask=causal)
+
+    above = torch.randn_like(query)
+    expected = torch.autograd.grad(attend(*tensors), tensors, above)
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        found = torch.autograd.grad(attend(*tensors), tensors, above)
+    assert all(map(torch.equal, found, expected))
+    assert [x.stride() for x in found] == [x.stride() for x in expected]
+    rows = {row.key: row.count for row in profiled.key_averages()}
+    assert rows["quire::attention_backward"] == 1 and "aten::copy_" not in rows
+
+
 # Counting
 
 
