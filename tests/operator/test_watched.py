@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import quire
 from quire import Dense, Ragged, attention
 from quire.mods import LearnedDistanceBias, alibi, causal
+from quire.operator.text import VERSION
 
 
 def operands(**kind: Any) -> list[Tensor]:
@@ -126,6 +127,8 @@ def test_fake_tensors_have_the_shapes_and_strides_of_results() -> None:
         assert (real.shape, real.stride(), real.dtype) == (other.shape, other.stride(), other.dtype)
 
 
+# It copies inputs, and since 2.14 asks the copies for .grad: torch hides that, but not from errors.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_torchs_own_check_of_operators() -> None:
     calls = []
     original = torch.ops.quire.attention.default
@@ -140,6 +143,23 @@ def test_torchs_own_check_of_operators() -> None:
     with Keep():
         attention(tensors[0], Dense(*tensors[1:]), score_mod=Model().bias, mask=causal)
     torch.library.opcheck(original, calls[0])
+
+
+def test_the_text_has_another_version_if_the_operators_take_other_arguments() -> None:
+    """torch.compile keeps graphs on disk by this text: a graph with old arguments must not run."""
+    call = (
+        "Tensor query, Tensor key, Tensor value, Tensor[] captures, Tensor[] tables, "
+        "SymInt[] numbers, str text"
+    )
+    above = "Tensor out, Tensor lse, Tensor? grad_out, Tensor? grad_lse, bool[] wanted"
+    operators = torch.ops.quire
+    assert (VERSION, str(operators.attention.default._schema)) == (
+        2,
+        f"quire::attention({call}) -> Tensor[]",
+    )
+    assert str(operators.attention_backward.default._schema) == (
+        f"quire::attention_backward({call}, {above}) -> Tensor[]"
+    )
 
 
 @pytest.mark.parametrize("kind", ["dense", "ragged"])

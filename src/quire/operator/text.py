@@ -24,7 +24,11 @@ from quire.ir.graph import Node
 from quire.ir.portable import DTYPE_NAMES, dtype_name, portable, restore
 from quire.ir.trace import INPUTS, Kind, Traced, call_name
 
-VERSION = 1
+VERSION = 2
+"""Part of every text. torch.compile keeps compiled graphs on disk under a key with this text in it.
+
+So it must change when the operators take other arguments or lay out results in another way.
+"""
 MEMORIES = ("dense", "ragged", "paged")
 MODS: dict[str, Kind] = {"score_mod": "score", "mask_mod": "mask", "partial_mod": "mask"}
 """The mods of a call in the order of their captured tensors, and their kinds."""
