@@ -81,6 +81,8 @@ class WrittenMod(NamedTuple):
 
     def on(self, captures: tuple[Tensor, ...], kind: Kind) -> Traced:
         """Return the mod with these captured tensors."""
+        if not captures and not self.captures:
+            return _without_captures(self.output, kind, self.name)
         for tensor, expected in zip(captures, self.captures, strict=True):
             if tensor.dtype != expected.dtype or tensor.dim() != expected.rank:
                 raise DtypeError(
@@ -89,6 +91,11 @@ class WrittenMod(NamedTuple):
                     f"{dtype_name(tensor.dtype)} {list(tensor.shape)}. Make the graph again."
                 )
         return Traced(self.output, captures, kind, self.name)
+
+
+@functools.lru_cache(maxsize=1024)
+def _without_captures(output: Node, kind: Kind, name: str) -> Traced:
+    return Traced(output, (), kind, name)
 
 
 class Form(NamedTuple):
