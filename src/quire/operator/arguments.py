@@ -26,7 +26,8 @@ class CallArguments(NamedTuple):
     """The arguments of the forward pass, in the order of its schema.
 
     `text` is a `Form`. `captures` are the sink, if there is one, and the tensors that the mods
-    captured. `tables` and `numbers` are in the order in which the form names them.
+    captured. `tables` and `numbers` are in the order in which the form names them. AOTInductor
+    passes None for an empty list.
     """
 
     query: Tensor
@@ -64,7 +65,7 @@ class CallArguments(NamedTuple):
     def request(self) -> Request:
         """Return the request that these arguments stand for."""
         form = self.form
-        named: dict[str, Any] = dict(zip(form.numbers, self.numbers, strict=True))
+        named: dict[str, Any] = dict(zip(form.numbers, self.numbers or (), strict=True))
         if self.tables:
             named |= self.named_tables()
         mods = self._mods(form)
@@ -88,11 +89,12 @@ class CallArguments(NamedTuple):
         )
 
     def _mods(self, form: Form) -> dict[str, Mod]:
+        captures = self.captures or ()
         first = 1 if form.sink else 0
         mods: dict[str, Mod] = {}
         for field, mod in form.mods.items():
             last = first + len(mod.captures)
-            mods[field] = mod.on(tuple(self.captures[first:last]), MODS[field])
+            mods[field] = mod.on(tuple(captures[first:last]), MODS[field])
             first = last
         return mods
 

@@ -98,7 +98,8 @@ def _read_mod(
     try:
         traced = trace(_with_inputs(partial(function.run, reading), kind), kind, score_dtype=score)
     except ModError as error:
-        dynamo.break_graph(f"{kind}_mod {function.name!r} cannot be part of a graph: {error}")
+        reason = str(error).partition(". ")[0]  # names the user's line
+        dynamo.break_graph(f"{kind}_mod {function.name!r} cannot be part of a graph: {reason}.")
     variables = [function.captured[id(tensor)] for tensor in traced.captures]
     return WrittenMod.of(traced)._replace(name=function.name), variables
 
