@@ -20,6 +20,7 @@ from quire.config import Backend as BackendName
 from quire.errors import ModError
 from quire.ir.source import reading
 from quire.ir.trace import INPUTS, Kind, Mod, trace
+from quire.mods.weights import Weighting
 from quire.operator.text import MODS, Form, WrittenMod, write
 from quire.results import working_dtype
 from quire.support.torch_private.tracing import DynamoTrace, graph_entry
@@ -40,6 +41,7 @@ class Inputs(NamedTuple):
     aux: tuple[bool, ...]
     block_size: tuple[int, int] | None
     backend: BackendName
+    weighting: Weighting
 
     def form(self, mods: dict[str, WrittenMod], learns: bool) -> Form:
         """Return the form of the call, with these mods."""
@@ -55,6 +57,7 @@ class Inputs(NamedTuple):
             aux=AuxRequest(*self.aux),
             block_size=self.block_size,
             backend=self.backend,
+            weighting=self.weighting,
         )
 
 
@@ -98,7 +101,8 @@ def _read_mod(
     try:
         traced = trace(_with_inputs(partial(function.run, reading), kind), kind, score_dtype=score)
     except ModError as error:
-        dynamo.break_graph(f"{kind}_mod {function.name!r} cannot be part of a graph: {error}")
+        reason = str(error).partition(". ")[0]  # names the user's line
+        dynamo.break_graph(f"{kind}_mod {function.name!r} cannot be part of a graph: {reason}.")
     variables = [function.captured[id(tensor)] for tensor in traced.captures]
     return WrittenMod.of(traced)._replace(name=function.name), variables
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -23,8 +23,13 @@ from quire.errors import ArgumentError, DtypeError
 from quire.ir.graph import Node
 from quire.ir.portable import DTYPE_NAMES, dtype_name, portable, restore
 from quire.ir.trace import INPUTS, Kind, Traced, call_name
+from quire.mods.weights import Weighting
 
-VERSION = 1
+VERSION = 2
+"""Part of every text. torch.compile keeps compiled graphs on disk under a key with this text in it.
+
+So it must change when the operators take other arguments or lay out results in another way.
+"""
 MEMORIES = ("dense", "ragged", "paged")
 MODS: dict[str, Kind] = {"score_mod": "score", "mask_mod": "mask", "partial_mod": "mask"}
 """The mods of a call in the order of their captured tensors, and their kinds."""
@@ -77,6 +82,8 @@ class WrittenMod(NamedTuple):
 
     def on(self, captures: tuple[Tensor, ...], kind: Kind) -> Traced:
         """Return the mod with these captured tensors."""
+        if not captures and not self.captures:
+            return _without_captures(self.output, kind, self.name)
         for tensor, expected in zip(captures, self.captures, strict=True):
             if tensor.dtype != expected.dtype or tensor.dim() != expected.rank:
                 raise DtypeError(
@@ -85,6 +92,11 @@ class WrittenMod(NamedTuple):
                     f"{dtype_name(tensor.dtype)} {list(tensor.shape)}. Make the graph again."
                 )
         return Traced(self.output, captures, kind, self.name)
+
+
+@functools.lru_cache(maxsize=1024)
+def _without_captures(output: Node, kind: Kind, name: str) -> Traced:
+    return Traced(output, (), kind, name)
 
 
 class Form(NamedTuple):
@@ -101,6 +113,7 @@ class Form(NamedTuple):
     aux: AuxRequest = AuxRequest()
     block_size: tuple[int, int] | None = None
     backend: BackendName = "auto"
+    weighting: Weighting = "softmax"
 
     @property
     def others(self) -> tuple[str, ...]:
@@ -150,6 +163,7 @@ def _form(plain: Any) -> Form:
     _expect(plain.keys() == set(Form._fields), "other fields")
     memory, backend, scale = plain["memory"], plain["backend"], plain["scale"]
     _expect(memory in MEMORIES, "an unknown memory")
+    _expect(plain["weighting"] in get_args(Weighting), "an unknown weighting")
     _expect(backend in ("auto", "jit", "eager"), "an unknown backend")
     for name, known in (("tables", TABLES), ("numbers", NUMBERS), ("aux", AuxRequest._fields)):
         _expect(isinstance(plain[name], list) and set(plain[name]) <= set(known), f"other {name}")
@@ -171,6 +185,7 @@ def _form(plain: Any) -> Form:
         aux=AuxRequest(**dict.fromkeys(plain["aux"], True)),
         block_size=None if size is None else (size[0], size[1]),
         backend=backend,
+        weighting=plain["weighting"],
     )
 
 

@@ -208,9 +208,13 @@ def is_in_a_graph(tensor: Tensor) -> bool:
 _is_profiling: Callable[[], bool] = _function("torch", "_C._autograd._profiler_enabled")
 
 
+is_jit_tracing: Callable[[], bool] = _function("torch", "_C._is_tracing")
+"""Return whether torch.jit.trace records, which sees no kernel, but sees operators."""
+
+
 def is_watched() -> bool:
-    """Return whether a mode sees the operators that are called, or a profiler records them."""
-    return _num_modes() > 0 or _is_profiling()
+    """Return whether a mode, a profiler or torch.jit.trace sees the operators that are called."""
+    return _num_modes() > 0 or _is_profiling() or is_jit_tracing()
 
 
 def profiled(named: object, before: str = "") -> AbstractContextManager[object]:
