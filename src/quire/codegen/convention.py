@@ -28,10 +28,10 @@ One score matrix: queries go down, keys to the right, a cell is the score of one
     placement  where the rows of one tensor are, for one sequence and head
     group      query heads that read the same key head
     item       what a thread takes off the counter: in the forward kernel a block of queries of
-               `row_group` heads, in the decode kernel a piece, in the backward kernel a share
+               `row_group` heads, in the decode kernel a piece or all pieces of a sequence, in
+               the backward kernel a share
 
-Keys are cut into pieces, see `phases/order.py`; for few queries (`kernels/decode.py`) a piece is
-an item:
+Keys are cut into pieces, see `phases/order.py`. For few queries (`kernels/decode.py`):
 
     piece      `KEYS_OF_PIECE` keys of a sequence, from a multiple of that on
     chain      the weights of every `CHAINS`-th key of a block, which are added in turn
@@ -229,7 +229,8 @@ SEQUENCE = Layout(
         "kv_row": I64,  # the row of position 0 in key and value, even if there is none
         "kv_begin": I64,  # keys exist at positions [kv_begin, kv_end)
         "kv_end": I64,
-        "slices": I64,  # items for each head: slices in the backward kernel, else its own pieces
+        "slices": I64,  # items for each head: slices in the backward kernel; decode: its own
+        # pieces, or 1 if one item is all pieces and none is shared
         "pieces": I64,  # decode: the pieces of its keys
         "shared": I64,  # decode: how many of them, from the first on, have several members
         "members": I64,  # decode: of those pieces, this sequence being the first; 0: it is not

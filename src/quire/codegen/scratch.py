@@ -89,6 +89,13 @@ def row_regions(
         ("surprise", rows * tile.lanes),
         ("queries", rows * scratch_stride(tile, head_dim)),
         ("out", rows * scratch_stride(tile, value_dim)),
+        ("pieces", 2 * I64.size // tile.element.size),  # as in the forward kernel, to the end
+        ("merged_running_max", rows * tile.lanes),
+        ("merged_running_sum", rows * tile.lanes),
+        ("merged_best", rows * tile.lanes),
+        ("merged_place", rows * tile.lanes),
+        ("merged_surprise", rows * tile.lanes),
+        ("merged_out", rows * scratch_stride(tile, value_dim)),
         ("sums", 4 * scratch_stride(tile, value_dim)),  # of one set
     )
     yield from _placed(tile, sizes, rows * 0)

@@ -56,6 +56,7 @@ from quire.runtime.mods import ModCode, ModGraphs, capture_shapes, compiled
 from quire.runtime.shared_prefix import shared_pieces
 
 SMALLEST_BLOCK = 64
+ENOUGH = 8  # items for each thread; with as many, no thread waits long for the last one
 
 
 def make_launcher(
@@ -276,9 +277,12 @@ def records_of(launcher: Launcher, placed: Placed, rows: One | Sequences) -> Rec
     if not isinstance(rows, One):
         return _table(placed, rows, form, heads, block_q)
     pieces = max(1, num_pieces(rows.kv_begin, rows.kv_end)) if form == "row" else 1
-    items = num_items(rows.q_len, heads, block_q) * pieces * placed.query.shape[0]
-    slots = items if pieces > 1 else 0
-    return Records(record(rows, pieces), 1, num_products(placed, rows), items, slots)
+    whole = num_items(rows.q_len, heads, block_q) * placed.query.shape[0]
+    slices = 1 if whole >= ENOUGH * num_threads() else pieces
+    items = whole * slices
+    slots = items if slices > 1 else 0
+    table = record(rows, pieces, slices)
+    return Records(table, 1, num_products(placed, rows), items, slots)
 
 
 class Cut(NamedTuple):
@@ -291,15 +295,15 @@ class Cut(NamedTuple):
     shared: Numbers
     members: Numbers
 
-    @property
-    def slices(self) -> Numbers:
-        """Return the number of pieces that each sequence computes itself."""
-        return np.where(self.members == 0, self.pieces - self.shared, self.pieces)
+    def slices(self, heads: int) -> Numbers:
+        """Return how many items each sequence has for each of its `heads`.
 
-    @property
-    def columns(self) -> dict[str, Numbers]:
-        """Return the columns of the table of sequences."""
-        return {**self._asdict(), "slices": self.slices}
+        These are the pieces that it computes itself. But a sequence that shares none is one item,
+        if that is a small part of all the work.
+        """
+        own = np.where(self.members == 0, self.pieces - self.shared, self.pieces)
+        small = own * (ENOUGH * num_threads()) <= own.sum() * heads
+        return np.where((self.shared == 0) & small, 1, own)
 
 
 def by_form(rows: One | Sequences) -> list[tuple[Form, One | Sequences]]:
@@ -340,16 +344,15 @@ def _table(placed: Placed, rows: Sequences, form: Form, heads: int, block_q: int
     if shared is not None and members is not None:
         cut = Cut(pieces, shared, members)
     each = num_items(rows.q_len, heads, block_q)
-    items, slots = each * cut.slices, each * pieces
-    columns = cut.columns | {"first_slot": np.cumsum(slots) - slots}
-    most_members = longest(cut.members)
-    needs_slots = longest(pieces) > 1 or most_members > 1
+    slices, most_members = cut.slices(heads), longest(cut.members)
+    items, slots = each * slices, np.where((slices == 1) & (cut.shared == 0), 0, each * pieces)
+    columns = {**cut._asdict(), "slices": slices, "first_slot": np.cumsum(slots) - slots}
     return Records(
         table=table_of(rows, np.cumsum(items) - items, columns),
         num_sequences=rows.num,
         products=num_products(placed, rows),
         items=int(items.sum()),
-        slots=int(slots.sum()) if needs_slots else 0,
+        slots=int(slots.sum()),
         members=most_members,
     )
 
@@ -365,5 +368,5 @@ def record(rows: One, pieces: int = 1, slices: int = 1) -> bytes:
     """Return the table of a dense call, with as many pieces of keys or slices of queries."""
     q_len, q_start, kv_begin, kv_end, b = rows
     positions = (q_len, q_start, -kv_begin, kv_begin, kv_end)
-    fields = (b, 0, 0, 0, *positions, max(slices, pieces), pieces, 0, 1, 0)  # as in SEQUENCE
+    fields = (b, 0, 0, 0, *positions, slices, pieces, 0, 1, 0)  # as in SEQUENCE
     return SEQUENCE.pack_in_order(*fields)

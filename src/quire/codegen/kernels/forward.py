@@ -25,19 +25,17 @@ from __future__ import annotations
 
 import math
 
-from quire.codegen.convention import KEYS_OF_PIECE, PARTIAL_STATES, KernelSpec
+from quire.codegen.convention import PARTIAL_STATES, KernelSpec
 from quire.codegen.kernels.items import QueryBlock
 from quire.codegen.kernels.nest import entry
 from quire.codegen.kernels.panel_nest import PanelNest, PanelPhases, PanelTile, Strided
+from quire.codegen.kernels.pieces import MERGED, Pieces
 from quire.codegen.kernels.visits import KeyBlock
 from quire.codegen.llvm.builder import Module, Value
 from quire.codegen.llvm.types import I1, I64
 from quire.codegen.phases import observe
 from quire.codegen.phases.softmax import close, sink_of
 from quire.codegen.phases.staging import PLACEMENT, storage
-
-NO_PIECE = -1  # before the first block of keys
-MERGED = "merged_"  # before the names of regions: what the pieces before have
 
 
 def write_forward(spec: KernelSpec) -> Module:
@@ -58,18 +56,26 @@ class _ForwardNest(PanelNest):
         """Compute one block of queries."""
         for name in self.placements:
             self.place(queries, name)
+        pieces = Pieces(
+            self.f,
+            self.scratch["pieces"],
+            clear=lambda which: self._clear(queries, which),
+            merge=lambda: self._merge(queries),
+        )
 
         def attempt(careful: Value) -> Value:
             self._start(queries)
+            pieces.start()
             with self.visits.key_blocks(queries) as block:
-                self._enter_piece(queries, block)
+                pieces.enter(block)
                 keys, values = (self._stage(queries, block, name) for name in ("key", "value"))
                 with self.f.range(0, queries.q_count, self.tile.width) as q:
                     range = self.visits.key_range(queries, block, q)
                     with self.f.when(range.first < range.end):
                         tile = PanelTile(queries, q, block, range, keys=keys, values=values)
                         self.attend_panel(tile, careful)
-            return self._finish(queries)
+            pieces.merge_last(lambda: self._take_merged(queries))
+            return self._finish(queries, pieces.several())
 
         # A value that is not finite reaches queries that do not read it, since 0 * NaN is NaN.
         # If out is not finite, the whole block is computed again, carefully.
@@ -82,7 +88,7 @@ class _ForwardNest(PanelNest):
     # --- queries, keys and values to scratch
 
     def _start(self, queries: QueryBlock) -> None:
-        """Copy the queries to panels, and reset what they have so far."""
+        """Copy the queries to panels."""
         f, tile, scratch, depth = self.f, self.tile, self.scratch, self.depth
         scale = f.convert(self.arg["scale"], tile.element)
         with f.range(0, queries.q_count, self.spec.target.block_kv) as q:
@@ -94,9 +100,6 @@ class _ForwardNest(PanelNest):
             size = {"count": count, "depth": depth["key"]}
             source = {"rows": rows.start, "stride": rows.stride}
             f.call(self.phases.pack, **source, **size, panels=panels, scale=scale)
-        f.store(f.value(NO_PIECE, I64), scratch["pieces"])
-        f.store(f.value(0, I64), scratch["pieces"], 1)
-        self._clear(queries)
 
     def _clear(self, queries: QueryBlock, before: str = "") -> None:
         """Reset what queries have: no key has been read."""
@@ -119,23 +122,9 @@ class _ForwardNest(PanelNest):
 
     # --- pieces
 
-    def _enter_piece(self, queries: QueryBlock, block: KeyBlock) -> None:
-        """If a block of keys begins another piece, merge the one before and start anew."""
-        f, pieces = self.f, self.scratch["pieces"]
-        here, known = block.origin.udiv(KEYS_OF_PIECE), f.load(I64, pieces)
-        with f.when(here.differs(known)):
-            f.store(here, pieces)
-            with f.when(known.differs(NO_PIECE)):
-                self._merge(queries)
-                self._clear(queries)
-
     def _merge(self, queries: QueryBlock) -> None:
         """Add the results of a piece to those of the pieces before it."""
         f, tile = self.f, self.tile
-        done = f.load(I64, self.scratch["pieces"], 1)
-        with f.when(done.equals(0)):
-            self._clear(queries, MERGED)
-        f.store(done + 1, self.scratch["pieces"], 1)
         with f.range(0, queries.q_count, tile.lanes) as q:
             panel = q & -tile.width
 
@@ -147,14 +136,12 @@ class _ForwardNest(PanelNest):
             end = self.depth["value"] * tile.width
             f.call(self.phases.merge, **states(MERGED), **theirs, end=end)
 
-    def _merge_last(self, queries: QueryBlock) -> None:
-        """If there are several pieces, merge the last one, and have all results where one is."""
+    def _take_merged(self, queries: QueryBlock) -> None:
+        """Have the states of all pieces where those of one are."""
         f, tile = self.f, self.tile
-        with f.when(f.load(I64, self.scratch["pieces"], 1).differs(0)):
-            self._merge(queries)
-            with f.range(0, queries.q_count, tile.lanes) as q:
-                for name in PARTIAL_STATES:
-                    tile.store(f, tile.load(f, self.state(MERGED + name, q)), self.state(name, q))
+        with f.range(0, queries.q_count, tile.lanes) as q:
+            for name in PARTIAL_STATES:
+                tile.store(f, tile.load(f, self.state(MERGED + name, q)), self.state(name, q))
 
     # --- keys and values
 
@@ -194,13 +181,14 @@ class _ForwardNest(PanelNest):
 
     # --- results
 
-    def _finish(self, queries: QueryBlock) -> Value:
-        """Divide by the sums and write all results; returns whether out is not finite."""
+    def _finish(self, queries: QueryBlock, several: Value) -> Value:
+        """Divide by the sums and write all results; returns whether out is not finite.
+
+        `several` tells whether out is that of merged pieces.
+        """
         f, tile, scratch = self.f, self.tile, self.scratch
-        self._merge_last(queries)
         self._close_sums(queries)
         depth = self.depth["value"]
-        several = f.load(I64, scratch["pieces"], 1).differs(0)
         results = f.select(several, scratch[f"{MERGED}out"], scratch["out"])
 
         def write(q: Value, seen: list[Value]) -> list[Value]:

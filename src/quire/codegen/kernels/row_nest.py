@@ -106,14 +106,15 @@ class RowNest(Nest):
         widths: dict[str, Value | int] = {
             "queries": self.stride["key"],
             "out": self.stride["value"],
+            "merged_out": self.stride["value"],
             "scores": row_stride(self.tile),
         }
         width = widths.get(region, self.tile.lanes)
         return self.f.offset(self.scratch[region], row * width, self.tile.element)
 
-    def observed(self, row: Value) -> observe.State:
+    def observed(self, row: Value, which: str = "") -> observe.State:
         """What a row of scratch has for the argmax and the entropy."""
-        return observe.State(*(self.at(name, row) for name in observe.State._fields))
+        return observe.State(*(self.at(which + name, row) for name in observe.State._fields))
 
     def each_head(self, queries: QueryBlock, body: Callable[[Value, Value], None]) -> None:
         """`body(head, row)` for every head of an item; the row is that of its first query."""
