@@ -82,8 +82,9 @@ def attention(
     q_idx, kv_idx)` returns whether a query reads a key. Both are plain Python functions of absolute
     positions. The last query has the position of the last key, unless `q_start` gives the position
     of the first query. `mask` may also be a `BlockMask`; it counts from its own first row and
-    column. `sink` [Hq] is a logit per head that joins the softmax and has no value. A query that
-    reads no key gets 0.
+    column. `scale` multiplies the scores, by default 1 / sqrt(D). `sink` [Hq] is a logit per head
+    that joins the softmax and has no value. `dropout_p` drops weights; `generator` draws the seed
+    of dropout. `backend` is "auto", "jit", "eager" or "inductor". A query that reads no key gets 0.
 
     In `Ragged` memory, `b` is the number of a sequence, and positions count from its first token.
     Queries have the offsets of the keys, unless `q_offsets` [B + 1] and `q_lengths` [B] are given.

@@ -182,14 +182,14 @@ class PageTable:
         return Copies(source, copies)
 
     def plan_new(self, start: int, length: int) -> PagePlan:
-        """Return the plan to hold positions `start` to `length` in a new row, yet to be named."""
+        """Return the plan to hold positions `start` to `length` in a row that is added later."""
         first, end = start // self.page_size, -(-length // self.page_size)
         none = np.zeros(0, np.int64)
         ends = np.array([-1]), np.array([first]), np.array([end])
         return PagePlan(*ends, copied=(none, none), num_new=end - first)
 
     def adopt(self, row: int, pages: Pages, first: int = 0) -> None:
-        """Put pages into an empty row, from column `first` on. They are held for it already."""
+        """Put pages into an empty row, from column `first` on. Their counts include it already."""
         self.reserve(0, first + len(pages))
         self.first[row], self.end[row] = first, first + len(pages)
         self.pages[row, first : first + len(pages)] = pages
