@@ -215,8 +215,8 @@ def mod_kind(mod: Mod) -> Kind:
         if len(names) == arity.least:
             return kind
     raise ModSignatureError(
-        f"a mod must be a mask_mod(b, h, q_idx, kv_idx) or a score_mod(score, b, h, q_idx, kv_idx), "
-        f"but {mod_name(mod)!r} takes {arity.least} positional arguments. Give it 4 or 5."
+        f"a mod must be a mask_mod(b, h, q_idx, kv_idx) or a score_mod(score, b, h, q_idx, kv_idx)"
+        f", but {mod_name(mod)!r} takes {arity.least} positional arguments. Give it 4 or 5."
     )
 
 
