@@ -220,12 +220,12 @@ PYTHONS_OWN = {"_replace", "_asdict", "_fields", "_getframe", "_exit"}
 
 
 def is_private(name: str) -> bool:
-    """`_C` is, `__name__` is not, and neither is the `_` of a thing nobody asks for."""
+    """`_C` is private. `__name__` is not, and neither is `_`, the name of unused values."""
     return name.startswith("_") and not name.startswith("__") and name != "_"
 
 
 def private_names(tree: ast.AST) -> tuple[set[str], set[str]]:
-    """The private names that a file defines, and those of whatever kind that it uses."""
+    """Return the private names that a file defines, and all private names that it uses."""
     defined, used = set(), set()
     for node in ast.walk(tree):
         match node:
