@@ -87,9 +87,9 @@ class PagedKVCache:
     def _prefix_cache(self) -> PrefixCache:
         if len(self._groups) > 1 or self._groups[0].table.window is not None:
             raise ArgumentError(
-                "prefix=True must have one group of layers without a window, since pages behind a "
-                "window are released, but the groups are others. Leave prefix out, or put all "
-                "layers into one group."
+                "prefix=True must have one group of layers without a window, since pages before a "
+                "window are released, but there are several groups, or a window. Leave prefix out, "
+                "or put all layers into one group."
             )
         return PrefixCache(self._groups[0].pool, self.shape.page_size)
 
@@ -129,7 +129,7 @@ class PagedKVCache:
         return handle
 
     def length(self, sequence: SequenceHandle) -> int:
-        """The number of tokens of a sequence, including those behind a window."""
+        """The number of tokens of a sequence, including those before a window."""
         return int(self._roster.lengths[self._roster.row(sequence)])
 
     def start(self, layer: int, sequence: SequenceHandle) -> int:

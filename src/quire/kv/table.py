@@ -32,7 +32,7 @@ class PagePlan(NamedTuple):
     end: Numbers  # one past the last column, for each row
     copied: Places  # where shared pages lie that are written to, so that they are copied first
     num_new: int = 0
-    released: Pages = NO_PAGES  # pages behind the window, or with dropped tokens only
+    released: Pages = NO_PAGES  # pages before the window, or with dropped tokens only
     num_freed: int = 0  # how many of the released pages become free
 
     @property
@@ -97,7 +97,7 @@ class PageTable:
             )
 
     def held(self, row: int) -> Pages:
-        """The pages that a row holds, without those behind the window."""
+        """The pages that a row holds, without those before the window."""
         return self.pages[row, self.first[row] : self.end[row]]
 
     def start(self, row: int) -> int:
@@ -126,7 +126,7 @@ class PageTable:
         """Return the plan to keep some tokens of sequences, and the tokens that have to move.
 
         Tokens only move towards the front. So a token of a held page moves to a held page, or to a
-        position behind the window, where it is no longer needed.
+        position before the window, where it is no longer needed.
         """
         first = self.first[rows]
         end = np.maximum(first, -(-kept.lengths // self.page_size))
@@ -220,7 +220,7 @@ class PageTable:
     def view(self, rows: Numbers) -> Pages:
         """Return the page table of some rows, [rows, columns].
 
-        An entry behind the window is the first page that the row holds, so that reading it by
+        An entry before the window is the first page that the row holds, so that reading it by
         mistake never shows another sequence.
         """
         columns = int(self.end[rows].max(initial=0))

@@ -114,7 +114,7 @@ class PagedLayer(CacheLayerMixin):
         return -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the number of keys and the position of the first: 0, even behind a window."""
+        """Return the number of keys and the position of the first: 0, also if there is a window."""
         return self.seen + query_length, 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
