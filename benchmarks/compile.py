@@ -1,8 +1,7 @@
 """quire inside graphs of torch.compile: `make bench`, or python benchmarks/compile.py.
 
-A GPT of four layers with packed documents and a learned bias by distance is trained and run, inside
-one graph (fullgraph=True) that Inductor compiles. It needs a C++ compiler, as torch.compile does.
-Figures are the peer's time divided by ours, unless the unit says otherwise.
+The model is a GPT of four layers with packed documents and a learned bias for each distance. It is
+one graph (fullgraph=True), which Inductor compiles. So this needs a C++ compiler.
 """
 
 from __future__ import annotations
@@ -30,7 +29,10 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Layer(nn.Module):
-    """A block of a GPT. `kind` is "quire" or "sdpa"; sdpa is causal, without documents and bias."""
+    """A layer of the GPT. `kind` is "quire" or "sdpa".
+
+    With "sdpa", attention is causal, without documents or bias.
+    """
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -41,7 +43,7 @@ class Layer(nn.Module):
         self.bias = LearnedDistanceBias(HEADS, 128) if kind == "quire" else None
 
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
-        """Return the new x [B, N, WIDTH]."""
+        """Return the output of the layer, [B, N, WIDTH] like `x`. `ids` [N] are the documents."""
         parts = self.mix(self.norms[0](x)).unflatten(-1, (3, HEADS, -1))
         query, key, value = parts.permute(2, 0, 3, 1, 4)
         if self.kind == "quire":
@@ -63,7 +65,7 @@ class GPT(nn.Module):
         self.layers = nn.ModuleList(Layer(kind) for _ in range(LAYERS))
 
     def forward(self, tokens: Tensor, ids: Tensor) -> Tensor:
-        """Return the loss of tokens [B, N] in documents ids [N]."""
+        """Return the loss of `tokens` [B, N]. `ids` [N] has the document of each position."""
         x = self.words(tokens)
         for layer in self.layers:
             x = layer(x, ids)
@@ -134,7 +136,7 @@ def first_step(kind: str) -> float:
 
 
 def lengths(table: Table, seconds: float, threads: int) -> None:
-    """Graphs that are compiled in 100 steps of training over changing lengths."""
+    """How many graphs are compiled in 100 training steps with 64 different lengths."""
     torch._dynamo.reset()
     model, graphs = GPT("quire"), []
 
@@ -146,11 +148,11 @@ def lengths(table: Table, seconds: float, threads: int) -> None:
     learned = list(model.parameters())
     for number in range(100):
         step(compiled, learned, 96 + 7 * number % 64)
-    table.add("100 steps over 64 lengths", len(graphs), "graphs", "2")
+    table.add("100 steps over 64 lengths", len(graphs), "graphs", "<= 2")
 
 
 def call(table: Table, seconds: float, threads: int) -> None:
-    """One small call inside a graph, as one of 32 in a row."""
+    """The time of a small call inside a graph. The graph has 32 such calls, one after the other."""
     torch._dynamo.reset()
     query = torch.randn(1, 8, 1, 64)
     memory = Dense(*(torch.randn(1, 8, 128, 64) for _ in range(2)))
@@ -172,12 +174,14 @@ def call(table: Table, seconds: float, threads: int) -> None:
             },
             seconds,
         )
-    table.add("q 1, kv 128, in a graph", best["compiled"] / best["plan"], "x plan", "at most 2")
-    table.add("q 1, kv 128, not compiled", best["eager"] / best["plan"], "x plan")
+    table.add(
+        "q 1, kv 128, in a graph", best["compiled"] / best["plan"], "x the time of a plan", "<= 2"
+    )
+    table.add("q 1, kv 128, not compiled", best["eager"] / best["plan"], "x the time of a plan")
 
 
 def forward(table: Table, seconds: float, threads: int) -> None:
-    """Forward passes inside a graph, beside PyTorch's compiled flex_attention."""
+    """A forward pass inside a graph, against PyTorch's compiled flex_attention."""
     query, key, value = (torch.randn(1, 8, 2048, 64) for _ in range(3))
     slopes = torch.rand(8)
     blocks = torch_flex.create_block_mask(causal, None, None, 2048, 2048, device="cpu")
@@ -199,7 +203,9 @@ def forward(table: Table, seconds: float, threads: int) -> None:
             {"quire": lambda: ours(query, key, value), "torch": lambda: theirs(query, key, value)},
             seconds,
         )
-    table.add("causal with slopes, N 2048 D 64", best["torch"] / best["quire"], "x flex_attention")
+    table.add(
+        "causal with slopes, N 2048 D 64", best["torch"] / best["quire"], "x as fast as PyTorch's"
+    )
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import gc
 from importlib.metadata import version
 
-# What importing makes stays. Looking for garbage in it, and in all of torch, would take longer.
+# Objects that imports make stay alive. Looking for garbage among them would only take time.
 _collecting = gc.isenabled()
 gc.disable()
 try:

@@ -168,7 +168,7 @@ class UnwrittenRowsError(KVCacheError):
 
 
 class ReleasedRowsError(KVCacheError):
-    """Rows are behind a sliding window, so their pages were released."""
+    """Rows are before a sliding window, so their pages were released."""
 
 
 class SequenceFileError(KVCacheError, OSError):

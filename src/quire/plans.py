@@ -55,7 +55,7 @@ MOST_BYTES = 2**16  # of a block mask; comparing a larger one would take too lon
 
 
 by_operator: Callable[[Request], Result | None] = lambda request: None  # noqa: E731
-"""Computes a request that somebody watches, or returns None; `operator/in_graph.py` sets it."""
+"""Computes a request if a graph or a mode needs the operator; else None. operator/ sets it."""
 
 
 def compute(request: Request) -> Result:

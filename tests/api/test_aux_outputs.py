@@ -1,6 +1,6 @@
-"""What attention says about each row besides its output: argmax and entropy, on every path.
+"""The results for each row besides the output: argmax and entropy, on every path.
 
-The mass of keys, which is no matter of rows, is in test_key_mass.py.
+The mass of keys has a number for each key, and is tested in test_key_mass.py.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def check(
     mask: Callable[..., Any] | None = None,
     **options: Any,
 ) -> AuxOutput:
-    """Both results against the reference in float64; of all but equal scores either may win."""
+    """Compare both with the reference in float64. Of nearly equal scores, either may win."""
     query, key, value = tensors
     _, aux = attention(
         query, Dense(key, value), mask=mask, return_aux=BOTH, backend=backend, **options
@@ -79,7 +79,7 @@ def check(
 
 
 def size_of(exact: Reference) -> float:
-    """The scores that an entropy is a difference of."""
+    """Return the size of the scores: an entropy is a difference of numbers of this size."""
     finite = exact.max_scores[exact.max_scores.isfinite()]
     return max(1.0, finite.abs().max().item()) if finite.numel() else 1.0
 

@@ -1,4 +1,4 @@
-"""What few queries are computed with, for vectors of every width."""
+"""The products of the decode kernel, for vectors of every width."""
 
 from __future__ import annotations
 

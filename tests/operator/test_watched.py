@@ -1,4 +1,4 @@
-"""Where somebody watches or exports, the operator is what is seen."""
+"""Modes, profilers and torch.export see one operator, quire::attention."""
 
 from __future__ import annotations
 

@@ -89,8 +89,9 @@ def attention(
     q_idx, kv_idx)` returns whether a query reads a key. Both are plain Python functions of absolute
     positions. The last query has the position of the last key, unless `q_start` gives the position
     of the first query. `mask` may also be a `BlockMask`; it counts from its own first row and
-    column. `sink` [Hq] is a logit per head that joins the softmax and has no value. A query that
-    reads no key gets 0.
+    column. `scale` multiplies the scores, by default 1 / sqrt(D). `sink` [Hq] is a logit per head
+    that joins the softmax and has no value. `dropout_p` drops weights; `generator` draws the seed
+    of dropout. `backend` is "auto", "jit", "eager" or "inductor". A query that reads no key gets 0.
 
     `weight(score, b, h, q_idx, kv_idx)` returns the weight of a key from its score, in place of the
     softmax: `quire.weights` has some. The weights are divided by their sum, unless `normalise` is

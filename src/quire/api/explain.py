@@ -54,7 +54,7 @@ def explain(
 def explain(query: Tensor, *operands: Any, **options: Any) -> str:
     """Return text that says which backend would compute a call, and why the others would not.
 
-    The parameters are those of `flex_attention` or of `attention`.
+    The parameters are those of `flex_attention`, with query [B, Hq, L, D], or of `attention`.
 
         explain(query, key, value, mask_mod=causal)                   # flex_attention's arguments
         explain(query, Ragged(key, value, offsets), mask=causal)      # attention's
@@ -64,8 +64,8 @@ def explain(query: Tensor, *operands: Any, **options: Any) -> str:
     jit not used because eager was asked for; it could run this call.
     inductor not used because PyTorch's flex_attention has no dropout, and dropout_p is not 0.
 
-    For a call of compiled kernels it has the number of floating-point operations, for what the mask
-    leaves of all scores, as PyTorch's FlopCounterMode counts them:
+    If compiled kernels run the call, the text has its floating-point operations. Only scores that
+    the mask leaves count, each as in PyTorch's FlopCounterMode:
 
         jit takes forward 69.8 GFLOP (50.8 % of all scores), backward 174 GFLOP.
 

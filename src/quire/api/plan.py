@@ -61,7 +61,7 @@ class Plan:
         call = call_of(self._request)
         self._captures = call.captures
         self._kinds = tuple(map(_kind, self._captures))
-        self._fixed = call.problem.block_mask is not None  # valid for these lengths and positions
+        self._fixed = call.problem.block_mask is not None  # it fixes lengths and positions
         self._known: BoundedDict[Key, tuple[CallPlan, Problem]] = BoundedDict(64)
 
     def __call__(self, query: Tensor, memory: Dense) -> Tensor:
@@ -80,7 +80,7 @@ class Plan:
         return known[0].run(call).out
 
     def _key(self, query: Tensor, memory: Dense) -> Key | None:
-        """Return all that the plan depends on besides its mods; None if it cannot be told."""
+        """Return all that the plan depends on besides its mods; None for operands without a key."""
         if type(memory) is not Dense or type(memory.start) is not int or memory.start != 0:
             return None
         if is_jit_tracing():

@@ -1,4 +1,4 @@
-"""The functions of tensors that autograd meets, of every order, each as a value.
+"""The functions that autograd differentiates, of every order. Each is a value.
 
     AttentionStep          query, key, value, ... -> out, lse, ...
     GradientStep           its reverse derivative: also gradients of the results -> those of inputs

@@ -207,7 +207,7 @@ def in_graph(request: Request) -> Result:
             f"must be able to do what is asked, but it has no {lacking[0]}. Compile without "
             f"fullgraph=True."
         )
-    assert isinstance(request.memory, Dense), "it was looked at above"
+    assert isinstance(request.memory, Dense), "_lacking has checked it"
     block_mask = mask_mod = None
     for mask in request.masks:
         if isinstance(mask, torch_flex.BlockMask):

@@ -136,7 +136,7 @@ class Terms:
             raise _broken("an address of counters", counters)
 
     def _check_scales(self, *sides: tuple[int, int]) -> None:
-        """Keys and values of int8 need factors."""
+        """Keys and values of int8 need scales."""
         for name, (rows, scales) in zip(("key", "value"), sides, strict=True):
             if rows and not scales and storage(self.spec.dtype_of(name)).has_scales:
                 raise _broken(f"an address of {name}_scale for int8", scales)

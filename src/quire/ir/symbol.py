@@ -224,7 +224,7 @@ class Symbol(Recorded):
     def _no_python_value(self, *unused: object) -> NoReturn:
         raise TracedBranchError(
             f"the value of a traced number was asked for{here()}. A mod runs once for all "
-            f"elements, so there is no single value: keep to tensor operations; to index a Python "
+            f"elements, so there is no single value: use tensor operations only; to index a Python "
             f"list, make it a tensor first."
         )
 
@@ -246,15 +246,15 @@ def unsupported(what: str) -> UnsupportedOpError:
 def part_as_a_whole(value: Any) -> UnsupportedOpError:
     """The error for a captured tensor, or a row of one, used without an index."""
     return UnsupportedOpError(
-        f"a mod works on single numbers, but a captured tensor of shape {list(value.shape)} takes "
-        f"part as a whole{here()}. Index all of its dimensions, as in bias[h, q_idx]."
+        f"a mod must compute with single numbers, but uses all of a captured tensor of shape "
+        f"{list(value.shape)}{here()}. Index each of its dimensions, as in bias[h, q_idx]."
     )
 
 
 def no_operand(what: str, advice: str) -> ModValueError:
     """The error for a value that torch could not compute with either."""
     return ModValueError(
-        f"a mod computes with numbers of 64 bits and tensors, but got {what}{here()}. {advice}"
+        f"a mod must compute with numbers of 64 bits and tensors, but uses {what}{here()}. {advice}"
     )
 
 
@@ -270,9 +270,10 @@ def array_as_a_tensor(array: np.ndarray[Any, Any] | None) -> ModValueError:
 def random_numbers(name: str) -> RandomModError:
     """The error for a function that draws random numbers."""
     return RandomModError(
-        f"a mod must give the same whenever it is asked, but {name} draws random numbers{here()}. "
-        f"It would run once, and all elements would share what it drew. Write quire.random(seed, "
-        f"b, h, q_idx, kv_idx), which gives each its own; to drop weights give dropout_p."
+        f"a mod must return the same whenever it is called, but {name} draws random numbers"
+        f"{here()}. It would run once, and all elements would get the same number. Write "
+        f"quire.random(seed, b, h, q_idx, kv_idx), which gives each its own; to drop weights give "
+        f"dropout_p."
     )
 
 

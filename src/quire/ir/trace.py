@@ -60,8 +60,8 @@ class Traced:
         names = INPUTS[self.kind]
         if len(args) != len(names):
             raise ModSignatureError(
-                f"{self.kind}_mod {self.name!r} must be called with ({', '.join(names)}), but got "
-                f"{len(args)} arguments. Pass {len(names)}."
+                f"{self.kind}_mod {self.name!r} must be called with ({', '.join(names)}), but is "
+                f"called with {len(args)} arguments. Pass {len(names)}."
             )
         env = dict(zip(names, args, strict=True))
         for value in args:
@@ -215,8 +215,8 @@ def mod_kind(mod: Mod) -> Kind:
         if len(names) == arity.least:
             return kind
     raise ModSignatureError(
-        f"expected a mask_mod(b, h, q_idx, kv_idx) or a score_mod(score, b, h, q_idx, kv_idx), "
-        f"but {mod_name(mod)!r} takes {arity.least} positional arguments. Give it 4 or 5."
+        f"a mod must be a mask_mod(b, h, q_idx, kv_idx) or a score_mod(score, b, h, q_idx, kv_idx)"
+        f", but {mod_name(mod)!r} takes {arity.least} positional arguments. Give it 4 or 5."
     )
 
 
@@ -266,7 +266,7 @@ class _Arity(NamedTuple):
 def _arity(mod: Mod, what: str, arguments: str) -> _Arity:
     if not callable(mod):
         raise NotCallableError(
-            f"{what} must be a function of {arguments}, but got a {type(mod).__name__}. Pass the "
+            f"{what} must be a function of {arguments}, but is a {type(mod).__name__}. Pass the "
             f"function itself."
         )
     if isinstance(mod, types.FunctionType) and not hasattr(mod, "__wrapped__"):

@@ -165,7 +165,7 @@ def longest(lengths: Numbers) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Dense:
-    """Keys [B, Hkv, S, D] and values [B, Hkv, S, Dv] with any strides. B may be 1.
+    """`key` [B, Hkv, S, D] and `value` [B, Hkv, S, Dv] with any strides. B may be 1.
 
     `Dense(key, value, start=4096)` is a shard: its first key has position 4096.
     """
@@ -195,27 +195,30 @@ class Dense:
         return Placed(query, self.key, self.value, One(q_len, first, begin, end))
 
     def first_position(self, query: Tensor, start: object) -> int:
-        """Return the position of the first query: `start`, or so that the last is at the end."""
+        """Return the position of the first query: `start`, if it is given.
+
+        Otherwise the last query of `query` [B, Hq, L, D] has the position of the last key.
+        """
         if start is None:
             return max(0, self.start + self.key.size(2) - query.size(2))
         return checks.check_position("q_start", start)
 
     def as_given(self, query: Tensor, rows: Tensor) -> Tensor:
-        """Return results [B, Hq, L, ...] in the layout of the user's query."""
+        """Return `rows` [B, Hq, L, ...] unchanged: `query` [B, Hq, L, D] has this layout."""
         return rows
 
     def as_placed(self, query: Tensor, given: Tensor) -> Tensor:
-        """Return rows in the layout of the user's query as [B, Hq, L, ...]."""
+        """Return `given` [B, Hq, L, ...] unchanged: `query` [B, Hq, L, D] has this layout."""
         return given
 
     def keys_as_given(self, keys: Tensor) -> Tensor:
-        """Return results [B, H, S, ...] in the layout of the user's keys."""
+        """Return `keys` [B, H, S, ...] unchanged: the user's keys have this layout."""
         return keys
 
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
-    """Keys [total, Hkv, D] and values [total, Hkv, Dv] of sequences one after the other.
+    """`key` [total, Hkv, D] and `value` [total, Hkv, Dv] of sequences one after the other.
 
     offsets = [0, 5, 5, 12]     [B + 1], three sequences: rows 0 to 4, no rows, rows 5 to 11
     lengths = [3, 0, 7]         [B], the first sequence has rows 0 to 2; rows 3 and 4 are unused
@@ -268,15 +271,15 @@ class Ragged:
         return Placed(packed(query), packed(self.key), packed(self.value), sequences)
 
     def as_given(self, query: Tensor, rows: Tensor) -> Tensor:
-        """Return results [1, Hq, total, ...] in the layout of the user's query."""
+        """Return `rows` [1, Hq, total, ...] as [total, Hq, ...], like `query` [total, Hq, D]."""
         return unpacked(rows)
 
     def as_placed(self, query: Tensor, given: Tensor) -> Tensor:
-        """Return rows in the layout of the user's query as [1, Hq, total, ...]."""
+        """Return `given` [total, Hq, ...], like `query` [total, Hq, D], as [1, Hq, total, ...]."""
         return packed(given)
 
     def keys_as_given(self, keys: Tensor) -> Tensor:
-        """Return results [1, H, total, ...] in the layout of the user's keys."""
+        """Return `keys` [1, H, total, ...] as [total, H, ...], like the user's keys."""
         return unpacked(keys)
 
 
@@ -292,7 +295,7 @@ def unpacked(entry: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Paged:
-    """Keys [P, Hkv, page, D] and values [P, Hkv, page, Dv] in pages, which sequences may share.
+    """`key` [P, Hkv, page, D] and `value` [P, Hkv, page, Dv] in pages, which sequences may share.
 
     page_table = [[7, 2, 4], [5, 2, -1]]    with pages of 16, position 20 of sequence 1 is row 4 of
                                             page 2
@@ -300,7 +303,7 @@ class Paged:
     first_page = [1, 0]                     page 7 was released: sequence 0 begins at position 16
 
     page_table [B, most], lengths and first_page [B]. Tensors may have any strides. Entries of the
-    table behind the last page of a sequence are ignored. Pages of int8 have scales `key_scale` and
+    table after the last page of a sequence are ignored. Pages of int8 have scales `key_scale` and
     `value_scale` [P, Hkv, page]: a row is its int8 numbers times its scale.
     """
 
@@ -362,7 +365,7 @@ class Paged:
         return ReadTables(sequences, table)
 
     def as_given(self, query: Tensor, rows: Tensor) -> Tensor:
-        """Return results [1, Hq, total, ...] in the layout of the user's query."""
+        """Return `rows` [1, Hq, total, ...] like `query`: [B, Hq, L, ...] or [total, Hq, ...]."""
         if query.dim() == 3:
             return unpacked(rows)
         batch, _, q_len, _ = query.shape
@@ -372,7 +375,10 @@ class Paged:
         return rows.view(batch, q_len, *rows.shape[1:]).transpose(1, 2)
 
     def as_placed(self, query: Tensor, given: Tensor) -> Tensor:
-        """Return rows in the layout of the user's query as [1, Hq, total, ...]."""
+        """Return `given` as [1, Hq, total, ...].
+
+        It has the first dimensions of `query`: [B, Hq, L, ...] or [total, Hq, ...].
+        """
         if query.dim() == 3:
             return packed(given)
         if query.shape[2] == 1 and given.dim() > 2:
@@ -380,7 +386,7 @@ class Paged:
         return packed(given.transpose(1, 2).flatten(0, 1))
 
     def keys_as_given(self, keys: Tensor) -> Tensor:
-        """Return results for keys unchanged: [P, Hkv, page, ...] or [B, Hq, positions]."""
+        """Return `keys` [P, Hkv, page, ...] or [B, Hq, positions] unchanged."""
         return keys
 
 

@@ -172,7 +172,7 @@ def checked_counts(
 
 
 def first_positions(start: object, q_lengths: Numbers, kv_lengths: Numbers) -> Numbers:
-    """Return the position [B] of each first query: `start`, or so that the last is at the end."""
+    """Return the position [B] of each first query: `start`, or the last is at the last key."""
     if start is None:
         at_the_end: Numbers = np.maximum(kv_lengths - q_lengths, 0)
         return at_the_end

@@ -265,9 +265,9 @@ def offset(mod: _Mod, q_offset: int | Tensor, kv_offset: int | Tensor = 0) -> _M
         1 1 1 1 1 0
         1 1 1 1 1 1
 
-    Use it for decoding, where the keys of `q_offset` earlier tokens are cached. An offset is an
-    int, a tensor [] or a tensor [B] with an offset for each batch entry. A tensor is read at every
-    call, so a step may overwrite it in place.
+    Use it for decoding, where the keys of `q_offset` earlier tokens are cached. `q_offset` and
+    `kv_offset` are ints, or tensors [] or [B] with an offset for each batch entry. A tensor is read
+    at every call, so a step may overwrite it in place.
     """
     check_callables("offset", mod)
     fields = {"q_offset": _checked_offset("q_offset", q_offset)}

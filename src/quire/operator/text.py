@@ -1,4 +1,4 @@
-"""A call as text: all that `quire::attention` must know besides tensors and numbers.
+"""A call as text: everything that `quire::attention` needs besides tensors and numbers.
 
     Form(memory="dense", mods={"score_mod": WrittenMod("bias", rows, captures)}, ...)
 

@@ -172,8 +172,8 @@ def _through_mod(
 def score_tangent(score: Node, moves: bool, captured: tuple[bool, ...]) -> Node | None:
     """Return the tangent of a score_mod as a graph, with the tangent of the score as an input.
 
-    `moves` says whether the score has one, `captured` which captured tensors have one. These are
-    loaded from behind the captured tensors, in their order.
+    `moves` says whether the score has one, `captured` which captured tensors have one. The tangents
+    of captured tensors are loaded as further captured tensors, after all others, in the same order.
     """
     moved = (slot for slot, has in enumerate(captured) if has)
     slots: dict[object, int] = {slot: number for number, slot in enumerate(moved)}

@@ -177,7 +177,7 @@ def over_columns(
 
 
 def write_gather_scales(module: Module, tile: TileShape) -> Function:
-    """The function that copies the factors of int8 rows at [begin, end) to scratch."""
+    """The function that copies the scales of int8 rows at [begin, end) to scratch."""
     parameters = typed("ptr rows, i64 begin end, ptr into")
     with module.function("gather_scales", parameters, internal=True) as f:
         rows, begin, end, into = f.parameters

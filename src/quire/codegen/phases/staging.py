@@ -66,7 +66,7 @@ class Storage(NamedTuple):
 
     @property
     def has_scales(self) -> bool:
-        """Whether every row has a factor, as int8 has."""
+        """Whether every row has a scale, as rows of int8 have."""
         return self.memory == I8
 
     @property
@@ -199,7 +199,7 @@ def write_gather(
 
 
 def scale_start(f: Function, rows: Value, page: Value) -> Value:
-    """The address of the factors of a page's rows."""
+    """The address of the scales of a page's rows."""
     number = _page_number(f, rows, page)
     scales = f.field(PLACEMENT, rows, "scales")
     return f.offset(scales, number * f.field(PLACEMENT, rows, "scale_page_stride"), F32)

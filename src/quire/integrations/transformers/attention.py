@@ -19,7 +19,7 @@ from quire.support.dynamo import never_traced
 from quire.support.warn import warn
 
 ATTRIBUTE = "quire_mods"
-"""The attribute of a module that has the mods which `enable` gave to its model."""
+"""The attribute of a module in which `enable` stores the mods."""
 
 
 class Mods(NamedTuple):
@@ -41,9 +41,9 @@ def attend(
     attention_mask: TokenMask | Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention as transformers calls it: a part of the graph, if one is made of a layer.
+    """Compute attention as transformers calls it. torch.compile puts it into the graph.
 
-    Pages are written and read between graphs, since Python numbers say which ones.
+    With a `PagedCache` the graph breaks here, since Python code decides which pages are written.
     """
     call = _between_graphs if isinstance(key, NewStates) else layer_attention
     return call(module, query, key, value, attention_mask, **options)

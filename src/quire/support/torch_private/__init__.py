@@ -198,7 +198,7 @@ def unsupported_operator(operator: Any) -> Exception:
 
 
 def is_in_a_graph(tensor: Tensor) -> bool:
-    """Return whether a tensor stands for another while PyTorch makes a graph: fake, functional."""
+    """Return whether a tensor is fake or functional, since PyTorch is making a graph."""
     if type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__:
         return False
     functional = named("torch._subclasses.functional_tensor", "FunctionalTensor")

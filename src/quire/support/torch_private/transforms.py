@@ -21,7 +21,7 @@ def innermost(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def forward_mode() -> Iterator[None]:
-    """Let tensors have tangents, also in the middle of a Function, where PyTorch says no."""
+    """Let tensors have tangents, also inside a Function, where PyTorch forbids it."""
     with named("torch.autograd.forward_ad", "_set_fwd_grad_enabled")(True):
         if is_dual():  # there is one level for all, and each tensor has one tangent at most
             yield
