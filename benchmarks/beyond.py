@@ -88,9 +88,7 @@ def _row(
 
 
 def _near(points: Tensor) -> Mod:
-    return lambda score, b, h, q_idx, kv_idx: (
-        score - (points[b, q_idx] - points[b, kv_idx]).norm()
-    )
+    return lambda score, b, h, q_idx, kv_idx: score - (points[b, q_idx] - points[b, kv_idx]).norm()
 
 
 def _untraced(points: Tensor) -> Mod:

@@ -72,7 +72,7 @@ class PartialLoad(Recorded):
         for dim, item in _match_dimensions(items, free):
             left = indices[dim]
             assert isinstance(left, range), "only free dimensions are matched"
-            indices[dim] = self._indexed(left, item, self.tensor.shape[dim])
+            indices[dim] = self._indexed(dim, left, item)
         nodes = tuple(left for left in indices if isinstance(left, Node))
         if len(nodes) < len(indices):
             return PartialLoad(self.tensor, tuple(indices), self.recorder)
@@ -82,7 +82,7 @@ class PartialLoad(Recorded):
         slot = self.recorder.slot(self.tensor)
         return self.recorder.symbol("load", indices, self.tensor.dtype, slot)
 
-    def _indexed(self, left: range, item: object, size: int) -> Node | range:
+    def _indexed(self, dim: int, left: range, item: object) -> Node | range:
         """What an index or a slice leaves of the positions of a dimension."""
         if isinstance(item, slice):
             return left[item]
@@ -94,11 +94,19 @@ class PartialLoad(Recorded):
                 f"a captured tensor was indexed by a {dtype}{here()}. Indices are signed integers: "
                 f"convert with .long(), or use torch.where for a condition."
             )
-        if len(left) < size:  # some positions were cut off by a slice
-            if not isinstance(value, int) or not -len(left) <= value < len(left):
-                raise unsupported("a slice of a captured tensor at this index")
-            value = left[value]
-        return self.recorder.node(value, torch.int64)
+        node = self.recorder.node(value, torch.int64)
+        place = node.payload if node.op == "const" else None
+        if isinstance(place, int) and not -len(left) <= place < len(left):
+            raise CapturedIndexError(
+                f"index {place} is out of bounds for dimension {dim} with size {len(left)} of a "
+                f"captured tensor of shape {list(self.tensor.shape)}{here()}. Count from 0, or "
+                f"from -1 at the end."
+            )
+        if len(left) == self.tensor.shape[dim]:
+            return node
+        if not isinstance(place, int):  # some positions were cut off by a slice
+            raise unsupported("a slice of a captured tensor at a traced index")
+        return const(left[place], torch.int64)
 
     def array(self) -> np.ndarray[Any, Any]:
         """A load for each element, as symbols; raises if there are too many."""

@@ -372,6 +372,8 @@ _POSITIONAL = ("condition", "input", "other", "exponent")
 
 def _perform(what: str, form: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     named = [kwargs.pop(name) for name in _POSITIONAL if name in kwargs] if kwargs else []
+    if "out" in kwargs and kwargs["out"] is None:
+        del kwargs["out"]
     try:
         return form(*args, *named, **kwargs)
     except TypeError as error:

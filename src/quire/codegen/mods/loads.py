@@ -141,7 +141,11 @@ def place_of(scope: Scope, captured: Captured, indices: Sequence[Lanes]) -> Plac
     offset, wrong = uniform_offset(scope, captured.only(rest), [indices[dim] for dim in rest])
     if not moving:
         return Place(offset, wrong)
-    offsets, wrong = f.splat(offset, wide), f.splat(wrong, scope.vector_type(I1))
+    offsets, wrong = (
+        (f.splat(offset, wide), f.splat(wrong, scope.vector_type(I1)))
+        if rest
+        else (f.value(0, wide), f.value(False, scope.vector_type(I1)))
+    )
     for dim in moving:
         position = f.convert(scope.as_vector(indices[dim]), I64)
         position, outside = wrapped(f, position, f.splat(captured.sizes[dim], wide))
