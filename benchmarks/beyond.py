@@ -33,7 +33,8 @@ def products(table: Table, seconds: float, threads: int) -> None:
     """A score that adds a product of rows, of more and more numbers."""
     for length in (4, 16, 64):
         u, w = (torch.randn(HEADS, LENGTH, length) / length for _ in range(2))
-        _row(table, seconds, threads, f"product of rows of {length}", _product(u, w), _plain)
+        measure = functools.partial(_row, table, seconds, threads)
+        measure(f"product of rows of {length}", _product(u, w), _plain)
 
 
 Mod = Callable[..., Tensor]
@@ -48,10 +49,12 @@ def _distances(
     bias.requires_grad_(learned)
     passes = "forward and backward" if backward else "forward"
     case = f"3-D distance, {passes}" + (", learned" if learned else "")
-    memory = f"{bias.nbytes / points.nbytes:.0f} x less memory"
-    measure = functools.partial(_row, table, seconds, threads, case, backward=backward)
-    measure(_near(points), _table(bias), peer="captured matrix", must=">= 0.6", memory=memory)
-    measure(_near(points), _untraced(points), peer="eager", must=">= 20")
+    memory = f"{points.nbytes / bias.nbytes:.4f}"
+    for heads in (8, 1):
+        measure = functools.partial(_row, table, seconds, threads, case, heads=heads)
+        measure = functools.partial(measure, _near(points), backward=backward)
+        measure(_table(bias), peer="matrix", must=">= 0.6", memory=memory)
+        measure(_untraced(points), peer="eager", must=">= 20")
 
 
 def _row(
@@ -62,12 +65,13 @@ def _row(
     ours: Mod,
     theirs: Mod,
     *,
+    heads: int = HEADS,
     backward: bool = False,
     peer: str = "no mod",
     must: str = "",
     **details: object,
 ) -> None:
-    tensors = [torch.randn(1, HEADS, LENGTH, WIDTH, requires_grad=backward) for _ in range(3)]
+    tensors = [torch.randn(1, heads, LENGTH, WIDTH, requires_grad=backward) for _ in range(3)]
 
     def run(mod: Mod) -> object:
         out = flex_attention(*tensors, score_mod=mod)
@@ -77,7 +81,7 @@ def _row(
 
     times = race({"ours": lambda: run(ours), "theirs": lambda: run(theirs)}, seconds)
     table.add(
-        case,
+        f"{case}, [1, {heads}, {LENGTH}, {WIDTH}]",
         times["theirs"] / times["ours"],
         f"x {peer}",
         must,

@@ -56,7 +56,7 @@ def call(form: Callable[..., Any]) -> Any:
     """Calls a form with as many operands as it takes, integers or floats."""
 
     def mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        condition = q_idx < kv_idx
+        condition, row = q_idx < kv_idx, torch.stack([score, score, score])
         tries = (
             (score,),
             (q_idx,),
@@ -70,8 +70,9 @@ def call(form: Callable[..., Any]) -> Any:
             (torch.arange(100), q_idx),
             (score, 0.5, False),
             (score, 0),
-            ([score, score],),
-            (torch.ones(3), torch.stack([score, score, score])),
+            (row,),
+            ([row, row],),
+            (torch.ones(3), row),
         )
         for operands in tries:
             try:

@@ -64,7 +64,7 @@ EXACT: dict[str, Form] = {
     "argmin": lambda x, y: torch.argmin(y, dim=-1),
     "an element": lambda x, y: x[0] + y[-1],
     "a slice": lambda x, y: x[1:].sum() + y[:-1].sum(),
-    "unpacked": lambda x, y: [a * 4 + b * 2 + c for a, b, c in [x]][0],
+    "unpacked": lambda x, y: next(a * 4 + b * 2 + c for a, b, c in [x]),
     "length": lambda x, y: x[0] * len(y) + x.shape[0] + x.size(-1) + y.numel() + x.dim(),
     "unbind": lambda x, y: x.unbind(-1)[2],
     "stack": lambda x, y: torch.stack([x[0], y[1]]).sum(),
@@ -89,13 +89,13 @@ EXACT: dict[str, Form] = {
 }
 
 
-@pytest.mark.parametrize("dtype", (*INTS, *FLOATS), ids=str)
+@pytest.mark.parametrize("dtype", [*INTS, *FLOATS], ids=str)
 @pytest.mark.parametrize("name", EXACT)
 def test_exact(name: str, dtype: torch.dtype) -> None:
     assert_as_torch(EXACT[name], rows(5, dtype), rows(7, dtype))
 
 
-@pytest.mark.parametrize("dtype", (torch.bool, torch.uint8, torch.int64), ids=str)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64], ids=str)
 def test_truth(dtype: torch.dtype) -> None:
     x, y = rows(5, dtype), rows(7, dtype)
     for form in (
@@ -130,7 +130,7 @@ ROUNDED: dict[str, Form] = {
 }
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float64), ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", ROUNDED)
 def test_rounded(name: str, dtype: torch.dtype) -> None:
     assert_as_torch(ROUNDED[name], rows(5, dtype), rows(7, dtype), rounded=True)
@@ -154,8 +154,8 @@ def test_matrices() -> None:
 # Dtypes: a scalar changes that of a vector only if it is of a higher category
 
 
-@pytest.mark.parametrize("scalar", (torch.bool, *INTS, *FLOATS), ids=str)
-@pytest.mark.parametrize("vector", (torch.bool, *INTS, *FLOATS), ids=str)
+@pytest.mark.parametrize("scalar", [torch.bool, *INTS, *FLOATS], ids=str)
+@pytest.mark.parametrize("vector", [torch.bool, *INTS, *FLOATS], ids=str)
 def test_promotion(vector: torch.dtype, scalar: torch.dtype) -> None:
     table = rows(7, scalar)[:, 0].contiguous()
     for op in (operator.mul, torch.add, operator.lt, torch.maximum):
@@ -163,7 +163,7 @@ def test_promotion(vector: torch.dtype, scalar: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("number", [2, 0.5, True])
-@pytest.mark.parametrize("dtype", (*INTS, *FLOATS), ids=str)
+@pytest.mark.parametrize("dtype", [*INTS, *FLOATS], ids=str)
 def test_numbers(dtype: torch.dtype, number: float) -> None:
     assert_as_torch(lambda x, y: (x * number + number)[0], rows(5, dtype), rows(7, dtype))
 
@@ -214,7 +214,8 @@ REFUSED: dict[str, tuple[type[Exception], str]] = {
     ),
     "(long[q_idx, 1:].unsqueeze(0) * short[kv_idx].unsqueeze(1)).sum()": (
         UnsupportedOpError,
-        f"a vector of 192 numbers, where 64 is the most, has no row in quire's table of ops {EAGER}",
+        f"a vector of 192 numbers, where 64 is the most, has no row in quire's table of ops "
+        f"{EAGER}",
     ),
     "short[q_idx] + long[kv_idx, :2]": (
         UnsupportedOpError,

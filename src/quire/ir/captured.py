@@ -21,7 +21,7 @@ from quire.ir.graph import Node, const
 from quire.ir.promote import promote
 from quire.ir.source import here
 from quire.ir.symbol import FORMS, Recorded, Recorder, Symbol, find_recorder, unsupported
-from quire.ir.vector import LONGEST, Vector, filled_array
+from quire.ir.vector import LONGEST, filled_array
 
 
 class PartialLoad(Recorded):

@@ -92,7 +92,7 @@ def _promoted(arrays: dict[Any, Array]) -> dict[Any, Array]:
         return converted(symbol, vectors) if same else symbol
 
     return {
-        key: array if array.ndim else filled_array([prevail(array[()])], ())
+        key: array if array.ndim else filled_array([prevail(array.item())], ())
         for key, array in arrays.items()
     }
 

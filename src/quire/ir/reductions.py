@@ -92,7 +92,7 @@ def mean(x: Any, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) 
     def join(symbols: list[Symbol]) -> Any:
         if not (dtype or symbols[0].dtype).is_floating_point:
             raise unsupported(f"mean of {symbols[0].dtype}")
-        return _total("add", symbols, dtype) / len(symbols)
+        return apply("div", _total("add", symbols, dtype), len(symbols))
 
     return _along(x, dim, keepdim, join)
 
@@ -149,7 +149,7 @@ def norm(
     """A norm of a vector; of a matrix along one dimension. Its gradient at 0 is 0."""
     kind = p if ord is None else ord
     kind = 2 if kind in (None, "fro") else kind
-    if x.dim() > 1 and not isinstance(dim, int) or not isinstance(kind, int | float):
+    if (x.dim() > 1 and not isinstance(dim, int)) or not isinstance(kind, int | float):
         raise unsupported(f"norm of {list(x.shape)} with {kind!r} along {dim!r}")
 
     def join(symbols: list[Symbol]) -> Symbol:

@@ -43,7 +43,7 @@ class Vector(Recorded):
     def of(array: Array, recorder: Recorder) -> Vector | Symbol:
         """These symbols as a vector; a single one without dimensions as it is."""
         if array.ndim == 0:
-            symbol: Symbol = array[()]
+            symbol: Symbol = array.item()
             return symbol
         if not 0 < array.size <= LONGEST:
             raise unsupported(f"a vector of {array.size} numbers, where {LONGEST} is the most,")

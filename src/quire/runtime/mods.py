@@ -333,14 +333,14 @@ def compiled(
     names = _written(form, graphs)
     if not names:
         return ModCode(arguments, None, dict.fromkeys(FUNCTIONS, 0))
-    written = [node.payload for node in literals(*nodes)]
+    values = [node.payload for node in literals(*nodes)]
     content = "\n".join(
         [
             form,
             repr(tile),
             repr(shapes),
             repr(names),
-            repr(written),
+            repr(values),
             repr(graphs.learned),
             text(*nodes, values=False),
         ]

@@ -53,7 +53,7 @@ class Captured(NamedTuple):
         return Captured(self.pointer, sizes, strides, None)
 
 
-class Place(NamedTuple):
+class Address(NamedTuple):
     """Where a load reads: an offset for all lanes or one for each, and which indices are wrong."""
 
     offset: Value
@@ -133,14 +133,14 @@ def is_of_row(scope: Scope, node: Node) -> bool:
     return fixed_index(node) is not None and not scope.differs_by_key(node)
 
 
-def place_of(scope: Scope, captured: Captured, indices: Sequence[Lanes]) -> Place:
+def place_of(scope: Scope, captured: Captured, indices: Sequence[Lanes]) -> Address:
     """Where the lanes read; a wrong index is taken for 0."""
     f, wide = scope.f, scope.vector_type(I64)
     moving = [dim for dim, index in enumerate(indices) if not index.is_uniform]
     rest = [dim for dim in range(len(indices)) if dim not in moving]
     offset, wrong = uniform_offset(scope, captured.only(rest), [indices[dim] for dim in rest])
     if not moving:
-        return Place(offset, wrong)
+        return Address(offset, wrong)
     offsets, wrong = (
         (f.splat(offset, wide), f.splat(wrong, scope.vector_type(I1)))
         if rest
@@ -151,7 +151,7 @@ def place_of(scope: Scope, captured: Captured, indices: Sequence[Lanes]) -> Plac
         position, outside = wrapped(f, position, f.splat(captured.sizes[dim], wide))
         offsets = offsets + position * f.splat(captured.strides[dim], wide)
         wrong = wrong | outside
-    return Place(offsets, wrong)
+    return Address(offsets, wrong)
 
 
 def _read(f: Function, pointer: Value, offset: Value, memory: Type) -> Value:
@@ -171,7 +171,8 @@ def _gather(f: Function, memory: Type, lanes: int) -> Signature:
     parameters = {"pointer": PTR, "offsets": I64.vector(lanes)}
 
     def write(g: Function) -> None:
-        g.give_back(_read(g, *g.parameters, memory))
+        pointer, offsets = g.parameters
+        g.give_back(_read(g, pointer, offsets, memory))
 
     return f.helper(f"gather_{memory}", parameters, memory.vector(lanes), write)
 

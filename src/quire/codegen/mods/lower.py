@@ -24,7 +24,7 @@ import torch
 
 from quire.codegen.llvm.builder import Function, Value
 from quire.codegen.llvm.types import F16, F32, I32, I64, Type
-from quire.codegen.mods.loads import Captured, Lanes, Place, load
+from quire.codegen.mods.loads import Address, Captured, Lanes, load
 from quire.codegen.mods.rules import REGISTER, RULES
 from quire.codegen.phases.staging import storage
 from quire.errors import UnsupportedOpError
@@ -70,7 +70,7 @@ class Scope:
         default_factory=lambda: {rate: {} for rate in RATES}
     )
     mistakes: dict[int, list[Value]] = field(default_factory=lambda: {rate: [] for rate in RATES})
-    places: dict[int, dict[object, Place]] = field(
+    places: dict[int, dict[object, Address]] = field(
         default_factory=lambda: {rate: {} for rate in RATES}
     )
     proven: frozenset[Node] = frozenset()
