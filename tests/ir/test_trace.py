@@ -368,42 +368,33 @@ SCALE = torch.tensor(1.5)
             "integers: convert with .long(), or use torch.where for a condition.",
         ),
         (
-            "table[b, h] * 2",
-            UnsupportedOpError,
-            "a mod must compute with single numbers, but uses all of a captured tensor of shape "
-            "[5, 7] at <string>:1. Index each of its dimensions, as in bias[h, q_idx].",
-        ),
-        (
-            "torch.exp(table[b, h])",
-            UnsupportedOpError,
-            "a mod must compute with single numbers, but uses all of a captured tensor of shape "
-            "[5, 7] at <string>:1. Index each of its dimensions, as in bias[h, q_idx].",
-        ),
-        (
             "torch.zeros_like(table[b])",
             UnsupportedOpError,
-            "a mod must compute with single numbers, but uses all of a captured tensor of shape "
-            "[3, 5, 7] at <string>:1. Index each of its dimensions, as in bias[h, q_idx].",
+            "a mod computes with single numbers and vectors of up to 64, but a captured tensor of "
+            "shape [3, 5, 7] takes part as a whole at <string>:1. The call still runs, on the "
+            "slower eager path; to have it compiled index more of its dimensions, as in "
+            "bias[h, q_idx].",
         ),
         (
             "table * q_idx",
             UnsupportedOpError,
-            "a mod must compute with single numbers, but uses all of a captured tensor of shape "
-            "[2, 3, 5, 7] at <string>:1. Index each of its dimensions, as in bias[h, q_idx].",
+            "a mod computes with single numbers and vectors of up to 64, but a captured tensor of "
+            "shape [2, 3, 5, 7] takes part as a whole at <string>:1. The call still runs, on the "
+            "slower eager path; to have it compiled index more of its dimensions, as in "
+            "bias[h, q_idx].",
         ),
         (
-            "table[b, h].sum()",
+            "table[b, h, 1:, kv_idx][q_idx]",
             UnsupportedOpError,
-            "Tensor.sum of a row of a captured tensor has no row in quire's table of ops at "
+            "a slice of a captured tensor at a traced index has no row in quire's table of ops at "
             "<string>:1. The call still runs, on the slower eager path; to have it compiled write "
             "it with the ops of the table.",
         ),
         (
-            "table[b, h, 1:, kv_idx]",
+            "table[b, h, table, kv_idx]",
             UnsupportedOpError,
-            "indexing a captured tensor by slice(1, None, None) and a traced number has no row in "
-            "quire's table of ops at <string>:1. The call still runs, on the slower eager path; to "
-            "have it compiled write it with the ops of the table.",
+            "a single number is needed, but a captured tensor of shape [2, 3, 5, 7] takes part as "
+            "a whole at <string>:1. Index all of its dimensions, as in bias[h, q_idx].",
         ),
         (
             "table[None, b, h, q_idx, kv_idx]",
@@ -549,11 +540,12 @@ UNSUPPORTED: dict[str, Callable[..., Any]] = {
     "Tensor.atan has no row in quire's table of ops": lambda s, b, h, q, k: s.atan(),
     "Tensor.add_ has no row in quire's table of ops": lambda s, b, h, q, k: s.add_(1),
     "Tensor.detach has no row in quire's table of ops": lambda s, b, h, q, k: s.detach(),
-    "torch.stack has no row in quire's table of ops": lambda s, b, h, q, k: torch.stack([q, k]),
+    "torch.flip has no row in quire's table of ops": (
+        lambda s, b, h, q, k: torch.flip(torch.stack([q, k]), [0])
+    ),
     "torch.tensor has no row in quire's table of ops": lambda s, b, h, q, k: torch.tensor(q),
-    "this form of torch.max has no row in quire's table of ops": lambda s, b, h, q, k: torch.max(s),
-    "torch.max over a dimension has no row in quire's table of ops": (
-        lambda s, b, h, q, k: torch.max(s, 0)
+    "this form of torch.mean has no row in quire's table of ops": (
+        lambda s, b, h, q, k: torch.mean(s, out=torch.zeros(()))
     ),
     "this form of Tensor.round has no row in quire's table of ops": (
         lambda s, b, h, q, k: s.round(decimals=2)

@@ -30,12 +30,11 @@ from quire.errors import (
     UnsupportedOpError,
 )
 from quire.ir import forms as forms  # fills the table of what can be written
-from quire.ir.captured import PartialLoad
 from quire.ir.graph import Node, Row, read, rows, text
 from quire.ir.interpret import interpret
 from quire.ir.promote import promote
 from quire.ir.source import Location, describe, raising_location
-from quire.ir.symbol import Recorder, Symbol, TraceMode
+from quire.ir.symbol import Recorded, Recorder, Symbol, TraceMode
 
 Kind: TypeAlias = Literal["score", "mask"]
 Mod: TypeAlias = Callable[..., Any]
@@ -170,7 +169,7 @@ def _result_node(result: object, wanted: torch.dtype, recorder: Recorder, mod: M
     if type(result) is Symbol and result.node.dtype is wanted and result.recorder is recorder:
         return result.node
     kind = "mask_mod" if wanted == torch.bool else "score_mod"
-    if isinstance(result, PartialLoad | Tensor) and len(result.shape) > 0:
+    if isinstance(result, Recorded | Tensor) and len(result.shape) > 0:
         raise ModResultError(
             f"{kind} {mod_name(mod)!r} must return one scalar for each element, but returned a "
             f"tensor of shape {list(result.shape)}. Reduce or index it."

@@ -27,7 +27,7 @@ from quire.block_mask.blocks import FULL, PARTIAL
 from quire.codegen.convention import Form
 from quire.codegen.llvm import jit
 from quire.codegen.llvm.builder import Module
-from quire.codegen.mods.arguments import CaptureShape, ModArguments, is_literal
+from quire.codegen.mods.arguments import CaptureShape, ModArguments, literals
 from quire.codegen.mods.derive import Derived, write_derive
 from quire.codegen.mods.functions import (
     write_extent,
@@ -39,7 +39,7 @@ from quire.codegen.phases.softmax import LOG4_E
 from quire.codegen.phases.tiles import TileShape
 from quire.ir.bound import Bounds, bound
 from quire.ir.differentiate import Derivatives, differentiate
-from quire.ir.graph import Node, cast, const, constants, inputs, rebuild, rewrite, text
+from quire.ir.graph import Node, cast, const, inputs, rebuild, rewrite, text
 from quire.ir.narrow import narrow
 from quire.ir.pyramid import Pyramid
 from quire.ir.ranges import Range
@@ -335,14 +335,14 @@ def compiled(
     names = _written(form, graphs)
     if not names:
         return ModCode(arguments, None, dict.fromkeys(FUNCTIONS, 0))
-    literals = [node.payload for node in constants(*nodes) if is_literal(node)]
+    values = [node.payload for node in literals(*nodes)]
     content = "\n".join(
         [
             form,
             repr(tile),
             repr(shapes),
             repr(names),
-            repr(literals),
+            repr(values),
             repr(graphs.learned),
             repr(graphs.weighted),
             text(*nodes, values=False),

@@ -18,7 +18,7 @@ that made it, every block ends once. A violation raises a `CodegenError`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from quire.codegen.llvm.blocks import Blocks
@@ -234,6 +234,20 @@ class Function(Blocks):
         if not self._module.knows(signature):
             raise CodegenError(f"expected a function of this module, got {signature.name}")
         return self._call(f"@{signature.name}", signature, signature.in_order(arguments, named))
+
+    def helper(
+        self,
+        name: str,
+        parameters: Mapping[str, Type],
+        returns: Type,
+        write: Callable[[Function], None],
+    ) -> Signature:
+        """A function of this module that many places call; written when it is first wanted."""
+        signature = Signature(name, parameters, returns)
+        if not self._module.knows(signature):
+            with self._module.function(name, parameters, returns, internal=True) as helper:
+                write(helper)
+        return signature
 
     def call_pointer(
         self, pointer: Value, signature: Signature, /, *arguments: Value, **named: Value

@@ -84,7 +84,10 @@ class _Derive:
         self.exists = existing(f, tile)
         self.shift = tile.load_row(f, self.given["shift"])
         self.delta = tile.load_row(f, self.given["delta"])
-        self.sums = [self._sums(number, load) for number, (load, _) in enumerate(derived.loads)]
+        self.sums: dict[object, Captured] = {}
+        for number, (load, _) in enumerate(derived.loads):
+            if load.payload not in self.sums:
+                self.sums[load.payload] = self._sums(number, load)
 
     @property
     def _index_roots(self) -> list[Node]:
@@ -108,7 +111,7 @@ class _Derive:
         return rate
 
     def _sums(self, number: int, load: Node) -> Captured:
-        """The sums of a load's gradient in this share."""
+        """The sums of the gradient of a load's tensor in this share."""
         f, given, scope = self.f, self.given, self.panel.rows[0]
         record = f.offset(given["captured"], number * CAPTURED_GRADIENT.size, I8)
         base, batch, head, slice = (
@@ -121,12 +124,12 @@ class _Derive:
 
     def _add(self, load: Node, scopes: Sequence[Scope], amounts: Sequence[Value]) -> None:
         """Add the amounts of all vectors of the panel to the gradient of a load."""
-        number = [each for each, _ in self.derived.loads].index(load)
+        sums = self.sums[load.payload]
         if self._rate(load) & ROW:
             for scope, amount in zip(scopes, amounts, strict=True):
-                add(scope, load, self.sums[number], [amount])
+                add(scope, load, sums, [amount])
         else:
-            add(scopes[0], load, self.sums[number], amounts)
+            add(scopes[0], load, sums, amounts)
 
     def _key(self, j: Value, totals: list[Value]) -> list[Value]:
         """Compute one key of the panel; `totals` are sums over keys."""

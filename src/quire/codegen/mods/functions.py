@@ -44,7 +44,7 @@ from quire.codegen.llvm.types import I1, I64
 from quire.codegen.mods.arguments import ModArguments
 from quire.codegen.mods.loads import Lanes
 from quire.codegen.mods.lower import ELEMENT, KEY, ROW, UNIFORM, Scope
-from quire.codegen.mods.proofs import proof, provable
+from quire.codegen.mods.proofs import distinct, proof, provable
 from quire.codegen.phases.softmax import LOG4_E
 from quire.codegen.phases.tiles import TileShape
 from quire.ir.graph import Node
@@ -233,7 +233,7 @@ class Panel:
             for row in self.rows
             for end in ends
         ]
-        proofs = [proof(scope, node) for scope in scopes for node in nodes]
+        proofs = [proof(scope, node) for scope in scopes for node in distinct(nodes)]
         safe = self.f.value(True, I1)
         for each in proofs:
             if each is None:
@@ -300,6 +300,7 @@ class Panel:
             here = replace(row.inside(inputs, KEY, ELEMENT), proven=self._proven)
             if shared is not None:
                 here.values[KEY], here.mistakes[KEY] = shared.values[KEY], shared.mistakes[KEY]
+                here.places[KEY] = shared.places[KEY]
             shared = here
             yield here
 
