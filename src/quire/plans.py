@@ -340,7 +340,9 @@ class CallPlan:
         self._backward: BackwardPlans | None = None
         # A plan must not keep captured tensors alive, and the user may edit the mask after a call.
         self.problem: Problem = problem.without_captures()
-        self._blocks: BlockRows | None = None if mask is None else mask.rows(*call.placed.lengths)
+        self._blocks: BlockRows | None = None
+        if mask is not None and call.learns:
+            self._blocks = mask.rows(*call.placed.lengths)
 
     def run(self, call: Call) -> Result:
         """Compute a call. The output has the dtype of the query."""
