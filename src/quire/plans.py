@@ -74,6 +74,7 @@ def compute(request: Request) -> Result:
     memory, query = request.memory, request.query
     if request.aux is NO_AUX:
         return Result(memory.as_given(query, result.out))
+    result = call.placed.with_positions(result)
     given = {name: memory.as_given(query, rows) for name, rows in result.by_query.items()}
     mass = result.key_mass
     return Result(**given, key_mass=None if mass is None else memory.keys_as_given(mass))
@@ -341,7 +342,9 @@ class CallPlan:
         self._backward: BackwardPlans | None = None
         # A plan must not keep captured tensors alive, and the user may edit the mask after a call.
         self.problem: Problem = problem.without_captures()
-        self._blocks: BlockRows | None = None if mask is None else mask.rows(*call.placed.lengths)
+        self._blocks: BlockRows | None = None
+        if mask is not None and call.learns:
+            self._blocks = mask.rows(*call.placed.lengths)
 
     def run(self, call: Call) -> Result:
         """Compute a call. The output has the dtype of the query."""

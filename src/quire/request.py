@@ -29,7 +29,7 @@ from quire.errors import ArgumentError, BlockMaskError, OptionError, QuireError,
 from quire.ir.trace import Kind, Mod, Traced, call_name, mod_name, trace
 from quire.ir.vectorise import Opaque
 from quire.memory import Memory, One, Placed, Queries, longest
-from quire.mods.compose import shift
+from quire.mods.compose import at_places, shift
 from quire.mods.dropout import Dropout, check_dropout
 from quire.mods.weights import Weighting
 from quire.results import working_dtype
@@ -276,13 +276,14 @@ def _ready_mods(
 ) -> tuple[ReadyMod | None, ReadyMod | None, BlockMask | None, ReadyMod | None]:
     """Trace the score_mod, the mask that is a function, and the mask_mod of the block mask."""
     score_mod, query = request.score_mod, placed.query
-    score = None if score_mod is None else ready(score_mod, "score", query)
+    score = None if score_mod is None else ready(_at(score_mod, "score", placed), "score", query)
     mask_mod = block_mask = partial_mod = None
     for mask in request.masks:
         if not isinstance(mask, torch_flex.BlockMask):
-            mask_mod = ready(mask, "mask", query)
+            mask_mod = ready(_at(mask, "mask", placed), "mask", query)
         elif placed.page_table is not None:
-            mask_mod = ready(_by_element(mask, placed), "mask", query)
+            by_element = _by_element(mask, placed)
+            mask_mod = ready(_at(by_element, "mask", placed), "mask", query)
         else:
             rows = _dense_rows(placed)
             block_mask = mask if isinstance(mask, BlockMask) else BlockMask.from_torch(mask)
@@ -291,6 +292,13 @@ def _ready_mods(
                 mod = shift(mod, "mask", -rows.q_start, -rows.kv_begin)
             partial_mod = ready(mod, "mask", query)
     return score, mask_mod, block_mask, partial_mod
+
+
+def _at(mod: Mod, kind: Kind, placed: Placed) -> Mod:
+    """Return a mod for the rows of keys: those of sequences with holes are not positions."""
+    if placed.places is None:
+        return mod
+    return at_places(mod, kind, placed.places.table, placed.key.shape[2])
 
 
 def checked_call(request: Request) -> Call:
@@ -334,7 +342,8 @@ def _dense_rows(placed: Placed) -> One:
 def _by_element(mask: torch_flex.BlockMask, placed: Placed) -> Mod:
     """Return a block mask as a mask_mod for pages. Its row 0 is the first query of a sequence."""
     block_mask, sequences = BlockMask.from_torch(mask), placed.sequences
-    needed = longest(sequences.q_len), longest(sequences.kv_end)
+    end = longest(sequences.kv_end) if placed.places is None else placed.places.length
+    needed = longest(sequences.q_len), end
     q_len, kv_len = map(max, needed, block_mask.seq_lengths)
     check_fits(
         block_mask,

@@ -81,6 +81,7 @@ def attention_gradients(
             score_mod=score_mod,
             masks=() if mask is None else (mask,),
             scale=scale,
+            learns=True,
         )
     )
     operands, captures = call.placed.operands, call.problem.captures

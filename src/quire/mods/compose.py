@@ -330,3 +330,17 @@ def shift(
         return mod
     offsets = {"q_offset": q_offset, "kv_offset": kv_offset}
     return cast(_MaybeMod, _KINDS[kind](_offset, mod_name(mod), mod=mod, **offsets))
+
+
+def at_places(mod: _Mod, kind: Kind, places: Tensor, page: int) -> _Mod:
+    """Return a mod for keys that are counted without the holes of their sequence.
+
+    `places` [B, most] has the place of each page of `page` keys: key 20 of sequence b has position
+    `places[b, 1] * 16 + 4` if pages have 16 keys.
+    """
+    return cast(_Mod, _KINDS[kind](_at_places, mod_name(mod), mod=mod, places=places, page=page))
+
+
+def _at_places(*args: Tensor, mod: Callable[..., Tensor], places: Tensor, page: int) -> Tensor:
+    *others, b, h, q_idx, kv_idx = args
+    return mod(*others, b, h, q_idx, places[b, kv_idx // page] * page + kv_idx % page)

@@ -23,7 +23,7 @@ from quire.codegen.convention import (
 )
 from quire.codegen.llvm.target import Target
 from quire.ir.graph import Node
-from quire.memory import One, Placed
+from quire.memory import One, Placed, longest
 from quire.request import Problem
 from quire.results import Above, Gradients, Result, Wanted, folded
 from quire.runtime.blocks import NO_LISTS, TileLists, tile_lists
@@ -325,7 +325,7 @@ class Pass:
         placed = self.placed
         batch = placed.query.shape[0] if isinstance(placed.rows, One) else 1
         if placed.page_table is not None:
-            batch, num_rows = placed.sequences.num, placed.end
+            batch, num_rows = placed.sequences.num, longest(placed.sequences.kv_end)
         shape = (max(self.plan.slices, default=1), batch, heads, num_rows, *width)
         return torch.zeros(shape, dtype=self.dtype, device="cpu")
 

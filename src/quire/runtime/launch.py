@@ -104,7 +104,7 @@ class Launcher(NamedTuple):
         table, num_sequences, products, items, slots, members = records
         if items == first:
             return False
-        query, key, value, _, page_table, key_scale, value_scale, _ = placed
+        query, key, value, _, page_table, key_scale, value_scale, *_ = placed
         out, lse, max_scores, argmax, entropy, _ = results
         threads = min(num_threads(), items - first) if products > SMALL_WORK else 1
         if self.pyramids:
