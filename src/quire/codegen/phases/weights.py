@@ -1,0 +1,131 @@
+"""Packed weights of a linear layer: how they lie in memory, and how they become floats.
+
+Weights [N, K] are packed in panels of 16 columns of the result, and a panel in blocks of 64 steps
+of k. So a tile reads a panel from its first byte to its last:
+
+    panel 0                      panel 1
+    | block 0 | block 1 | ...    | block 0 | ...        a block: 64 k of 16 columns
+
+    float32    64 x 16 floats
+    float16    64 x 16 halves
+    bfloat16   32 words x 16: the word of a column holds k in its low half, k + 1 in its high half
+    int8       2 x 16 scales (float16), then 16 words x 16 of four numbers: w = (number - 128) * scale
+    int4       2 x 16 scales (float16), then 8 words x 16 of eight numbers: w = (number - 8) * scale
+
+A scale belongs to 32 k of a column. Byte b of a word of int8 is k + b. A word of int4 has k + b in
+the low half of byte b, and k + 4 + b in the high half, so that each half is a word of four bytes.
+
+All formats are exact when they are decoded: a number of 8 bits times a scale of 11 bits has 19, and
+float32 has 24. So a format gives the very bits of float32 weights that were rounded to it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from quire.codegen.llvm.builder import Function, Value
+from quire.codegen.llvm.target import Target
+from quire.codegen.llvm.types import F16, F32, I8, I32
+
+PANEL = 16  # columns
+BLOCK = 64  # steps of k
+GROUP = 32  # steps of k that share a scale
+GROUPS = BLOCK // GROUP
+
+
+class WeightFormat(NamedTuple):
+    """How weights are stored: bits of a number, steps of k in a load, and whether it has scales."""
+
+    name: str
+    bits: int
+    step: int
+    scaled: bool = False
+
+    @property
+    def header_bytes(self) -> int:
+        """The bytes of the scales of a block."""
+        return GROUPS * PANEL * F16.size if self.scaled else 0
+
+    @property
+    def block_bytes(self) -> int:
+        """The bytes of a block, which are whole cache lines."""
+        return self.header_bytes + BLOCK * PANEL * self.bits // 8
+
+    @property
+    def step_bytes(self) -> int:
+        """The bytes that `load` reads from a panel."""
+        return PANEL * self.bits * self.step // 8
+
+    @property
+    def zero(self) -> int:
+        """The number that stands for 0, if numbers are integers."""
+        return 1 << (self.bits - 1)
+
+    def panel_bytes(self, depth: int) -> int:
+        """The bytes of a panel whose columns have `depth` weights."""
+        return -(-depth // BLOCK) * self.block_bytes
+
+
+FORMATS = {
+    each.name: each
+    for each in (
+        WeightFormat("float32", 32, 1),
+        WeightFormat("float16", 16, 1),
+        WeightFormat("bfloat16", 16, 2),
+        WeightFormat("int8", 8, 4, scaled=True),
+        WeightFormat("int4", 4, 8, scaled=True),
+    )
+}
+FLOAT32 = FORMATS["float32"]
+
+
+class Loader:
+    """Writes the code that loads and decodes weights of one format."""
+
+    def __init__(self, f: Function, target: Target, format: WeightFormat) -> None:
+        self.f, self.format = f, format
+        self.lanes = min(PANEL, target.lanes(F32))
+        self.parts = range(0, PANEL, self.lanes)  # the first column of each vector of a panel
+
+    def scales(self, block: Value, group: Value) -> list[Value]:
+        """The scales of one group of a block, as floats, for each vector of a panel."""
+        f = self.f
+        at = f.offset(block, group * PANEL, F16)
+        return [f.convert(f.load(F16.vector(self.lanes), at, part), F32) for part in self.parts]
+
+    def words(self, place: Value) -> list[Value]:
+        """What lies at `place` for `format.step` steps of k, for each vector of a panel."""
+        f = self.f
+        type = {"float32": F32, "float16": F16}.get(self.format.name, I32)
+        return [
+            f.load(type.vector(self.lanes), place, part, align=self.lanes * type.size)
+            for part in self.parts
+        ]
+
+    def decode(self, word: Value, j: int, scale: Value | None) -> Value:
+        """The j-th step of k of what was loaded, as floats."""
+        f = self.f
+        match self.format.name:
+            case "float32":
+                return word
+            case "float16":
+                return f.convert(word, F32)
+            case "bfloat16":
+                return f.bitcast(word & -65536 if j else word << 16, F32)
+        assert scale is not None, "integers have scales"
+        byte, half = (j, 0) if self.format.bits == 8 else (j % 4, j // 4)
+        shift = 8 * byte + 4 * half
+        number = word.logical_shift(shift) if shift else word
+        if shift + self.format.bits < 32:
+            number = number & ((1 << self.format.bits) - 1)
+        return f.fma(f.convert(number, F32), scale, scale * -float(self.format.zero))
+
+    def bytes_of(self, word: Value) -> list[Value]:
+        """Words of four numbers without a sign, in the order of k."""
+        if self.format.bits == 8:
+            return [word]
+        return [word & 0x0F0F0F0F, word.logical_shift(4) & 0x0F0F0F0F]
+
+    def place(self, panel: Value, block: Value) -> Value:
+        """The address of a block of a panel."""
+        return self.f.offset(panel, block * self.format.block_bytes, I8)

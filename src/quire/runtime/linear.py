@@ -1,0 +1,211 @@
+"""Linear layers on packed weights: which code runs, how rows are cut, and the launch.
+
+    layer = LinearLaunch(weights, Prologue(), NO_EPILOGUE)
+    layer.run(x, y)                     # x [M, K], y [M, N], any strides but the last of y
+
+All that does not depend on the number of rows is done when a launch is made, and what depends on it
+is kept by number of rows. Rows are computed in chunks, so that what is staged stays in the cache.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.checks.arguments import dtype_name
+from quire.codegen.kernels.epilogue import EpilogueSpec, write_epilogue
+from quire.codegen.kernels.linear import FINISH, LINEAR, NAME, LinearSpec, write_linear
+from quire.codegen.llvm import jit
+from quire.codegen.llvm.target import Target
+from quire.codegen.mods.arguments import CaptureShape, ModArguments
+from quire.codegen.phases.norm import Norm
+from quire.codegen.phases.weights import BLOCK, FLOAT32, FORMATS, PANEL, WeightFormat
+from quire.errors import BackendError
+from quire.ir.graph import Node, text
+from quire.runtime import launch as launcher
+from quire.runtime.cache import cache_key, code_of, processor_obstacle
+from quire.runtime.interrupt import LONG_WORK, launch_stoppable
+
+ROWS_OF_CHUNK = 128
+BLOCKS_OF_CUT = 8  # blocks of k after which sums rest, if there are many rows
+SMALL_WORK = 2**17
+"""The most multiplications of a call for which starting threads costs more than it saves."""
+
+
+class PackedWeights(NamedTuple):
+    """Weights as `codegen/phases/weights.py` draws them."""
+
+    data: Tensor  # uint8, panel after panel
+    columns: Tensor  # int64 [panels, 2]: the first column of y of each panel, and their number
+    format: WeightFormat
+    depth: int  # K
+    integers: bool = False  # whether x is quantised, too
+
+
+class Prologue(NamedTuple):
+    """The norm of a row of x before it is multiplied."""
+
+    norm: Norm = "none"
+    gain: Tensor | None = None  # float32 [K], contiguous
+    bias: Tensor | None = None
+    epsilon: float = 0.0
+
+
+class Epilogue(NamedTuple):
+    """What becomes of a sum: a graph of `value`, `row`, `column` and perhaps `other`."""
+
+    graph: Node | None = None
+    captures: tuple[Tensor, ...] = ()
+    halves: bool = False
+
+
+class Cut(NamedTuple):
+    """How a number of rows is computed; see LINEAR."""
+
+    tiles: int
+    tile_panels: int
+    item_panels: int
+    items: int
+    decodes: int
+    cut: int
+    staged_bytes: int
+    scratch_bytes: int
+    sums_bytes: int
+    threads: int
+    products: int
+
+
+class LinearLaunch:
+    """A layer that is ready to run."""
+
+    def __init__(
+        self, weights: PackedWeights, prologue: Prologue, epilogue: Epilogue, dtype: torch.dtype
+    ) -> None:
+        self.weights, self.prologue = weights, prologue
+        self._spec = LinearSpec(
+            Target.host(),
+            weights.format.name,
+            dtype_name(dtype),
+            integers=weights.integers,
+            norm=prologue.norm,
+        )
+        shapes = tuple(CaptureShape.of(tensor) for tensor in epilogue.captures)
+        roots = [] if epilogue.graph is None else [epilogue.graph]
+        self._arguments = ModArguments.of(roots, shapes)
+        finish = EpilogueSpec(epilogue.graph, self._arguments, dtype_name(dtype), epilogue.halves)
+        self._code, self._finish = kernel_of(self._spec), epilogue_of(finish, self._spec.target)
+        self._kernel = self._code.address(NAME)
+        self._blocks = -(-weights.depth // BLOCK)
+        pointers = [_address(x) for x in (weights.data, weights.columns)]
+        norm = [_address(x) for x in (prologue.gain, prologue.bias)]
+        sizes = [len(weights.columns), weights.depth, self._blocks]
+        self._of_layer = (*pointers, *sizes, *norm, self._finish.address(FINISH.name))
+        self._cuts: dict[tuple[int, int], Cut] = {}
+
+    def run(self, x: Tensor, y: Tensor, captures: Sequence[Tensor] = ()) -> bool:
+        """Fill y. Return whether the epilogue used an index out of range."""
+        wrong = False
+        rows, most = x.shape[0], launcher.num_threads()
+        if rows <= ROWS_OF_CHUNK:
+            return self._chunk(x, y, 0, rows, most, captures)
+        for first in range(0, rows, ROWS_OF_CHUNK):
+            last = min(first + ROWS_OF_CHUNK, rows)
+            wrong |= self._chunk(x, y, first, last, most, captures)
+        return wrong
+
+    def _chunk(
+        self, x: Tensor, y: Tensor, first: int, last: int, most: int, captures: Sequence[Tensor]
+    ) -> bool:
+        rows = last - first
+        cut = self._cuts.get((rows, most))
+        if cut is None:
+            cut = self._cuts[rows, most] = self._cut(rows, most)
+        arguments = self._arguments
+        block = ctypes.create_string_buffer(LINEAR.size + 8 + arguments.size)
+        start = ctypes.addressof(block)
+        x_row, x_column = x.stride()
+        y_row = y.stride(0)
+        flag = start + LINEAR.size
+        threads = cut.threads
+        with launcher.Scratch(threads, cut.scratch_bytes, cut.staged_bytes, 0) as scratch:
+            record = LINEAR.pack_in_order(
+                0, 0, 0,
+                x.data_ptr() + first * x_row * x.element_size(), x_row, x_column,
+                y.data_ptr() + first * y_row * y.element_size(), y_row, rows, first, flag + 8,
+                *cut[:6],
+                scratch.partials, scratch.address, scratch.each, cut.sums_bytes,
+                *self._of_layer, self.prologue.epsilon,
+            )  # fmt: skip
+            content = b"".join((record, _NO_FLAG, arguments.pack(captures, flag)))
+            ctypes.memmove(start, content, len(content))
+            if cut.products > LONG_WORK:
+                counter = ctypes.c_int64.from_buffer(block)
+                run = functools.partial(launcher.launch, self._kernel, start, threads)
+                launch_stoppable(run, counter)
+            else:
+                launcher.launch(self._kernel, start, threads)
+        return block[LINEAR.size] != b"\0"
+
+    def _cut(self, rows: int, most: int) -> Cut:
+        """Return how to compute some rows with at most so many threads."""
+        tiling, format, blocks = self._spec.tiling, self.weights.format, self._blocks
+        panels, depth = len(self.weights.columns), self.weights.depth
+        tiles, size, cut = 1, tiling.many, blocks
+        if rows <= len(tiling.few):
+            size, decodes = tiling.few[rows - 1], False
+        else:
+            tiles = -(-rows // tiling.many.rows)
+            decodes = format is not FLOAT32 and not self.weights.integers
+            cut = min(blocks, BLOCKS_OF_CUT)
+        item = size.panels * {0: 1, 1: 2}[size.panels % 2] * (2 if size.panels == 1 else 1)
+        items = -(-panels // item)
+        sums = rows * item * PANEL * 4
+        line = blocks * BLOCK * 4
+        decoded = size.panels * cut * FLOAT32.block_bytes if decodes else 0
+        products = rows * depth * panels * PANEL
+        return Cut(
+            tiles=tiles,
+            tile_panels=size.panels,
+            item_panels=item,
+            items=items,
+            decodes=int(decodes),
+            cut=cut,
+            staged_bytes=rows * blocks * 2 * self._spec.staged.group_words * 4,
+            scratch_bytes=-(-(sums + max(line, decoded)) // 64) * 64,
+            sums_bytes=sums,
+            threads=min(most, tiles + items) if products > SMALL_WORK else 1,
+            products=products,
+        )
+
+
+_NO_FLAG = bytes(8)
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+@functools.cache
+def kernel_of(spec: LinearSpec) -> jit.Code:
+    """Return the kernel of a kind of layers, which is compiled or loaded once."""
+    obstacle = processor_obstacle()
+    if obstacle is not None:
+        raise BackendError(f"a packed layer must be compiled, but cannot be: {obstacle}")
+    key = cache_key("linear", repr(spec))
+    return code_of(key, spec.target, lambda: write_linear(spec), [NAME])
+
+
+@functools.cache
+def epilogue_of(spec: EpilogueSpec, target: Target) -> jit.Code:
+    """Return the code of an epilogue."""
+    graph = "" if spec.graph is None else text(spec.graph, values=False)
+    key = cache_key("epilogue", graph, repr(spec._replace(graph=None)), repr(target))
+    return code_of(key, target, lambda: write_epilogue(spec), [FINISH.name])
+
+
+__all__ = ["FORMATS", "Epilogue", "LinearLaunch", "PackedWeights", "Prologue"]
