@@ -23,6 +23,7 @@ from quire.codegen.kernels.linear import FINISH, LINEAR, NAME, LinearSpec, write
 from quire.codegen.llvm import jit
 from quire.codegen.llvm.target import Target
 from quire.codegen.mods.arguments import CaptureShape, ModArguments
+from quire.codegen.phases.linear_tiles import UNROLLED
 from quire.codegen.phases.norm import Norm
 from quire.codegen.phases.weights import BLOCK, FLOAT32, FORMATS, PANEL, WeightFormat
 from quire.errors import BackendError
@@ -32,7 +33,7 @@ from quire.runtime.cache import cache_key, code_of, processor_obstacle
 from quire.runtime.interrupt import LONG_WORK, launch_stoppable
 
 ROWS_OF_CHUNK = 128
-BLOCKS_OF_CUT = 8  # blocks of k after which sums rest, if there are many rows
+BLOCKS_OF_CUT = 12  # blocks of k after which sums rest, if there are many rows
 SMALL_WORK = 2**17
 """The most multiplications of a call for which starting threads costs more than it saves."""
 
@@ -73,6 +74,7 @@ class Cut(NamedTuple):
     items: int
     decodes: int
     cut: int
+    ask_bytes: int
     staged_bytes: int
     scratch_bytes: int
     sums_bytes: int
@@ -137,7 +139,7 @@ class LinearLaunch:
                 0, 0, 0,
                 x.data_ptr() + first * x_row * x.element_size(), x_row, x_column,
                 y.data_ptr() + first * y_row * y.element_size(), y_row, rows, first, flag + 8,
-                *cut[:6],
+                *cut[:7],
                 scratch.partials, scratch.address, scratch.each, cut.sums_bytes,
                 *self._of_layer, self.prologue.epsilon,
             )  # fmt: skip
@@ -161,7 +163,8 @@ class LinearLaunch:
         else:
             tiles = -(-rows // tiling.many.rows)
             decodes = format is not FLOAT32 and not self.weights.integers
-            cut = min(blocks, BLOCKS_OF_CUT)
+            cut = -(-blocks // -(-blocks // BLOCKS_OF_CUT))  # cuts of even size
+        turn = UNROLLED if decodes else max(UNROLLED, format.step)
         item = size.panels * {0: 1, 1: 2}[size.panels % 2] * (2 if size.panels == 1 else 1)
         items = -(-panels // item)
         sums = rows * item * PANEL * 4
@@ -175,6 +178,7 @@ class LinearLaunch:
             items=items,
             decodes=int(decodes),
             cut=cut,
+            ask_bytes=format.block_bytes * turn // BLOCK,
             staged_bytes=rows * blocks * 2 * self._spec.staged.group_words * 4,
             scratch_bytes=-(-(sums + max(line, decoded)) // 64) * 64,
             sums_bytes=sums,

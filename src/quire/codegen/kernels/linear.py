@@ -25,7 +25,7 @@ from quire.codegen.llvm.builder import Function, Module, Signature, Value
 from quire.codegen.llvm.target import Target
 from quire.codegen.llvm.types import F32, F64, I8, I64, PTR, Layout, typed
 from quire.codegen.phases.activations import Activations, Stager
-from quire.codegen.phases.linear_tiles import UNROLLED, Tiling, write_tile
+from quire.codegen.phases.linear_tiles import Tiling, write_tile
 from quire.codegen.phases.norm import Norm, write_norm
 from quire.codegen.phases.staging import storage
 from quire.codegen.phases.weights import BLOCK, FLOAT32, FORMATS, PANEL, Loader, WeightFormat
@@ -39,7 +39,7 @@ LINEAR = Layout(
         # Of the call:
         **typed("ptr x, i64 x_row x_column, ptr y, i64 y_row, i64 rows first_row, ptr arguments"),
         # How it is cut:
-        **typed("i64 tiles tile_panels item_panels items decodes cut"),
+        **typed("i64 tiles tile_panels item_panels items decodes cut ask_bytes"),
         # Working memory: of all threads, and of each
         **typed("ptr staged_rows scratch, i64 scratch_bytes sums_bytes"),
         # Of the layer:
@@ -54,6 +54,7 @@ LINEAR = Layout(
     item_panels, items      panels that a thread takes at once, and how often it can
     decodes                 1 if panels are decoded once for all tiles
     cut                     blocks of k after which sums rest
+    ask_bytes               bytes of a panel that one turn of a tile reads
     columns                 for each panel its first column of y, and how many columns it has
     blocks                  depth in blocks of 64
     gain, bias, epsilon     of a norm of the rows of x
@@ -121,7 +122,6 @@ class _Nest:
         self.pitch = self["item_panels"] * PANEL  # of sums
         self.panel_bytes = self["blocks"] * spec.format.block_bytes
         self.last = self["tiles"] + self["items"]
-        self._turn = spec.format.block_bytes * UNROLLED // BLOCK  # bytes of a turn of a tile
 
     def __getitem__(self, name: str) -> Value:
         """A field of the record."""
@@ -216,7 +216,7 @@ class _Nest:
         decodes = self["decodes"].equals(1)
         w, pitch = f.choose(decodes, decoded, lambda: [source, self.panel_bytes])
         bytes_ = self.spec.format.block_bytes
-        share, step = (x.udiv(self["tiles"]) for x in (count * bytes_, f.value(self._turn, I64)))
+        share = (count * bytes_).udiv(self["tiles"])
         with f.range(0, self["tiles"]) as tile:
             first, rows = self._rows(tile)
             self._call_tile(
@@ -231,7 +231,7 @@ class _Nest:
                 sums_pitch=self.pitch,
                 ask=f.offset(ask, share * tile, I8),
                 ask_pitch=self.panel_bytes,
-                ask_step=f.maximum(step, 1),
+                ask_step=f.maximum(self["ask_bytes"].udiv(self["tiles"]), 1),
             )
 
     def _call_tile(self, rows: Value, **given: Value) -> None:

@@ -19,7 +19,7 @@ from quire.codegen.llvm.builder import Function, Module, Value
 from quire.codegen.llvm.target import Target
 from quire.codegen.llvm.types import F32, I8, I32, I64, typed
 from quire.codegen.phases.activations import HEAD, Activations
-from quire.codegen.phases.weights import BLOCK, FLOAT32, GROUP, GROUPS, PANEL, Loader, WeightFormat
+from quire.codegen.phases.weights import BLOCK, GROUP, GROUPS, PANEL, Loader, WeightFormat
 
 TILE_PARAMETERS = {
     **typed("ptr x w, i64 pitch available blocks first, ptr sums, i64 sums_pitch"),
@@ -58,17 +58,19 @@ class Tiling(NamedTuple):
     def of(target: Target, format: WeightFormat, staged: Activations) -> Tiling:
         """Return the tiles that fit the registers."""
         vectors = PANEL // min(PANEL, target.lanes(F32))  # of a panel
-        sums = (24 if target.registers == 32 else 12) // vectors  # rows x panels
-        if staged.words:
-            sums //= 2  # a sum of integers, and one of floats
-        panels = 3 if vectors == 1 else 1
-        largest = 8 if vectors == 1 else 4
+        plenty = target.registers == 32
+        sums = (24 if plenty else 12) // vectors  # rows x panels
+        # Beside its sums, a vector of a panel keeps its words and scales, if it has any.
+        kept = 0 if staged.words or format.step == 1 else 2 if format.scaled else 1
+        each = 2 if staged.words else 1  # a sum of integers, and one of floats
+        panels, most = (3, 8) if vectors == 1 else (1, 4)
         few = []
         for rows in range(1, 5):
-            wide = min(largest, sums // rows)
+            room = target.registers - 4 - (rows if plenty else 0)
+            wide = min(most, room // (vectors * (rows * each + kept)))
             if wide > panels:
                 few.append(TileSize(rows, wide))
-        return Tiling(tuple(few), TileSize(sums // panels, panels))
+        return Tiling(tuple(few), TileSize(sums // each // panels, panels))
 
     @property
     def sizes(self) -> list[TileSize]:
@@ -111,16 +113,22 @@ class _Tile:
         zeros = [f.value(0.0, self.float)] * (self.rows * self.vectors)
         before = f.choose(f.given["first"].equals(1), lambda: zeros, self._resting)
         if self.staged.words:
-            after = f.loop(0, f.given["blocks"], self._integer_block, carry=before)
+            body, step = self._integer_block, 1
         elif self.load.format.scaled:
-            after = f.loop(0, f.given["blocks"], self._scaled_block, carry=before)
+            body, step = self._scaled_block, 1
         else:
-            steps = f.given["blocks"] * BLOCK
-            unroll = max(UNROLLED, self.load.format.step)
-            ask = f.given["ask"]
-            _, *after = f.loop(0, steps, self._turn, carry=[ask, *before], step=unroll)
+            body, step = self._turn, max(UNROLLED, self.load.format.step)
+        stop = f.given["blocks"] * (BLOCK if step > 1 else 1)
+        _, *after = f.loop(0, stop, body, carry=[f.given["ask"], *before], step=step)
         for place, value in enumerate(after):
             f.store(value, *self._sum_at(place))
+
+    def _ask(self, ask: Value) -> Value:
+        """Ask for a line of each panel that is read next; return where the next lines are."""
+        f = self.f
+        for p in range(self.panels):
+            f.prefetch(f.offset(ask, f.given["ask_pitch"] * p, I8), 2)
+        return f.offset(ask, f.given["ask_step"], I8)
 
     def _sum_at(self, place: int) -> tuple[Value, int]:
         row, vector = divmod(place, self.vectors)
@@ -137,15 +145,13 @@ class _Tile:
         """Two steps of k, from weights that need no scale."""
         f, step = self.f, self.load.format.step
         ask, *sums = carried
-        if self.load.format is FLOAT32:
-            for p in range(self.panels):
-                f.prefetch(f.offset(ask, f.given["ask_pitch"] * p, I8), 2)
+        ask = self._ask(ask)
         for u in range(0, max(UNROLLED, step), step):
             x = f.offset(f.given["x"], (k + u) * self.rows, F32)
             at = (k + u).udiv(step) * self.load.format.step_bytes
             places = [f.offset(start, at, I8) for start in self.starts]
             sums = self._multiply(x, places, [], sums)
-        return [f.offset(ask, f.given["ask_step"], I8), *sums]
+        return [ask, *sums]
 
     def _scaled_block(self, block: Value, sums: list[Value]) -> list[Value]:
         """A block of integers that become floats."""
@@ -156,9 +162,11 @@ class _Tile:
             scales = [scale for at in blocks for scale in self.load.scales(at, g)]
             first = (block * GROUPS + g) * GROUP
 
-            def word(i: Value, sums: list[Value]) -> list[Value]:
+            def word(i: Value, carried: list[Value]) -> list[Value]:
+                ask, *sums = carried
+                ask = self._ask(ask)
                 x = f.offset(f.given["x"], (first + i * format.step) * self.rows, F32)
-                return self._multiply(x, self._words_at(blocks, g, i), scales, sums)
+                return [ask, *self._multiply(x, self._words_at(blocks, g, i), scales, sums)]
 
             return f.loop(0, GROUP // format.step, word, carry=sums)
 
@@ -219,7 +227,8 @@ class _Tile:
         blocks = [self.load.place(start, block) for start in self.starts]
         whole = I32.vector(self.load.lanes)
 
-        def group(g: Value, sums: list[Value]) -> list[Value]:
+        def group(g: Value, carried: list[Value]) -> list[Value]:
+            ask, *sums = carried
             at = (block * GROUPS + g) * (staged.group_words * self.rows)
             x = f.offset(f.given["x"], at, F32)
             zero = self.load.format.zero
@@ -228,12 +237,15 @@ class _Tile:
             ]
             start = [shift for shift in shifts for _ in range(self.vectors)]
 
-            def word(i: Value, dots: list[Value]) -> list[Value]:
-                return self._dots(x, i, self._words_at(blocks, g, i), dots)
+            def word(i: Value, carried: list[Value]) -> list[Value]:
+                ask, *dots = carried
+                ask = self._ask(ask)
+                return [ask, *self._dots(x, i, self._words_at(blocks, g, i), dots)]
 
-            dots = f.loop(0, GROUP // self.load.format.step, word, carry=start)
+            words = GROUP // self.load.format.step
+            ask, *dots = f.loop(0, words, word, carry=[ask, *start])
             scales = [scale for at in blocks for scale in self.load.scales(at, g)]
-            return self._scaled(x, dots, scales, sums)
+            return [ask, *self._scaled(x, dots, scales, sums)]
 
         return f.loop(0, GROUPS, group, carry=sums)
 

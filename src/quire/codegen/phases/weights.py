@@ -31,6 +31,7 @@ PANEL = 16  # columns
 BLOCK = 64  # steps of k
 GROUP = 32  # steps of k that share a scale
 GROUPS = BLOCK // GROUP
+MANTISSA, EXPONENT_BIAS = 23, 127  # of float32
 
 
 class WeightFormat(NamedTuple):
@@ -114,11 +115,20 @@ class Loader:
                 return f.bitcast(word & -65536 if j else word << 16, F32)
         assert scale is not None, "integers have scales"
         byte, half = (j, 0) if self.format.bits == 8 else (j % 4, j // 4)
-        shift = 8 * byte + 4 * half
-        number = word.logical_shift(shift) if shift else word
-        if shift + self.format.bits < 32:
-            number = number & ((1 << self.format.bits) - 1)
-        return f.fma(f.convert(number, F32), scale, scale * -float(self.format.zero))
+        return self._number(word, 8 * byte + 4 * half) * scale
+
+    def _number(self, word: Value, first: int) -> Value:
+        """The number in some bits of a word, less `zero`.
+
+        Its bits become the highest ones of the mantissa of a power of two, which is then taken off.
+        That is two instructions of integers and a sum, and leaves the multipliers to the products.
+        """
+        f, bits, power = self.f, self.format.bits, 2 * self.format.zero
+        place = MANTISSA - bits
+        moved = word << place - first if place >= first else word.logical_shift(first - place)
+        exponent = (bits + EXPONENT_BIAS) << MANTISSA
+        number = f.bitcast((moved & (power - 1) << place) | exponent, F32)
+        return number - float(power + self.format.zero)
 
     def bytes_of(self, word: Value) -> list[Value]:
         """Words of four numbers without a sign, in the order of k."""
