@@ -33,6 +33,7 @@ LAYERS = """
     draw
     api
     kv
+    linear
     operator
     plans
     backends

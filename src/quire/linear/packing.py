@@ -3,9 +3,9 @@
     packed = pack_weights(weight, "int8")
     unpack_weights(packed)               # float32 [N, K]: what the kernel multiplies by
 
-Integers have one scale for 32 weights of a row, in float16. The scale of int8 is the largest magnitude
-/ 127. That of int4 is the number with the largest magnitude / -8, so that this one is stored exactly
-(the rule of GGUF's Q8_0 and Q4_0).
+Integers have one scale for 32 weights of a row, in float16. The scale of int8 is the largest
+magnitude / 127; int4 has 16 steps from the smallest weight, its offset, to the largest. These are the
+rules of GGUF's Q8_0 and Q4_1, so weights that were stored like that are packed without a change.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.codegen.phases.weights import BLOCK, FORMATS, GROUP, PANEL, WeightFormat
+from quire.codegen.phases.weights import BLOCK, FORMATS, GROUP, GROUPS, PANEL, WeightFormat
 from quire.runtime.linear import PackedWeights
 
 _HUGE_PAGE = 2 << 20
@@ -24,55 +24,77 @@ _NARROW = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 
 
 class Quantised(NamedTuple):
-    """Weights as integers [N, K], and their float16 scales [N, K / 32]; K in whole groups."""
+    """Weights as integers [N, K] from 0 on, and float16 scales and offsets [N, K / 32, 1 or 2]."""
 
-    numbers: Tensor
-    scales: Tensor
+    numbers: Tensor  # uint8
+    header: Tensor
 
 
 def quantise(weight: Tensor, format: WeightFormat) -> Quantised:
     """Return weights [N, K] as integers; K is a multiple of 32."""
-    groups = weight.float().unflatten(1, (-1, GROUP))
-    if format.bits == 8:
-        scales = groups.abs().amax(2) / 127
+    groups = weight.unflatten(1, (-1, GROUP))
+    if format.shifted:
+        least, most = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
+        scale, offset = (most - least) / 15, least.half()
+        header = torch.cat((scale.half(), offset), 2)
+        groups = groups - offset.float()
     else:
-        largest = groups.abs().nan_to_num(nan=torch.inf).argmax(2, keepdim=True)
-        scales = groups.gather(2, largest).squeeze(2) / -format.zero
-    scales = scales.half()
-    wide = scales.float()[..., None]
-    limit = format.zero - 1
-    ratio = torch.where((wide != 0) & wide.isfinite(), groups / wide, 0)
-    lowest = -limit if format.bits == 8 else -format.zero
-    numbers = ratio.nan_to_num().round().clamp(lowest, limit)
-    return Quantised(numbers.to(torch.int8).flatten(1), scales)
+        header = (groups.abs().amax(2, keepdim=True) / 127).half()
+    wide = header[..., :1].float()
+    ratio = torch.where((wide != 0) & wide.isfinite(), groups / wide, 0).nan_to_num()
+    low, high = (0, 15) if format.shifted else (-127, 127)
+    numbers = ratio.round().clamp(low, high) + format.zero
+    return Quantised(numbers.to(torch.uint8).flatten(1), header)
 
 
-def pack_weights(weight: Tensor, name: str, *, integers: bool = False) -> PackedWeights:
+class Panels(NamedTuple):
+    """Which rows of the weights are in which panel, [panels, 16], -1 for none; and COLUMNS."""
+
+    rows: Tensor
+    columns: Tensor
+
+
+def panels_of(width: int, half: int = 0, *, merges: bool = False) -> Panels:
+    """Return the panels of `width` columns, plain or in pairs (`codegen/kernels/epilogue.py`)."""
+    size = half or width  # of columns that lie side by side
+    inner = torch.arange(0, size, PANEL)
+    count = (size - inner).clamp(max=PANEL)
+    block = torch.arange(width // size // (2 if half else 1) if size else 0)
+    part = torch.arange(2 if half else 1)
+    grid = torch.meshgrid(block, torch.arange(len(inner)), part, indexing="ij")
+    block, place, part = (each.flatten() for each in grid)
+    inner, count = inner[place], count[place]
+    column = part * size + inner
+    first = (block * len(grid[2].unique()) * size if half else 0) + column
+    into = block * size + inner if merges else first
+    lanes = torch.arange(PANEL)
+    rows = torch.where(lanes < count[:, None], first[:, None] + lanes, -1)
+    return Panels(rows, torch.stack((into, count, block, column), 1))
+
+
+def pack_weights(
+    weight: Tensor, name: str, *, integers: bool = False, half: int = 0, merges: bool = False
+) -> PackedWeights:
     """Return weights [N, K] in a format."""
     format = FORMATS[name]
     width, depth = weight.shape
-    columns = plain_columns(width)
-    data = empty_panels(len(columns), format.panel_bytes(depth))
-    for first in range(0, len(columns), _PANELS_AT_ONCE):  # so that little more memory is needed
-        last = min(first + _PANELS_AT_ONCE, len(columns))
-        rows = _padded(weight[first * PANEL : last * PANEL].detach(), last - first)
-        data[first:last] = _panels(rows, format)
-    return PackedWeights(data.flatten(), columns, format, depth, integers)
+    panels = panels_of(width, half, merges=merges)
+    data = empty_panels(len(panels.rows), format.panel_bytes(depth))
+    for first in range(0, len(panels.rows), _PANELS_AT_ONCE):  # so that little memory is needed
+        rows = panels.rows[first : first + _PANELS_AT_ONCE].flatten()
+        data[first : first + _PANELS_AT_ONCE] = _panels(_chosen(weight.detach(), rows), format)
+    return PackedWeights(data.flatten(), panels.columns, format, depth, width, half, integers)
 
 
 _PANELS_AT_ONCE = 256
 
 
-def _padded(weight: Tensor, panels: int) -> Tensor:
-    rows = torch.zeros(panels * PANEL, -(-weight.shape[1] // BLOCK) * BLOCK)
-    rows[: weight.shape[0], : weight.shape[1]] = weight
-    return rows
-
-
-def plain_columns(width: int) -> Tensor:
-    """Return the table of columns of panels in order."""
-    first = torch.arange(0, width, PANEL)
-    return torch.stack((first, (width - first).clamp(max=PANEL)), 1)
+def _chosen(weight: Tensor, rows: Tensor) -> Tensor:
+    """Return some rows as floats in whole blocks; a row of zeros for -1."""
+    chosen = torch.zeros(len(rows), -(-weight.shape[1] // BLOCK) * BLOCK)
+    exists = rows >= 0
+    chosen[exists, : weight.shape[1]] = weight[rows[exists]].float()
+    return chosen
 
 
 def _panels(weight: Tensor, format: WeightFormat) -> Tensor:
@@ -87,21 +109,15 @@ def _panels(weight: Tensor, format: WeightFormat) -> Tensor:
 
 def pack_integers(quantised: Quantised, format: WeightFormat) -> Tensor:
     """Return integers of whole panels and blocks as bytes [panels, bytes]."""
-    numbers, scales = quantised
+    numbers, header = quantised
     panels, blocks = numbers.shape[0] // PANEL, numbers.shape[1] // BLOCK
     # [panel, block, word, column, k of the word]
-    words = (numbers + format.zero).to(torch.uint8) if format.bits == 4 else _unsigned(numbers)
-    words = words.view(panels, PANEL, blocks, -1, format.step).permute(0, 2, 3, 1, 4)
+    words = numbers.view(panels, PANEL, blocks, -1, format.step).permute(0, 2, 3, 1, 4)
     if format.bits == 4:
         words = words[..., :4] | words[..., 4:] << 4
-    header = scales.view(panels, PANEL, blocks, -1).permute(0, 2, 3, 1)
+    header = header.view(panels, PANEL, blocks, GROUPS, -1).permute(0, 2, 3, 4, 1)
     parts = [_bytes(part.flatten(0, 1)) for part in (header, words)]
     return torch.cat(parts, 1).view(panels, -1)
-
-
-def _unsigned(numbers: Tensor) -> Tensor:
-    """Return int8 numbers + 128, as uint8: the highest bit is exchanged."""
-    return numbers.view(torch.uint8) ^ 0x80
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -121,33 +137,31 @@ def empty_panels(panels: int, size: int) -> Tensor:
     return whole[-whole.data_ptr() % _HUGE_PAGE :][:count].view(panels, size)
 
 
-def unpack_weights(packed: PackedWeights) -> Tensor:
-    """Return the float32 weights [N, K] that the kernel multiplies by."""
+def unpack_weights(packed: PackedWeights, rows: Tensor | None = None) -> Tensor:
+    """Return the float32 weights [N, K] that the kernel multiplies by, or some rows of them."""
+    places = torch.empty(packed.width, dtype=torch.int64)
+    known = panels_of(packed.width, packed.half).rows.flatten()
+    places[known[known >= 0]] = torch.arange(len(known))[known >= 0]
+    if rows is not None:
+        places = places[rows]
+    return _rows_at(packed, places)[:, : packed.depth]
+
+
+def _rows_at(packed: PackedWeights, places: Tensor) -> Tensor:
+    """Return rows of weights by panel * 16 + lane, in whole blocks."""
     format, blocks = packed.format, -(-packed.depth // BLOCK)
-    panels = len(packed.columns)
-    data = packed.data.view(panels * blocks, format.block_bytes)
+    panel, lane = places // PANEL, places % PANEL
+    data = packed.data.view(-1, blocks, format.block_bytes)
     if not format.scaled:
-        numbers = data.view(_NARROW[format.name]).view(panels, blocks * BLOCK // format.step, PANEL, -1)
-        rows = numbers.permute(0, 2, 1, 3).reshape(panels * PANEL, -1).float()
-    else:
-        scales = data[:, : format.header_bytes].contiguous().view(torch.float16)
-        scales = scales.view(panels, blocks, -1, PANEL).permute(0, 3, 1, 2).reshape(panels * PANEL, -1)
-        words = data[:, format.header_bytes :]
-        if format.bits == 4:
-            words = words.reshape(-1, 4)
-            words = torch.stack((words & 15, words >> 4), 1)
-        words = words.reshape(panels, -1, PANEL, format.step).permute(0, 2, 1, 3)
-        numbers = words.reshape(panels * PANEL, -1).float() - format.zero
-        rows = (numbers.unflatten(1, (-1, GROUP)) * scales.float()[..., None]).flatten(1)
-    return _in_order(rows, packed)
-
-
-def _in_order(rows: Tensor, packed: PackedWeights) -> Tensor:
-    """Return the rows that exist, in the order of columns of the result."""
-    first, count = packed.columns[:, :1], packed.columns[:, 1:]
-    lanes = torch.arange(PANEL)
-    exists = (lanes < count).flatten()
-    width = int(count.sum())
-    weight = rows.new_empty(width, packed.depth)
-    weight[(first + lanes).flatten()[exists]] = rows[exists, : packed.depth]
-    return weight
+        loads = blocks * BLOCK // format.step
+        floats = data.view(_NARROW[format.name]).view(-1, loads, PANEL, format.step)
+        return floats[panel, :, lane].float().flatten(1)
+    header, body = data[..., : format.header_bytes], data[..., format.header_bytes :]
+    parts = header.view(torch.float16).unflatten(2, (GROUPS, format.header, PANEL))
+    scales = parts[panel, ..., lane].flatten(1, 2).float()  # [row, group, scale or offset]
+    words = body.unflatten(2, (-1, PANEL, 4))[panel, :, :, lane]  # [row, block, word, byte]
+    if format.bits == 4:
+        words = torch.cat((words & 15, words >> 4), 3)
+    numbers = (words.flatten(1).float() - format.zero).unflatten(1, (-1, GROUP))
+    weights: Tensor = numbers * scales[..., :1]  # exact, so that adding an offset rounds once
+    return (weights + scales[..., 1:] if format.shifted else weights).flatten(1)

@@ -25,7 +25,7 @@ from quire.codegen.llvm.target import Target
 from quire.codegen.mods.arguments import CaptureShape, ModArguments
 from quire.codegen.phases.linear_tiles import UNROLLED
 from quire.codegen.phases.norm import Norm
-from quire.codegen.phases.weights import BLOCK, FLOAT32, FORMATS, PANEL, WeightFormat
+from quire.codegen.phases.weights import BLOCK, FLOAT32, PANEL, WeightFormat
 from quire.errors import BackendError
 from quire.ir.graph import Node, text
 from quire.runtime import launch as launcher
@@ -42,9 +42,11 @@ class PackedWeights(NamedTuple):
     """Weights as `codegen/phases/weights.py` draws them."""
 
     data: Tensor  # uint8, panel after panel
-    columns: Tensor  # int64 [panels, 2]: the first column of y of each panel, and their number
+    columns: Tensor  # int64 [panels, 4], an entry of COLUMNS for each panel
     format: WeightFormat
     depth: int  # K
+    width: int  # N of the weights
+    half: int = 0  # columns i and i + half are pairs, in blocks of 2 * half; 0 if there are none
     integers: bool = False  # whether x is quantised, too
 
 
@@ -58,11 +60,11 @@ class Prologue(NamedTuple):
 
 
 class Epilogue(NamedTuple):
-    """What becomes of a sum: a graph of `value`, `row`, `column` and perhaps `other`."""
+    """What becomes of a sum (`codegen/kernels/epilogue.py`)."""
 
     graph: Node | None = None
     captures: tuple[Tensor, ...] = ()
-    halves: bool = False
+    merges: bool = False
 
 
 class Cut(NamedTuple):
@@ -99,7 +101,13 @@ class LinearLaunch:
         shapes = tuple(CaptureShape.of(tensor) for tensor in epilogue.captures)
         roots = [] if epilogue.graph is None else [epilogue.graph]
         self._arguments = ModArguments.of(roots, shapes)
-        finish = EpilogueSpec(epilogue.graph, self._arguments, dtype_name(dtype), epilogue.halves)
+        finish = EpilogueSpec(
+            epilogue.graph,
+            self._arguments,
+            dtype_name(dtype),
+            pairs=weights.half > 0,
+            merges=epilogue.merges,
+        )
         self._code, self._finish = kernel_of(self._spec), epilogue_of(finish, self._spec.target)
         self._kernel = self._code.address(NAME)
         self._blocks = -(-weights.depth // BLOCK)
@@ -210,6 +218,3 @@ def epilogue_of(spec: EpilogueSpec, target: Target) -> jit.Code:
     graph = "" if spec.graph is None else text(spec.graph, values=False)
     key = cache_key("epilogue", graph, repr(spec._replace(graph=None)), repr(target))
     return code_of(key, target, lambda: write_epilogue(spec), [FINISH.name])
-
-
-__all__ = ["FORMATS", "Epilogue", "LinearLaunch", "PackedWeights", "Prologue"]

@@ -2,12 +2,14 @@
 
     finish(record, arguments, sums, panel, count, rows, sums_pitch)
 
-The graph has the inputs `value`, `row` and `column`, and `other` if columns come in pairs. Lanes run
-over the columns of a panel. Captured tensors and constants are in `arguments`, as those of mods
-are (`codegen/mods/arguments.py`). Without a graph the result is the value.
+The graph has the inputs `value`, `row` and `column`. Lanes run over the columns of a panel. Captured
+tensors and constants are in `arguments`, as those of mods are (`codegen/mods/arguments.py`).
+Without a graph the result is the value.
 
-If columns come in pairs, panels alternate: one of values, one of their partners. Then `halves`
-says whether one result comes from each pair, or two: the second with value and other exchanged.
+Columns may come in blocks of pairs: columns i and i + half of a block are partners. Then panels
+alternate, one of first halves and one of second halves, and the graph has the inputs `other`, the
+value of the partner, and `block`; `column` counts from the start of the block. Each pair has two
+results, or one if `merges`, of the first half.
 """
 
 from __future__ import annotations
@@ -16,15 +18,17 @@ from typing import NamedTuple
 
 from quire.codegen.kernels.linear import FINISH, LINEAR
 from quire.codegen.llvm.builder import Function, Module, Value
-from quire.codegen.llvm.types import F32, I8, I64
+from quire.codegen.llvm.types import F32, I8, I64, Layout, typed
 from quire.codegen.mods.arguments import ModArguments
 from quire.codegen.mods.loads import Lanes
 from quire.codegen.mods.lower import ELEMENT, KEY, RATES, Scope
 from quire.codegen.phases.staging import storage
 from quire.codegen.phases.weights import PANEL
-from quire.ir.graph import Node, inputs
+from quire.ir.graph import Node
 
-COLUMN_BYTES = 16  # of the entry of a panel in the table of columns: first column, number of them
+COLUMNS = Layout("columns", typed("i64 first count block column"))
+"""An entry of the table of columns, for one panel: where its results go, how many there are, its
+block of pairs, and the first column in that block; of plain columns, block 0 and the first again."""
 
 
 class EpilogueSpec(NamedTuple):
@@ -33,12 +37,8 @@ class EpilogueSpec(NamedTuple):
     graph: Node | None
     arguments: ModArguments
     y: str
-    halves: bool = False  # one result for each pair of columns
-
-    @property
-    def pairs(self) -> bool:
-        """Return whether columns come in pairs."""
-        return self.graph is not None and "other" in inputs(self.graph)
+    pairs: bool = False
+    merges: bool = False
 
 
 def write_epilogue(spec: EpilogueSpec) -> Module:
@@ -71,20 +71,26 @@ class _Epilogue:
             uniform = self.scope.inside({"row": Lanes(row + self.first_row)}, *RATES)
             with f.range(0, given["count"], step) as panel:
                 values = [f.load(self.vector, line, (panel + i) * PANEL) for i in range(step)]
-                for i in range(1 if self.spec.halves else step):
+                for i in range(1 if self.spec.merges else step):
                     place = given["panel"] + panel + i
                     spare = f.offset(line, (panel + i) * PANEL, F32)
-                    self._store(uniform, row, place, values[i], values[1 - i :][:1], spare)
+                    self._store(uniform, row, place, values[i], values[:i] + values[i + 1 :], spare)
 
     def _store(
-        self, uniform: Scope, row: Value, panel: Value, value: Value, other: list[Value], spare: Value
+        self,
+        uniform: Scope,
+        row: Value,
+        panel: Value,
+        value: Value,
+        other: list[Value],
+        spare: Value,
     ) -> None:
         """Compute the results of a panel of one row, and store those that exist."""
         f, stored = self.f, storage(self.spec.y)
-        entry = f.offset(self.columns, panel * COLUMN_BYTES, I8)
-        column, count = f.load(I64, entry, 0), f.load(I64, entry, 1)
-        result = self._computed(uniform, column, count, value, other)
-        out = f.offset(self.y, row * self.y_row + column, stored.memory)
+        entry = f.offset(self.columns, panel * COLUMNS.size, I8)
+        first, count = (f.field(COLUMNS, entry, name) for name in ("first", "count"))
+        result = self._computed(uniform, entry, count, value, other)
+        out = f.offset(self.y, row * self.y_row + first, stored.memory)
         raw = stored.write(f, result)
 
         def part() -> None:
@@ -95,15 +101,16 @@ class _Epilogue:
         f.choose(count.equals(PANEL), lambda: f.store(raw, out), part)
 
     def _computed(
-        self, uniform: Scope, column: Value, count: Value, value: Value, other: list[Value]
+        self, uniform: Scope, entry: Value, count: Value, value: Value, other: list[Value]
     ) -> Value:
         graph = self.spec.graph
         if graph is None:
             return value
         f = self.f
+        column, block = (f.field(COLUMNS, entry, name) for name in ("column", "block"))
         inputs = {"column": Lanes(column, 1), "value": Lanes(vector=value)}
         if other:
-            inputs["other"] = Lanes(vector=other[0])
+            inputs |= {"other": Lanes(vector=other[0]), "block": Lanes(block)}
         scope = uniform.inside(inputs, KEY, ELEMENT)
         result = scope.as_vector(scope.lower(graph))
         lanes = I64.vector(PANEL)

@@ -55,7 +55,7 @@ LINEAR = Layout(
     decodes                 1 if panels are decoded once for all tiles
     cut                     blocks of k after which sums rest
     ask_bytes               bytes of a panel that one turn of a tile reads
-    columns                 for each panel its first column of y, and how many columns it has
+    columns                 what the epilogue knows of each panel (`kernels/epilogue.py`)
     blocks                  depth in blocks of 64
     gain, bias, epsilon     of a norm of the rows of x
     finish, arguments       the epilogue, and what it is given

@@ -6,8 +6,8 @@
 
 Integers are x / scale, rounded half to even, where scale is the largest magnitude of the group
 / 127. A group with inf or NaN gets the scale NaN. Packed weights are numbers without a sign, which
-are too large by `zero`; so zero * (total of the group's integers) is taken off. The sum of a group
-is exact, whatever the instructions are that compute it:
+are too large by `zero` or too small by an offset; the total of a group's integers makes up for it.
+The sum of a group is exact, whatever the instructions are that compute it:
 
     DOT_BYTES    a word has four bytes              VNNI: four products and three sums at once
     DOT_PAIRS    two words, of k, k + 2 and of k + 1, k + 3, in 16 bits      AVX2

@@ -19,7 +19,7 @@ from quire.codegen.llvm.builder import Function, Module, Value
 from quire.codegen.llvm.target import Target
 from quire.codegen.llvm.types import F32, I8, I32, I64, typed
 from quire.codegen.phases.activations import HEAD, Activations
-from quire.codegen.phases.weights import BLOCK, GROUP, GROUPS, PANEL, Loader, WeightFormat
+from quire.codegen.phases.weights import BLOCK, GROUP, GROUPS, PANEL, Loader, Scale, WeightFormat
 
 TILE_PARAMETERS = {
     **typed("ptr x w, i64 pitch available blocks first, ptr sums, i64 sums_pitch"),
@@ -61,7 +61,7 @@ class Tiling(NamedTuple):
         plenty = target.registers == 32
         sums = (24 if plenty else 12) // vectors  # rows x panels
         # Beside its sums, a vector of a panel keeps its words and scales, if it has any.
-        kept = 0 if staged.words or format.step == 1 else 2 if format.scaled else 1
+        kept = 0 if staged.words or format.step == 1 else 1 + format.header
         each = 2 if staged.words else 1  # a sum of integers, and one of floats
         panels, most = (3, 8) if vectors == 1 else (1, 4)
         few = []
@@ -112,11 +112,10 @@ class _Tile:
         f = self.f
         zeros = [f.value(0.0, self.float)] * (self.rows * self.vectors)
         before = f.choose(f.given["first"].equals(1), lambda: zeros, self._resting)
-        if self.staged.words:
-            body, step = self._integer_block, 1
-        elif self.load.format.scaled:
-            body, step = self._scaled_block, 1
-        else:
+        step, body = 1, self._integer_block
+        if not self.staged.words and self.load.format.scaled:
+            body = self._scaled_block
+        elif not self.staged.words:
             body, step = self._turn, max(UNROLLED, self.load.format.step)
         stop = f.given["blocks"] * (BLOCK if step > 1 else 1)
         _, *after = f.loop(0, stop, body, carry=[f.given["ask"], *before], step=step)
@@ -141,24 +140,25 @@ class _Tile:
 
     # --- floats
 
-    def _turn(self, k: Value, carried: list[Value]) -> list[Value]:
-        """Two steps of k, from weights that need no scale."""
+    def _turn(self, block: Value, carried: list[Value]) -> list[Value]:
+        """Some steps of k, from weights that need no scale."""
         f, step = self.f, self.load.format.step
         ask, *sums = carried
         ask = self._ask(ask)
         for u in range(0, max(UNROLLED, step), step):
-            x = f.offset(f.given["x"], (k + u) * self.rows, F32)
-            at = (k + u).udiv(step) * self.load.format.step_bytes
+            k = block + u
+            x = f.offset(f.given["x"], k * self.rows, F32)
+            at = k.udiv(step) * self.load.format.step_bytes
             places = [f.offset(start, at, I8) for start in self.starts]
             sums = self._multiply(x, places, [], sums)
         return [ask, *sums]
 
-    def _scaled_block(self, block: Value, sums: list[Value]) -> list[Value]:
+    def _scaled_block(self, block: Value, carried: list[Value]) -> list[Value]:
         """A block of integers that become floats."""
         f, format = self.f, self.load.format
         blocks = [self.load.place(start, block) for start in self.starts]
 
-        def group(g: Value, sums: list[Value]) -> list[Value]:
+        def group(g: Value, carried: list[Value]) -> list[Value]:
             scales = [scale for at in blocks for scale in self.load.scales(at, g)]
             first = (block * GROUPS + g) * GROUP
 
@@ -168,9 +168,9 @@ class _Tile:
                 x = f.offset(f.given["x"], (first + i * format.step) * self.rows, F32)
                 return [ask, *self._multiply(x, self._words_at(blocks, g, i), scales, sums)]
 
-            return f.loop(0, GROUP // format.step, word, carry=sums)
+            return f.loop(0, GROUP // format.step, word, carry=carried)
 
-        return f.loop(0, GROUPS, group, carry=sums)
+        return f.loop(0, GROUPS, group, carry=carried)
 
     def _words_at(self, blocks: Sequence[Value], group: Value, word: Value) -> list[Value]:
         format = self.load.format
@@ -178,7 +178,7 @@ class _Tile:
         return [self.f.offset(block, at, I8) for block in blocks]
 
     def _multiply(
-        self, x: Value, places: Sequence[Value], scales: Sequence[Value], sums: list[Value]
+        self, x: Value, places: Sequence[Value], scales: Sequence[Scale], sums: list[Value]
     ) -> list[Value]:
         """The steps of k of one load. Loads stand beside their use, since LLVM keeps the order."""
         words = [word for place in places for word in self.load.words(place)]
@@ -191,7 +191,7 @@ class _Tile:
         x: Value,
         j: int,
         words: Sequence[Value],
-        scales: Sequence[Value],
+        scales: Sequence[Scale],
         sums: list[Value],
     ) -> list[Value]:
         """One step of k: whichever of x and w are fewer stay in registers."""
@@ -221,21 +221,18 @@ class _Tile:
 
     # --- integers
 
-    def _integer_block(self, block: Value, sums: list[Value]) -> list[Value]:
+    def _integer_block(self, block: Value, carried: list[Value]) -> list[Value]:
         """A block of integers that are multiplied by integers."""
         f, staged = self.f, self.staged
         blocks = [self.load.place(start, block) for start in self.starts]
-        whole = I32.vector(self.load.lanes)
 
         def group(g: Value, carried: list[Value]) -> list[Value]:
             ask, *sums = carried
             at = (block * GROUPS + g) * (staged.group_words * self.rows)
             x = f.offset(f.given["x"], at, F32)
-            zero = self.load.format.zero
-            shifts = [
-                f.splat(staged.total(f, x, self.rows, r) * -zero, whole) for r in range(self.rows)
+            start = [
+                start for r in range(self.rows) for start in [self._begin(x, r)] * self.vectors
             ]
-            start = [shift for shift in shifts for _ in range(self.vectors)]
 
             def word(i: Value, carried: list[Value]) -> list[Value]:
                 ask, *dots = carried
@@ -247,11 +244,16 @@ class _Tile:
             scales = [scale for at in blocks for scale in self.load.scales(at, g)]
             return [ask, *self._scaled(x, dots, scales, sums)]
 
-        return f.loop(0, GROUPS, group, carry=sums)
+        return f.loop(0, GROUPS, group, carry=carried)
 
-    def _dots(
-        self, x: Value, i: Value, places: Sequence[Value], dots: list[Value]
-    ) -> list[Value]:
+    def _begin(self, x: Value, r: int) -> Value:
+        """Where a sum of integers begins: what the zero of the weights adds to it is taken off."""
+        f, zero, type = self.f, self.load.format.zero, I32.vector(self.load.lanes)
+        if not zero:
+            return f.value(0, type)
+        return f.splat(self.staged.total(f, x, self.rows, r) * -zero, type)
+
+    def _dots(self, x: Value, i: Value, places: Sequence[Value], dots: list[Value]) -> list[Value]:
         f, staged = self.f, self.staged
         fours = self.load.format.step // 4  # in a word
         result = list(dots)
@@ -272,13 +274,18 @@ class _Tile:
         return result
 
     def _scaled(
-        self, x: Value, dots: Sequence[Value], scales: Sequence[Value], sums: Sequence[Value]
+        self, x: Value, dots: Sequence[Value], scales: Sequence[Scale], sums: Sequence[Value]
     ) -> list[Value]:
-        """sum + dot * (scale of x * scale of w), for every sum."""
+        """sum + dot * (scale of x * scale of w), and + (total * scale of x) * offset of w."""
         f, result = self.f, []
         for r in range(self.rows):
-            factor = f.splat(self.staged.scale(f, x, r), self.float)
-            for v, scale in enumerate(scales):
+            factor = self.staged.scale(f, x, r)
+            wide = f.splat(factor, self.float)
+            total = f.convert(self.staged.total(f, x, self.rows, r), F32) * factor
+            for v, (scale, offset) in enumerate(scales):
                 place = r * self.vectors + v
-                result.append(f.fma(f.convert(dots[place], F32), factor * scale, sums[place]))
+                value = f.fma(f.convert(dots[place], F32), wide * scale, sums[place])
+                if offset is not None:
+                    value = f.fma(f.splat(total, self.float), offset, value)
+                result.append(value)
         return result

@@ -9,14 +9,16 @@ of k. So a tile reads a panel from its first byte to its last:
     float32    64 x 16 floats
     float16    64 x 16 halves
     bfloat16   32 words x 16: the word of a column holds k in its low half, k + 1 in its high half
-    int8       2 x 16 scales (float16), then 16 words x 16 of four numbers: w = (number - 128) * scale
-    int4       2 x 16 scales (float16), then 8 words x 16 of eight numbers: w = (number - 8) * scale
+    int8       2 x 16 scales, then 16 words x 16 of four numbers: w = (number - 128) * scale
+    int4       2 x 16 scales and 16 offsets, then 8 words x 16 of eight numbers:
+               w = number * scale + offset, rounded once
 
-A scale belongs to 32 k of a column. Byte b of a word of int8 is k + b. A word of int4 has k + b in
-the low half of byte b, and k + 4 + b in the high half, so that each half is a word of four bytes.
+A scale belongs to 32 k of a column; scales and offsets are float16. Byte b of a word of int8 is
+k + b. A word of int4 has k + b in the low half of byte b, and k + 4 + b in the high half, so that
+each half is a word of four bytes. int8 is what GGUF calls Q8_0, int4 is Q4_1; Q4_0 is int4 with the
+offset -8 * scale.
 
-All formats are exact when they are decoded: a number of 8 bits times a scale of 11 bits has 19, and
-float32 has 24. So a format gives the very bits of float32 weights that were rounded to it.
+A format gives the very bits of a layer of float32 whose weights are the decoded ones.
 """
 
 from __future__ import annotations
@@ -35,17 +37,30 @@ MANTISSA, EXPONENT_BIAS = 23, 127  # of float32
 
 
 class WeightFormat(NamedTuple):
-    """How weights are stored: bits of a number, steps of k in a load, and whether it has scales."""
+    """How weights are stored: bits of a number, steps of k in a load, and parts of a header.
+
+    The header of a group has no parts, scales, or scales and offsets.
+    """
 
     name: str
     bits: int
     step: int
-    scaled: bool = False
+    header: int = 0
+
+    @property
+    def scaled(self) -> bool:
+        """Whether numbers are integers with a scale."""
+        return self.header > 0
+
+    @property
+    def shifted(self) -> bool:
+        """Whether numbers have an offset."""
+        return self.header > 1
 
     @property
     def header_bytes(self) -> int:
-        """The bytes of the scales of a block."""
-        return GROUPS * PANEL * F16.size if self.scaled else 0
+        """The bytes of the scales and offsets of a block."""
+        return GROUPS * self.header * PANEL * F16.size
 
     @property
     def block_bytes(self) -> int:
@@ -59,8 +74,8 @@ class WeightFormat(NamedTuple):
 
     @property
     def zero(self) -> int:
-        """The number that stands for 0, if numbers are integers."""
-        return 1 << (self.bits - 1)
+        """The integer that stands for 0, if there is no offset."""
+        return 0 if self.shifted else 1 << (self.bits - 1)
 
     def panel_bytes(self, depth: int) -> int:
         """The bytes of a panel whose columns have `depth` weights."""
@@ -73,11 +88,18 @@ FORMATS = {
         WeightFormat("float32", 32, 1),
         WeightFormat("float16", 16, 1),
         WeightFormat("bfloat16", 16, 2),
-        WeightFormat("int8", 8, 4, scaled=True),
-        WeightFormat("int4", 4, 8, scaled=True),
+        WeightFormat("int8", 8, 4, header=1),
+        WeightFormat("int4", 4, 8, header=2),
     )
 }
 FLOAT32 = FORMATS["float32"]
+
+
+class Scale(NamedTuple):
+    """What makes a weight of an integer: a factor, and perhaps an offset, for each lane."""
+
+    factor: Value
+    offset: Value | None
 
 
 class Loader:
@@ -88,22 +110,25 @@ class Loader:
         self.lanes = min(PANEL, target.lanes(F32))
         self.parts = range(0, PANEL, self.lanes)  # the first column of each vector of a panel
 
-    def scales(self, block: Value, group: Value) -> list[Value]:
-        """The scales of one group of a block, as floats, for each vector of a panel."""
-        f = self.f
-        at = f.offset(block, group * PANEL, F16)
-        return [f.convert(f.load(F16.vector(self.lanes), at, part), F32) for part in self.parts]
+    def scales(self, block: Value, group: Value) -> list[Scale]:
+        """The scales and offsets of a group of a block, as floats, for each vector of a panel."""
+        at = self.f.offset(block, group * (self.format.header * PANEL), F16)
+        offsets = [
+            self._halves(at, PANEL + part) if self.format.shifted else None for part in self.parts
+        ]
+        scales = [self._halves(at, part) for part in self.parts]
+        return [Scale(*both) for both in zip(scales, offsets, strict=True)]
+
+    def _halves(self, place: Value, first: int) -> Value:
+        return self.f.convert(self.f.load(F16.vector(self.lanes), place, first), F32)
 
     def words(self, place: Value) -> list[Value]:
         """What lies at `place` for `format.step` steps of k, for each vector of a panel."""
         f = self.f
         type = {"float32": F32, "float16": F16}.get(self.format.name, I32)
-        return [
-            f.load(type.vector(self.lanes), place, part, align=self.lanes * type.size)
-            for part in self.parts
-        ]
+        return [f.load(type.vector(self.lanes), place, part) for part in self.parts]
 
-    def decode(self, word: Value, j: int, scale: Value | None) -> Value:
+    def decode(self, word: Value, j: int, scale: Scale | None) -> Value:
         """The j-th step of k of what was loaded, as floats."""
         f = self.f
         match self.format.name:
@@ -115,7 +140,10 @@ class Loader:
                 return f.bitcast(word & -65536 if j else word << 16, F32)
         assert scale is not None, "integers have scales"
         byte, half = (j, 0) if self.format.bits == 8 else (j % 4, j // 4)
-        return self._number(word, 8 * byte + 4 * half) * scale
+        number = self._number(word, 8 * byte + 4 * half)
+        if scale.offset is not None:
+            return f.fma(number, scale.factor, scale.offset)
+        return number * scale.factor
 
     def _number(self, word: Value, first: int) -> Value:
         """The number in some bits of a word, less `zero`.
@@ -123,7 +151,7 @@ class Loader:
         Its bits become the highest ones of the mantissa of a power of two, which is then taken off.
         That is two instructions of integers and a sum, and leaves the multipliers to the products.
         """
-        f, bits, power = self.f, self.format.bits, 2 * self.format.zero
+        f, bits, power = self.f, self.format.bits, 1 << self.format.bits
         place = MANTISSA - bits
         moved = word << place - first if place >= first else word.logical_shift(first - place)
         exponent = (bits + EXPONENT_BIAS) << MANTISSA
