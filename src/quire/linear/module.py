@@ -1,4 +1,4 @@
-"""`PackedLinear`, a linear layer whose rows do not know each other, and an embedding tied to one."""
+"""`PackedLinear`, whose rows do not know each other, and an embedding that is tied to one."""
 
 from __future__ import annotations
 
@@ -124,10 +124,17 @@ class PackedLinear(nn.Module):
         """
         _check_weight(weight, weights, half)
         kind, epsilon, norm_tensors = norm_of(norm, weight.shape[1])
+        out_features, in_features = weight.shape
         shape = Shape(
-            weights, weight.shape[1], weight.shape[0], half, merges, kind, epsilon,
-            dtype_name(weight.dtype),
-        )  # fmt: skip
+            weights=weights,
+            in_features=in_features,
+            out_features=out_features,
+            half=half,
+            merges=merges,
+            norm=kind,
+            epsilon=epsilon,
+            dtype=dtype_name(weight.dtype),
+        )
         name, integers = stored_as(weights)
         packed = pack_weights(weight, name, integers=integers, half=half, merges=merges)
         tensors = {"packed": packed.data, **norm_tensors}
@@ -144,9 +151,14 @@ class PackedLinear(nn.Module):
         name, integers = stored_as(shape.weights)
         columns = panels_of(shape.out_features, shape.half, merges=shape.merges).columns
         return PackedWeights(
-            self.packed, columns, FORMATS[name], shape.in_features, shape.out_features,
-            shape.half, integers,
-        )  # fmt: skip
+            data=self.packed,
+            columns=columns,
+            format=FORMATS[name],
+            depth=shape.in_features,
+            width=shape.out_features,
+            half=shape.half,
+            integers=integers,
+        )
 
     @property
     def weight(self) -> Tensor:
@@ -173,18 +185,17 @@ class PackedLinear(nn.Module):
     @never_traced
     def _multiply(self, x: Tensor, given: Mapping[str, Tensor]) -> Tensor:
         depth = self.shape.in_features
-        if not (x.dtype in _ACTIVATIONS and x.is_cpu and x.shape[-1:] == (depth,)):
+        plain = type(x) in (Tensor, nn.Parameter)
+        if not (plain and x.dtype in _ACTIVATIONS and x.is_cpu and x.shape[-1:] == (depth,)):
             _refuse(x, depth)
         if x.requires_grad and torch.is_grad_enabled():
             raise PackedTrainingError(
                 "x must not require a gradient where a layer has packed weights, but it does. Run "
                 "inference under torch.no_grad(), or train the model before it is packed."
             )
-        buffers = self._buffers
-        data = buffers["packed"]
-        key = (x.dtype, config().target, id(data))
+        key = (x.dtype, config().target)
         ready = self._ready.get(key)
-        if ready is None:
+        if ready is None or ready.launch.weights.data is not self.packed:
             ready = self._ready[key] = self._prepare(x.dtype)
         rows = x if x.dim() == 2 else x.reshape(-1, depth)
         width = self.out_features

@@ -4,8 +4,8 @@
     unpack_weights(packed)               # float32 [N, K]: what the kernel multiplies by
 
 Integers have one scale for 32 weights of a row, in float16. The scale of int8 is the largest
-magnitude / 127; int4 has 16 steps from the smallest weight, its offset, to the largest. These are the
-rules of GGUF's Q8_0 and Q4_1, so weights that were stored like that are packed without a change.
+magnitude / 127; int4 has 16 steps from the smallest weight, its offset, to the largest. These are
+the rules of GGUF's Q8_0 and Q4_1, so weights that were stored like that are packed unchanged.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def quantise(weight: Tensor, format: WeightFormat) -> Quantised:
     return Quantised(numbers.to(torch.uint8).flatten(1), header)
 
 
-class Panels(NamedTuple):
+class PanelRows(NamedTuple):
     """Which rows of the weights are in which panel, [panels, 16], -1 for none; and COLUMNS."""
 
     rows: Tensor
     columns: Tensor
 
 
-def panels_of(width: int, half: int = 0, *, merges: bool = False) -> Panels:
+def panels_of(width: int, half: int = 0, *, merges: bool = False) -> PanelRows:
     """Return the panels of `width` columns, plain or in pairs (`codegen/kernels/epilogue.py`)."""
     size = half or width  # of columns that lie side by side
     inner = torch.arange(0, size, PANEL)
@@ -69,7 +69,7 @@ def panels_of(width: int, half: int = 0, *, merges: bool = False) -> Panels:
     into = block * size + inner if merges else first
     lanes = torch.arange(PANEL)
     rows = torch.where(lanes < count[:, None], first[:, None] + lanes, -1)
-    return Panels(rows, torch.stack((into, count, block, column), 1))
+    return PanelRows(rows, torch.stack((into, count, block, column), 1))
 
 
 def pack_weights(
@@ -82,18 +82,28 @@ def pack_weights(
     data = empty_panels(len(panels.rows), format.panel_bytes(depth))
     for first in range(0, len(panels.rows), _PANELS_AT_ONCE):  # so that little memory is needed
         rows = panels.rows[first : first + _PANELS_AT_ONCE].flatten()
-        data[first : first + _PANELS_AT_ONCE] = _panels(_chosen(weight.detach(), rows), format)
-    return PackedWeights(data.flatten(), panels.columns, format, depth, width, half, integers)
+        chosen = _chosen(weight.detach(), rows, repeats=format.scaled)
+        data[first : first + _PANELS_AT_ONCE] = _panels(chosen, format)
+    return PackedWeights(
+        data.flatten(), panels.columns, format, depth, width, half=half, integers=integers
+    )
 
 
 _PANELS_AT_ONCE = 256
 
 
-def _chosen(weight: Tensor, rows: Tensor) -> Tensor:
-    """Return some rows as floats in whole blocks; a row of zeros for -1."""
-    chosen = torch.zeros(len(rows), -(-weight.shape[1] // BLOCK) * BLOCK)
+def _chosen(weight: Tensor, rows: Tensor, *, repeats: bool) -> Tensor:
+    """Return some rows as floats in whole blocks; a row of zeros for -1.
+
+    x is 0 where a block goes beyond the weights. There, either the last weight is repeated, so that
+    the scale of its group is that of real weights, or weights are 0.
+    """
+    depth = weight.shape[1]
+    chosen = torch.zeros(len(rows), -(-depth // BLOCK) * BLOCK)
     exists = rows >= 0
-    chosen[exists, : weight.shape[1]] = weight[rows[exists]].float()
+    chosen[exists, :depth] = weight[rows[exists]].float()
+    if repeats and depth:
+        chosen[:, depth:] = chosen[:, depth - 1 : depth]
     return chosen
 
 

@@ -33,7 +33,8 @@ from quire.runtime.cache import cache_key, code_of, processor_obstacle
 from quire.runtime.interrupt import LONG_WORK, launch_stoppable
 
 ROWS_OF_CHUNK = 128
-BLOCKS_OF_CUT = 12  # blocks of k after which sums rest, if there are many rows
+BLOCKS_OF_CUT = 4
+"""The most blocks of a cut of k. It decides about bits: each cut has a sum of its own."""
 SMALL_WORK = 2**17
 """The most multiplications of a call for which starting threads costs more than it saves."""
 
@@ -67,7 +68,7 @@ class Epilogue(NamedTuple):
     merges: bool = False
 
 
-class Cut(NamedTuple):
+class RowCut(NamedTuple):
     """How a number of rows is computed; see LINEAR."""
 
     tiles: int
@@ -115,43 +116,40 @@ class LinearLaunch:
         norm = [_address(x) for x in (prologue.gain, prologue.bias)]
         sizes = [len(weights.columns), weights.depth, self._blocks]
         self._of_layer = (*pointers, *sizes, *norm, self._finish.address(FINISH.name))
-        self._cuts: dict[tuple[int, int], Cut] = {}
+        self._cuts: dict[tuple[int, int], RowCut] = {}
 
     def run(self, x: Tensor, y: Tensor, captures: Sequence[Tensor] = ()) -> bool:
         """Fill y. Return whether the epilogue used an index out of range."""
-        wrong = False
-        rows, most = x.shape[0], launcher.num_threads()
+        rows = x.shape[0]
         if rows <= ROWS_OF_CHUNK:
-            return self._chunk(x, y, 0, rows, most, captures)
+            return self._chunk(x, y, captures, 0)
+        wrong = False
         for first in range(0, rows, ROWS_OF_CHUNK):
-            last = min(first + ROWS_OF_CHUNK, rows)
-            wrong |= self._chunk(x, y, first, last, most, captures)
+            some = slice(first, first + ROWS_OF_CHUNK)
+            wrong |= self._chunk(x[some], y[some], captures, first)
         return wrong
 
-    def _chunk(
-        self, x: Tensor, y: Tensor, first: int, last: int, most: int, captures: Sequence[Tensor]
-    ) -> bool:
-        rows = last - first
+    def _chunk(self, x: Tensor, y: Tensor, captures: Sequence[Tensor], first: int) -> bool:
+        """Compute some rows; the first of them is row `first` of the call."""
+        rows, most = x.shape[0], launcher.num_threads()
         cut = self._cuts.get((rows, most))
         if cut is None:
             cut = self._cuts[rows, most] = self._cut(rows, most)
         arguments = self._arguments
         block = ctypes.create_string_buffer(LINEAR.size + 8 + arguments.size)
         start = ctypes.addressof(block)
-        x_row, x_column = x.stride()
-        y_row = y.stride(0)
         flag = start + LINEAR.size
         threads = cut.threads
         with launcher.Scratch(threads, cut.scratch_bytes, cut.staged_bytes, 0) as scratch:
-            record = LINEAR.pack_in_order(
+            fields = (
                 0, 0, 0,
-                x.data_ptr() + first * x_row * x.element_size(), x_row, x_column,
-                y.data_ptr() + first * y_row * y.element_size(), y_row, rows, first, flag + 8,
+                x.data_ptr(), *x.stride(), y.data_ptr(), y.stride(0), rows, first, flag + 8,
                 *cut[:7],
                 scratch.partials, scratch.address, scratch.each, cut.sums_bytes,
                 *self._of_layer, self.prologue.epsilon,
             )  # fmt: skip
-            content = b"".join((record, _NO_FLAG, arguments.pack(captures, flag)))
+            packed = arguments.pack(captures, flag)
+            content = b"".join((LINEAR.pack_in_order(*fields), _NO_FLAG, packed))
             ctypes.memmove(start, content, len(content))
             if cut.products > LONG_WORK:
                 counter = ctypes.c_int64.from_buffer(block)
@@ -161,17 +159,17 @@ class LinearLaunch:
                 launcher.launch(self._kernel, start, threads)
         return block[LINEAR.size] != b"\0"
 
-    def _cut(self, rows: int, most: int) -> Cut:
+    def _cut(self, rows: int, most: int) -> RowCut:
         """Return how to compute some rows with at most so many threads."""
         tiling, format, blocks = self._spec.tiling, self.weights.format, self._blocks
         panels, depth = len(self.weights.columns), self.weights.depth
-        tiles, size, cut = 1, tiling.many, blocks
+        tiles, size = 1, tiling.many
+        cut = -(-blocks // max(1, -(-blocks // BLOCKS_OF_CUT)))  # as even as possible
         if rows <= len(tiling.few):
             size, decodes = tiling.few[rows - 1], False
         else:
             tiles = -(-rows // tiling.many.rows)
             decodes = format is not FLOAT32 and not self.weights.integers
-            cut = -(-blocks // -(-blocks // BLOCKS_OF_CUT))  # cuts of even size
         turn = UNROLLED if decodes else max(UNROLLED, format.step)
         item = size.panels * {0: 1, 1: 2}[size.panels % 2] * (2 if size.panels == 1 else 1)
         items = -(-panels // item)
@@ -179,7 +177,7 @@ class LinearLaunch:
         line = blocks * BLOCK * 4
         decoded = size.panels * cut * FLOAT32.block_bytes if decodes else 0
         products = rows * depth * panels * PANEL
-        return Cut(
+        return RowCut(
             tiles=tiles,
             tile_panels=size.panels,
             item_panels=item,

@@ -2,9 +2,9 @@
 
     finish(record, arguments, sums, panel, count, rows, sums_pitch)
 
-The graph has the inputs `value`, `row` and `column`. Lanes run over the columns of a panel. Captured
-tensors and constants are in `arguments`, as those of mods are (`codegen/mods/arguments.py`).
-Without a graph the result is the value.
+The graph has the inputs `value`, `row` and `column`. Lanes run over the columns of a panel.
+Captured tensors and constants are in `arguments`, as those of mods are
+(`codegen/mods/arguments.py`). Without a graph the result is the value.
 
 Columns may come in blocks of pairs: columns i and i + half of a block are partners. Then panels
 alternate, one of first halves and one of second halves, and the graph has the inputs `other`, the
@@ -14,6 +14,7 @@ results, or one if `merges`, of the first half.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from quire.codegen.kernels.linear import FINISH, LINEAR
@@ -28,7 +29,7 @@ from quire.ir.graph import Node
 
 COLUMNS = Layout("columns", typed("i64 first count block column"))
 """An entry of the table of columns, for one panel: where its results go, how many there are, its
-block of pairs, and the first column in that block; of plain columns, block 0 and the first again."""
+block of pairs, and the first column in that block; for plain columns, block 0 and `first`."""
 
 
 class EpilogueSpec(NamedTuple):
@@ -72,24 +73,18 @@ class _Epilogue:
             with f.range(0, given["count"], step) as panel:
                 values = [f.load(self.vector, line, (panel + i) * PANEL) for i in range(step)]
                 for i in range(1 if self.spec.merges else step):
-                    place = given["panel"] + panel + i
                     spare = f.offset(line, (panel + i) * PANEL, F32)
-                    self._store(uniform, row, place, values[i], values[:i] + values[i + 1 :], spare)
+                    self._store(uniform, row, given["panel"] + panel + i, values, spare)
+                    values.reverse()
 
     def _store(
-        self,
-        uniform: Scope,
-        row: Value,
-        panel: Value,
-        value: Value,
-        other: list[Value],
-        spare: Value,
+        self, uniform: Scope, row: Value, panel: Value, values: Sequence[Value], spare: Value
     ) -> None:
         """Compute the results of a panel of one row, and store those that exist."""
         f, stored = self.f, storage(self.spec.y)
         entry = f.offset(self.columns, panel * COLUMNS.size, I8)
         first, count = (f.field(COLUMNS, entry, name) for name in ("first", "count"))
-        result = self._computed(uniform, entry, count, value, other)
+        result = self._computed(uniform, entry, count, *values)
         out = f.offset(self.y, row * self.y_row + first, stored.memory)
         raw = stored.write(f, result)
 
@@ -101,7 +96,7 @@ class _Epilogue:
         f.choose(count.equals(PANEL), lambda: f.store(raw, out), part)
 
     def _computed(
-        self, uniform: Scope, entry: Value, count: Value, value: Value, other: list[Value]
+        self, uniform: Scope, entry: Value, count: Value, value: Value, *other: Value
     ) -> Value:
         graph = self.spec.graph
         if graph is None:

@@ -8,13 +8,15 @@ Threads take items off a counter. A thread that takes panels waits until all row
 threads that stage them never wait. It takes the item after the next one early, so that it can ask
 for its memory in time.
 
-    for some blocks of k, so that they stay in the cache:
+    for each cut, a few blocks of k, which stay in the cache:
         for some of the panels of the item:
             decode them to floats, if there are many rows and they are not floats yet
-            for each tile of rows: multiply; sums rest in working memory
+            for each tile of rows: multiply, and add to sums in working memory
     then the epilogue (`kernels/epilogue.py`) makes results of the sums, and stores them
 
-Every number is one chain of multiply-adds over k, whatever the number of rows, threads or blocks.
+Every number is a chain of multiply-adds for each cut, and the sum of these chains in order. How k
+is cut depends on the layer alone, so bits do not depend on the number of rows or threads. One chain
+over all k would be less exact.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from quire.codegen.llvm.builder import Function, Module, Signature, Value
 from quire.codegen.llvm.target import Target
 from quire.codegen.llvm.types import F32, F64, I8, I64, PTR, Layout, typed
 from quire.codegen.phases.activations import Activations, Stager
-from quire.codegen.phases.linear_tiles import Tiling, write_tile
+from quire.codegen.phases.linear_tiles import TileSizes, write_tile
 from quire.codegen.phases.norm import Norm, write_norm
 from quire.codegen.phases.staging import storage
 from quire.codegen.phases.weights import BLOCK, FLOAT32, FORMATS, PANEL, Loader, WeightFormat
@@ -53,7 +55,7 @@ LINEAR = Layout(
     tiles, tile_panels      rows are cut into `tiles` as even as possible, panels into these
     item_panels, items      panels that a thread takes at once, and how often it can
     decodes                 1 if panels are decoded once for all tiles
-    cut                     blocks of k after which sums rest
+    cut                     blocks of a cut of k
     ask_bytes               bytes of a panel that one turn of a tile reads
     columns                 what the epilogue knows of each panel (`kernels/epilogue.py`)
     blocks                  depth in blocks of 64
@@ -87,9 +89,9 @@ class LinearSpec(NamedTuple):
         return Activations.integers(self.target) if self.integers else Activations()
 
     @property
-    def tiling(self) -> Tiling:
+    def tiling(self) -> TileSizes:
         """Return the sizes of tiles."""
-        return Tiling.of(self.target, self.format, self.staged)
+        return TileSizes.of(self.target, self.format, self.staged)
 
 
 def write_linear(spec: LinearSpec) -> Module:
@@ -179,7 +181,7 @@ class _Nest:
                 ask_panel = f.select(after < count, panel + after, elsewhere)
                 ask_block = f.select(after < count, block, ask_block)
                 ask = self._weights_at(ask_panel, ask_block)
-                self._panels(panel + sub, sub, count - sub, block, end, ask)
+                self._panels(panel, sub, count - sub, (block, end), ask)
                 return [after]
 
             f.repeat(lambda carried: carried[0] < count, some_panels, [f.value(0, I64)])
@@ -193,11 +195,12 @@ class _Nest:
         return self.f.offset(self["weights"], at, I8)
 
     def _panels(
-        self, panel: Value, sub: Value, available: Value, block: Value, end: Value, ask: Value
+        self, panel: Value, sub: Value, available: Value, cut: tuple[Value, Value], ask: Value
     ) -> None:
-        """Some panels and blocks of k, all tiles of rows."""
+        """Some panels of an item, from `sub` on, and a cut of k: all tiles of rows."""
         f = self.f
-        source = self._weights_at(panel, block)
+        block, end = cut
+        source = self._weights_at(panel + sub, block)
         count = end - block
         decoded_pitch = self["cut"] * FLOAT32.block_bytes
 
@@ -288,7 +291,7 @@ def _write_stage(module: Module, spec: LinearSpec) -> Function:
         stager = Stager(f, spec.staged)
         with f.range(0, rows) as row:
             source = f.offset(get("x"), (first + row) * get("x_row"), stored.memory)
-            _copy_row(f, spec, source, get("x_column"), depth, line)
+            _copy_row(f, spec, source, step=get("x_column"), depth=depth, line=line)
             with f.range(depth, blocks * BLOCK) as k:
                 f.store(f.value(0.0, F32), line, k)
             if spec.norm != "none":
@@ -298,7 +301,7 @@ def _write_stage(module: Module, spec: LinearSpec) -> Function:
 
 
 def _copy_row(
-    f: Function, spec: LinearSpec, source: Value, step: Value, depth: Value, line: Value
+    f: Function, spec: LinearSpec, source: Value, *, step: Value, depth: Value, line: Value
 ) -> None:
     """Copy a row of x as floats: vectors if its numbers are neighbours."""
     stored, lanes = storage(spec.x), spec.target.lanes(F32)

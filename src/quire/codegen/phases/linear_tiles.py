@@ -5,9 +5,9 @@
     x row 0 |  sum  |  sum  |      x is staged (`activations.py`): one pointer for all rows
     x row 1 |  sum  |  sum  |
 
-Every number of the result is one chain of fused multiply-adds in ascending k. So its bits depend
-neither on the number of rows nor on the shape of the tile. If x is quantised, a chain has one
-multiply-add for each group of k, whose sum of integers is exact.
+Every number that a tile gives is one chain of fused multiply-adds in ascending k. So its bits
+depend neither on the number of rows nor on the shape of the tile. If x is quantised, a chain has
+one multiply-add for each group of k, whose sum of integers is exact.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ TILE_PARAMETERS = {
 
     x           the staged rows
     w, pitch    its first panel, and the bytes from panel to panel
-    available   how many panels exist; further ones are computed from the last, and nobody reads them
+    available   how many panels exist; further ones repeat the last, and nobody reads their sums
     blocks      blocks of k
-    first       1 if sums begin at zero, 0 if they go on from `sums`
+    first       1 if these are the first blocks, 0 if what they give is added to `sums`
     sums        [row][panel][16], with `sums_pitch` numbers from row to row
     ask         memory that is read next: a line of each panel per turn, `ask_step` bytes further on
 """
@@ -45,7 +45,7 @@ class TileSize(NamedTuple):
     panels: int
 
 
-class Tiling(NamedTuple):
+class TileSizes(NamedTuple):
     """The tiles of a processor: one size for each small number of rows, and `many` for more.
 
     Few rows are limited by memory, so they read many panels at once: each is a stream of memory.
@@ -55,7 +55,7 @@ class Tiling(NamedTuple):
     many: TileSize
 
     @staticmethod
-    def of(target: Target, format: WeightFormat, staged: Activations) -> Tiling:
+    def of(target: Target, format: WeightFormat, staged: Activations) -> TileSizes:
         """Return the tiles that fit the registers."""
         vectors = PANEL // min(PANEL, target.lanes(F32))  # of a panel
         plenty = target.registers == 32
@@ -70,7 +70,7 @@ class Tiling(NamedTuple):
             wide = min(most, room // (vectors * (rows * each + kept)))
             if wide > panels:
                 few.append(TileSize(rows, wide))
-        return Tiling(tuple(few), TileSize(sums // each // panels, panels))
+        return TileSizes(tuple(few), TileSize(sums // each // panels, panels))
 
     @property
     def sizes(self) -> list[TileSize]:
@@ -110,8 +110,7 @@ class _Tile:
 
     def write(self) -> None:
         f = self.f
-        zeros = [f.value(0.0, self.float)] * (self.rows * self.vectors)
-        before = f.choose(f.given["first"].equals(1), lambda: zeros, self._resting)
+        before = [f.value(0.0, self.float)] * (self.rows * self.vectors)
         step, body = 1, self._integer_block
         if not self.staged.words and self.load.format.scaled:
             body = self._scaled_block
@@ -119,7 +118,12 @@ class _Tile:
             body, step = self._turn, max(UNROLLED, self.load.format.step)
         stop = f.given["blocks"] * (BLOCK if step > 1 else 1)
         _, *after = f.loop(0, stop, body, carry=[f.given["ask"], *before], step=step)
-        for place, value in enumerate(after):
+
+        def add() -> list[Value]:
+            places = range(len(after))
+            return [f.load(self.float, *self._sum_at(place)) + after[place] for place in places]
+
+        for place, value in enumerate(f.choose(f.given["first"].equals(1), lambda: after, add)):
             f.store(value, *self._sum_at(place))
 
     def _ask(self, ask: Value) -> Value:
@@ -133,10 +137,6 @@ class _Tile:
         row, vector = divmod(place, self.vectors)
         pitch = self.f.given["sums_pitch"]
         return self.f.offset(self.f.given["sums"], pitch * row, F32), vector * self.load.lanes
-
-    def _resting(self) -> list[Value]:
-        count = range(self.rows * self.vectors)
-        return [self.f.load(self.float, *self._sum_at(place)) for place in count]
 
     # --- floats
 

@@ -3,8 +3,8 @@
     rms      x / sqrt(mean(x^2) + epsilon) * gain
     layer    (x - mean(x)) / sqrt(mean((x - mean(x))^2) + epsilon) * gain + bias
 
-A row lies in working memory, with zeros up to whole blocks. Sums are of 2 x 16 lanes, which are then
-added as a tree. So a row's result does not depend on the rows beside it.
+A row lies in working memory, with zeros up to whole blocks. Sums are of 2 x 16 lanes, which are
+then added as a tree. So a row's result does not depend on the rows beside it.
 """
 
 from __future__ import annotations
