@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
@@ -10,7 +12,10 @@ import torch
 from torch import nn
 
 from quire.errors import ArgumentError
+from quire.linear import families
+from quire.linear.gguf import integer_weights
 from quire.linear.module import PackedEmbedding, PackedLinear, Weights, stored_as
+from quire.linear.packing import IntegerWeight
 
 Choice = Sequence[str] | Callable[[str, nn.Module], bool]
 
@@ -20,6 +25,8 @@ def pack(
     weights: Weights = "float32",
     *,
     only: Choice | None = None,
+    fused: bool = True,
+    gguf: str | os.PathLike[str] | None = None,
     progress: bool = False,
 ) -> nn.Module:
     """Exchange the linear layers of a model for packed ones, in place, and return the model.
@@ -27,9 +34,13 @@ def pack(
         quire.linear.pack(model, weights="int8", only=["model.layers.*"])
 
     `only` are names, in which * stands for anything, or a function of (name, layer). An embedding
-    that is tied to a layer stays tied, and its weights are stored once. The model can no longer be
-    trained, so none of its parameters requires a gradient afterwards. At any time there is at
-    most one layer in both forms.
+    that is tied to a layer stays tied, and its weights are stored once. In the families that are
+    known (`linear/families.py`), norms, rotary embeddings and activations are fused with the layers
+    beside them, unless `fused` is False. The model can no longer be trained, so none of its
+    parameters requires a gradient afterwards. At any time, one layer at most is in both forms.
+
+    `gguf` is the file that the model was loaded from. Layers that it stores as Q8_0, Q4_0 or Q4_1
+    keep these very numbers, as int8 and int4; `weights` is for the others.
     """
     stored_as(weights)
     if isinstance(model, nn.Linear):
@@ -37,6 +48,9 @@ def pack(
             "model must have linear layers, but is one itself. Use PackedLinear.from_linear."
         )
     model.requires_grad_(False)
+    given = {} if gguf is None else integer_weights(gguf, model)
+    if fused:
+        families.fuse(model, weights, functools.partial(is_chosen, only), given)
     chosen = [
         (name, layer) for name, layer in model.named_modules()
         if type(layer) is nn.Linear and is_chosen(only, name, layer)
@@ -45,25 +59,27 @@ def pack(
     for count, (name, layer) in enumerate(chosen):
         if progress:
             _show(count, len(chosen), name)
-        _exchange(model, name, layer, weights, known)
+        _exchange(model, name, _packed(layer, weights, given.get(name), known))
     if progress:
         _show(len(chosen), len(chosen), "")
     return model
 
 
-def _exchange(
-    model: nn.Module,
-    name: str,
-    layer: nn.Linear,
-    weights: Weights,
-    known: dict[int, PackedLinear],
-) -> None:
-    """Pack one layer, and what is tied to it."""
-    identity = id(layer.weight)
-    packed = known.get(identity)
+def _packed(
+    layer: nn.Linear, weights: Weights, given: IntegerWeight | None, known: dict[int, PackedLinear]
+) -> PackedLinear:
+    """Pack one layer; layers without a bias that share a weight are one packed layer."""
+    packed = known.get(id(layer.weight))
     if packed is None or layer.bias is not None or packed.bias is not None:
-        packed = PackedLinear.from_linear(layer, weights)
-    known[identity] = packed
+        weight = layer.weight if given is None else given
+        packed = PackedLinear.from_weight(weight, layer.bias, weights=weights)
+    known[id(layer.weight)] = packed
+    return packed
+
+
+def _exchange(model: nn.Module, name: str, packed: PackedLinear) -> None:
+    """Put a packed layer in the place of a layer, and of what is tied to it."""
+    layer = model.get_submodule(name)
     for other, module in list(model.named_modules()):
         if isinstance(module, nn.Embedding) and module.weight is layer.weight:
             set_module(model, other, PackedEmbedding(packed, module.padding_idx))
@@ -76,6 +92,7 @@ def unpack(model: nn.Module) -> nn.Module:
 
     Weights are those that the packed layers multiplied by, in the dtype that they had before.
     """
+    families.unfuse(model, lambda layer: _linear(layer, "", fused=True))
     made: dict[int, nn.Linear] = {}
     for name, layer in list(model.named_modules(remove_duplicate=False)):
         if isinstance(layer, PackedLinear):
@@ -93,12 +110,12 @@ def unpack(model: nn.Module) -> nn.Module:
     return model
 
 
-def _linear(layer: PackedLinear, name: str) -> nn.Linear:
+def _linear(layer: PackedLinear, name: str, *, fused: bool = False) -> nn.Linear:
     shape = layer.shape
-    if shape.norm != "none" or layer.epilogue is not None:
+    if not fused and (shape.norm != "none" or layer.epilogue is not None):
         raise ArgumentError(
-            f"{name} must be a plain layer to be unpacked, but has a norm or an epilogue. Pack the "
-            f"model without fusing, or keep the original."
+            f"{name} must be a plain layer to be unpacked, but has a norm or an epilogue. Keep the "
+            f"layer that it was made of."
         )
     dtype: torch.dtype = getattr(torch, shape.dtype)
     with torch.device("meta"):

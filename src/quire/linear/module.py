@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from quire.errors import (
     TensorKindError,
 )
 from quire.ir.trace import trace
-from quire.linear.packing import pack_weights, panels_of, unpack_weights
+from quire.linear.packing import IntegerWeight, pack_weights, panels_of, unpack_weights
 from quire.runtime.linear import Epilogue, LinearLaunch, PackedWeights, Prologue
 from quire.support.dynamo import never_traced
 
@@ -108,7 +108,7 @@ class PackedLinear(nn.Module):
     @classmethod
     def from_weight(
         cls,
-        weight: Tensor,
+        weight: Tensor | IntegerWeight,
         bias: Tensor | None = None,
         *,
         weights: Weights = "float32",
@@ -122,7 +122,10 @@ class PackedLinear(nn.Module):
         With `half`, columns i and i + half are partners, in blocks of 2 * half, and the epilogue is
         a function of (value, other, row, block, column). If it `merges`, each pair has one result.
         """
-        _check_weight(weight, weights, half)
+        if isinstance(weight, IntegerWeight):
+            weights = kept_as(weight, weights)
+        else:
+            _check_weight(weight, weights, half)
         kind, epsilon, norm_tensors = norm_of(norm, weight.shape[1])
         out_features, in_features = weight.shape
         shape = Shape(
@@ -336,6 +339,13 @@ def stored_as(weights: str) -> tuple[str, bool]:
             f"float32 for the numbers of the layer as they are."
         )
     return {"w8a8": ("int8", True), "w4a8": ("int4", True)}.get(weights, (weights, False))
+
+
+def kept_as(weight: IntegerWeight, weights: Weights) -> Weights:
+    """Return how integers are stored that were given; `weights` says if activations are, too."""
+    own = cast(Weights, weight.format.name)
+    quantised: dict[Weights, Weights] = {"int8": "w8a8", "int4": "w4a8"}
+    return quantised[own] if stored_as(weights)[1] else own
 
 
 def norm_of(norm: nn.Module | None, depth: int) -> tuple[Norm, float, dict[str, Tensor]]:

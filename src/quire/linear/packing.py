@@ -11,6 +11,7 @@ the rules of GGUF's Q8_0 and Q4_1, so weights that were stored like that are pac
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,14 +24,52 @@ _HUGE_PAGE = 2 << 20
 _NARROW = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-class Quantised(NamedTuple):
+class IntegerWeight(NamedTuple):
     """Weights as integers [N, K] from 0 on, and float16 scales and offsets [N, K / 32, 1 or 2]."""
 
+    format: WeightFormat
     numbers: Tensor  # uint8
     header: Tensor
 
+    @property
+    def shape(self) -> torch.Size:
+        """Return N and K."""
+        return self.numbers.shape
 
-def quantise(weight: Tensor, format: WeightFormat) -> Quantised:
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of the weights that it stands for."""
+        return torch.float32
+
+    @staticmethod
+    def joined(parts: Sequence[IntegerWeight]) -> IntegerWeight:
+        """Return the rows of several weights of one format."""
+        return IntegerWeight(
+            parts[0].format,
+            torch.cat([part.numbers for part in parts]),
+            torch.cat([part.header for part in parts]),
+        )
+
+    def chosen(self, rows: Tensor) -> IntegerWeight:
+        """Return some rows in whole blocks; a row of zeros for -1."""
+        groups = -(-self.shape[1] // BLOCK) * GROUPS
+        numbers = self.numbers.new_full((len(rows), groups * GROUP), self.format.zero)
+        header = self.header.new_zeros(len(rows), groups, self.format.header)
+        exists = rows >= 0
+        numbers[exists, : self.shape[1]] = self.numbers[rows[exists]]
+        header[exists, : self.header.shape[1]] = self.header[rows[exists]]
+        return IntegerWeight(self.format, numbers, header)
+
+
+def quantised_weight(weight: IntegerWeight) -> Tensor:
+    """Return the float32 weights [N, K] that integers stand for."""
+    numbers = (weight.numbers.float() - weight.format.zero).unflatten(1, (-1, GROUP))
+    header = weight.header.float()
+    exact: Tensor = numbers * header[..., :1]  # so that adding an offset rounds once
+    return (exact + header[..., 1:] if weight.format.shifted else exact).flatten(1)
+
+
+def quantise(weight: Tensor, format: WeightFormat) -> IntegerWeight:
     """Return weights [N, K] as integers; K is a multiple of 32."""
     groups = weight.unflatten(1, (-1, GROUP))
     if format.shifted:
@@ -44,7 +83,7 @@ def quantise(weight: Tensor, format: WeightFormat) -> Quantised:
     ratio = torch.where((wide != 0) & wide.isfinite(), groups / wide, 0).nan_to_num()
     low, high = (0, 15) if format.shifted else (-127, 127)
     numbers = ratio.round().clamp(low, high) + format.zero
-    return Quantised(numbers.to(torch.uint8).flatten(1), header)
+    return IntegerWeight(format, numbers.to(torch.uint8).flatten(1), header)
 
 
 class PanelRows(NamedTuple):
@@ -73,17 +112,25 @@ def panels_of(width: int, half: int = 0, *, merges: bool = False) -> PanelRows:
 
 
 def pack_weights(
-    weight: Tensor, name: str, *, integers: bool = False, half: int = 0, merges: bool = False
+    weight: Tensor | IntegerWeight,
+    name: str,
+    *,
+    integers: bool = False,
+    half: int = 0,
+    merges: bool = False,
 ) -> PackedWeights:
-    """Return weights [N, K] in a format."""
+    """Return weights [N, K] in a format; if they are integers, in the format that they have."""
     format = FORMATS[name]
     width, depth = weight.shape
     panels = panels_of(width, half, merges=merges)
     data = empty_panels(len(panels.rows), format.panel_bytes(depth))
     for first in range(0, len(panels.rows), _PANELS_AT_ONCE):  # so that little memory is needed
         rows = panels.rows[first : first + _PANELS_AT_ONCE].flatten()
-        chosen = _chosen(weight.detach(), rows, repeats=format.scaled)
-        data[first : first + _PANELS_AT_ONCE] = _panels(chosen, format)
+        if isinstance(weight, IntegerWeight):
+            panel = _pack_integers(weight.chosen(rows))
+        else:
+            panel = _panels(_chosen(weight.detach(), rows, repeats=format.scaled), format)
+        data[first : first + _PANELS_AT_ONCE] = panel
     return PackedWeights(
         data.flatten(), panels.columns, format, depth, width, half=half, integers=integers
     )
@@ -110,16 +157,16 @@ def _chosen(weight: Tensor, rows: Tensor, *, repeats: bool) -> Tensor:
 def _panels(weight: Tensor, format: WeightFormat) -> Tensor:
     """Return weights of whole panels and blocks as bytes [panels, bytes]."""
     if format.scaled:
-        return pack_integers(quantise(weight, format), format)
+        return _pack_integers(quantise(weight, format))
     numbers = weight.to(_NARROW[format.name]).view(-1, PANEL, weight.shape[1])
     if format.step == 1:
         return _bytes(numbers.transpose(1, 2))
     return _bytes(numbers.unflatten(2, (-1, format.step)).transpose(1, 2))
 
 
-def pack_integers(quantised: Quantised, format: WeightFormat) -> Tensor:
+def _pack_integers(weight: IntegerWeight) -> Tensor:
     """Return integers of whole panels and blocks as bytes [panels, bytes]."""
-    numbers, header = quantised
+    format, numbers, header = weight
     panels, blocks = numbers.shape[0] // PANEL, numbers.shape[1] // BLOCK
     # [panel, block, word, column, k of the word]
     words = numbers.view(panels, PANEL, blocks, -1, format.step).permute(0, 2, 3, 1, 4)
@@ -168,10 +215,8 @@ def _rows_at(packed: PackedWeights, places: Tensor) -> Tensor:
         return floats[panel, :, lane].float().flatten(1)
     header, body = data[..., : format.header_bytes], data[..., format.header_bytes :]
     parts = header.view(torch.float16).unflatten(2, (GROUPS, format.header, PANEL))
-    scales = parts[panel, ..., lane].flatten(1, 2).float()  # [row, group, scale or offset]
+    scales = parts[panel, ..., lane].flatten(1, 2)  # [row, group, scale or offset]
     words = body.unflatten(2, (-1, PANEL, 4))[panel, :, :, lane]  # [row, block, word, byte]
     if format.bits == 4:
         words = torch.cat((words & 15, words >> 4), 3)
-    numbers = (words.flatten(1).float() - format.zero).unflatten(1, (-1, GROUP))
-    weights: Tensor = numbers * scales[..., :1]  # exact, so that adding an offset rounds once
-    return (weights + scales[..., 1:] if format.shifted else weights).flatten(1)
+    return quantised_weight(IntegerWeight(format, words.flatten(1), scales))
