@@ -34,6 +34,7 @@ LAYERS = """
     draw
     api
     kv
+    linear
     operator
     plans
     backends

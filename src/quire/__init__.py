@@ -7,6 +7,7 @@ from importlib.metadata import version
 _collecting = gc.isenabled()
 gc.disable()
 try:
+    from quire import linear as linear
     from quire import mods
     from quire import operator as operator
     from quire.api.attention import attention

@@ -1,4 +1,4 @@
-"""The specification: attention in plain torch.
+"""The specification: attention in plain torch, and linear layers.
 
 Only tests import this module. It decides every question of meaning, and every other path is
 compared with it. Mods are evaluated as the user wrote them, by torch.vmap, without quire's tracer.
@@ -42,6 +42,9 @@ Whole score matrices are computed; nothing here is meant to be fast. A row is a 
 - In ragged memory, each sequence is computed on its own. `b` is its number and positions count from
   its first row. Its last query has the position of its last key; with more queries than keys, both
   begin at 0. A row of the query that belongs to no sequence is a row that reads no key.
+- A linear layer multiplies by the weights that its format decodes to. Integer activations have one
+  scale for 32 numbers of a row, their largest magnitude / 127, and are rounded half to even. If one
+  of the 32 is not finite, the results of the row are NaN.
 """
 
 from __future__ import annotations
@@ -288,3 +291,24 @@ def _weighted_sum(probabilities: Tensor, values: Tensor, read: Tensor, finite: b
         return probabilities @ values
     seen = torch.where(read.unsqueeze(-1), values.unsqueeze(-3), 0.0)
     return (probabilities.unsqueeze(-1) * seen).sum(-2)
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, integers: bool = False
+) -> Tensor:
+    """Return x @ weight.T + bias in float64; x is first rounded to integers, if so."""
+    rows = quantised_rows(x) if integers else x.double()
+    result = rows @ weight.double().T
+    return result if bias is None else result + bias.double()
+
+
+def quantised_rows(x: Tensor) -> Tensor:
+    """Return rows [M, K] as integers times their scales, in float64."""
+    depth = x.shape[1]
+    groups = torch.nn.functional.pad(x.float(), (0, -depth % 32)).unflatten(1, (-1, 32))
+    largest = groups.abs().amax(2, keepdim=True)
+    inverse = torch.where(largest > 0, 127 / largest, 0)
+    scale = torch.where(largest.isfinite(), largest / 127, torch.nan)
+    numbers = (groups * inverse).round().nan_to_num().double()
+    rows: Tensor = (numbers * scale.double()).flatten(1)[:, :depth]
+    return rows

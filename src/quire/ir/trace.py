@@ -36,12 +36,18 @@ from quire.ir.promote import promote
 from quire.ir.source import Location, describe, raising_location
 from quire.ir.symbol import Recorded, Recorder, Symbol, TraceMode
 
-Kind: TypeAlias = Literal["score", "mask"]
+Kind: TypeAlias = Literal["score", "mask", "epilogue", "pair"]
 Mod: TypeAlias = Callable[..., Any]
 
 MASK_INPUTS = ("b", "h", "q_idx", "kv_idx")
 SCORE_INPUTS = ("score", *MASK_INPUTS)
-INPUTS: dict[Kind, tuple[str, ...]] = {"score": SCORE_INPUTS, "mask": MASK_INPUTS}
+INPUTS: dict[Kind, tuple[str, ...]] = {
+    "score": SCORE_INPUTS,
+    "mask": MASK_INPUTS,
+    "epilogue": ("value", "row", "column"),  # of a linear layer
+    "pair": ("value", "other", "row", "block", "column"),  # whose columns come in pairs
+}
+_FLOATS = ("score", "value", "other")  # inputs that are no indices
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,14 +136,14 @@ def trace(
     check_signature(mod, kind)
     recorder = Recorder(device or _CPU)
     result = _run(mod, kind, recorder.inputs(_input_nodes(kind, score_dtype)))
-    wanted = score_dtype if kind == "score" else torch.bool
-    output = _result_node(result, wanted, recorder, mod)
+    wanted = torch.bool if kind == "mask" else score_dtype
+    output = _result_node(result, wanted, recorder, mod, kind)
     return Traced(output, tuple(recorder.captures), kind, mod_name(mod), recorder.lines)
 
 
 @functools.cache
 def _input_nodes(kind: Kind, score_dtype: torch.dtype) -> tuple[Node, ...]:
-    dtypes = {"score": score_dtype}
+    dtypes = dict.fromkeys(_FLOATS, score_dtype)
     return tuple(Node("input", (), dtypes.get(name, torch.int64), name) for name in INPUTS[kind])
 
 
@@ -165,10 +171,12 @@ def _run(mod: Mod, kind: Kind, symbols: list[Symbol]) -> Any:
         ) from error
 
 
-def _result_node(result: object, wanted: torch.dtype, recorder: Recorder, mod: Mod) -> Node:
+def _result_node(
+    result: object, wanted: torch.dtype, recorder: Recorder, mod: Mod, of: Kind
+) -> Node:
     if type(result) is Symbol and result.node.dtype is wanted and result.recorder is recorder:
         return result.node
-    kind = "mask_mod" if wanted == torch.bool else "score_mod"
+    kind = f"{of}_mod"
     if isinstance(result, Recorded | Tensor) and len(result.shape) > 0:
         raise ModResultError(
             f"{kind} {mod_name(mod)!r} must return one scalar for each element, but returned a "
@@ -209,9 +217,10 @@ def call_name(*mods: Mod | str | None) -> str:
 
 def mod_kind(mod: Mod) -> Kind:
     """'mask' for a function of 4 positional arguments, 'score' for one of 5."""
+    kind: Kind
     arity = _arity(mod, "a mod", "(score, b, h, q_idx, kv_idx)")
-    for kind, names in INPUTS.items():
-        if len(names) == arity.least:
+    for kind in ("score", "mask"):
+        if len(INPUTS[kind]) == arity.least:
             return kind
     raise ModSignatureError(
         f"a mod must be a mask_mod(b, h, q_idx, kv_idx) or a score_mod(score, b, h, q_idx, kv_idx)"

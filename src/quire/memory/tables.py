@@ -299,8 +299,8 @@ def _check_pages(numbers: NDArray[np.int32], num_pages: int, first: Numbers, las
 class ClosedUp(NamedTuple):
     """Tables without holes: the page table, first and end of each sequence, and where pages belong.
 
-        page table       4  -1   7   2  -1        places      0  2  3
-        without holes    4   7   2
+    page table       4  -1   7   2  -1        places      0  2  3
+    without holes    4   7   2
     """
 
     table: Tensor
