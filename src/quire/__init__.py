@@ -7,7 +7,7 @@ from importlib.metadata import version
 _collecting = gc.isenabled()
 gc.disable()
 try:
-    from quire import mods
+    from quire import distributed, mods
     from quire import operator as operator
     from quire.api.attention import attention
     from quire.api.explain import explain
@@ -58,6 +58,7 @@ __all__ = [
     "attention_gradients",
     "create_block_mask",
     "create_mask",
+    "distributed",
     "draw",
     "explain",
     "flex_attention",

@@ -10,6 +10,7 @@
     ├── ArgumentError            a number or value out of its range                ValueError, TypeError
     ├── OptionError              kernel_options, AuxRequest                        ValueError, RuntimeError, AssertionError
     ├── BackendError             the chosen backend cannot run this call           NotImplementedError
+    ├── DistributedError         ranks that disagree, fail or are gone             RuntimeError
     ├── CodegenError             generated code is malformed: a bug of quire       RuntimeError
     ├── KernelMismatchError      a kernel's result is wrong (QUIRE_CHECK=1)        RuntimeError
     ├── MissingModelError        a model that is not installed, or a wrong file    ImportError
@@ -89,6 +90,10 @@ class OptionError(QuireError, ValueError, RuntimeError, AssertionError):
 
 class BackendError(QuireError, NotImplementedError):
     """The chosen backend cannot run this call."""
+
+
+class DistributedError(QuireError, RuntimeError):
+    """The ranks of a group do not agree, or one of them raised an error or is gone."""
 
 
 class CodegenError(QuireError, RuntimeError):
