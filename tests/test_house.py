@@ -165,7 +165,9 @@ def test_nothing_hides_a_module_of_its_name() -> None:
 
 # Messages
 
-PLAIN = re.compile(r"quire\.(api|block_mask|checks|distributed|draw|integrations|kv|mods|tools)\b.*")
+PLAIN = re.compile(
+    r"quire\.(api|block_mask|checks|distributed|draw|integrations|kv|mods|tools)\b.*"
+)
 
 
 @pytest.mark.parametrize("module", [*filter(PLAIN.fullmatch, SOURCES)])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quire.block_mask.blocks import ceil_div
-from quire.distributed.group import Group
+from quire.distributed.group import RankGroup
 from quire.distributed.layouts import Division
 from quire.distributed.reads import Numbers
 from quire.distributed.routes import Route
@@ -41,7 +41,7 @@ class ContextPlan:
     length: int
     block: int
     compared: tuple[Division, ...]
-    group: Group
+    group: RankGroup
     sizes: tuple[int, int] = (1, 1)
     bytes_per_key: int | None = None
 

@@ -27,7 +27,7 @@ MESSAGE_BYTES = 2048
 """The size of the message in which a rank says what it is about to compute."""
 
 
-class Group(NamedTuple):
+class RankGroup(NamedTuple):
     """Some ranks of torch.distributed; `process_group` is None if they are imagined."""
 
     rank: int

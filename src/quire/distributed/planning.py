@@ -13,7 +13,7 @@ from quire.block_mask import BlockMask, element_mod
 from quire.block_mask.tiles import fastest_form
 from quire.checks.arguments import whole_number
 from quire.distributed.context_plan import ContextPlan
-from quire.distributed.group import Group
+from quire.distributed.group import RankGroup
 from quire.distributed.layouts import LAYOUTS, Division, LayoutName, compared
 from quire.distributed.reads import Reads, choose_block
 from quire.errors import ArgumentError, RankError
@@ -103,7 +103,7 @@ def _group(
     num_ranks: int | None,
     rank: int,
     timeout: timedelta,
-) -> Group:
+) -> RankGroup:
     """Return the ranks that share the sequence."""
     if num_ranks is not None:
         if mesh is not None:
@@ -115,7 +115,7 @@ def _group(
         size = whole_number("num_ranks", num_ranks, minimum=1, advice=advice)
         if not 0 <= whole_number("rank", rank, advice=advice) < size:
             raise ArgumentError(f"rank must be from 0 to {size - 1}, but is {rank}. {advice}")
-        return Group(rank, size, timeout=timeout)
+        return RankGroup(rank, size, timeout=timeout)
     if isinstance(mesh, DeviceMesh):
         if mesh.ndim != 1:
             raise RankError(
@@ -125,7 +125,7 @@ def _group(
         mesh = mesh.get_group()
     if mesh is None:
         if not (dist.is_available() and dist.is_initialized()):
-            return Group(0, 1, timeout=timeout)
+            return RankGroup(0, 1, timeout=timeout)
         mesh = dist.group.WORLD
     if not isinstance(mesh, dist.ProcessGroup):
         raise ArgumentError(
@@ -138,4 +138,4 @@ def _group(
             "this process must be in the group that is given, but is not. Plan on the ranks of the "
             "group only."
         )
-    return Group(own, dist.get_world_size(mesh), mesh, timeout=timeout)
+    return RankGroup(own, dist.get_world_size(mesh), mesh, timeout=timeout)
