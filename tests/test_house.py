@@ -32,6 +32,7 @@ LAYERS = """
     integrations
     __init__
     draw
+    distributed
     api
     kv
     linear
@@ -166,7 +167,9 @@ def test_nothing_hides_a_module_of_its_name() -> None:
 
 # Messages
 
-PLAIN = re.compile(r"quire\.(api|block_mask|checks|draw|integrations|ir|kv|mods|tools)\b.*")
+PLAIN = re.compile(
+    r"quire\.(api|block_mask|checks|distributed|draw|integrations|ir|kv|mods|tools)\b.*"
+)
 
 
 @pytest.mark.parametrize("module", [*filter(PLAIN.fullmatch, SOURCES)])

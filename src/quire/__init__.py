@@ -7,8 +7,8 @@ from importlib.metadata import version
 _collecting = gc.isenabled()
 gc.disable()
 try:
+    from quire import distributed, mods
     from quire import linear as linear
-    from quire import mods
     from quire import operator as operator
     from quire.api.attention import attention
     from quire.api.explain import explain
@@ -62,6 +62,7 @@ __all__ = [
     "attention_piece",
     "create_block_mask",
     "create_mask",
+    "distributed",
     "draw",
     "explain",
     "flex_attention",

@@ -12,6 +12,7 @@
     ├── BackendError             the chosen backend cannot run this call           NotImplementedError
     ├── PackedTrainingError      a gradient through packed weights                 NotImplementedError, RuntimeError
     ├── PackedFileError          a file without packed layers, or a damaged one    OSError, ValueError
+    ├── DistributedError         ranks that disagree, fail or are gone             RuntimeError
     ├── CodegenError             generated code is malformed: a bug of quire       RuntimeError
     ├── KernelMismatchError      a kernel's result is wrong (QUIRE_CHECK=1)        RuntimeError
     ├── MissingModelError        a model that is not installed, or a wrong file    ImportError
@@ -99,6 +100,10 @@ class PackedTrainingError(QuireError, NotImplementedError, RuntimeError):
 
 class PackedFileError(QuireError, OSError, ValueError):
     """A file holds no packed layers, is damaged, or was made for another model."""
+
+
+class DistributedError(QuireError, RuntimeError):
+    """The ranks of a group do not agree, or one of them raised an error or is gone."""
 
 
 class CodegenError(QuireError, RuntimeError):

@@ -171,9 +171,9 @@ class Call(NamedTuple):
         )
 
     def seeded(self) -> Call:
-        """Return the call with a seed for its dropout, if it has dropout."""
+        """Return the call with a seed for its dropout, if it has dropout that has none."""
         dropout = self.problem.dropout
-        if dropout is None:
+        if dropout is None or dropout.mask is not None:
             return self
         generator, seed = self.request.generator, self.request.seed
         seeded = dropout.seeded(generator) if seed is None else Dropout(dropout.p, seed)

@@ -1,0 +1,149 @@
+"""attention() over ranks: agree, send keys to the ranks that read them, compute the own queries."""
+
+from __future__ import annotations
+
+from typing import TypedDict, Unpack, overload
+
+import torch
+from torch import Tensor
+
+from quire.api.attention import aux_output
+from quire.aux_outputs import NO_AUX, AuxOutput, AuxRequest, checked_request
+from quire.config import Backend as BackendName
+from quire.distributed.context_plan import ContextPlan, digest_of
+from quire.distributed.exchange import spread
+from quire.distributed.local import LocalShare, compute_share
+from quire.errors import ArgumentError, OptionError, ShapeError
+from quire.ir.trace import Mod, Traced
+from quire.memory import Dense, Queries
+from quire.mods.dropout import drawn_seed
+from quire.request import Request, check, ready
+from quire.results import Result
+from quire.support.dynamo import never_traced
+
+
+class SpreadOptions(TypedDict, total=False):
+    """The keyword arguments of `attention` that are those of `quire.attention`."""
+
+    score_mod: Mod | None
+    scale: float | None
+    dropout_p: float
+    generator: torch.Generator | None
+    sink: Tensor | None
+    backend: BackendName
+
+
+@overload
+def attention(
+    query: Tensor,
+    memory: Dense,
+    *,
+    plan: ContextPlan,
+    return_aux: None = ...,
+    **options: Unpack[SpreadOptions],
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    query: Tensor,
+    memory: Dense,
+    *,
+    plan: ContextPlan,
+    return_aux: AuxRequest,
+    **options: Unpack[SpreadOptions],
+) -> tuple[Tensor, AuxOutput]: ...
+
+
+@never_traced
+def attention(
+    query: Tensor,
+    memory: Dense,
+    *,
+    plan: ContextPlan,
+    return_aux: AuxRequest | None = None,
+    **options: Unpack[SpreadOptions],
+) -> Tensor | tuple[Tensor, object]:
+    """Return this rank's part of the attention over a sequence that is cut over ranks.
+
+        out = quire.distributed.attention(q, Dense(k, v), plan=plan, score_mod=bias)
+
+    Query [B, Hq, tokens, D], keys and values [B, Hkv, tokens, D] are the shards of this rank, in
+    the order of `plan.positions`; out is [B, Hq, tokens, Dv]. The mask is the plan's. Mods take
+    positions in the whole sequence. All ranks of the plan call this together. Other options are
+    `score_mod`, `scale`, `sink`, `dropout_p`, `generator` and `backend`, as for `quire.attention`.
+    Rank 0 draws the seed of dropout.
+
+    The gradient of a key or a value is the sum over all ranks. The gradient of a tensor that is the
+    same on all ranks, as a sink or what a score_mod captured, is this rank's part of it: add it up
+    over ranks, as the gradients of all other parameters of a model.
+    """
+    aux = NO_AUX if return_aux is None else checked_request(return_aux)
+    result = compute(Request(query, memory, Queries(start=0), aux=aux, **options), plan)
+    return result.out if return_aux is None else (result.out, aux_output(result, return_aux))
+
+
+def compute(request: Request, plan: ContextPlan) -> Result:
+    """Compute a request over the ranks of a plan; its mask is that of the plan."""
+    error, facts = None, {}
+    try:
+        request = _prepared(request, plan)
+        facts = _facts(request, plan)
+    except Exception as raised:  # whatever it is, the other ranks must not wait for this one
+        error = raised
+    seed, *_ = plan.group.agree(facts, error)
+    seeded = request._replace(seed=None if seed is None else tuple(seed), generator=None)
+    assert isinstance(request.memory, Dense), "it was checked"
+    key, value = (spread(rows, plan) for rows in (request.memory.key, request.memory.value))
+    return compute_share(plan, LocalShare(request.query, key, value), seeded)
+
+
+def _prepared(request: Request, plan: ContextPlan) -> Request:
+    """Check a request, and return it with the mask of the plan and traced mods."""
+    query, memory = request.query, request.memory
+    if not isinstance(memory, Dense) or memory.start != 0:
+        raise ArgumentError(
+            f"memory must be Dense(key, value) without a start, but is a {type(memory).__name__} "
+            f"that is not. Give this rank's shards; the plan knows their positions."
+        )
+    if request.aux.key_mass:
+        raise OptionError(
+            "key_mass must not be asked for over ranks, but is: it is a sum over the queries of "
+            "all ranks. Ask for it in one process."
+        )
+    check(request)
+    for name, tensor in (("query", query), ("key", memory.key), ("value", memory.value)):
+        _, heads, _, width = tensor.shape
+        wanted = [query.shape[0], heads, len(plan.positions), width]
+        if list(tensor.shape) != wanted:
+            raise ShapeError(
+                f"{name} must be the shard of rank {plan.rank}, {wanted}, but has shape "
+                f"{list(tensor.shape)}. Cut it with plan.shard."
+            )
+    for name, given, planned in zip(("batch", "heads"), query.shape, plan.sizes, strict=False):
+        if planned not in (1, given):
+            raise ShapeError(
+                f"query must have {name} {planned}, as the plan has, but has {given}. Make the "
+                f"plan with {name}={given}."
+            )
+    score_mod = request.score_mod
+    if score_mod is not None:
+        traced = ready(score_mod, "score", query)
+        score_mod = traced if isinstance(traced, Traced) else score_mod
+    return request._replace(masks=(plan.mask,), score_mod=score_mod)
+
+
+def _facts(request: Request, plan: ContextPlan) -> dict[str, object]:
+    """Return what must be the same on all ranks, and as a note the seed of dropout."""
+    query, memory, score_mod = request.query, request.memory, request.score_mod
+    _, key_heads, _, width = memory.value.shape
+    return {
+        "plan": f"{plan.digest} of {plan.length} tokens, {plan.layout}, for {plan.num_ranks} ranks",
+        "score_mod": digest_of(score_mod),
+        "size of the query": [*query.shape[:2], query.shape[3]],
+        "size of the values": [key_heads, width],
+        "dtype": [str(x.dtype) for x in (query, memory.key, memory.value)],
+        "scale": request.scale,
+        "dropout_p": request.dropout_p,
+        "note": drawn_seed(request.generator) if request.dropout_p else None,
+    }

@@ -1,0 +1,125 @@
+"""A group of processes: they agree before anything is sent, and an error on one ends all.
+
+Every call begins with one small message from each rank to all others: what it is about to compute,
+or the error that keeps it from that. So ranks that would compute different things, and ranks that
+wait for one that has raised, find out before they send data. A rank that dies or never calls is
+found by the time-out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from datetime import timedelta
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.errors import DistributedError, QuireError
+
+Counts: TypeAlias = NDArray[np.int64]
+
+MESSAGE_BYTES = 2048
+"""The size of the message in which a rank says what it is about to compute."""
+
+
+class RankGroup(NamedTuple):
+    """Some ranks of torch.distributed; `process_group` is None if they are imagined."""
+
+    rank: int
+    size: int
+    process_group: dist.ProcessGroup | None = None
+    timeout: timedelta = timedelta(minutes=5)
+
+    def agree(self, facts: dict[str, object], error: Exception | None = None) -> list[Any]:
+        """Raise on all ranks if one has an error, or other facts than rank 0; return all `note`s.
+
+        The fact `note` may differ: it is what ranks tell each other.
+        """
+        if error is not None:
+            facts = {"error": f"{type(error).__name__}: {error}"[: MESSAGE_BYTES // 4]}
+        told = [facts] if self.size == 1 else self._told(facts)
+        if error is not None:
+            raise error
+        for rank, other in enumerate(told):
+            if "error" in other:
+                raise DistributedError(
+                    f"all ranks must be able to compute this call, but rank {rank} is not: "
+                    f"{other['error']} Mend it there; nothing was sent."
+                )
+        first = told[0]
+        for rank, other in enumerate(told):
+            for name in sorted({*first, *other} - {"note"}):
+                if first.get(name) != other.get(name):
+                    raise DistributedError(
+                        f"the {name} must be the same on all ranks, but is {first.get(name)} on "
+                        f"rank 0 and {other.get(name)} on rank {rank}. Give all ranks the same "
+                        f"arguments; nothing was sent."
+                    )
+        return [each.get("note") for each in told]
+
+    def _told(self, facts: dict[str, object]) -> list[dict[str, Any]]:
+        """Return the facts of all ranks."""
+        written = json.dumps(facts).encode()
+        assert len(written) <= MESSAGE_BYTES, "facts are short"
+        mine = torch.frombuffer(bytearray(written.ljust(MESSAGE_BYTES)), dtype=torch.uint8)
+        every = self.gather(mine)
+        return [json.loads(bytes(each.tolist())) for each in every]
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """Return the tensors of all ranks, which have the same shape."""
+        if self.size == 1:
+            return [tensor]
+        every = [torch.empty_like(tensor) for _ in range(self.size)]
+        work = dist.all_gather(every, tensor, group=self._real(), async_op=True)
+        self.wait(work, "gather")
+        return every
+
+    def exchange(
+        self, leaving: Tensor, arriving: Tensor, num_sent: Counts, num_received: Counts
+    ) -> None:
+        """Send rows of `leaving` to each rank, in order, and fill `arriving` with theirs.
+
+        `num_sent` and `num_received` [ranks] count rows. Rows are sent as bytes, in their dtype.
+        """
+        if self.size == 1:
+            return
+        work = dist.all_to_all_single(
+            as_bytes(arriving),
+            as_bytes(leaving),
+            output_split_sizes=num_received.tolist(),
+            input_split_sizes=num_sent.tolist(),
+            group=self._real(),
+            async_op=True,
+        )
+        self.wait(work, "exchange of keys")
+
+    def wait(self, work: dist.Work | None, what: str) -> None:
+        """Wait until an operation is done; a rank that is gone raises an error here."""
+        assert work is not None, "this rank is in the group"
+        try:
+            work.wait(self.timeout)
+        except QuireError:
+            raise
+        except RuntimeError as error:
+            raise DistributedError(
+                f"all {self.size} ranks must take part in the {what} within {self.timeout}, but "
+                f"rank {self.rank} waited in vain: {error} See which rank ended or raised."
+            ) from error
+
+    def _real(self) -> dist.ProcessGroup:
+        if self.process_group is None:
+            raise DistributedError(
+                f"a plan for {self.size} ranks must have a process group to send anything, but was "
+                f"made with num_ranks. Give plan a mesh or a group."
+            )
+        return self.process_group
+
+
+def as_bytes(rows: Tensor) -> Tensor:
+    """Return rows [n, ...] as uint8 [n, bytes of a row]; contiguous rows share their memory."""
+    return rows.reshape(len(rows), math.prod(rows.shape[1:])).view(torch.uint8)

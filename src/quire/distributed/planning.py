@@ -1,0 +1,141 @@
+"""plan(): compare layouts by the largest work of a rank and the keys it receives, take the best."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention import flex_attention as torch_flex
+
+from quire.block_mask import BlockMask, element_mod
+from quire.block_mask.tiles import fastest_form
+from quire.checks.arguments import whole_number
+from quire.distributed.context_plan import ContextPlan
+from quire.distributed.group import RankGroup
+from quire.distributed.layouts import LAYOUTS, Division, LayoutName, compared
+from quire.distributed.reads import Reads, choose_block
+from quire.errors import ArgumentError, RankError
+from quire.ir.graph import inputs
+from quire.ir.trace import Mod, Traced, mod_name
+from quire.mods import noop_mask
+from quire.request import Mask
+
+TIMEOUT = timedelta(minutes=5)
+
+
+def plan(
+    mask: Mask | None,
+    *,
+    length: int,
+    mesh: DeviceMesh | dist.ProcessGroup | None = None,
+    num_ranks: int | None = None,
+    rank: int = 0,
+    layout: LayoutName | str = "auto",
+    block_size: int | None = None,
+    batch: int | None = None,
+    heads: int | None = None,
+    bytes_per_key: int | None = None,
+    timeout: timedelta = TIMEOUT,
+) -> ContextPlan:
+    """Divide one sequence of `length` tokens among ranks, without communication.
+
+        plan = quire.distributed.plan(mask, length=n, mesh=mesh["cp"])
+        x, labels = plan.shard(x, labels, dim=1)
+        out = quire.distributed.attention(q, Dense(k, v), plan=plan)
+
+    All ranks make the same plan from the same arguments. `mesh` is a DeviceMesh of one dimension
+    or a process group; by default it is the group of all processes, or this process alone if there
+    is none. With `num_ranks`, ranks are imagined: the plan can be printed and drawn, as `rank` sees
+    it.
+
+    `layout` is "contiguous", "zigzag", "documents", "paired" or "greedy"; "auto" compares all of
+    them. `block_size` is the number of tokens that are given away together, 128 or less if ranks
+    would have few blocks. If the mask differs by batch entry or head, give `batch` or `heads`.
+    `bytes_per_key`, the bytes of a key and its value in all heads, makes the printed plan tell MiB.
+    An operation of the group that takes longer than `timeout` raises an error.
+    """
+    length = whole_number("length", length, minimum=1, advice="Give the number of tokens.")
+    group = _group(mesh, num_ranks, rank, timeout)
+    if layout != "auto" and layout not in LAYOUTS:
+        raise ArgumentError(
+            f"layout must be one of auto, {', '.join(LAYOUTS)}, but is {layout!r}. Leave it out to "
+            f"compare all."
+        )
+    if block_size is None:
+        block_size = choose_block(length, group.size)
+    advice = "Give the number of tokens of a block, such as 128."
+    block = whole_number("block_size", block_size, minimum=1, advice=advice)
+    mod = _traced(mask)
+    sizes = _count(mod, "batch", "b", batch), _count(mod, "heads", "h", heads)
+    reads = Reads.of(mod, length, block, *sizes)
+    if layout == "auto":
+        found = tuple(compared(reads, group.size))
+    else:
+        found = (Division.of(layout, reads, group.size),)
+    return ContextPlan(mod, length, block, found, group, sizes=sizes, bytes_per_key=bytes_per_key)
+
+
+def _traced(mask: Mask | None) -> Mod:
+    """Return the mask as a function of positions; its trace, if it can be traced."""
+    if mask is None:
+        mask = noop_mask
+    if isinstance(mask, torch_flex.BlockMask):
+        mask = element_mod(BlockMask.from_torch(mask))
+    return fastest_form(mask, "mask", torch.device("cpu"))
+
+
+def _count(mask: Mod, name: str, index: str, given: int | None) -> int:
+    """Return the number of batch entries or heads of a mask."""
+    if given is None:
+        if isinstance(mask, Traced) and index in inputs(mask.output):
+            raise ArgumentError(
+                f"{name} must be given for {mod_name(mask)!r}, which reads {index}, but is None. "
+                f"Give the number of {'batch entries' if index == 'b' else 'query heads'}."
+            )
+        return 1
+    return whole_number(name, given, minimum=1, advice="Give a number of at least 1.")
+
+
+def _group(
+    mesh: DeviceMesh | dist.ProcessGroup | None,
+    num_ranks: int | None,
+    rank: int,
+    timeout: timedelta,
+) -> RankGroup:
+    """Return the ranks that share the sequence."""
+    if num_ranks is not None:
+        if mesh is not None:
+            raise ArgumentError(
+                "mesh and num_ranks must not both be given, but are. Give the mesh to compute, or "
+                "num_ranks to imagine ranks."
+            )
+        advice = "Give the number of ranks to imagine."
+        size = whole_number("num_ranks", num_ranks, minimum=1, advice=advice)
+        if not 0 <= whole_number("rank", rank, advice=advice) < size:
+            raise ArgumentError(f"rank must be from 0 to {size - 1}, but is {rank}. {advice}")
+        return RankGroup(rank, size, timeout=timeout)
+    if isinstance(mesh, DeviceMesh):
+        if mesh.ndim != 1:
+            raise RankError(
+                f"mesh must have one dimension, over which the sequence is cut, but has "
+                f"{mesh.ndim}: {mesh}. Choose one by its name: mesh['cp']."
+            )
+        mesh = mesh.get_group()
+    if mesh is None:
+        if not (dist.is_available() and dist.is_initialized()):
+            return RankGroup(0, 1, timeout=timeout)
+        mesh = dist.group.WORLD
+    if not isinstance(mesh, dist.ProcessGroup):
+        raise ArgumentError(
+            f"mesh must be a DeviceMesh or a process group, but is a {type(mesh).__name__}. Make "
+            f"one with torch.distributed.init_device_mesh, or leave it out for all processes."
+        )
+    own = dist.get_rank(mesh)
+    if own < 0:
+        raise ArgumentError(
+            "this process must be in the group that is given, but is not. Plan on the ranks of the "
+            "group only."
+        )
+    return RankGroup(own, dist.get_world_size(mesh), mesh, timeout=timeout)

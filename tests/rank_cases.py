@@ -1,0 +1,292 @@
+"""What each rank of a group does in tests of `quire.distributed`. Every function runs on all ranks.
+
+All ranks make the same whole tensors, compute the whole in one process, and compare their part.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from compare import assert_as_good_as
+from torch import Tensor
+
+import quire
+from quire import AuxRequest, Dense
+from quire.distributed import ContextPlan, attention, plan
+from quire.distributed import group as group_module
+from quire.mods import causal, document, sliding_window
+
+DTYPES = {x: getattr(torch, x) for x in ("float32", "bfloat16", "float16", "float64")}
+
+
+def allowed_blocks(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    """Blocks of 24 tokens, chosen at random."""
+    return RANDOM[q_idx // 24, kv_idx // 24]
+
+
+def by_batch(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return (q_idx >= kv_idx) & (q_idx - kv_idx < 40 + 100 * b)
+
+
+def by_head(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return (q_idx - kv_idx).abs() < 16 + 64 * h
+
+
+def never(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return q_idx < 0
+
+
+def untraceable(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return torch.special.bessel_j0(q_idx.float()) > torch.special.bessel_j0(kv_idx.float())
+
+
+RANDOM = torch.rand(60, 60, generator=torch.Generator().manual_seed(3)) < 0.15
+TEXTS = document(lengths=[300, 20, 500, 180, 400])
+MASKS: dict[str, Callable[..., Any]] = {
+    "causal": causal,
+    "window": sliding_window(100),
+    "causal documents": causal & TEXTS,
+    "documents": TEXTS,
+    "random": allowed_blocks,
+    "by batch": by_batch,
+    "by head": by_head,
+    "never": never,
+}
+SLOPES = torch.tensor([0.01, 0.02, 0.04, 0.08])
+TABLE = torch.randn(2, 32, generator=torch.Generator().manual_seed(4))
+
+
+def slopes(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score - SLOPES[h] * (q_idx - kv_idx)
+
+
+def table(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score + TABLE[b, kv_idx % 32]
+
+
+SCORES = {"": None, "slopes": slopes, "table": table}
+
+
+@dataclass(frozen=True)
+class Example:
+    """One call."""
+
+    mask: str = "causal"
+    length: int = 333
+    layout: str = "auto"
+    block_size: int | None = None
+    dtype: str = "float32"
+    heads: tuple[int, int] = (4, 2)
+    width: tuple[int, int] = (16, 16)
+    batch: int = 2
+    score: str = ""
+    sink: bool = False
+    dropout_p: float = 0.0
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the whole query, key and value."""
+        (heads, key_heads), (width, value_width) = self.heads, self.width
+        shapes = ((heads, width), (key_heads, width), (key_heads, value_width))
+        dtype = DTYPES[self.dtype]
+        torch.manual_seed(0)  # ranks have drawn different numbers before
+        q, k, v = (torch.randn(self.batch, h, self.length, w).to(dtype) for h, w in shapes)
+        return q, k, v
+
+    def plan(self, group: object) -> ContextPlan:
+        return plan(
+            MASKS[self.mask],
+            length=self.length,
+            mesh=group,  # type: ignore[arg-type]
+            layout=self.layout,
+            block_size=self.block_size,
+            batch=self.batch if self.mask == "by batch" else None,
+            heads=self.heads[0] if self.mask == "by head" else None,
+        )
+
+    @property
+    def options(self) -> dict[str, Any]:
+        sink = torch.linspace(-1, 1, self.heads[0]) if self.sink else None
+        return {"score_mod": SCORES[self.score], "sink": sink, "dropout_p": self.dropout_p}
+
+    def alone(self, q: Tensor, k: Tensor, v: Tensor, **more: Any) -> Any:
+        """Return what one process computes."""
+        torch.manual_seed(1)
+        return quire.attention(q, Dense(k, v), mask=MASKS[self.mask], **self.options, **more)
+
+    def together(self, divided: ContextPlan, q: Tensor, k: Tensor, v: Tensor, **more: Any) -> Any:
+        """Return what this rank computes of its shards."""
+        torch.manual_seed(1 + divided.rank)  # the seed of rank 0 counts
+        return attention(q, Dense(k, v), plan=divided, **self.options, **more)
+
+
+EVERYTHING = AuxRequest(lse=True, max_scores=True, argmax=True, entropy=True)
+
+
+def same_results(group: object, examples: list[Example]) -> None:
+    """Output and all other results have the bits of one process, with and without autograd."""
+    for example in examples:
+        whole, divided = example.tensors(), example.plan(group)
+        out, aux = example.alone(*whole, return_aux=EVERYTHING)
+        shards = divided.shard(*whole, dim=2)
+        for learns in (False, True):
+            own = [x.detach().requires_grad_(learns) for x in shards]
+            found, more = example.together(divided, *own, return_aux=EVERYTHING)
+            wanted = divided.shard(out, *aux[:4], dim=2)
+            for name, x, y in zip(("out", *aux._fields), (found, *more[:4]), wanted, strict=False):
+                assert x.dtype == y.dtype and x.shape == y.shape, (example, name)
+                assert torch.equal(x, y), f"{example}, {divided}, {name}, learns {learns}"
+        assert torch.equal(divided.gather(found, dim=2), out)
+
+
+def gradients(group: object, examples: list[Example]) -> None:
+    """The gradient of the query has the bits of one process; those of keys are as good."""
+    for example in examples:
+        whole, divided = example.tensors(), example.plan(group)
+        above = example.alone(*whole).cos()
+        alone = [x.clone().requires_grad_() for x in whole]
+        example.alone(*alone).backward(above)
+        exact = [x.to(torch.float64, copy=True).requires_grad_() for x in whole]
+        example.alone(*exact).backward(above.double())
+        own = [x.clone().requires_grad_() for x in divided.shard(*whole, dim=2)]
+        example.together(divided, *own).backward(divided.shard(above, dim=2)[0])
+        for name, x, peer, truth in zip("qkv", own, alone, exact, strict=True):
+            assert x.grad is not None and peer.grad is not None and truth.grad is not None
+            found = divided.gather(x.grad, dim=2)
+            if name == "q":
+                assert torch.equal(found, peer.grad), f"{example}, {divided}"
+            else:
+                assert_as_good_as(found, peer.grad, truth.grad, f"{name} of {example}", size=8.0)
+
+
+def captured_gradients(group: dist.ProcessGroup) -> None:
+    """The parts of all ranks add up to the gradient of one process, also of a sink."""
+    example = Example("causal documents", length=1000)
+    whole, divided = example.tensors(), example.plan(group)
+    above = whole[0].cos()
+
+    def learned(dtype: torch.dtype) -> tuple[Tensor, Tensor, Callable[..., Any]]:
+        bias = torch.linspace(-1, 1, 64, dtype=dtype).requires_grad_()
+        sink = torch.linspace(-1, 1, 4, dtype=dtype).requires_grad_()
+        return bias, sink, lambda score, b, h, q, kv: score + bias[(q - kv) % 64]
+
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        bias, sink, mod = learned(dtype)
+        q, k, v = (x.to(dtype) for x in whole)
+        out = quire.attention(q, Dense(k, v), mask=divided.mask, score_mod=mod, sink=sink)
+        out.backward(above.to(dtype))
+        found.append((bias.grad, sink.grad))
+    bias, sink, mod = learned(torch.float32)
+    q, k, v = divided.shard(*whole, dim=2)
+    out = attention(q, Dense(k, v), plan=divided, score_mod=mod, sink=sink)
+    out.backward(divided.shard(above, dim=2)[0])
+    for mine, peer, truth in zip((bias.grad, sink.grad), *found, strict=True):
+        assert mine is not None and peer is not None and truth is not None
+        dist.all_reduce(mine, group=group)
+        assert_as_good_as(mine, peer, truth, size=30.0)
+
+
+def second_derivative(group: object) -> None:
+    """Sending and returning are each other's derivative, any number of times."""
+    example = Example("window", length=150, heads=(2, 2), batch=1)
+    whole = [x.double() for x in example.tensors()]
+    divided = example.plan(group)
+
+    def penalty(q: Tensor, k: Tensor, v: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+        out = attend(q, k, v)
+        (slope,) = torch.autograd.grad(out.square().sum(), k, create_graph=True)
+        (found,) = torch.autograd.grad(slope.square().sum(), v)
+        return found
+
+    alone = penalty(*(x.clone().requires_grad_() for x in whole), example.alone)
+    own = (x.clone().requires_grad_() for x in divided.shard(*whole, dim=2))
+    found = penalty(*own, lambda *x: example.together(divided, *x))
+    torch.testing.assert_close(found, divided.shard(alone, dim=2)[0])
+
+
+def unsent_is_unread(group: object, example: Example) -> None:
+    """NaN in every block that a rank does not receive does not reach it."""
+    whole, divided = example.tensors(), example.plan(group)
+    out = example.alone(*whole)
+    for reader in range(divided.num_ranks):
+        seen = torch.from_numpy(divided.division.needs[reader].any(0))
+        hidden = ~seen.repeat_interleave(divided.block)[: example.length]
+        q, k, v = (x.clone() for x in whole)
+        k[:, :, hidden], v[:, :, hidden] = float("nan"), float("nan")
+        for learns in (False, True):
+            own = [x.requires_grad_(learns) for x in divided.shard(q, k, v, dim=2)]
+            found = example.together(divided, *own)
+            if divided.rank == reader:
+                assert torch.equal(found, divided.shard(out, dim=2)[0])
+
+
+def bytes_on_the_wire(group: object, example: Example) -> tuple[int, int]:
+    """Return the bytes that this rank receives from others, and those that the plan counts."""
+    whole, divided = example.tensors(), example.plan(group)
+    counted, real = [], dist.all_to_all_single
+
+    def counting(out: Tensor, given: Tensor, **options: Any) -> Any:
+        sizes = options["output_split_sizes"]
+        assert sizes[divided.rank] == 0 and len(out) == sum(sizes)
+        counted.append(out.nbytes)
+        return real(out, given, **options)
+
+    group_module.dist.all_to_all_single = counting
+    try:
+        example.together(divided, *divided.shard(*whole, dim=2))
+    finally:
+        group_module.dist.all_to_all_single = real
+    per_key = example.heads[1] * sum(example.width) * DTYPES[example.dtype].itemsize
+    return sum(counted), int(divided.received[divided.rank]) * per_key * example.batch
+
+
+def disagree(group: object, what: str) -> None:
+    """Rank 1 does something else than the others."""
+    odd = dist.get_rank(group) == 1  # type: ignore[arg-type]
+    example = Example("causal documents", length=300, score="slopes")
+    if odd and what == "length":
+        example = replace(example, length=320)
+    elif odd and what == "mask":
+        example = replace(example, mask="documents")
+    elif odd and what == "score_mod":
+        example = replace(example, score="")
+    elif odd and what == "dtype":
+        example = replace(example, dtype="bfloat16")
+    q, k, v = example.plan(group).shard(*example.tensors(), dim=2)
+    if odd and what == "bad input":
+        k = k[:, :, 1:]
+    example.together(example.plan(group), q, k, v)
+
+
+def patience(group: object, how: str) -> None:
+    """Rank 1 never calls, or ends."""
+    if dist.get_rank(group) == 1:  # type: ignore[arg-type]
+        if how == "ends":
+            os._exit(1)
+        time.sleep(3)
+        return
+    example = Example(length=300)
+    divided = plan(causal, length=300, mesh=group, timeout=timedelta(seconds=1))  # type: ignore[arg-type]
+    example.together(divided, *divided.shard(*example.tensors(), dim=2))
+
+
+def on_a_mesh(group: object) -> None:
+    """A dimension of a mesh beside another one: each row of the mesh has its own sequence."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "cp"))
+    q, k, v = (x * (1 + mesh["data"].get_local_rank()) for x in Example(length=300).tensors())
+    divided = plan(causal, length=300, mesh=mesh["cp"])
+    assert divided.num_ranks == 2 and divided.rank == mesh["cp"].get_local_rank()
+    out = attention(*_as_call(divided.shard(q, k, v, dim=2)), plan=divided)
+    assert torch.equal(divided.gather(out, dim=2), quire.attention(q, Dense(k, v), mask=causal))
+
+
+def _as_call(shards: tuple[Tensor, ...]) -> tuple[Tensor, Dense]:
+    q, k, v = shards
+    return q, Dense(k, v)
