@@ -390,6 +390,21 @@ class CallPlan:
             found = compiled.tangent(problem, placed, self._blocks, above, along)
         return found or eager.tangent(problem, placed, self._blocks, above, along)
 
+    def moved(self, call: Call, along: Tangents) -> tuple[Result, Result]:
+        """Return the results of a call, and the tangents of out and lse."""
+        found = None
+        if self.backend == "jit":
+            found = compiled.moved(call, self._blocks, along)
+        results = self.forward(call) if found is None else found.results
+        if found is not None and found.tangents is not None:
+            return results, found.tangents
+        request, placed, problem, captures = call
+        assert results.lse is not None, "what is differentiated has lse"
+        above = Above(results.out, results.lse, None, None, request.sink)
+        if found is None:
+            return results, self.tangent(placed, captures, above, along)
+        return results, eager.tangent(problem, placed, self._blocks, above, along)
+
     def changed(self, change: Change) -> CallPlan:
         """Return the plan of another problem: of many calls as one, for instance."""
         plan = copy.copy(self)

@@ -34,12 +34,18 @@ from quire.autograd.steps import (
 from quire.checks import check_held
 from quire.errors import TensorKindError
 from quire.request import Call
-from quire.results import Above, Gradients, Result, Wanted, folded, is_far
+from quire.results import Above, Gradients, Result, Tangents, Wanted, folded, is_far
 from quire.support.torch_private import (
     is_dual,
     is_legacy_batched,
     is_transformed,
     lost_memory,
+)
+from quire.support.torch_private.transforms import (
+    Duals,
+    make_dual,
+    only_duals,
+    without_transforms,
 )
 
 _EMPTY = torch.empty(0, device="cpu")
@@ -47,10 +53,31 @@ _EMPTY = torch.empty(0, device="cpu")
 
 def recorded(passes: Passes, call: Call) -> Result:
     """Compute a call, and let autograd record it."""
+    sink, dropout = call.request.sink, call.problem.dropout
+    duals = only_duals((*call.placed[:3], sink, *call.captures))
+    if duals is not None:
+        return _with_tangents(passes, call, duals)
     apply: Any = Attention.apply
-    step, dropout = AttentionStep(passes, call), call.problem.dropout
-    drawn = None if dropout is None else dropout.drawn
-    return Result(*apply(step, *call.placed[:3], call.request.sink, drawn, *call.captures))
+    step, drawn = AttentionStep(passes, call), None if dropout is None else dropout.drawn
+    return Result(*apply(step, *call.placed[:3], sink, drawn, *call.captures))
+
+
+def _with_tangents(passes: Passes, call: Call, duals: Duals) -> Result:
+    """Compute a call of the first order in forward mode: nothing is saved, since nothing follows.
+
+    A Function would be told the tangents after its results, when it is too late to compute both
+    at once.
+    """
+    (query, key, value, sink, *captures), tangents = duals
+    assert query is not None and key is not None and value is not None
+    plain = call.on((query, key, value), sink, tuple(x for x in captures if x is not None))
+    along = Tangents(*tangents[:4], captures=tangents[4:])
+    with without_transforms(), without_autocast(query):
+        results, moved = passes.moved(plain, along)
+    assert results.lse is not None and moved.lse is not None, "both have a tangent"
+    return results._replace(
+        out=make_dual(results.out, moved.out), lse=make_dual(results.lse, moved.lse)
+    )
 
 
 class Attention(torch.autograd.Function):

@@ -60,6 +60,9 @@ class Passes(Protocol):
     ) -> Result:
         """Return the tangents of out and lse. The mods load from `captures`."""
 
+    def moved(self, call: Call, along: Tangents) -> tuple[Result, Result]:
+        """Return both: the results, without autograd, and the tangents of out and lse."""
+
     def changed(self, change: Change) -> Passes:
         """Return what computes another problem."""
 

@@ -149,6 +149,15 @@ class Terms:
             got = f"{partials} and {arrivals}"
             raise _broken(f"partials and arrivals for {members} members", got)
 
+    def check_tangents(self, fields: Fields) -> None:
+        """Check the TANGENTS fields of a tangent kernel."""
+        moves = fields["moves"]
+        _expect(moves in (0, 1), "moves of 0 or 1", moves)
+        for name in ("query_tangent", "key_tangent"):
+            _expect(moves == 1 or not fields[name], f"moves for {name}", moves)
+        for name in ("lse_tangent", "odd", *(["out_tangent"] if self.value_dim else [])):
+            _expect(fields[name] != 0, f"an address of {name}", fields[name])
+
     def check_gradients(self, fields: Fields) -> None:
         """Check the GRADIENTS fields of a backward pass."""
         slopes = fields["wants_slopes"]
@@ -175,11 +184,13 @@ class Terms:
 
 
 def check(form: Form, spec: KernelSpec, record: Fields) -> None:
-    """Check a whole record, KERNEL or BACKWARD."""
+    """Check a whole record: KERNEL, BACKWARD or TANGENT."""
     terms = Terms.of(form, spec, record)
     terms.check_call(tuple(int(record[name]) for name in CALL))
     if form == "backward":
         terms.check_gradients(record)
+    if form == "tangent":
+        terms.check_tangents(record)
 
 
 def _check_blocks(form: Form, spec: KernelSpec, plan: Fields) -> None:

@@ -31,7 +31,8 @@ from quire.errors import UnsupportedOpError
 from quire.ir.graph import Node, inputs, walk
 
 RATES = UNIFORM, ROW, KEY, ELEMENT = 0, 1, 2, 3
-_INPUT_RATE = {"q_idx": ROW, "kv_idx": KEY, "score": ELEMENT}  # all others are UNIFORM
+_INPUT_RATE = {"q_idx": ROW, "kv_idx": KEY, "score": ELEMENT, "tangent": ELEMENT}
+"""All other inputs are UNIFORM."""
 
 FASTEST = (
     2**16

@@ -36,6 +36,7 @@ class Closed(NamedTuple):
     share: Value  # the factor from weights to probabilities
     kept: Value  # the factor of the running sum; below 1 if the sink is above the maximum
     log_share: Value  # log4 of the largest probability
+    sunk: Value  # the probability of the sink
 
 
 def close(f: Function, best: Value, total: Value, sink: Value) -> Closed:
@@ -43,7 +44,8 @@ def close(f: Function, best: Value, total: Value, sink: Value) -> Closed:
     top = f.maximum(best, sink)
     shift = f.select(f.intrinsic("fabs", top).equals(math.inf), 0.0, top)
     kept = vecmath.exp4(f, best - shift)
-    whole = f.fma(total, kept, vecmath.exp4(f, sink - shift))
+    sunk = vecmath.exp4(f, sink - shift)
+    whole = f.fma(total, kept, sunk)
     log_sum = vecmath.log2(f, whole) * 0.5
     return Closed(
         lse=in_nats(f, shift + log_sum),
@@ -51,6 +53,7 @@ def close(f: Function, best: Value, total: Value, sink: Value) -> Closed:
         share=f.select(whole.equals(0.0), 0.0, kept / whole),
         kept=kept,
         log_share=best - shift - log_sum,
+        sunk=f.select(whole.equals(0.0), 0.0, sunk / whole),
     )
 
 
