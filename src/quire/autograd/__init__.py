@@ -68,10 +68,11 @@ def _with_tangents(passes: Passes, call: Call, duals: Duals) -> Result:
     A Function would be told the tangents after its results, when it is too late to compute both
     at once.
     """
-    (query, key, value, sink, *captures), tangents = duals
+    query, key, value, sink, *captures = duals.tensors
     assert query is not None and key is not None and value is not None
     plain = call.on((query, key, value), sink, tuple(x for x in captures if x is not None))
-    along = Tangents(*tangents[:4], captures=tangents[4:])
+    by_query, by_key, by_value, by_sink, *by_captures = duals.tangents
+    along = Tangents(by_query, by_key, by_value, by_sink, captures=tuple(by_captures))
     with without_transforms(), without_autocast(query):
         results, moved = passes.moved(plain, along)
     assert results.lse is not None and moved.lse is not None, "both have a tangent"

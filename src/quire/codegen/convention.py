@@ -44,9 +44,9 @@ The backward kernel (`kernels/backward.py`) adds up gradients of keys and values
     share      a slice of the queries of one sequence that read one key head; it has its own sums
 
 A kernel is one function, `ENTRY`. Every thread of a launch calls it with the address of the same
-record: `KERNEL`, `BACKWARD` for gradients, or `TANGENT` for tangents. A kernel is compiled for dtypes and a target; sizes,
-strides, lengths, masks and mods are fields of the record. Items of a sequence are numbered by head,
-then by block.
+record: `KERNEL`, `BACKWARD` for gradients, or `TANGENT` for tangents. A kernel is compiled for
+dtypes and a target; sizes, strides, lengths, masks and mods are fields of the record. Items of a
+sequence are numbered by head, then by block.
 
 The tiles of a block of queries are a row of the tile list:
 

@@ -29,12 +29,12 @@ def scratch_bytes(form: Form, tile: TileShape, head_dim: int, value_dim: int, ro
 
 
 def panel_regions(
-    tile: TileShape, head_dim: Number, value_dim: Number, block_q: Number, placements: int = 4
+    tile: TileShape, head_dim: Number, value_dim: Number, block_q: Number
 ) -> Regions[Number]:
     """The scratch of the forward kernel: one block of queries, one block of keys, one panel."""
     block_kv = tile.target.block_kv
     sizes = (
-        ("records", _placements(tile, placements)),  # of query, key, value and out
+        ("records", _placements(tile, 8)),  # of query, key, value and out, and their tangents
         ("maxima", tile.width),  # of one tile, for each query
         ("alpha", tile.width),  # the factor by which earlier sums shrink
         ("scores", (block_kv + SMALL_ROWS) * tile.width),
@@ -57,8 +57,10 @@ def tangent_regions(
 ) -> Regions[Number]:
     """The scratch of the tangent kernel: that of the forward kernel, and tangents beside it."""
     widths = 2 * padded(tile, head_dim), results_with_tangents(tile, value_dim)
-    *regions, (_, end) = panel_regions(tile, *widths, block_q, placements=8)
-    yield from regions
+    end: Number = block_q * 0
+    for name, end in panel_regions(tile, *widths, block_q):
+        if name != "end":
+            yield name, end
     sizes = (
         ("tangents", (tile.target.block_kv + SMALL_ROWS) * tile.width),  # of scores
         ("spare", tile.width),  # maxima that nobody reads, then ones

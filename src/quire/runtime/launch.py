@@ -148,9 +148,9 @@ class Launcher(NamedTuple):
 
 
 # A launch has one block of memory:
-# [ call | plan | gradients or tangents, if any | counters, the first is the next item | flag: an index was out
-#   of range | table of sequences | arguments of the mods ]
-_COUNTERS = CALL_PART.size + PLAN_PART.size  # from the start of the block, without gradients
+# [ call | plan | gradients or tangents, if any | counters, the first is the next item | flag: an
+#   index was out of range | table of sequences | arguments of the mods ]
+_COUNTERS = CALL_PART.size + PLAN_PART.size  # from the start of the block, without the third part
 _FLAG = 16 * 8  # from the first counter
 _SEQUENCES = _FLAG + 8
 _ZEROS = bytes(_SEQUENCES - 8)  # all counters but the first, and the flag

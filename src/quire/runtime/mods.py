@@ -371,8 +371,8 @@ def lower(form: Form, tile: TileShape, graphs: ModGraphs, arguments: ModArgument
             derived = Derived(graphs.score, slope, tuple(loads.items()), masks, graphs.drop)
             write_derive(module, name, tile, arguments, derived)
         elif form == "tangent":
-            mods = {"score": graphs.score, "masks": graphs.masks[name], "tangent": graphs.tangent}
-            write_push(module, name, tile, arguments, **mods)
+            push = functools.partial(write_push, tangent=graphs.tangent)
+            push(module, name, tile, arguments, score=graphs.score, masks=graphs.masks[name])
         else:
             write(module, name, tile, arguments, score=graphs.score, masks=graphs.masks[name])
     return module

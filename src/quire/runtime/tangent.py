@@ -19,7 +19,6 @@ from quire.codegen.llvm.target import Target
 from quire.config import config
 from quire.ir.differentiate import score_tangent
 from quire.ir.graph import Node
-from quire.ir.trace import Traced
 from quire.memory import One, Placed
 from quire.memory.tables import Sequences
 from quire.request import Call, Problem
@@ -32,8 +31,8 @@ from quire.runtime.prepare import (
     by_form,
     heads_of_item,
     make_launcher,
-    queries_of_item,
     memory_strides,
+    queries_of_item,
     records_of,
     row_strides,
 )
@@ -56,8 +55,8 @@ def moved(call: Call, blocks: BlockRows | None, along: Tangents) -> Moved | None
         return None
     if blocks is not None and not request.aux.argmax and gather(problem, placed)[1] is not placed:
         return None
-    results = ResultLayout.of(call, learns=True).make()
-    return _launched(problem, placed, blocks, results, request.sink, along)
+    moving = _Moving.of(problem, placed, request.sink, along)
+    return moving and moving.launched(blocks, ResultLayout.of(call, learns=True).make())
 
 
 def tangent(
@@ -67,98 +66,103 @@ def tangent(
 
     That is so for int8 pages, numbers that are not finite, and an index out of range.
     """
+    moving = _Moving.of(problem, placed, above.sink, along)
     results = Result(torch.empty_like(above.out), torch.empty_like(above.lse))
-    found = _launched(problem, placed, blocks, results, above.sink, along)
-    return None if found is None else found.tangents
-
-
-def _launched(
-    problem: Problem,
-    placed: Placed,
-    blocks: BlockRows | None,
-    results: Result,
-    sink: Tensor | None,
-    along: Tangents,
-) -> Moved | None:
-    """Fill in the results, and return them with their tangents; None if that is not possible."""
-    if placed.key_scale is not None:
-        return None
-    placed = placed.on(*(x.resolve_neg() for x in placed.operands))
-    moving = _Moving.of(problem, placed, sink, along)
-    if moving is None:
-        return None
-    plan = _Plan.of(moving, placed, blocks, results)
-    tangents, odd = _new_tangents(results, placed), torch.zeros(1, dtype=torch.int64, device="cpu")
-    fields = _fields(moving.operands, tangents, paged=placed.page_table is not None)
-    fields |= {"moves": int(plan.moves), "odd": odd.data_ptr()}
-    if not plan.moves:
-        fields |= {"query_tangent": 0, "key_tangent": 0}
-    plan.launcher.terms.check_tangents(fields)
-    wrong = plan.launcher.launch(
-        placed,
-        records_of(plan.launcher, placed, placed.rows),
-        results,
-        plan.captures,
-        sink=None if sink is None else sink.to(placed.dtype).contiguous(),
-        lists=plan.lists,
-        more=TANGENTS_PART.pack(fields),
-    )
-    if wrong:
-        return None
-    if isinstance(placed.rows, Sequences):
-        fill_holes(results, placed.rows)
-    return Moved(results, None if odd.item() else tangents)
+    found = moving and moving.launched(blocks, results)
+    return found and found.tangents
 
 
 class _Moving(NamedTuple):
-    """A problem whose score_mod also captures the tangents of what it captures.
+    """A problem on operands that move: `tangents` has those of query, key, value and sink.
 
-    `operands` are the tangents of query, key, value and sink, `captured` says which of the tensors
-    that the score_mod captured have one.
+    The score_mod also captures the tangents of what it captures; `captured` says which have one.
     """
 
     problem: Problem
-    operands: dict[str, Tensor]
+    placed: Placed
+    sink: Tensor | None
+    tangents: dict[str, Tensor]
     captured: tuple[bool, ...]
 
     @staticmethod
     def of(
         problem: Problem, placed: Placed, sink: Tensor | None, along: Tangents
     ) -> _Moving | None:
-        """Return all that moves; None if a tangent is not in memory."""
-        names = ("query", "key", "value", "sink")
-        given = zip(names, (*placed.operands, sink), along[:4], strict=True)
-        operands = {name: _like(x, t) for name, x, t in given if x is not None and _moves(t)}
-        if "sink" in operands:
-            operands["sink"] = operands["sink"].to(placed.dtype).contiguous()
+        """Return all that moves; None if something is not in memory as the kernel reads it."""
+        placed = placed.on(*(x.resolve_neg() for x in placed.operands))
+        if sink is not None:
+            sink = sink.to(placed.dtype).contiguous()
+        names, operands = ("query", "key", "value", "sink"), (*placed.operands, sink)
+        pairs = map(_like, operands, along[:4])
+        tangents = {name: x for name, x in zip(names, pairs, strict=True) if x is not None}
         mod = problem.score_mod
-        if mod is None:
-            captured: tuple[bool, ...] = ()
-        else:
-            own = list(zip(mod.captures, along.captures, strict=False))
-            captured = tuple(_moves(t) for _, t in own)
-            moving = tuple(_like(x, t) for x, t in own if _moves(t))
-            problem = problem._replace(score_mod=replace(mod, captures=(*mod.captures, *moving)))
-        tensors = (*placed.operands, *operands.values(), *problem.captures)
-        in_memory = all(map(has_memory, tensors))
-        return _Moving(problem, operands, captured) if in_memory else None
+        captured: tuple[bool, ...] = ()
+        if mod is not None:
+            own = list(map(_like, mod.captures, along.captures))  # those of masks follow
+            captured = tuple(x is not None for x in own)
+            loaded = (*mod.captures, *(x for x in own if x is not None))
+            problem = problem._replace(score_mod=replace(mod, captures=loaded))
+        tensors = (*placed.operands, *tangents.values(), *problem.captures)
+        readable = placed.key_scale is None and all(map(has_memory, tensors))
+        return _Moving(problem, placed, sink, tangents, captured) if readable else None
 
-    def tangent(self, graphs: ModGraphs, dtype: torch.dtype) -> Node | None:
+    def launched(self, blocks: BlockRows | None, results: Result) -> Moved | None:
+        """Fill in the results, and return them with their tangents; None for a wrong index."""
+        placed, tangents = self.placed, _new_tangents(results, self.placed)
+        if tangents.out.shape[:3].numel() == 0:
+            return Moved(results, tangents)
+        plan = _Plan.of(self, blocks, results)
+        odd = torch.zeros(1, dtype=torch.int64, device="cpu")
+        fields = self._record(plan, tangents) | {"odd": odd.data_ptr()}
+        plan.launcher.terms.check_tangents(fields)
+        wrong = plan.launcher.launch(
+            placed,
+            records_of(plan.launcher, placed, placed.rows),
+            results,
+            plan.captures,
+            sink=self.sink,
+            lists=plan.lists,
+            more=TANGENTS_PART.pack(fields),
+        )
+        if wrong:
+            return None
+        if isinstance(placed.rows, Sequences) and placed.content is None:
+            fill_holes(results, placed.rows)
+        return Moved(results, None if odd.item() else tangents)
+
+    def score_tangent(self, graphs: ModGraphs) -> Node | None:
         """Return the tangent of a score after the score_mod, as a graph; None for 0."""
-        moves = not self.operands.keys().isdisjoint(("query", "key"))
+        moves = not self.tangents.keys().isdisjoint(("query", "key"))
         if graphs.score is None:
-            return Node("input", (), dtype, "tangent") if moves else None
+            return Node("input", (), self.placed.dtype, "tangent") if moves else None
         return score_tangent(graphs.score, moves, self.captured)
 
+    def _record(self, plan: _Plan, results: Result) -> dict[str, int | float]:
+        """Return the part of the kernel's record that is about tangents."""
+        unused = () if plan.moves else ("query", "key")  # a score_mod need not read the score
+        every = {name: x for name, x in self.tangents.items() if name not in unused}
+        fields: dict[str, int | float] = dict.fromkeys(TANGENTS, 0)
+        fields["moves"] = int(plan.moves)
+        for name, tensor in (every | results.by_query).items():
+            field = f"{name}_tangent"
+            fields[field] = tensor.data_ptr()
+            if name in ("key", "value"):
+                paged = self.placed.page_table is not None
+                fields |= memory_strides(field, tensor, paged=paged)
+            elif name in ("query", "out"):
+                fields |= row_strides(field, tensor)
+        return fields
 
-def _moves(tangent: Tensor | None) -> bool:
-    """Return whether a tangent is there and not empty; torch has tensors that stand for zeros."""
-    return tangent is not None and tangent.numel() > 0 and not is_zero_tensor(tangent)
 
+def _like(tensor: Tensor | None, tangent: Tensor | None) -> Tensor | None:
+    """Return a tangent in the dtype of its tensor; None if it is 0.
 
-def _like(tensor: Tensor, tangent: Tensor | None) -> Tensor:
-    assert tangent is not None, "only tensors that move have a tangent"
-    return tangent.to(tensor.dtype).resolve_neg()
+    An empty tensor has no address, and torch has tensors without memory that stand for zeros.
+    """
+    if tensor is None or tangent is None or tangent.numel() == 0 or is_zero_tensor(tangent):
+        return None
+    tangent = tangent.to(tensor.dtype).resolve_neg()
+    return tangent.contiguous() if tangent.dim() == 1 else tangent
 
 
 class _Plan(NamedTuple):
@@ -170,15 +174,16 @@ class _Plan(NamedTuple):
     moves: bool  # whether scores have a tangent
 
     @staticmethod
-    def of(moving: _Moving, placed: Placed, blocks: BlockRows | None, results: Result) -> _Plan:
-        """Return the plan for operands and results with the layout of these."""
-        problem, rows, lists = moving.problem, placed.rows, NO_LISTS
+    def of(moving: _Moving, blocks: BlockRows | None, results: Result) -> _Plan:
+        """Return the plan for results with the layout of these."""
+        problem, placed, lists = moving.problem, moving.placed, NO_LISTS
+        rows = placed.rows
         origin = rows if isinstance(rows, One) else ORIGIN
         block_q = queries_of_item("tangent", placed, rows, problem.block_mask)
         if blocks is not None:
             lists = tile_lists(blocks, block_q, Target.host().block_kv, origin.kv_begin)
         graphs, loaded = graphs_of(problem, placed.dtype, placed.end, lists.mixed, origin)
-        graphs = graphs._replace(tangent=moving.tangent(graphs, placed.dtype))
+        graphs = graphs._replace(tangent=moving.score_tangent(graphs))
         launcher = make_launcher(
             "tangent",
             placed,
@@ -198,19 +203,3 @@ def _new_tangents(results: Result, placed: Placed) -> Result:
     new = torch.empty_like if isinstance(placed.rows, One) else torch.zeros_like
     assert results.lse is not None, "tangents come with lse"
     return Result(new(results.out), new(results.lse))
-
-
-def _fields(
-    operands: dict[str, Tensor], tangents: Result, *, paged: bool
-) -> dict[str, int | float]:
-    """Return the part of the kernel's record that is about tangents."""
-    every = {**operands, "out": tangents.out, "lse": tangents.lse}
-    named = {f"{name}_tangent": x for name, x in every.items() if x is not None}
-    fields: dict[str, int | float] = dict.fromkeys(TANGENTS, 0)
-    fields |= {name: tensor.data_ptr() for name, tensor in named.items()}
-    for name, tensor in named.items():
-        if name in ("key_tangent", "value_tangent"):
-            fields |= memory_strides(name, tensor, paged=paged)
-        elif tensor.dim() == 4:  # lse has its strides already
-            fields |= row_strides(name, tensor)
-    return fields

@@ -100,7 +100,10 @@ class ForwardNest(PanelNest):
         where = self._where(name, first, first + count)
         rows = self._read(name, first, first + count, where, self.scratch["keys"])
         source = {"rows": rows.start, "stride": rows.stride, "count": count}
-        size = {"depth": self.depth["key"], "scale": f.convert(self.arg["scale"], self.tile.element)}
+        size = {
+            "depth": self.depth["key"],
+            "scale": f.convert(self.arg["scale"], self.tile.element),
+        }
         f.call(self.phases.pack, **source, **size, panels=panel)
 
     def _stage(self, queries: QueryBlock, block: KeyBlock, name: str) -> Strided:

@@ -99,8 +99,8 @@ class PanelNest(Nest):
         def regions(arg: Record) -> Regions[Value]:
             return self.regions(spec.tile, arg["head_dim"], arg["value_dim"], arg["block_q"])
 
-        own = {"layout": self.layout, "stride": self.row_stride}
-        super().__init__(spec, f, regions, self.operands, **own)
+        layout, stride = self.layout, self.row_stride
+        super().__init__(spec, f, regions, self.operands, layout=layout, stride=stride)
         self.depth |= {"query": self.depth["key"], "out": self.depth["value"]}
         self.phases = phases
 

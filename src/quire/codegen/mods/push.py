@@ -45,8 +45,7 @@ def write_push(
     with module.function(name, PUSH.parameters) as f:
         given, keys = f.given, f.given["keys"]
         rows, flag = scopes_of_rows(f, tile, arguments, queries_of_panel(f, tile))
-        nodes = {"masks": tuple(masks), "score": score, "tangent": tangent}
-        panel = Panel(f, tile, rows, unit=LOG4_E, **nodes)
+        panel = Panel(f, tile, rows, tuple(masks), score=score, unit=LOG4_E, tangent=tangent)
         exists, wrong_at_once = existing(f, tile), panel.compute_rows()
 
         def push_key(j: Value, carried: list[Value]) -> list[Value]:

@@ -40,16 +40,17 @@ class Duals(NamedTuple):
 def only_duals(tensors: Sequence[Tensor | None]) -> Duals | None:
     """Return tensors without their wrappers, if all that is active is one level of forward mode.
 
-    Return None if another transform is active, or if autograd records one of the tensors.
+    Return None if another transform is active, if autograd records one of the tensors, or if none
+    has a tangent.
     """
     if not is_dual() or not _jvp_alone():
         return None
     pairs = [(None, None) if x is None else forward_ad.unpack_dual(x) for x in tensors]
     plain, tangents = zip(*(map(_plain, pair) for pair in pairs), strict=True)
     records = torch.is_grad_enabled()
-    if records and any(x is not None and x.requires_grad for x in (*plain, *tangents)):
-        return None
-    return Duals(plain, tangents)
+    recorded = records and any(x is not None and x.requires_grad for x in (*plain, *tangents))
+    moves = any(x is not None for x in tangents)
+    return Duals(plain, tangents) if moves and not recorded else None
 
 
 def _jvp_alone() -> bool:
