@@ -84,7 +84,7 @@ def same_document(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return (DOCUMENTS[q_idx] == DOCUMENTS[kv_idx]) | (kv_idx < 9)
 
 
-BLOCKS = create_block_mask(causal, None, None, 200, 300, BLOCK_SIZE=64)
+BLOCKS = create_block_mask(causal, None, None, 70, 150, BLOCK_SIZE=64)
 
 CASES = {
     "nothing": both(lambda bias, sink: {}),
@@ -129,7 +129,7 @@ def pushed(
     return func.jvp(of_some, tuple(given[n] for n in moved), tuple(moved.values()))
 
 
-SOME = [(0,), (1,), (2,), (3,), (4,), (0, 1), (0, 2, 3), (0, 1, 2, 3, 4)]
+SOME = [(0,), (1,), (2,), (3,), (4,), (0, 2), (0, 1, 2, 3, 4)]
 
 
 @pytest.mark.usefixtures("_one_launch")
@@ -138,7 +138,7 @@ def test_results_of_the_forward_pass_and_tangents_of_the_reference(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = CASES[name]
-    given = [*sequence(200, 300, torch.float64), torch.randn(HQ, 300).double()]
+    given = [*sequence(70, 150, torch.float64), torch.randn(HQ, 150).double()]
     given.append(torch.randn(HQ).double())
     every = []
     for some in (each for each in SOME if case.reads & set(each)):

@@ -29,6 +29,11 @@ ALIGNED = 64  # bytes, of scratch and of each thread's part of it
 
 Fields = Mapping[str, int | float]
 
+_LSE_IS_FOR: dict[Form, str] = {
+    "backward": "which the backward pass reads",
+    "tangent": "which has a tangent",
+}
+
 
 @dataclass(frozen=True, eq=False)
 class Terms:
@@ -108,8 +113,8 @@ class Terms:
             raise _broken("an address of query", query)
         if not out and self.value_dim:
             raise _broken("an address of out", out)
-        if not lse and self.form == "backward":
-            raise _broken("an address of lse, which the backward pass reads", lse)
+        if not lse and self.form in _LSE_IS_FOR:
+            raise _broken(f"an address of lse, {_LSE_IS_FOR[self.form]}", lse)
         if (argmax or entropy) and not self.observes:
             raise _broken("a function that observes, for argmax and entropy", "none")
         if not sequences or num_sequences < 1 or num_items < 1:
