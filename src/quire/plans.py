@@ -38,7 +38,7 @@ from quire.errors import ArgumentError, BackendError
 from quire.ir.trace import Traced
 from quire.memory import Dense, One, Paged, Placed
 from quire.request import Call, Problem, Request, call_of, check, check_mods
-from quire.results import Above, Gradients, Result, Tangents, Wanted
+from quire.results import Above, Gradients, Moved, Result, Tangents, Wanted
 from quire.runtime import tangent as compiled
 from quire.runtime.backward import BackwardPlans
 from quire.runtime.forward import ForwardPlan
@@ -52,7 +52,6 @@ STRIDED = torch.strided
 PLAIN = (Tensor, Parameter)
 MOST_KEYS = 2**19  # graphs of larger positions differ, and such calls take long anyway
 MOST_BYTES = 2**16  # of a block mask; comparing a larger one would take too long
-
 
 by_operator: Callable[[Request], Result | None] = lambda request: None  # noqa: E731
 """Computes a request that somebody watches, or returns None; `operator/in_graph.py` sets it."""
@@ -209,8 +208,8 @@ def operand_layout(query: Tensor, key: Tensor, value: Tensor) -> Key | None:
 
 def key_of(layout: Key, call: Call) -> Key | None:
     """Return the key of a call whose request has this layout; None if its mods have no key."""
-    _, placed, (_, score_mod, mask_mod, mask, partial_mod, _), captures = call
-    rows, learns = placed.rows, call.learns
+    _, placed, (_, score_mod, mask_mod, mask, partial_mod, _), captures, learns = call
+    rows = placed.rows
     if isinstance(rows, One):
         if rows.q_start > MOST_KEYS:
             return None
@@ -247,9 +246,8 @@ def _with_blocks(key: Key, call: Call, mask: BlockMask) -> Key | None:
 
 def _eager_obstacle(call: Call) -> str | None:
     device = call.placed.query.device
-    if device.type != "cpu":
-        return f"the tensors are on {device}, and quire's own paths run on the CPU"
-    return None
+    elsewhere = f"the tensors are on {device}, and quire's own paths run on the CPU"
+    return None if device.type == "cpu" else elsewhere
 
 
 OBSTACLES: dict[BackendName, Callable[[Call], str | None]] = {
@@ -290,8 +288,7 @@ def explain_call(call: Call) -> str:
     used = able[0] if able else None
     lines = [f"{candidates.words} uses {used or 'nothing: it raises a BackendError'}."]
     if used == "jit":
-        lines.append(f"jit generates code for {Target.host()}.")
-        lines.append(f"jit takes {flops_of(call)}.")
+        lines += [f"jit generates code for {Target.host()}.", f"jit takes {flops_of(call)}."]
         unread = jit.computed_unread(call)
         if unread is not None:
             lines.append(f"jit computes {unread}.")
@@ -358,7 +355,7 @@ class CallPlan:
                 plan = self._forward = ForwardPlan.of(call, self._learns)
             found = plan.run(call)
         if found is None:
-            request, placed, problem, _ = call
+            request, placed, problem, *_ = call
             with autograd.without_autocast(placed.query), torch.no_grad():
                 return eager.forward(problem, placed, request.sink, request.aux)
         if config().check_rows:
@@ -390,20 +387,9 @@ class CallPlan:
             found = compiled.tangent(problem, placed, self._blocks, above, along)
         return found or eager.tangent(problem, placed, self._blocks, above, along)
 
-    def moved(self, call: Call, along: Tangents) -> tuple[Result, Result]:
-        """Return the results of a call, and the tangents of out and lse."""
-        found = None
-        if self.backend == "jit":
-            found = compiled.moved(call, self._blocks, along)
-        results = self.forward(call) if found is None else found.results
-        if found is not None and found.tangents is not None:
-            return results, found.tangents
-        request, placed, problem, captures = call
-        assert results.lse is not None, "what is differentiated has lse"
-        above = Above(results.out, results.lse, None, None, request.sink)
-        if found is None:
-            return results, self.tangent(placed, captures, above, along)
-        return results, eager.tangent(problem, placed, self._blocks, above, along)
+    def moved(self, call: Call, along: Tangents) -> Moved | None:
+        """Return the results of a call and their tangents; None if one launch cannot give both."""
+        return compiled.moved(call, self._blocks, along) if self.backend == "jit" else None
 
     def changed(self, change: Change) -> CallPlan:
         """Return the plan of another problem: of many calls as one, for instance."""

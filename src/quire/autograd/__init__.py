@@ -34,7 +34,7 @@ from quire.autograd.steps import (
 from quire.checks import check_held
 from quire.errors import TensorKindError
 from quire.request import Call
-from quire.results import Above, Gradients, Result, Tangents, Wanted, folded, is_far
+from quire.results import Above, Gradients, Moved, Result, Tangents, Wanted, folded, is_far
 from quire.support.torch_private import (
     is_dual,
     is_legacy_batched,
@@ -44,8 +44,8 @@ from quire.support.torch_private import (
 from quire.support.torch_private.transforms import (
     Duals,
     make_dual,
+    on_plain_tensors,
     only_duals,
-    without_transforms,
 )
 
 _EMPTY = torch.empty(0, device="cpu")
@@ -73,12 +73,16 @@ def _with_tangents(passes: Passes, call: Call, duals: Duals) -> Result:
     plain = call.on((query, key, value), sink, tuple(x for x in captures if x is not None))
     by_query, by_key, by_value, by_sink, *by_captures = duals.tangents
     along = Tangents(by_query, by_key, by_value, by_sink, captures=tuple(by_captures))
-    with without_transforms(), without_autocast(query):
-        results, moved = passes.moved(plain, along)
-    assert results.lse is not None and moved.lse is not None, "both have a tangent"
-    return results._replace(
-        out=make_dual(results.out, moved.out), lse=make_dual(results.lse, moved.lse)
-    )
+    with on_plain_tensors(), without_autocast(query):
+        found = passes.moved(plain, along)
+        results, moved = found or Moved(passes.forward(plain), None)
+        out, lse = results.out, results.lse
+        assert lse is not None, "the results that are differentiated have lse"
+        if moved is None:
+            above, failed = Above(out, lse, None, None, sink), found is not None
+            moved = passes.tangent(plain.placed, plain.captures, above, along, in_torch=failed)
+    assert moved.lse is not None, "lse has a tangent, too"
+    return results._replace(out=make_dual(out, moved.out), lse=make_dual(lse, moved.lse))
 
 
 class Attention(torch.autograd.Function):
@@ -217,7 +221,8 @@ def _check_held(tensors: Sequence[Tensor]) -> None:
     """Raise if the memory of a tensor was freed since the forward pass."""
     for place, tensor in enumerate(tensors):
         if lost_memory(tensor):
-            check_held(("query", "key", "value", "a captured tensor")[min(place, 3)], tensor)
+            name = ("query", "key", "value", "a captured tensor")[min(place, 3)]
+            check_held({name: tensor})
 
 
 def _as_dtype_of(tensor: Tensor, grad: Tensor | None) -> Tensor | None:

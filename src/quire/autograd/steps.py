@@ -23,7 +23,7 @@ from torch import Tensor
 from quire.autograd.folding import Change, Role
 from quire.memory import Placed
 from quire.request import Call, Problem
-from quire.results import Above, Gradients, Result, Tangents, Wanted
+from quire.results import Above, Gradients, Moved, Result, Tangents, Wanted
 from quire.support.torch_private.transforms import (
     forward_mode,
     make_dual,
@@ -60,8 +60,8 @@ class Passes(Protocol):
     ) -> Result:
         """Return the tangents of out and lse. The mods load from `captures`."""
 
-    def moved(self, call: Call, along: Tangents) -> tuple[Result, Result]:
-        """Return both: the results, without autograd, and the tangents of out and lse."""
+    def moved(self, call: Call, along: Tangents) -> Moved | None:
+        """Return the results of a call and their tangents; None if one launch cannot give both."""
 
     def changed(self, change: Change) -> Passes:
         """Return what computes another problem."""

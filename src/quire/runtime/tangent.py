@@ -22,7 +22,7 @@ from quire.ir.graph import Node
 from quire.memory import One, Placed
 from quire.memory.tables import Sequences
 from quire.request import Call, Problem
-from quire.results import Above, Result, Tangents
+from quire.results import Above, Moved, Result, Tangents
 from quire.runtime.blocks import NO_LISTS, TileLists, gather, tile_lists
 from quire.runtime.forward import ResultLayout, fill_holes
 from quire.runtime.launch import Launcher
@@ -39,16 +39,9 @@ from quire.runtime.prepare import (
 from quire.support.torch_private import has_memory, is_zero_tensor
 
 
-class Moved(NamedTuple):
-    """The results of a call, and the tangents of out and lse; None if one is not finite."""
-
-    results: Result
-    tangents: Result | None
-
-
 def moved(call: Call, blocks: BlockRows | None, along: Tangents) -> Moved | None:
     """Return the results of a call and their tangents; None if one launch cannot give both."""
-    request, placed, problem, _ = call
+    request, placed, problem = call.request, call.placed, call.problem
     if request.aux.key_mass or config().check_rows:
         return None
     if [form for form, _ in by_form(placed.rows)] != ["panel"]:

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from quire.support.torch_private import in_transform, is_dual, is_wrapped, named, unwrapped
-
-
-def outside_transforms() -> Any:
-    """Return a context in which no transform of torch.func is active, to read plain tensors.
-
-    Inside of one, PyTorch wraps what it makes, and not even a plain tensor has numpy().
-    """
-    if not in_transform():
-        return nullcontext()
-    return named("torch._functorch.pyfunctorch", "temporarily_clear_interpreter_stack")()
+from quire.support.torch_private import (
+    in_transform,
+    is_dual,
+    is_wrapped,
+    named,
+    outside_transforms,
+    unwrapped,
+)
 
 
 def innermost(tensor: Tensor) -> Tensor:
@@ -66,7 +63,7 @@ def _plain(tensor: Tensor | None) -> Tensor | None:
 
 
 @contextmanager
-def without_transforms() -> Iterator[None]:
+def on_plain_tensors() -> Iterator[None]:
     """Compute on plain tensors: no transform, no forward mode and no autograd is active."""
     forward_mode = named("torch.autograd.forward_ad", "_set_fwd_grad_enabled")
     with outside_transforms(), forward_mode(False), torch.no_grad():
