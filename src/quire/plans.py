@@ -38,7 +38,7 @@ from quire.errors import ArgumentError, BackendError
 from quire.ir.trace import Traced
 from quire.memory import Dense, One, Paged, Placed
 from quire.request import Call, Problem, Request, call_of, check, check_mods
-from quire.results import Above, Gradients, Result, Tangents, Wanted
+from quire.results import Above, Gradients, Moved, Result, Tangents, Wanted
 from quire.runtime import tangent as compiled
 from quire.runtime.backward import BackwardPlans
 from quire.runtime.forward import ForwardPlan
@@ -52,7 +52,6 @@ STRIDED = torch.strided
 PLAIN = (Tensor, Parameter)
 MOST_KEYS = 2**19  # graphs of larger positions differ, and such calls take long anyway
 MOST_BYTES = 2**16  # of a block mask; comparing a larger one would take too long
-
 
 by_operator: Callable[[Request], Result | None] = lambda request: None  # noqa: E731
 """Computes a request if a graph or a mode needs the operator; else None. operator/ sets it."""
@@ -250,9 +249,8 @@ def _with_blocks(key: Key, call: Call, mask: BlockMask) -> Key | None:
 
 def _eager_obstacle(call: Call) -> str | None:
     device = call.placed.query.device
-    if device.type != "cpu":
-        return f"the tensors are on {device}, and quire's own paths run on the CPU"
-    return None
+    elsewhere = f"the tensors are on {device}, and quire's own paths run on the CPU"
+    return None if device.type == "cpu" else elsewhere
 
 
 OBSTACLES: dict[BackendName, Callable[[Call], str | None]] = {
@@ -293,8 +291,7 @@ def explain_call(call: Call) -> str:
     used = able[0] if able else None
     lines = [f"{candidates.words} uses {used or 'nothing: it raises a BackendError'}."]
     if used == "jit":
-        lines.append(f"jit generates code for {Target.host()}.")
-        lines.append(f"jit takes {flops_of(call)}.")
+        lines += [f"jit generates code for {Target.host()}.", f"jit takes {flops_of(call)}."]
         unread = jit.computed_unread(call)
         if unread is not None:
             lines.append(f"jit computes {unread}.")
@@ -394,6 +391,10 @@ class CallPlan:
         if self.backend == "jit" and not in_torch and problem.weighting == "softmax":
             found = compiled.tangent(problem, placed, self._blocks, above, along)
         return found or eager.tangent(problem, placed, self._blocks, above, along)
+
+    def moved(self, call: Call, along: Tangents) -> Moved | None:
+        """Return the results of a call and their tangents; None if one launch cannot give both."""
+        return compiled.moved(call, self._blocks, along) if self.backend == "jit" else None
 
     def changed(self, change: Change) -> CallPlan:
         """Return the plan of another problem: of many calls as one, for instance."""

@@ -106,6 +106,13 @@ class Tangents(NamedTuple):
     captures: tuple[Tensor | None, ...] = ()
 
 
+class Moved(NamedTuple):
+    """The results of a call, and the tangents of out and lse; None if one is not finite."""
+
+    results: Result
+    tangents: Result | None
+
+
 class Gradients(NamedTuple):
     """The gradients of a call, or what one tile adds to them; None if not wanted.
 

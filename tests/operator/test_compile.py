@@ -9,6 +9,7 @@ import pytest
 import torch
 from graphs import Graphs
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 import quire
 from quire import Dense, Paged, Ragged, attention, flex_attention
@@ -331,6 +332,28 @@ def test_a_mod_outside_of_the_table_is_named_if_a_graph_may_not_break() -> None:
     line = r"test_compile.py:\d+: `return torch.special.bessel_j0\(score\)  # a line to be named`"
     with pytest.raises(torch._dynamo.exc.Unsupported, match=line):
         compiled(*operands())
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is (deprecated|not supported)")
+@pytest.mark.parametrize("way", ["torch.func", "forward_ad"])
+def test_forward_mode_breaks_the_graph(way: str) -> None:
+    query, key, value = (x.detach() for x in operands())
+    tangent = torch.randn_like(query)
+
+    def attend(query: Tensor) -> Tensor:
+        return attention(query * 2, Dense(key, value), mask=causal)
+
+    def model(query: Tensor) -> tuple[Tensor, Tensor]:
+        if way == "torch.func":
+            return torch.func.jvp(attend, (query,), (tangent,))
+        with forward_ad.dual_level():
+            primal, moved = forward_ad.unpack_dual(attend(forward_ad.make_dual(query, tangent)))
+            return primal, moved
+
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"inside of torch\.func or forward_ad"):
+        torch.compile(model, backend="eager", fullgraph=True)(query)
+    compiled, expected = torch.compile(model, backend="eager")(query), model(query)
+    assert expected[1].any() and all(map(torch.equal, compiled, expected))
 
 
 def test_wrong_shapes_are_told_of_while_the_graph_is_made() -> None:

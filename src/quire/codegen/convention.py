@@ -30,6 +30,7 @@ One score matrix: queries go down, keys to the right, a cell is the score of one
     item       what a thread takes off the counter: in the forward kernel a block of queries of
                `row_group` heads, in the decode kernel a piece or all pieces of a sequence, in
                the backward kernel a share
+    tangent    the derivative of a number in the direction in which the operands move
 
 Keys are cut into pieces, see `phases/order.py`. For few queries (`kernels/decode.py`):
 
@@ -46,9 +47,9 @@ The backward kernel (`kernels/backward.py`) adds up gradients of keys and values
     share      a slice of the queries of one sequence that read one key head; it has its own sums
 
 A kernel is one function, `ENTRY`. Every thread of a launch calls it with the address of the same
-record: `KERNEL`, or `BACKWARD` for gradients. A kernel is compiled for dtypes and a target; sizes,
-strides, lengths, masks and mods are fields of the record. Items of a sequence are numbered by head,
-then by block.
+record: `KERNEL`, `BACKWARD` for gradients, or `TANGENT` for tangents. A kernel is compiled for
+dtypes and a target; sizes, strides, lengths, masks and mods are fields of the record. Items of a
+sequence are numbered by head, then by block.
 
 The tiles of a block of queries are a row of the tile list:
 
@@ -82,7 +83,8 @@ from quire.codegen.phases.tiles import TileShape
 from quire.errors import CodegenError
 
 ENTRY = "forward"  # the name of every kernel's function
-Form = Literal["panel", "row", "backward"]  # the kernels of forward.py, decode.py and backward.py
+Form = Literal["panel", "row", "backward", "tangent"]
+"""The kernels of forward.py, decode.py, backward.py and tangent.py."""
 BLOCK_Q = 128  # queries of a block in the backward kernel
 MOST_ROWS = 16  # the most queries of a sequence that is computed by the decode kernel
 KEYS_OF_PIECE = 1024
@@ -94,6 +96,11 @@ REWRITE = Signature(
     "rewrite", typed("ptr scores maxima arguments, i64 b h q_idx queries kv_idx keys")
 )
 """Applies mods to a panel of scores, see `mods/functions.py`."""
+
+PUSH = Signature(
+    "push", typed("ptr scores tangents maxima arguments, i64 b h q_idx queries kv_idx keys")
+)
+"""Applies mods to a panel of scores and to their tangents, see `mods/push.py`."""
 
 ROW_REWRITE = Signature(
     "rewrite_row", typed("ptr scores arguments, i64 b h q_idx kv_idx keys skipped")
@@ -179,7 +186,7 @@ PLAN = {
     "tile_per_head": I64,  # 1 or 0
     "tile_kind": I64,
     "stays_open": I64,  # 1: out is not divided; lse has the sums and max_scores the maxima for that
-    # Addresses of functions: a REWRITE, or a ROW_REWRITE in the decode kernel, or null.
+    # Addresses of functions: a REWRITE or null; in other kernels a ROW_REWRITE, DERIVE or PUSH.
     "partial_mod": PTR,
     "full_mod": PTR,
     "plain_mod": PTR,
@@ -214,6 +221,24 @@ GRADIENTS = {
 BACKWARD = Layout("backward", CALL | PLAN | GRADIENTS)
 GRADIENTS_PART = Layout("gradients", GRADIENTS)
 
+TANGENTS = {
+    # What the tangent kernel needs besides. Null: the operand does not move.
+    "query_tangent": PTR,
+    **_strides("query_tangent", "batch head row column"),
+    "key_tangent": PTR,
+    **_strides("key_tangent", "batch head page row column"),
+    "value_tangent": PTR,
+    **_strides("value_tangent", "batch head page row column"),
+    "sink_tangent": PTR,
+    "out_tangent": PTR,
+    **_strides("out_tangent", "batch head row column"),
+    "lse_tangent": PTR,  # with the strides of lse
+    "moves": I64,  # 1 or 0: whether scores have a tangent
+    "odd": PTR,  # i64: 1 if some tangent is not finite
+}
+TANGENT = Layout("tangent", CALL | PLAN | TANGENTS)
+TANGENTS_PART = Layout("tangents", TANGENTS)
+
 CAPTURED_GRADIENT = Layout("captured", typed("ptr base, i64 batch head slice"))
 """Where shares add up the gradient of a captured tensor: an address, and strides in elements."""
 
@@ -240,6 +265,11 @@ SEQUENCE = Layout(
 
 PARTIAL_STATES = ("running_max", "running_sum", "best", "place", "surprise")
 """What a piece leaves for each row, one vector each; the row's part of out follows."""
+
+
+def belongs_to(name: str) -> str:
+    """The operand or result that a gradient or a tangent belongs to."""
+    return name.removeprefix("grad_").removesuffix("_tangent")
 
 
 class Record:
@@ -269,8 +299,8 @@ class KernelSpec:
     weighted: bool = False  # the mods return weights, so there is no softmax
 
     def dtype_of(self, name: str) -> str:
-        """The dtype of an operand or a result; grad_query has that of query, and so on."""
-        return str(getattr(self, name.removeprefix("grad_")))
+        """The dtype of an operand or a result, which is that of its gradient and tangent, too."""
+        return str(getattr(self, belongs_to(name)))
 
     def __post_init__(self) -> None:
         if "float64" in (self.key, self.value) and self.query != "float64":

@@ -36,7 +36,7 @@ def panel_regions(
     """The scratch of the forward kernel: one block of queries, one block of keys, one panel."""
     block_kv = tile.target.block_kv
     sizes = (
-        ("records", _placements(tile, 4)),  # of query, key, value and out
+        ("records", _placements(tile, 8)),  # of query, key, value and out, and their tangents
         ("maxima", tile.width),  # of one tile, for each query
         ("alpha", tile.width),  # the factor by which earlier sums shrink
         ("chains", CHAINS * tile.lanes),  # of the sums of weights, see `phases/order.py`
@@ -62,6 +62,23 @@ def panel_regions(
         ("merged_out", padded(tile, value_dim) * block_q),
     )
     yield from _placed(tile, sizes, block_q * 0)
+
+
+def tangent_regions(
+    tile: TileShape, head_dim: Number, value_dim: Number, block_q: Number
+) -> Regions[Number]:
+    """The scratch of the tangent kernel: that of the forward kernel, and tangents beside it."""
+    widths = 2 * padded(tile, head_dim), results_with_tangents(tile, value_dim)
+    end: Number = block_q * 0
+    for name, end in panel_regions(tile, *widths, block_q):
+        if name != "end":
+            yield name, end
+    sizes = (
+        ("tangents", (tile.target.block_kv + SMALL_ROWS) * tile.width),  # of scores
+        ("spare", tile.width),  # maxima that nobody reads, then ones
+        ("lse_tangent", block_q),
+    )
+    yield from _placed(tile, sizes, end)
 
 
 def row_regions(
@@ -131,12 +148,23 @@ _REGIONS: dict[Form, Callable[[TileShape, int, int, int], Regions[int]]] = {
     "panel": panel_regions,
     "row": row_regions,
     "backward": backward_regions,
+    "tangent": tangent_regions,
 }
 
 
 def row_stride(tile: TileShape) -> int:
     """The distance between the scores of two rows in the decode kernel."""
     return BLOCKS_TOGETHER * tile.target.block_kv + MOST_SQUARES * tile.lanes
+
+
+def tangent_stride(tile: TileShape, width: Number) -> Number:
+    """The distance between rows of keys, or of values, each with its tangent behind it."""
+    return scratch_stride(tile, 2 * padded(tile, width))
+
+
+def results_with_tangents(tile: TileShape, value_dim: Number) -> Number:
+    """The rows of a panel of results: those of out, of its tangent, and one for the sum of P S'."""
+    return padded(tile, 2 * padded(tile, value_dim) + 1)
 
 
 def gradient_stride(tile: TileShape, width: Number) -> Number:

@@ -23,6 +23,7 @@ from quire.ir.trace import INPUTS, Kind, Mod, trace
 from quire.mods.weights import Weighting
 from quire.operator.text import MODS, Form, WrittenMod, write
 from quire.results import working_dtype
+from quire.support.torch_private import is_transformed
 from quire.support.torch_private.tracing import DynamoTrace, graph_entry
 
 
@@ -69,6 +70,8 @@ def operator(learns: bool) -> Any:
 
 def _write_call(dynamo: DynamoTrace, arguments: list[Any]) -> Any:
     """Add one call of the operator to Dynamo's graph. Return (learns, results)."""
+    if is_transformed():  # the operator has gradients, but no tangents, and nothing maps it
+        dynamo.break_graph("attention inside of torch.func or forward_ad cannot be part of a graph")
     count = len(Inputs._fields)
     inputs, mods = Inputs(*arguments[:count]), arguments[count:]
     operands = dynamo.items(inputs.operands)

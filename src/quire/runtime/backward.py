@@ -285,7 +285,7 @@ class Pass:
             Result(above.out, above.lse),
             self.captures,
             lists=self.plan.lists,
-            gradients=GRADIENTS_PART.pack(fields),
+            more=GRADIENTS_PART.pack(fields),
             first=first,
         )
 

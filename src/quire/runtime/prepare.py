@@ -38,6 +38,7 @@ from quire.codegen.convention import (
 from quire.codegen.kernels.backward import write_backward
 from quire.codegen.kernels.decode import write_decode
 from quire.codegen.kernels.forward import write_forward
+from quire.codegen.kernels.tangent import write_tangent
 from quire.codegen.llvm import jit
 from quire.codegen.llvm.builder import Module
 from quire.codegen.llvm.target import Target
@@ -119,8 +120,8 @@ def _result_layout(results: Result) -> dict[str, int]:
     """Return the strides of the output, and of the results with one number per query."""
     numbers = next((x for x in results[1:5] if x is not None), None)  # they lie alike
     steps = (0, 0, 0) if numbers is None else strides(numbers)
-    layout = dict(zip(_NAMES["out"], strides(results.out), strict=True))
-    return layout | dict(zip(_NAMES["lse"], steps, strict=True))
+    named = zip(("lse_batch", "lse_head", "lse_row"), steps, strict=True)
+    return row_strides("out", results.out) | dict(named)
 
 
 def _functions(code: ModCode, form: Form, tile: TileShape, results: Result) -> dict[str, int]:
@@ -145,8 +146,10 @@ def queries_of_item(
         return max(1, rows.q_len if isinstance(rows, One) else longest(rows.q_len))
     query, value = placed.query, placed.value
     tile = TileShape(Target.host(), F64 if query.dtype == torch.float64 else F32)
+    panels = 2 if form == "tangent" else 1  # tangents have panels of their own
+    head_dim, value_dim = (panels * x.shape[3] for x in (query, value))
     count = num_rows(placed, rows)
-    block_q = choose_block_q(tile, query.shape[3], value.shape[3], count, num_threads())
+    block_q = choose_block_q(tile, head_dim, value_dim, count, num_threads())
     if mask is None:
         return block_q
     # A block of queries should be within one block of the mask, unless it becomes tiny.
@@ -176,12 +179,8 @@ def num_rows(placed: Placed, rows: One | Sequences) -> int:
 def row_layout(placed: Placed) -> dict[str, int]:
     """Return the fields of a record that say where rows of query, key and value are."""
     query, key, value, table = placed.query, placed.key, placed.value, placed.page_table
-    result = dict(zip(_NAMES["query"], strides(query), strict=True))
-    for name, tensor in (("key", key), ("value", value)):
-        batch, head, row, column = strides(tensor)
-        page = tensor.stride(0) if table is not None else 0
-        steps = (batch if table is None else 0, head, page, row, column)
-        result.update(zip(_NAMES[name], steps, strict=True))
+    result, paged = row_strides("query", query), table is not None
+    result |= memory_strides("key", key, paged=paged) | memory_strides("value", value, paged=paged)
     for name, scale in (("key_scale", placed.key_scale), ("value_scale", placed.value_scale)):
         page, head, row = (0, 0, 0) if scale is None else scale.stride()
         result |= {f"{name}_head": head, f"{name}_page": page, f"{name}_row": row}
@@ -194,16 +193,17 @@ def row_layout(placed: Placed) -> dict[str, int]:
     }
 
 
-_NAMES = {
-    name: [f"{name}_{axis}" for axis in axes]
-    for name, axes in {
-        "query": ("batch", "head", "row", "column"),
-        "key": ("batch", "head", "page", "row", "column"),
-        "value": ("batch", "head", "page", "row", "column"),
-        "out": ("batch", "head", "row", "column"),
-        "lse": ("batch", "head", "row"),
-    }.items()
-}
+def row_strides(name: str, tensor: Tensor) -> dict[str, int]:
+    """Return the strides of a tensor with a row for each query, as fields of a record."""
+    steps = zip(("batch", "head", "row", "column"), strides(tensor), strict=True)
+    return {f"{name}_{axis}": step for axis, step in steps}
+
+
+def memory_strides(name: str, tensor: Tensor, *, paged: bool) -> dict[str, int]:
+    """Return the strides of a tensor with a row for each key, as fields of a record."""
+    of_batch = {f"{name}_batch": 0} if paged else {}
+    page = {f"{name}_page": tensor.stride(0) if paged else 0}
+    return row_strides(name, tensor) | of_batch | page
 
 
 def strides(tensor: Tensor) -> tuple[int, ...]:
@@ -219,6 +219,7 @@ _WRITERS: dict[Form, Callable[[KernelSpec], Module]] = {
     "panel": write_forward,
     "row": write_decode,
     "backward": write_backward,
+    "tangent": write_tangent,
 }
 
 

@@ -31,8 +31,8 @@ from quire.ir.trace import Traced
 from quire.memory import One, Placed, longest
 from quire.memory.tables import Numbers, Sequences
 from quire.request import Call, Problem, ReadyMod
-from quire.runtime.blocks import gather, tile_runs
-from quire.runtime.mods import ORIGIN, within_blocks
+from quire.runtime.blocks import gather, tile_runs, within_blocks
+from quire.runtime.mods import ORIGIN
 from quire.runtime.prepare import by_form, num_products, queries_of_item
 from quire.runtime.read_keys import MaskBounds, Panels, Tiling, Units
 from quire.runtime.shared_prefix import shared_pieces

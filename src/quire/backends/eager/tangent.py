@@ -24,8 +24,7 @@ from quire.backends.eager.far import normaliser
 from quire.backends.eager.tile import Tile, by_group, probabilities, weigh, weighted_sum
 from quire.backends.eager.tiling import Keys, Stripe, stripes
 from quire.block_mask.blocks import BlockRows
-from quire.ir.differentiate import push
-from quire.ir.graph import Node, walk
+from quire.ir.differentiate import score_tangent
 from quire.ir.trace import Traced
 from quire.ir.vectorise import evaluate_tangent
 from quire.memory import Placed
@@ -166,22 +165,3 @@ def _through_mod(
     given = {} if raw_tangent is None else {"tangent": raw_tangent}
     found = tile.of_graph(graph, loaded, {"score": raw, **given})
     return found.to(raw.dtype).broadcast_to(raw.shape)
-
-
-@functools.lru_cache(maxsize=512)
-def score_tangent(score: Node, moves: bool, captured: tuple[bool, ...]) -> Node | None:
-    """Return the tangent of a score_mod as a graph, with the tangent of the score as an input.
-
-    `moves` says whether the score has one, `captured` which captured tensors have one. The tangents
-    of captured tensors are loaded as further captured tensors, after all others, in the same order.
-    """
-    moved = (slot for slot, has in enumerate(captured) if has)
-    slots: dict[object, int] = {slot: number for number, slot in enumerate(moved)}
-    given: dict[Node, Node] = {}
-    for node in walk(score):
-        if node.op == "load" and node.payload in slots and node.dtype.is_floating_point:
-            slot = len(captured) + slots[node.payload]
-            given[node] = Node("load", node.args, node.dtype, slot)
-        elif moves and node.op == "input" and node.payload == "score":
-            given[node] = Node("input", (), node.dtype, "tangent")
-    return push(score, given)

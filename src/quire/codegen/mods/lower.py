@@ -31,8 +31,9 @@ from quire.errors import UnsupportedOpError
 from quire.ir.graph import Node, inputs, walk
 
 RATES = UNIFORM, ROW, KEY, ELEMENT = 0, 1, 2, 3
-_INPUT_RATE = {"q_idx": ROW, "kv_idx": KEY, "score": ELEMENT}  # all others are UNIFORM
+_INPUT_RATE = {"q_idx": ROW, "kv_idx": KEY, "score": ELEMENT, "tangent": ELEMENT}
 _INPUT_RATE |= {"row": ROW, "block": KEY, "column": KEY, "value": ELEMENT, "other": ELEMENT}
+"""All other inputs are UNIFORM."""
 
 FASTEST = (
     2**16

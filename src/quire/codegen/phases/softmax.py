@@ -36,6 +36,7 @@ class Closed(NamedTuple):
     share: Value  # the factor from weights to probabilities
     kept: Value  # the factor of the running sum; below 1 if the sink is above the maximum
     log_share: Value  # log4 of the largest probability
+    sunk: Value  # the probability of the sink
 
 
 def close(
@@ -64,16 +65,17 @@ def close(
 
 
 def _closed_weights(f: Function, best: Value, total: Value) -> Closed:
-    one = f.value(1.0, best.type)
+    one, nothing = f.value(1.0, best.type), f.value(0.0, best.type)
     share = f.select(total.equals(0.0), 0.0, one / total)
-    return Closed(total, best, share, kept=one, log_share=f.value(0.0, best.type))
+    return Closed(total, best, share, kept=one, log_share=nothing, sunk=nothing)
 
 
 def _closed_softmax(f: Function, best: Value, total: Value, sink: Value) -> Closed:
     top = f.maximum(best, sink)
     shift = f.select(f.intrinsic("fabs", top).equals(math.inf), 0.0, top)
     kept = vecmath.exp4(f, best - shift)
-    whole = f.fma(total, kept, vecmath.exp4(f, sink - shift))
+    sunk = vecmath.exp4(f, sink - shift)
+    whole = f.fma(total, kept, sunk)
     log_sum = vecmath.log2(f, whole) * 0.5
     return Closed(
         lse=in_nats(f, shift + log_sum),
@@ -81,6 +83,7 @@ def _closed_softmax(f: Function, best: Value, total: Value, sink: Value) -> Clos
         share=f.select(whole.equals(0.0), 0.0, kept / whole),
         kept=kept,
         log_share=best - shift - log_sum,
+        sunk=f.select(whole.equals(0.0), 0.0, sunk / whole),
     )
 
 

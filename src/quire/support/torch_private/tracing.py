@@ -143,7 +143,7 @@ class DynamoTrace:
     def break_graph(self, reason: str) -> NoReturn:
         """Break the graph here; where that is not allowed, Dynamo raises with this reason."""
         named("torch._dynamo.exc", "unimplemented")(
-            gb_type="quire: a mod that cannot be part of a graph",
+            gb_type="quire: a call that cannot be part of a graph",
             context="",
             explanation=reason,
             hints=["Compile without fullgraph=True to have the call run between graphs."],
