@@ -29,7 +29,7 @@ from quire.backends import inductor, jit
 from quire.backends.eager import per_sequence as eager
 from quire.backends.recheck import recheck
 from quire.block_mask import BlockMask, BlockRows
-from quire.codegen.convention import MOST_ROWS
+from quire.codegen.convention import FEW_ROWS, MANY_KEYS
 from quire.codegen.llvm.target import Target
 from quire.codegen.mods.arguments import CaptureShape
 from quire.config import Backend as BackendName
@@ -135,6 +135,8 @@ def layout_of(request: Request) -> Key | None:
     operands: Key | None
     if type(memory) is Dense and memory.start == 0:
         operands = operand_layout(query, memory.key, memory.value)
+        if operands is not None and query.shape[2] > FEW_ROWS:  # then keys decide on the kernel
+            operands = (*operands, memory.key.shape[2] >= MANY_KEYS)
     elif type(memory) is Paged and start is None:
         operands = _paged_layout(query, memory)
     else:
@@ -152,7 +154,7 @@ def _paged_layout(query: Tensor, memory: Paged) -> Key | None:
     operands = operand_layout(query, key, memory.value)
     if (
         operands is None
-        or query.shape[2] > MOST_ROWS
+        or query.shape[2] > FEW_ROWS
         or type(table) is not Tensor
         or table.dim() != 2
         or key.shape[2] == 0

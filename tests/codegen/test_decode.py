@@ -26,6 +26,12 @@ ALL = AuxRequest(lse=True, max_scores=True)
 LENGTHS = [1, 2, 3, 4, 5, MOST_ROWS, MOST_ROWS + 1]  # sets of rows; the last one is a panel
 
 
+@pytest.fixture(autouse=True)
+def _as_if_there_were_many_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short sequences stand for long ones: up to MOST_ROWS queries have the decode kernel."""
+    monkeypatch.setattr(prepare, "FEW_ROWS", MOST_ROWS)
+
+
 def operands(
     q_len: int,
     kv_len: int = 150,

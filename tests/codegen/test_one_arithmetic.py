@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from quire.codegen.convention import KEYS_OF_PIECE, MOST_ROWS
 from quire.kv import PagedKVCache
 from quire.memory import Memory
 from quire.mods import alibi, causal, sliding_window, softcap
+from quire.runtime import prepare
 
 pytestmark = pytest.mark.every_width
 
@@ -158,6 +160,119 @@ def test_threads(threads: int) -> None:
     assert_one_arithmetic(query, Dense(key, value), 3000, mask=causal)
     after = attention(query, Dense(key, value), mask=causal, q_start=2960, backend="jit")
     assert torch.equal(before, after)
+
+
+def with_kernel(form: str, query: Tensor, memory: Memory, **options: Any) -> list[Tensor]:
+    """All results, computed by one kernel however many queries there are."""
+    most = 0 if form == "panel" else 1000
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare, "FEW_ROWS", most)
+        patch.setattr(prepare, "MOST_ROWS", most)
+        return in_chunks(query, memory, (query.shape[2],), **options)
+
+
+def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a.isnan(), b.isnan())
+        assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("length", [1, 5, 16, 70])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_either_kernel_computes_any_number_of_queries(dtype: torch.dtype, length: int) -> None:
+    query, key, value = (x.to(dtype) for x in operands(length, 1100, 20, 40, group=3))
+    options = {"mask": causal, "q_start": 1100 - length}
+    memory = Dense(key, value)
+    assert_same(
+        with_kernel("row", query, memory, **options), with_kernel("panel", query, memory, **options)
+    )
+
+
+FUNCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "exp": lambda s, q, k: torch.exp(s * 0.5) + torch.exp(-0.1 * q),
+    "log": lambda s, q, k: s * torch.log(q + 1.5) - torch.log(1.0 + k),
+    "sin and cos": lambda s, q, k: s * torch.sin(q * 0.1 + k) + torch.cos(s),
+    "tan": lambda s, q, k: s + torch.tan(k * 0.01),
+    "tanh": lambda s, q, k: 9 * torch.tanh(s + k * 1e-3),
+    "erf": lambda s, q, k: torch.erf(s) * 4,
+    "powers of two": lambda s, q, k: torch.exp2(s * 0.3) - torch.log2(1.0 + q),
+    "sigmoid": lambda s, q, k: torch.sigmoid(s) * 7,
+    "power": lambda s, q, k: torch.abs(s) ** 1.7 - s**2,
+    "root": lambda s, q, k: torch.sqrt(torch.abs(s)) / torch.rsqrt(k + 1.0),
+    "division": lambda s, q, k: s / (1.0 + torch.abs(q - k)) + (k % 7) // 3,
+    "rounding": lambda s, q, k: torch.floor(s * 3) + torch.round(s) - torch.ceil(s),
+    "choice": lambda s, q, k: torch.where((q + k) % 2 == 0, s, s * 1.5),
+    "half": lambda s, q, k: (s.bfloat16() * 1.1).float() + s.half().float(),
+}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_functions_of_scores_and_positions(function: str) -> None:
+    """Lanes run over keys in one kernel and over queries in the other."""
+    query, key, value = operands(20, 200)
+    options = {"score_mod": lambda s, b, h, q, k: FUNCTIONS[function](s, q, k), "q_start": 180}
+    memory = Dense(key, value)
+    assert_same(
+        with_kernel("row", query, memory, **options), with_kernel("panel", query, memory, **options)
+    )
+
+
+MASKS = {
+    "none": None,
+    "causal": causal,
+    "window": sliding_window(100),
+    "every third": lambda b, h, q, k: (k % 3 == h % 3) & (k <= q),
+    "some blocks": lambda b, h, q, k: ((k // 128) % 3 == 0) & (q >= k),
+}
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> dict[str, Any]:
+    keys = draw(st.sampled_from([1, 17, 128, 129, 700, 1024, 1025, 2100]))
+    length = min(keys, draw(st.integers(1, 60)))
+    row = draw(st.integers(0, length - 1))
+    begin = draw(st.integers(0, row))
+    return {
+        "keys": keys,
+        "length": length,
+        "row": row,
+        "chunk": (begin, draw(st.integers(row + 1, length))),
+        "dtype": draw(st.sampled_from(DTYPES)),
+        "widths": draw(st.sampled_from([(64, 64), (128, 128), (5, 9), (20, 33), (80, 1)])),
+        "group": draw(st.sampled_from([1, 2, 3, 8])),
+        "mask": draw(st.sampled_from(list(MASKS))),
+        "score_mod": draw(st.sampled_from([None, softcap(2.0)])),
+        "sink": draw(st.booleans()),
+        "odd": draw(st.sampled_from([None, None, None, "key", "value"])),
+        "threads": draw(st.sampled_from([1, 2])),
+        "seed": draw(st.integers(0, 99)),
+    }
+
+
+@given(problem=problems())
+def test_a_row_alone_in_a_chunk_and_in_the_whole(problem: dict[str, Any]) -> None:
+    """Keys that the mask hides from a causal row may also be missing."""
+    torch.manual_seed(problem["seed"])
+    torch.set_num_threads(problem["threads"])
+    keys, length, row, group = (problem[name] for name in ("keys", "length", "row", "group"))
+    query, key, value = (
+        x.to(problem["dtype"]) for x in operands(length, keys, *problem["widths"], group=group)
+    )
+    if problem["odd"] is not None:
+        (key if problem["odd"] == "key" else value)[:, :, keys // 2] = torch.inf
+    options = {"mask": MASKS[problem["mask"]], "score_mod": problem["score_mod"]}
+    if problem["sink"]:
+        options["sink"] = torch.randn(2 * group).to(problem["dtype"])
+    start = keys - length
+    whole = in_chunks(query, Dense(key, value), (length,), q_start=start, **options)
+    for begin, end in ((row, row + 1), problem["chunk"]):
+        some = query[:, :, begin:end]
+        expected = [x[:, :, begin:end] for x in whole]
+        given = {"q_start": start + begin, **options}
+        assert_same(in_chunks(some, Dense(key, value), (end - begin,), **given), expected)
+        if problem["mask"] != "none":
+            fewer = Dense(*(x[:, :, : start + end] for x in (key, value)))
+            assert_same(in_chunks(some, fewer, (end - begin,), **given), expected)
 
 
 @given(

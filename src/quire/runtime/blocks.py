@@ -35,7 +35,7 @@ from quire.block_mask import BlockMask, BlockRows
 from quire.block_mask.blocks import FULL as FULL_BLOCK
 from quire.block_mask.blocks import PARTIAL as PARTIAL_BLOCK
 from quire.block_mask.blocks import Runs
-from quire.codegen.convention import FULL, MOST_ROWS, PARTIAL, tile_entry
+from quire.codegen.convention import FULL, PARTIAL, tile_entry
 from quire.codegen.llvm.target import Target
 from quire.ir.graph import Node, cast, const, rebuild, rewrite
 from quire.ir.simplify import simplify
@@ -278,7 +278,7 @@ def _gathered(mask: BlockMask, lengths: tuple[int, int], block_kv: int) -> Gathe
     order, in_disorder = _order(mask, read)
     tiles = _num_touched(read, blocks_of_tiles(lengths[1], block_kv, size))
     fewer = (-(-counts * size // block_kv)).sum() <= WORTH * tiles
-    if not fewer and not (in_disorder and lengths[0] > MOST_ROWS):
+    if not fewer and not in_disorder:
         return None
     order = order[:, :most]
     cells = np.take_along_axis(runs.cells(), order[:, None, None, :], axis=-1)

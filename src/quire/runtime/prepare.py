@@ -20,8 +20,10 @@ from quire.block_mask import BlockMask
 from quire.codegen.contract import Terms
 from quire.codegen.convention import (
     ENTRY,
+    FEW_ROWS,
     FULL,
     KEYS_OF_PIECE,
+    MANY_KEYS,
     MOST_ROWS,
     OBSERVE,
     PARTIAL,
@@ -310,16 +312,22 @@ class Cut(NamedTuple):
 def by_form(rows: One | Sequences) -> list[tuple[Form, One | Sequences]]:
     """Split sequences by the kernel that computes them: "row" for few queries, else "panel".
 
-    The kernel of a sequence depends only on its own length.
+    Both give the same bits. Of some queries and many keys, "row" reads the keys once for all heads
+    that share them.
     """
     if isinstance(rows, One):
-        return [("row" if rows.q_len <= MOST_ROWS else "panel", rows)]
-    few = rows.q_len <= MOST_ROWS
+        return [("row" if has_few(rows.q_len, rows.kv_end - rows.kv_begin) else "panel", rows)]
+    few = (rows.q_len <= FEW_ROWS) | ((rows.q_len <= MOST_ROWS) & (rows.kv_len >= MANY_KEYS))
     if not few.any():
         return [("panel", rows)]
     if few.all():
         return [("row", rows)]
     return [("row", rows.where(few)), ("panel", rows.where(~few))]
+
+
+def has_few(queries: int, keys: int) -> bool:
+    """Return whether a sequence has few queries for its keys."""
+    return queries <= (MOST_ROWS if keys >= MANY_KEYS else FEW_ROWS)
 
 
 def num_products(placed: Placed, rows: One | Sequences) -> int:

@@ -169,7 +169,7 @@ class RowNest(Nest):
                 "scales": f.offset(self.scratch["key_scales"], j, element),
                 "queries": self.at("queries", first),
                 "query_stride": self.stride["key"],
-                "depth": self.depth["key"],
+                "depth": (self.arg["head_dim"] + 3) & -4,  # as in panels
                 "scores": f.offset(self.at("scores", first), block.begin + j, element),
                 "count": some,
             }
