@@ -22,6 +22,7 @@ from quire.ir.source import reading
 from quire.ir.trace import INPUTS, Kind, Mod, trace
 from quire.operator.text import MODS, Form, WrittenMod, write
 from quire.results import working_dtype
+from quire.support.torch_private import is_transformed
 from quire.support.torch_private.tracing import DynamoTrace, graph_entry
 
 
@@ -66,6 +67,10 @@ def operator(learns: bool) -> Any:
 
 def _write_call(dynamo: DynamoTrace, arguments: list[Any]) -> Any:
     """Add one call of the operator to Dynamo's graph. Return (learns, results)."""
+    if is_transformed():
+        dynamo.break_graph(
+            "a graph holds attention, but not its derivatives by torch.func or vmap."
+        )
     count = len(Inputs._fields)
     inputs, mods = Inputs(*arguments[:count]), arguments[count:]
     operands = dynamo.items(inputs.operands)
