@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire.block_mask import BlockMask, create_block_mask
-from quire.block_mask.lists import EMPTY, FULL, PARTIAL, ceil_div
+from quire.block_mask.blocks import EMPTY, FULL, PARTIAL, ceil_div
 from quire.reference import block_mask_elements
 
 LENGTHS = (13, 18)

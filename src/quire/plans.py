@@ -209,8 +209,8 @@ def operand_layout(query: Tensor, key: Tensor, value: Tensor) -> Key | None:
 
 def key_of(layout: Key, call: Call) -> Key | None:
     """Return the key of a call whose request has this layout; None if its mods have no key."""
-    _, placed, (_, score_mod, mask_mod, mask, partial_mod, _), captures = call
-    rows, learns = placed.rows, call.learns
+    _, placed, (_, score_mod, mask_mod, mask, partial_mod, _), captures, learns = call
+    rows = placed.rows
     if isinstance(rows, One):
         if rows.q_start > MOST_KEYS:
             return None
@@ -358,7 +358,7 @@ class CallPlan:
                 plan = self._forward = ForwardPlan.of(call, self._learns)
             found = plan.run(call)
         if found is None:
-            request, placed, problem, _ = call
+            request, placed, problem, *_ = call
             with autograd.without_autocast(placed.query), torch.no_grad():
                 return eager.forward(problem, placed, request.sink, request.aux)
         if config().check_rows:

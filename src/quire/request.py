@@ -138,30 +138,13 @@ class Call(NamedTuple):
     placed: Placed
     problem: Problem
     captures: tuple[Tensor, ...]  # of all mods
+    learns: bool = False  # whether autograd records it
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Return query, key, value, the sink if there is one, and all captured tensors."""
         (query, key, value, *_), sink = self.placed, self.request.sink
         return (query, key, value, *(() if sink is None else (sink,)), *self.captures)
-
-    @property
-    def learns(self) -> bool:
-        """Return whether autograd must record the call: a tensor requires grad, or torch.func."""
-        if self.request.learns is not None:
-            return self.request.learns
-        query, key, value, *_ = self.placed
-        sink, captures = self.request.sink, self.captures
-        return is_transformed() or (
-            torch.is_grad_enabled()
-            and (
-                query.requires_grad
-                or key.requires_grad
-                or value.requires_grad
-                or (sink is not None and sink.requires_grad)
-                or (len(captures) > 0 and any(tensor.requires_grad for tensor in captures))
-            )
-        )
 
     def on(
         self,
@@ -179,6 +162,7 @@ class Call(NamedTuple):
             self.placed.on(*operands),
             self.problem.with_captures(captures),
             captures,
+            learns=self.learns,
         )
 
     def seeded(self) -> Call:
@@ -213,7 +197,7 @@ def check(request: Request) -> None:
 def check_mods(call: Call) -> None:
     """Raise if a captured tensor has lost its memory, or a block mask does not fit the operands."""
     for tensor in call.problem.captures:
-        checks.check_held("a captured tensor", tensor)
+        checks.check_held({"a captured tensor": tensor})
     mask, placed = call.problem.block_mask, call.placed
     if mask is not None:
         batch, heads, q_len, _ = placed.query.shape
@@ -227,7 +211,7 @@ def check_mods(call: Call) -> None:
 def call_of(request: Request, *, plain: bool = False) -> Call:
     """Return the call of a request: find the rows of its operands, and trace each mod once.
 
-    `plain` says that autocast is off and that no operand is a lazy negation.
+    `plain` says that no operand is a lazy negation, and neither autocast nor torch.func is active.
     """
     query, memory, queries, score_mod, masks, scale, dropout_p, *_ = request
     placed = memory.place(query, queries)
@@ -239,14 +223,34 @@ def call_of(request: Request, *, plain: bool = False) -> Call:
         scale = 1.0 / math.sqrt(head_dim) if known else checks.check_scale(scale, head_dim)
     dropout = None if type(dropout_p) is float and dropout_p == 0.0 else check_dropout(dropout_p)
     if score_mod is None and not masks:
-        return Call(request, placed, Problem(scale, dropout=dropout), ())
+        learns = _learns(request, placed, (), plain=plain)
+        return Call(request, placed, Problem(scale, dropout=dropout), (), learns=learns)
     score_mod, mask_mod, block_mask, partial_mod = _ready_mods(request, placed)
     problem = Problem(scale, score_mod, mask_mod, block_mask, partial_mod, dropout=dropout)
     captures = problem.captures
     if captures and any(map(Tensor.is_neg, captures)):
         captures = tuple(tensor.resolve_neg() for tensor in captures)
         problem = problem.with_captures(captures)
-    return Call(request, placed, problem, captures)
+    learns = _learns(request, placed, captures, plain=plain)
+    return Call(request, placed, problem, captures, learns=learns)
+
+
+def _learns(request: Request, placed: Placed, captures: tuple[Tensor, ...], *, plain: bool) -> bool:
+    """Return whether autograd must record a call: a tensor requires grad, or torch.func."""
+    if request.learns is not None:
+        return request.learns
+    if not torch.is_grad_enabled():
+        return not plain and is_transformed()
+    query, key, value, *_ = placed
+    sink = request.sink
+    return (
+        query.requires_grad
+        or key.requires_grad
+        or value.requires_grad
+        or (sink is not None and sink.requires_grad)
+        or (len(captures) > 0 and any(tensor.requires_grad for tensor in captures))
+        or (not plain and is_transformed())
+    )
 
 
 def _ready_mods(

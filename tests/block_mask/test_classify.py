@@ -14,7 +14,7 @@ from torch.nn.attention import flex_attention as torch_flex
 
 from quire import create_block_mask, mods
 from quire.block_mask import classify
-from quire.block_mask.runs import Runs
+from quire.block_mask.blocks import Runs
 
 N = 257
 LENGTHS = [60, 7, 100, 1, 89]

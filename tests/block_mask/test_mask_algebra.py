@@ -28,7 +28,7 @@ from torch.nn.attention import flex_attention as torch_flex
 import quire
 from quire import mods, reference
 from quire.block_mask import BlockMask, create_block_mask
-from quire.block_mask.lists import EMPTY, FULL, PARTIAL
+from quire.block_mask.blocks import EMPTY, FULL, PARTIAL
 from quire.errors import BlockMaskShapeError, DeviceError, SlicedMaskError
 from quire.ir.trace import trace
 

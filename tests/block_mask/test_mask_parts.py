@@ -26,7 +26,7 @@ from torch.nn.attention import flex_attention as torch_flex
 
 import quire
 from quire.block_mask import BlockMask, create_block_mask
-from quire.block_mask.lists import EMPTY
+from quire.block_mask.blocks import EMPTY
 from quire.errors import (
     ArgumentError,
     BlockIndexError,

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import quire
 from quire import mods
+from quire.block_mask.blocks import EMPTY, FULL, PARTIAL
 from quire.block_mask.classify import Rectangles
-from quire.block_mask.lists import EMPTY, FULL, PARTIAL
 from quire.draw import survey
 from quire.draw.subject import Cells
 

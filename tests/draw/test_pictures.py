@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 import quire
 from quire import errors, mods
-from quire.block_mask.lists import EMPTY, FULL, PARTIAL
+from quire.block_mask.blocks import EMPTY, FULL, PARTIAL
 from quire.draw.drawing import MaskDrawing
 
 matplotlib = pytest.importorskip("matplotlib")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import quire
 from quire import AuxRequest, BlockMask, flex_attention
-from quire.block_mask.lists import EMPTY, PARTIAL
+from quire.block_mask.blocks import EMPTY, PARTIAL
 from quire.codegen.llvm.target import Target
 from quire.ir.trace import trace
 from quire.memory import TOP_LEFT, Dense, Placed

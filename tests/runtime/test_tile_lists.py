@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from quire import create_block_mask
 from quire.block_mask import BlockRows
-from quire.block_mask.runs import Runs
+from quire.block_mask.blocks import Runs
 from quire.codegen.convention import FULL, PARTIAL
 from quire.runtime.blocks import read_lists, tile_lists
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 
-import torch
 from torch import Tensor
 
 from quire.backends import jit
@@ -24,7 +23,7 @@ from quire.plans import CallPlan, Key, make, operand_layout
 from quire.request import Call, Mask, Problem, Request, call_of, check
 from quire.results import working_dtype
 from quire.support.bounded import BoundedDict
-from quire.support.torch_private import is_jit_tracing
+from quire.support.torch_private import is_jit_tracing, is_transformed
 
 
 def plan(
@@ -122,8 +121,7 @@ class Plan:
                 f"a plan must run compiled code, but {reason}. Call quire.attention, which has "
                 f"other backends."
             )
-        with torch.no_grad():
-            made, _ = make(call)
+        made, _ = make(call._replace(learns=is_transformed()))  # else it computes no gradients
         return made
 
     def _check_captures(self) -> None:

@@ -30,7 +30,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.block_mask.lists import as_count
+from quire.block_mask.checks import as_count
 from quire.checks import check_score
 from quire.ir.graph import Node, Number, rebuild, walk
 from quire.ir.interpret import interpret

@@ -197,7 +197,8 @@ def _check_held(tensors: Sequence[Tensor]) -> None:
     """Raise if the memory of a tensor was freed since the forward pass."""
     for place, tensor in enumerate(tensors):
         if lost_memory(tensor):
-            check_held(("query", "key", "value", "a captured tensor")[min(place, 3)], tensor)
+            name = ("query", "key", "value", "a captured tensor")[min(place, 3)]
+            check_held({name: tensor})
 
 
 def _as_dtype_of(tensor: Tensor, grad: Tensor | None) -> Tensor | None:

@@ -24,7 +24,7 @@ from quire.ir.terms import term, whole
 from quire.ir.trace import Traced
 from quire.request import Problem
 from quire.results import folded
-from quire.support.torch_private.transforms import outside_transforms
+from quire.support.torch_private import outside_transforms
 
 if TYPE_CHECKING:
     from quire.autograd.steps import Step

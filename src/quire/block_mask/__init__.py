@@ -5,18 +5,15 @@
     block_mask.sparsity()        # 43.75
     print(block_mask)
 
-Reading order: lists and runs (two formats), tiles and classify (which blocks a mask_mod makes),
-tensors (the fields of a mask), mask (its methods), create (from a mask_mod), fit (checks against
-the tensors of a call); elements, algebra (`&`, `|`, `~`), parts (slices, other lengths, some
-queries), files.
+Reading order: blocks (lists, grids and runs), checks (of lists), tiles and classify (which blocks a
+mask_mod makes), tensors (the fields of a mask), mask (its methods), create (from a mask_mod);
+elements, algebra (`&`, `|`, `~`), parts (slices, other lengths, some queries), files.
 """
 
+from quire.block_mask.blocks import NOOP_BLOCK_SIZE, BlockRows, Span
 from quire.block_mask.create import create_block_mask, create_mask
 from quire.block_mask.elements import element_mod
-from quire.block_mask.fit import check_fits
-from quire.block_mask.lists import NOOP_BLOCK_SIZE
-from quire.block_mask.mask import BlockMask
-from quire.block_mask.runs import BlockRows, Span
+from quire.block_mask.mask import BlockMask, check_fits
 
 __all__ = [
     "NOOP_BLOCK_SIZE",

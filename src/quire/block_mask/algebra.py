@@ -16,8 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from quire.block_mask.blocks import FULL, PARTIAL
+from quire.block_mask.checks import check_devices
 from quire.block_mask.elements import Elements, four_dimensional, reclassified
-from quire.block_mask.lists import FULL, PARTIAL, check_devices
 from quire.block_mask.tensors import BlockTensors, Mask
 from quire.block_mask.tiles import Sizes
 from quire.errors import BlockMaskShapeError

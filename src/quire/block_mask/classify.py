@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.block_mask.lists import EMPTY, FULL, PARTIAL, ceil_div
-from quire.block_mask.runs import Runs
+from quire.block_mask.blocks import EMPTY, FULL, PARTIAL, Runs, ceil_div
 from quire.block_mask.tiles import TILE_ELEMENTS, Sizes, count_blocks
 from quire.ir.bound import bound
 from quire.ir.graph import inputs

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
-from quire.block_mask.lists import as_block_size, as_count
+from quire.block_mask.checks import as_block_size, as_count
 from quire.block_mask.mask import BlockMask
 from quire.block_mask.mask_mods import Device
 from quire.block_mask.tensors import DEFAULT_BLOCK_SIZE

@@ -21,8 +21,8 @@ import functools
 import torch
 from torch import Tensor
 
+from quire.block_mask.blocks import EMPTY, FULL, NOOP_BLOCK_SIZE, PARTIAL, ceil_div
 from quire.block_mask.classify import classify
-from quire.block_mask.lists import EMPTY, FULL, NOOP_BLOCK_SIZE, PARTIAL, ceil_div
 from quire.block_mask.mask_mods import sliced_mask_mod
 from quire.block_mask.tensors import BlockTensors
 from quire.block_mask.tiles import Sizes, fastest_form

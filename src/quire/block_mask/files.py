@@ -25,7 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.block_mask.lists import EMPTY, FULL, as_block_size, as_count, ceil_div
+from quire.block_mask.blocks import EMPTY, FULL, ceil_div
+from quire.block_mask.checks import as_block_size, as_count
 from quire.block_mask.mask_mods import sliced_mask_mod, traced_mod
 from quire.block_mask.tensors import BlockTensors, Mask
 from quire.checks.arguments import dtype_name

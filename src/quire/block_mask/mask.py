@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
 from quire.block_mask import algebra, files, parts
-from quire.block_mask.lists import EMPTY, as_block_size
+from quire.block_mask.blocks import EMPTY, BlockRows
+from quire.block_mask.checks import as_block_size
 from quire.block_mask.mask_mods import (
     Device,
     move_mod,
@@ -24,8 +25,8 @@ from quire.block_mask.mask_mods import (
     sliced_mask_mod,
     traced_mod,
 )
-from quire.block_mask.runs import BlockRows
 from quire.block_mask.tensors import DEFAULT_BLOCK_SIZE, BlockTensors
+from quire.errors import BlockMaskShapeError, DeviceError
 from quire.mods import Mask, document
 from quire.mods import causal as causal_mask
 from quire.mods.objects import same_tensor
@@ -228,3 +229,53 @@ class BlockMask(BlockTensors):
         memo[id(self)] = twin
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return twin
+
+
+def check_fits(
+    block_mask: BlockMask, B: int, H: int, q_len: int, kv_len: int, device: torch.device
+) -> None:
+    """Raise if a mask is not for B batches, H query heads, these lengths and this device.
+
+    A mask with a B or H of 1 is for any number of them, one with NOOP_BLOCK_SIZE for any lengths.
+    """
+    if block_mask.is_sliced:
+        nowhere = torch.empty(())
+        sliced_mask_mod(nowhere, nowhere, nowhere, nowhere)
+    grid_shape = block_mask.grid_shape
+    if len(grid_shape) != 4:
+        raise BlockMaskShapeError(
+            f"kv_indices of a block mask must have shape [B, H, rows, blocks], but has "
+            f"{list(block_mask.kv_indices.shape)}. Give its tensors all four dimensions."
+        )
+    for name, size, made_for in zip(("B", "H"), (B, H), grid_shape, strict=False):
+        if made_for not in (1, size):
+            raise BlockMaskShapeError(
+                f"a block mask must have {name}={size}, as the query, or {name}=1, but has "
+                f"{name}={made_for}: block_mask.shape={block_mask.shape}, and the query has B={B}, "
+                f"H={H}. Create it with create_block_mask(..., {name}={size}, ...) or {name}=None."
+            )
+    if not block_mask.is_endless:
+        _check_lengths(block_mask, grid_shape[-2], q_len, kv_len)
+    if block_mask.device != device:
+        raise DeviceError(
+            f"Expect q/k/v and block_mask to be on the same device but got {device} and "
+            f"{block_mask.device}. Move the mask with block_mask.to({str(device)!r})."
+        )
+
+
+def _check_lengths(block_mask: BlockMask, num_rows: int, q_len: int, kv_len: int) -> None:
+    made_for, q_block = block_mask.seq_lengths, block_mask.BLOCK_SIZE[0]
+    if num_rows * q_block < q_len <= made_for[0]:  # seq_lengths was set by hand
+        raise BlockMaskShapeError(
+            f"a block mask must have rows for q_len={q_len} queries, but has {num_rows} rows of "
+            f"{q_block} and seq_lengths={made_for}. Set the seq_lengths that the rows are for."
+        )
+    if made_for == (q_len, kv_len):
+        return
+    other = "smaller" if q_len > made_for[0] or kv_len > made_for[1] else "larger"
+    raise BlockMaskShapeError(
+        f"a block mask must be for q_len={q_len} and kv_len={kv_len}, but was created for "
+        f"block_mask.shape={block_mask.shape}. It was created for a {other} length: create a new "
+        f"block mask for this one, or call block_mask.resize({q_len}, {kv_len}) if its mask_mod "
+        f"does not depend on the lengths."
+    )

@@ -9,15 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.block_mask.blocks import FULL, PARTIAL, ceil_div
+from quire.block_mask.checks import INDEX_DTYPES, as_count, is_readable
 from quire.block_mask.elements import Elements, created_cells, reclassified
-from quire.block_mask.lists import (
-    FULL,
-    INDEX_DTYPES,
-    PARTIAL,
-    as_count,
-    ceil_div,
-    is_readable,
-)
 from quire.block_mask.mask_mods import sliced_mask_mod
 from quire.block_mask.tensors import BlockTensors, Mask
 from quire.block_mask.tiles import Sizes

@@ -1,6 +1,6 @@
 """The state of a block mask: tensors that list its blocks, or runs of blocks until they are needed.
 
-A mask that is made from a mask_mod keeps runs of blocks (`runs.py`), which take memory for what
+A mask that is made from a mask_mod keeps runs of blocks (`blocks.py`), which take memory for what
 exists only. When a user reads one of its tensors, all of them are made and replace the runs. From
 then on the tensors are the only state: a user may change them and `seq_lengths` in place, so
 nothing that is computed from them is kept.
@@ -19,30 +19,31 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import noop_mask
 
-from quire.block_mask.classify import classify
-from quire.block_mask.lists import (
+from quire.block_mask.blocks import (
     EMPTY,
     FULL,
     NOOP_BLOCK_SIZE,
     PARTIAL,
-    as_block_size,
-    as_count,
+    Runs,
     ceil_div,
-    check_devices,
-    check_lists,
-    check_mask_lists,
     grid_to_lists,
     lists_to_grid,
     transpose_lists,
     write_order,
 )
+from quire.block_mask.checks import (
+    as_block_size,
+    as_count,
+    check_devices,
+    check_lists,
+    check_mask_lists,
+)
+from quire.block_mask.classify import classify
 from quire.block_mask.mask_mods import sliced_mask_mod
-from quire.block_mask.runs import Runs
 from quire.block_mask.tiles import Sizes, fastest_form
 from quire.errors import ArgumentError, BlockMaskError
 from quire.mods.compose import MaskMod
-from quire.support.torch_private import block_mask_order, block_mask_tensors
-from quire.support.torch_private.transforms import outside_transforms
+from quire.support.torch_private import block_mask_order, block_mask_tensors, outside_transforms
 
 DEFAULT_BLOCK_SIZE = 128
 MOST_AT_ONCE = 2**16

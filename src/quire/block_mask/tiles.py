@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from quire.block_mask.lists import ceil_div
+from quire.block_mask.blocks import ceil_div
 from quire.block_mask.mask_mods import REFUSED, try_trace
 from quire.errors import ModError
 from quire.ir.trace import Kind, Mod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -59,8 +59,7 @@ def check_packed(query: Tensor, key: Tensor, value: Tensor) -> None:
 def check_paged(query: Tensor, key: Tensor, value: Tensor) -> None:
     """Check query [B, Hq, L, D] or [total, Hq, D], and pages [P, Hkv, page, D or Dv]."""
     named = {"query": query, "key": key, "value": value}
-    for name, tensor in named.items():
-        check_kind(name, tensor)
+    check_kinds(named)
     check_device(**named)
     packed = query.dim() == 3
     advice = "Give [total, heads, head_dim] with q_offsets, or equally many queries per sequence."
@@ -109,8 +108,7 @@ def _check_tensors(
 ) -> None:
     """Check that three tensors can be read, and their device, rank and dtypes."""
     named = {"query": query, "key": key, "value": value}
-    for name, tensor in named.items():
-        check_kind(name, tensor)
+    check_kinds(named)
     check_device(**named)
     for name, tensor in named.items():
         check_rank(name, tensor, axes, advice)
@@ -151,18 +149,29 @@ def shapes_only() -> Iterator[None]:
 
 def check_kind(name: str, tensor: object) -> None:
     """Check that `tensor` is a plain strided tensor, whose memory a kernel can read."""
+    check_kinds({name: tensor})
+
+
+def check_kinds(named: Mapping[str, object]) -> None:
+    """Check that all are plain strided tensors, whose memory a kernel can read."""
+    tensors = {name: _plain(name, tensor) for name, tensor in named.items()}
+    if not _SHAPES_ONLY.get():
+        check_held(tensors)
+
+
+def _plain(name: str, tensor: object) -> Tensor:
+    """Return a plain strided tensor. If only shapes are used, it may be a fake one."""
     check_strided(name, tensor)
     assert isinstance(tensor, Tensor)
     if is_legacy_batched(tensor):
         check_unmapped(name, tensor)
-    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        if _SHAPES_ONLY.get() and is_fake(tensor):
-            return
+    plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+    if not plain and not (_SHAPES_ONLY.get() and is_fake(tensor)):
         raise TensorKindError(
             f"{name} must be a plain tensor, but is a {type(tensor).__name__}, whose memory cannot "
             f"be read. Pass a plain tensor, such as its local or materialised part."
         )
-    check_held(name, tensor)
+    return tensor
 
 
 def check_unmapped(name: str, tensor: Tensor) -> None:
@@ -174,15 +183,16 @@ def check_unmapped(name: str, tensor: Tensor) -> None:
         )
 
 
-def check_held(name: str, tensor: Tensor) -> None:
-    """Check that the storage holds every element: `untyped_storage().resize_(0)` frees it."""
-    lost = lost_memory(tensor)
-    if lost is not None:
-        raise TensorKindError(
-            f"{name} must have its memory, {lost.needed} bytes for shape {list(tensor.shape)}, but "
-            f"its storage was resized to {lost.held}. Gather it, or resize the storage back, "
-            f"before the call."
-        )
+def check_held(named: Mapping[str, Tensor]) -> None:
+    """Check that storages hold every element: `untyped_storage().resize_(0)` frees them."""
+    for name, tensor in named.items():
+        lost = lost_memory(tensor)
+        if lost is not None:
+            raise TensorKindError(
+                f"{name} must have its memory, {lost.needed} bytes for shape {list(tensor.shape)}, "
+                f"but its storage was resized to {lost.held}. Gather it, or resize the storage "
+                f"back, before the call."
+            )
 
 
 def is_vmapped(tensor: Tensor) -> bool:
@@ -266,7 +276,7 @@ def check_scale(scale: object, head_dim: int) -> float:
                 "scale must be a number, but is a tensor that requires grad, and would get no "
                 "gradient. Multiply the query by it, or the score in a score_mod."
             )
-        check_held("scale", scale)
+        check_held({"scale": scale})
         scale = math.nan if scale.is_meta else scale.item()
     number = _as_float(scale)
     if not math.isfinite(number):

@@ -11,7 +11,7 @@ import torch
 from torch.nn.attention import flex_attention as torch_flex
 
 from quire.block_mask import BlockMask
-from quire.block_mask.lists import as_block_size, as_count
+from quire.block_mask.checks import as_block_size, as_count
 from quire.block_mask.mask_mods import REFUSED, try_trace
 from quire.checks import check_score
 from quire.draw.scores import ScoreMap

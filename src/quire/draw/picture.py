@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.block_mask.lists import EMPTY, FULL, PARTIAL, ceil_div
+from quire.block_mask.blocks import EMPTY, FULL, PARTIAL, ceil_div
 from quire.draw.scale import scale
 from quire.draw.scores import ScoreMap, Values
 from quire.draw.subject import Subject

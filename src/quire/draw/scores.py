@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quire.block_mask.lists import ceil_div
+from quire.block_mask.blocks import ceil_div
 from quire.draw.survey import Pair
 from quire.ir.trace import Mod
 from quire.ir.vectorise import evaluate

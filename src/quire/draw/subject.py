@@ -13,8 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.block_mask.lists import EMPTY, FULL, PARTIAL, ceil_div
-from quire.block_mask.runs import Runs
+from quire.block_mask.blocks import EMPTY, FULL, PARTIAL, Runs, ceil_div
 from quire.block_mask.tiles import TILE_ELEMENTS, count_blocks
 from quire.draw.survey import Cells, Kinds, Pair, survey
 from quire.ir.trace import Mod, Traced

@@ -21,8 +21,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.block_mask.blocks import EMPTY, FULL, PARTIAL, ceil_div
 from quire.block_mask.classify import UNSURE, Rectangles
-from quire.block_mask.lists import EMPTY, FULL, PARTIAL, ceil_div
 from quire.ir.trace import Traced
 
 AT_ONCE = 1 << 18

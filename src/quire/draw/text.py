@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from quire.block_mask.lists import EMPTY, FULL, PARTIAL
+from quire.block_mask.blocks import EMPTY, FULL, PARTIAL
 from quire.draw.scale import scale
 from quire.draw.scores import Ends, ScoreMap, Values
 from quire.draw.subject import Subject

@@ -17,21 +17,24 @@ class TilePart(NamedTuple):
     exists: Node
 
 
+def _ends(stem: str) -> Interval:
+    return Interval(*(Node("input", (), I64, f"{stem}_{end}") for end in ("low", "high")))
+
+
+TILE = {"q_idx": _ends("q"), "kv_idx": _ends("kv")}
+"""The ends of the queries and keys of a whole tile."""
+
+
 def parts_of(root: Node) -> list[TilePart]:
     """A tile in up to four parts, cut where the graph compares a position with a constant.
 
     Beyond such a position the mask may follow another rule, as in `where(q_idx < n, ...)`. Only
     graphs with `where` or `mod` are cut, since others gain nothing.
     """
-    axes = {"q_idx": "q", "kv_idx": "kv"}
     cuts = _cuts(root)
-    parts = [TilePart({}, TRUE)]
-    for name, stem in axes.items():
-        low, high = (Node("input", (), I64, f"{stem}_{end}") for end in ("low", "high"))
+    parts = [TilePart(dict(TILE), TRUE)]
+    for name, (low, high) in TILE.items():
         if name not in cuts:
-            parts = [
-                TilePart({**part.ends, name: Interval(low, high)}, part.exists) for part in parts
-            ]
             continue
         cut = whole(cuts[name])
         before = Interval(low, term("min", high, term("sub", cut, whole(1))))

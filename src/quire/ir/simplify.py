@@ -148,6 +148,12 @@ def simplest(node: Node) -> Node:
 _ATOMS = LEAVES - {"cast"}
 
 
+@functools.lru_cache(maxsize=4096)  # the same masks are bounded again and again
+def applied(op: str, args: tuple[Node, ...], dtype: torch.dtype) -> Node:
+    """An op on nodes, in its simplest form."""
+    return simplest(Node(op, args, dtype))
+
+
 def simplify(root: Node) -> Node:
     """The whole graph in its simplest form."""
     return rewrite(root, lambda node, args: simplest(rebuild(node, args)))

@@ -56,6 +56,10 @@ class Recorder:
             self.lines[node] = user_location()
         return Symbol(node, self)
 
+    def inputs(self, nodes: Iterable[Node]) -> list[Symbol]:
+        """The symbols that a mod is called with."""
+        return [Symbol(node, self) for node in nodes]
+
     def slot(self, tensor: Tensor) -> int:
         """The index of a captured tensor; a new one is added to the list."""
         if tensor.dtype not in DTYPES or tensor.layout is not torch.strided:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from quire.ir.graph import Node, cast, const
-from quire.ir.simplify import simplest
+from quire.ir.simplify import applied, simplest
 
 BOOL, I64 = torch.bool, torch.int64
 TRUE, FALSE = const(True, BOOL), const(False, BOOL)
@@ -14,9 +16,10 @@ TRUE, FALSE = const(True, BOOL), const(False, BOOL)
 def term(op: str, *args: Node) -> Node:
     """The node of an op; operands, except the condition of `where`, have one dtype."""
     dtype = BOOL if op in ("lt", "le", "eq") else args[-1].dtype
-    return simplest(Node(op, args, dtype))
+    return applied(op, args, dtype)
 
 
+@functools.lru_cache(maxsize=1024)
 def whole(number: int) -> Node:
     """An int64 constant."""
     return const(number, I64)

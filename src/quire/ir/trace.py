@@ -130,8 +130,7 @@ def trace(
     """
     check_signature(mod, kind)
     recorder = Recorder(device or _CPU)
-    symbols = [Symbol(node, recorder) for node in _input_nodes(kind, score_dtype)]
-    result = _run(mod, kind, symbols)
+    result = _run(mod, kind, recorder.inputs(_input_nodes(kind, score_dtype)))
     wanted = score_dtype if kind == "score" else torch.bool
     output = _result_node(result, wanted, recorder, mod)
     return Traced(output, tuple(recorder.captures), kind, mod_name(mod), recorder.lines)
@@ -168,7 +167,7 @@ def _run(mod: Mod, kind: Kind, symbols: list[Symbol]) -> Any:
 
 
 def _result_node(result: object, wanted: torch.dtype, recorder: Recorder, mod: Mod) -> Node:
-    if type(result) is Symbol and result.dtype is wanted and result.recorder is recorder:
+    if type(result) is Symbol and result.node.dtype is wanted and result.recorder is recorder:
         return result.node
     kind = "mask_mod" if wanted == torch.bool else "score_mod"
     if isinstance(result, PartialLoad | Tensor) and len(result.shape) > 0:

@@ -18,8 +18,7 @@ from quire.checks import check_kind, check_unmapped
 from quire.checks.arguments import check_never_falls, tensor_of
 from quire.errors import ArgumentError, DeviceError
 from quire.support.bounded import BoundedDict
-from quire.support.torch_private import in_transform, is_ordinary
-from quire.support.torch_private.transforms import outside_transforms
+from quire.support.torch_private import in_transform, is_ordinary, outside_transforms
 
 Numbers: TypeAlias = NDArray[np.int64]
 
@@ -276,12 +275,7 @@ def _check_pages(numbers: NDArray[np.int32], num_pages: int, first: Numbers, las
 def content_of(tables: PageTables, sizes: tuple[int, ...]) -> Content | None:
     """Return the bytes of all tables, with `sizes`; None if they are large or not contiguous."""
     table = tables.page_table
-    if (
-        in_transform()
-        or not isinstance(table, Tensor)
-        or table.dtype is not torch.int32
-        or table.dim() != 2
-    ):
+    if not isinstance(table, Tensor) or table.dtype is not torch.int32 or table.dim() != 2:
         return None
     parts: list[object] = []
     for numbers in tables:

@@ -32,8 +32,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.block_mask import BlockMask, BlockRows
-from quire.block_mask.lists import FULL as FULL_BLOCK
-from quire.block_mask.runs import Runs
+from quire.block_mask.blocks import FULL as FULL_BLOCK
+from quire.block_mask.blocks import Runs
 from quire.codegen.convention import FULL, MOST_ROWS, PARTIAL, tile_entry
 from quire.codegen.llvm.target import Target
 from quire.ir.graph import Node, cast, const, rebuild, rewrite

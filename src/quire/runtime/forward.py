@@ -94,7 +94,7 @@ class ForwardPlan(NamedTuple):
     def of(call: Call, learns: bool) -> ForwardPlan:
         """Return the plan for calls with the same key as this one."""
         layout = ResultLayout.of(call, learns)
-        _, placed, problem, _ = call
+        _, placed, problem, *_ = call
         # Gathered keys have other positions, which would be wrong in an argmax.
         if problem.block_mask is not None and not call.request.aux.argmax:
             problem, placed = gather(problem, placed)
@@ -108,7 +108,7 @@ class ForwardPlan(NamedTuple):
 
     def run(self, call: Call) -> Result | None:
         """Return the results; None if a mod used an index out of range, which torch must report."""
-        request, placed, problem, captures = call
+        request, placed, problem, captures, _ = call
         if self.gathers:
             problem, placed = gather(problem, placed)
             captures = problem.captures

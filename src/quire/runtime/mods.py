@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from quire.block_mask import BlockRows
-from quire.block_mask.lists import FULL, PARTIAL
+from quire.block_mask.blocks import FULL, PARTIAL
 from quire.codegen.convention import Form
 from quire.codegen.llvm import jit
 from quire.codegen.llvm.builder import Module

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from quire.block_mask import BlockMask, BlockRows
-from quire.block_mask.lists import FULL
-from quire.block_mask.runs import Runs
+from quire.block_mask.blocks import FULL, Runs
 from quire.codegen.convention import BLOCK_Q, KEYS_OF_PIECE, MOST_ROWS, Form
 from quire.codegen.llvm.target import Target
 from quire.codegen.llvm.types import F32, F64

@@ -20,7 +20,7 @@ from torch.nn.attention import flex_attention as torch_flex
 from quire.api.paged.checks import NO_PAGE, addresses, as_lengths, as_positions, as_slots, check_new
 from quire.api.paged.physical import physical_block_mask, physical_mask, physical_score
 from quire.block_mask import BlockMask
-from quire.block_mask.lists import ceil_div
+from quire.block_mask.blocks import ceil_div
 from quire.checks.arguments import whole_number
 from quire.errors import OutOfPages, PageError
 from quire.memory import Integers

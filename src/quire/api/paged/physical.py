@@ -15,8 +15,8 @@ from torch.nn.functional import pad
 
 from quire.api.paged.checks import NO_PAGE, as_kv_len, as_slots, slots_of_mask
 from quire.block_mask import BlockMask
+from quire.block_mask.blocks import EMPTY, FULL, PARTIAL, grid_to_lists
 from quire.block_mask.elements import Elements
-from quire.block_mask.lists import EMPTY, FULL, PARTIAL, grid_to_lists
 from quire.ir.trace import mod_name
 from quire.mods.compose import MaskMod, ScoreMod, named, noop_mask
 

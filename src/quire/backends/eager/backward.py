@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from quire.backends.eager.far import Normaliser, normaliser
 from quire.backends.eager.tile import Tile, by_group, probabilities, weighted_sum
 from quire.backends.eager.tiling import Keys, Stripe, stripes
-from quire.block_mask.runs import BlockRows
+from quire.block_mask.blocks import BlockRows
 from quire.memory import Placed
 from quire.request import Problem
 from quire.results import Above, Gradients, Wanted

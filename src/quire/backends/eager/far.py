@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quire.backends.eager.tile import scored_tiles, subtrahend
 from quire.backends.eager.tiling import Stripe, stripes
-from quire.block_mask.runs import BlockRows
+from quire.block_mask.blocks import BlockRows
 from quire.memory import Placed
 from quire.request import Problem
 from quire.results import is_far

@@ -12,7 +12,7 @@ from quire.aux_outputs import AuxRequest
 from quire.backends.eager import backward as dense_backward
 from quire.backends.eager import forward as dense_forward
 from quire.backends.eager import tangent as dense_tangent
-from quire.block_mask.runs import BlockRows
+from quire.block_mask.blocks import BlockRows
 from quire.memory import One, Placed, longest
 from quire.memory.tables import Sequences
 from quire.request import Problem

@@ -20,7 +20,7 @@ from quire.backends.eager.backward import checkpointed
 from quire.backends.eager.far import normaliser
 from quire.backends.eager.tile import Tile, by_group, probabilities, weighted_sum
 from quire.backends.eager.tiling import Keys, Stripe, stripes
-from quire.block_mask.runs import BlockRows
+from quire.block_mask.blocks import BlockRows
 from quire.ir.differentiate import push
 from quire.ir.graph import Node, walk
 from quire.ir.trace import Traced

@@ -19,8 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from quire.block_mask.lists import FULL
-from quire.block_mask.runs import BlockRows, Runs
+from quire.block_mask.blocks import FULL, BlockRows, Runs
 from quire.memory import Placed
 from quire.request import Problem, ReadyMod
 

@@ -77,6 +77,16 @@ def in_transform() -> bool:
     return _interpreter() is not None
 
 
+def outside_transforms() -> Any:
+    """Return a context in which no transform of torch.func is active, to read plain tensors.
+
+    Inside of one, PyTorch wraps what it makes, and not even a plain tensor has numpy().
+    """
+    if not in_transform():
+        return nullcontext()
+    return named("torch._functorch.pyfunctorch", "temporarily_clear_interpreter_stack")()
+
+
 def is_transformed() -> bool:
     """Return whether torch.func or forward-mode AD is active, which only autograd can handle."""
     try:

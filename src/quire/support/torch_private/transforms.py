@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from quire.support.torch_private import in_transform, is_dual, is_wrapped, named, unwrapped
-
-
-def outside_transforms() -> Any:
-    """Return a context in which no transform of torch.func is active, to read plain tensors.
-
-    Inside of one, PyTorch wraps what it makes, and not even a plain tensor has numpy().
-    """
-    if not in_transform():
-        return nullcontext()
-    return named("torch._functorch.pyfunctorch", "temporarily_clear_interpreter_stack")()
+from quire.support.torch_private import is_dual, is_wrapped, named, unwrapped
 
 
 def innermost(tensor: Tensor) -> Tensor:

@@ -1,44 +1,18 @@
-"""The key blocks that each row of query blocks reads, as lists and as a grid.
-
-    indices  num_blocks            cells, one row per query block, one column per key block
-    0 . . .       1                █ . . .
-    2 0 . .       2        <->     ░ . █ .
-    1 3 2 .       3                . ░ ░ █
-
-The list of a row is the first `num_blocks` entries of `indices`, in any order; the entries after
-them are not read. A block mask has two lists for each row: the partial blocks (░), in which the
-mask_mod decides, and the full ones (█). This module converts lists to grids of cells and back, for
-tensors with any leading dimensions and on any device, and checks lists.
-
-A block that is listed twice counts once. A block in both lists is full. An entry beyond the last
-block is ignored.
-"""
+"""Checks of what block masks are made from: sizes, and lists of blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 import torch
 from torch import Tensor
 
+from quire.block_mask.blocks import ceil_div
 from quire.checks.arguments import dtype_name, whole_number
 from quire.errors import ArgumentError, BlockMaskError, DeviceError
 from quire.support.torch_private import is_wrapped
 
-EMPTY: Final = 0
-PARTIAL: Final = 1
-FULL: Final = 2
-
-NOOP_BLOCK_SIZE: Final = 1 << 30
-"""A mask with blocks of this size in both directions can be used with sequences of any length."""
-
 INDEX_DTYPES = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
-
-
-def ceil_div(length: int, block: int) -> int:
-    """The number of blocks that cover `length` tokens."""
-    return -(-length // block)
 
 
 def as_count(name: str, value: object, least: int = 0) -> int:
@@ -56,54 +30,6 @@ def as_block_size(value: object) -> tuple[int, int]:
             f"the default."
         )
     return as_count("BLOCK_SIZE[0]", sizes[0], 1), as_count("BLOCK_SIZE[1]", sizes[1], 1)
-
-
-def lists_to_grid(num_blocks: Tensor, indices: Tensor, num_columns: int) -> Tensor:
-    """Turn lists [..., R], [..., R, W] into an int32 grid [..., R, num_columns] of 0 and 1."""
-    listed = torch.arange(indices.shape[-1], device=indices.device) < num_blocks.unsqueeze(-1)
-    columns = indices.long()
-    inside = listed & (columns >= 0) & (columns < num_columns)
-    # Entries that are not listed are written to an additional last column, which is cut off.
-    grid = indices.new_zeros((*indices.shape[:-1], num_columns + 1), dtype=torch.int32)
-    grid = grid.scatter(-1, torch.where(inside, columns, num_columns), 1)
-    return grid[..., :num_columns].contiguous()
-
-
-def grid_to_lists(grid: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn a grid [..., R, C] into int32 lists [..., R], [..., R, C].
-
-    A row lists its blocks in ascending order and after them, as PyTorch does, all other blocks.
-    """
-    marked = (grid != EMPTY).to(torch.int32)
-    order = torch.argsort(marked, dim=-1, descending=True, stable=True)
-    return marked.sum(-1).to(torch.int32), order.to(torch.int32)
-
-
-def transpose_lists(num_blocks: Tensor, indices: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
-    """The query blocks that read each key block: lists [..., C], [..., C, R]."""
-    return grid_to_lists(lists_to_grid(num_blocks, indices, num_columns).transpose(-2, -1))
-
-
-def write_order(grid: Tensor, q_indices: Tensor, order: Tensor | bool | None) -> Tensor:
-    """The turn at which a key block adds to the gradient of each query block in `q_indices`.
-
-    Each key block that a query block reads adds to its gradient. If they add in a fixed order, the
-    sum is deterministic. The order is ascending key blocks, descending ones if `order` is True, or
-    a permutation `order` [..., C] of the key blocks. Grid [..., R, C] and lists `q_indices`
-    [..., C, R] give int32 [..., C, R].
-    """
-    reads = (grid != EMPTY).to(torch.int32)
-    if isinstance(order, Tensor):
-        by_rank = order.long().unsqueeze(-2).expand_as(reads)
-        arranged = reads.gather(-1, by_rank)
-        before = arranged.cumsum(-1) - arranged
-        ranks = torch.empty_like(before).scatter(-1, by_rank, before)
-    else:
-        ranks = reads.cumsum(-1) - reads
-        if order:
-            ranks = reads.sum(-1, keepdim=True) - 1 - ranks
-    rows = q_indices.long().clamp(0, max(grid.shape[-2] - 1, 0))
-    return ranks.transpose(-2, -1).gather(-1, rows).to(torch.int32)
 
 
 def check_lists(

@@ -1,20 +1,91 @@
-"""The blocks of a mask as runs, and as the spans of keys that attention reads.
+"""The key blocks that each row of query blocks reads: as lists, as a grid of cells, as runs.
 
-The memory of runs depends on their number, not on the lengths.
+    indices  num_blocks            cells                runs
+    0 . . .       1                █ . . .              full 0..1
+    2 0 . .       2        <->     ░ . █ .      <->     partial 0..1, full 2..3
+    1 3 2 .       3                . ░ ░ █              partial 1..3, full 3..4
+
+The list of a row is the first `num_blocks` entries of `indices`, in any order; the entries after
+them are not read. A block mask has two lists for each row: the partial blocks (░), in which the
+mask_mod decides, and the full ones (█). A block that is listed twice counts once. A block in both
+lists is full. An entry beyond the last block is ignored.
+
+Lists and grids are tensors with any leading dimensions, on any device. The memory of runs depends
+on their number, not on the lengths.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from quire.block_mask.lists import EMPTY, FULL, PARTIAL, ceil_div
+EMPTY: Final = 0
+PARTIAL: Final = 1
+FULL: Final = 2
+
+NOOP_BLOCK_SIZE: Final = 1 << 30
+"""A mask with blocks of this size in both directions can be used with sequences of any length."""
 
 Shape = tuple[int, int, int, int]
+
+
+def ceil_div(length: int, block: int) -> int:
+    """The number of blocks that cover `length` tokens."""
+    return -(-length // block)
+
+
+def lists_to_grid(num_blocks: Tensor, indices: Tensor, num_columns: int) -> Tensor:
+    """Turn lists [..., R], [..., R, W] into an int32 grid [..., R, num_columns] of 0 and 1."""
+    listed = torch.arange(indices.shape[-1], device=indices.device) < num_blocks.unsqueeze(-1)
+    columns = indices.long()
+    inside = listed & (columns >= 0) & (columns < num_columns)
+    # Entries that are not listed are written to an additional last column, which is cut off.
+    grid = indices.new_zeros((*indices.shape[:-1], num_columns + 1), dtype=torch.int32)
+    grid = grid.scatter(-1, torch.where(inside, columns, num_columns), 1)
+    return grid[..., :num_columns].contiguous()
+
+
+def grid_to_lists(grid: Tensor) -> tuple[Tensor, Tensor]:
+    """Turn a grid [..., R, C] into int32 lists [..., R], [..., R, C].
+
+    A row lists its blocks in ascending order and after them, as PyTorch does, all other blocks.
+    """
+    marked = (grid != EMPTY).to(torch.int32)
+    order = torch.argsort(marked, dim=-1, descending=True, stable=True)
+    return marked.sum(-1).to(torch.int32), order.to(torch.int32)
+
+
+def transpose_lists(num_blocks: Tensor, indices: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
+    """The query blocks that read each key block: lists [..., C], [..., C, R]."""
+    return grid_to_lists(lists_to_grid(num_blocks, indices, num_columns).transpose(-2, -1))
+
+
+def write_order(grid: Tensor, q_indices: Tensor, order: Tensor | bool | None) -> Tensor:
+    """The turn at which a key block adds to the gradient of each query block in `q_indices`.
+
+    Each key block that a query block reads adds to its gradient. If they add in a fixed order, the
+    sum is deterministic. The order is ascending key blocks, descending ones if `order` is True, or
+    a permutation `order` [..., C] of the key blocks. Grid [..., R, C] and lists `q_indices`
+    [..., C, R] give int32 [..., C, R].
+    """
+    reads = (grid != EMPTY).to(torch.int32)
+    if isinstance(order, Tensor):
+        by_rank = order.long().unsqueeze(-2).expand_as(reads)
+        arranged = reads.gather(-1, by_rank)
+        before = arranged.cumsum(-1) - arranged
+        ranks = torch.empty_like(before).scatter(-1, by_rank, before)
+    else:
+        ranks = reads.cumsum(-1) - reads
+        if order:
+            ranks = reads.sum(-1, keepdim=True) - 1 - ranks
+    rows = q_indices.long().clamp(0, max(grid.shape[-2] - 1, 0))
+    return ranks.transpose(-2, -1).gather(-1, rows).to(torch.int32)
 
 
 class Runs(NamedTuple):
