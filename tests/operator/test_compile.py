@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -65,6 +66,28 @@ def assert_same(
         gradients = [torch.autograd.grad(loss, learned, allow_unused=True) for loss in losses]
         for one, other in zip(*gradients, strict=True):
             assert one is other is None or torch.equal(one, other)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_inductor_gives_the_bits_of_the_call_outside_of_the_graph(dtype: torch.dtype) -> None:
+    """All else in this function is exact, so that the bits can only be those of attention."""
+
+    def model(packed: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
+        def bias(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return score + doubled[h] * (q_idx - kv_idx)
+
+        doubled = slopes * 2
+        query, key, value = packed.unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
+        memory = Dense(key, value)
+        out = attention(query, memory, score_mod=bias, mask=document(IDS) & causal)
+        return out, attention(query, memory).transpose(1, 2).flatten(2)
+
+    torch.manual_seed(0)
+    packed = torch.randn(2, 40, 3 * 64, dtype=dtype, requires_grad=True)
+    assert_same(model, [packed, SLOPES.clone().requires_grad_()], backend="inductor")
 
 
 # Mods and masks

@@ -35,6 +35,7 @@ from quire.checks import check_held
 from quire.errors import TensorKindError
 from quire.request import Call
 from quire.results import Above, Gradients, Moved, Result, Tangents, Wanted, folded, is_far
+from quire.support.dynamo import never_entered
 from quire.support.torch_private import (
     is_dual,
     is_legacy_batched,
@@ -199,6 +200,13 @@ class Derivative(torch.autograd.Function):
     def vmap(info: Any, in_dims: Any, step: Step, *tensors: Any) -> Any:
         """Compute many steps as one."""
         return mapped(Derivative.apply, step, info, in_dims[1:], tensors)
+
+
+# A backward pass may run inside of what torch.compile has compiled, between two graphs.
+for _function in (Attention, Derivative):
+    never_entered(_function.backward)
+    never_entered(_function.jvp)
+    never_entered(_function.vmap)
 
 
 def _derived(step: Step, *tensors: Tensor | None) -> Tensors:

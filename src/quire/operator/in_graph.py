@@ -27,7 +27,7 @@ from quire.memory import Dense, Ragged
 from quire.operator import define as define  # makes the operators
 from quire.operator.dynamo import ENTRY, Inputs, operator
 from quire.operator.text import MODS, WrittenMod, write
-from quire.request import Request, ready
+from quire.request import Request, autocast, ready
 from quire.results import Result, working_dtype
 from quire.support.dynamo import constant_when_traced, traced_as
 from quire.support.torch_private import (
@@ -82,8 +82,9 @@ def parts_of(request: Request) -> Parts:
         for name, table in tables.items()
         if table is not None
     }
+    query, key, value = autocast(request.query, memory.key, memory.value)
     inputs = Inputs(
-        operands=(request.query, memory.key, memory.value),
+        operands=(query, key, value),
         sink=request.sink,
         tables=tuple(given.values()),
         numbers=tuple(numbers.values()),
@@ -100,11 +101,11 @@ def parts_of(request: Request) -> Parts:
     return Parts(inputs, (request.score_mod, mask_mod, partial_mod))
 
 
-def results_of(found: list[Tensor], request: Request, learns: bool) -> Result:
+def results_of(found: list[Tensor], inputs: Inputs, learns: bool) -> Result:
     """Return the list that the operator returned as a result; the output in the query's dtype."""
-    aux = request.aux
+    aux = inputs.aux
     wanted = AuxRequest(aux[0] or learns, *aux[1:])
-    fields: dict[str, Tensor] = {"out": found[0].to(request.query.dtype)}
+    fields: dict[str, Tensor] = {"out": found[0].to(inputs.operands[0].dtype)}
     place = 1
     for name, asked in zip(AuxRequest._fields, wanted):  # noqa: B905  Dynamo takes no strict=
         if asked:
@@ -124,7 +125,7 @@ def compute_in_graph(request: Request) -> Result:
     _check_request(request)
     parts = parts_of(request)
     learns, found = ENTRY(*parts.inputs, *parts.mods)
-    return results_of(found, request, learns)
+    return results_of(found, parts.inputs, learns)
 
 
 def _check_request(request: Request) -> None:
@@ -226,7 +227,7 @@ def _called(request: Request, mods: dict[str, Traced]) -> Result:
     form = inputs.form({field: WrittenMod.of(mod) for field, mod in mods.items()}, learns)
     given = (*inputs.operands, captures, list(inputs.tables), list(inputs.numbers), write(form))
     found = operator(learns)(*given)
-    return results_of(found, request, learns)
+    return results_of(found, inputs, learns)
 
 
 plans.by_operator = by_operator

@@ -237,6 +237,10 @@ class DynamoTrace:
     def _captured(self, proxy: Any, captured: dict[int, Variable]) -> Any:
         """Return the fake tensor of a value from outside; a number becomes a tensor."""
         example = proxy.node.meta["example_value"]
+        if isinstance(example, torch.SymFloat):
+            return float(
+                example
+            )  # no dtype of a tensor promotes as a number does; another compiles
         if isinstance(example, torch.SymInt):
             number = self._translator.output.create_proxy(
                 "call_function", torch.scalar_tensor, (proxy,), {"dtype": torch.int64}
