@@ -140,24 +140,23 @@ def flex_attention(
     if kernel_options is not None:
         check_kernel_options(kernel_options)
     check_gqa(query, key, enable_gqa)
-    result = compute(
-        Request(
-            query,
-            Dense(key, value),
-            TOP_LEFT,
-            score_mod=score_mod,
-            masks=checked_masks(mask_mod, block_mask),
-            scale=scale,
-            dropout_p=dropout_p,
-            sink=sink,
-            aux=aux,
-            kernel_options=kernel_options,
-            backend=backend,
-            generator=generator,
-        )
+    request = Request(
+        query,
+        Dense(key, value),
+        TOP_LEFT,
+        score_mod=score_mod,
+        masks=checked_masks(mask_mod, block_mask),
+        scale=scale,
+        dropout_p=dropout_p,
+        sink=sink,
+        aux=aux,
+        kernel_options=kernel_options,
+        backend=backend,
+        generator=generator,
     )
+    result = compute(request)
     if return_aux is not None:
-        return result.out, aux_output(result, return_aux)
+        return result.out, aux_output(result, return_aux, request)
     if return_lse:
         assert result.lse is not None, "it was asked for"
         return result.out, result.lse
