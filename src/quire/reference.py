@@ -39,6 +39,8 @@ Whole score matrices are computed; nothing here is meant to be fast. A row is a 
   is not read. Other weights may be negative, inf or NaN, and are multiplied and added as they are.
   The sum of the weights stands in place of the log-sum-exp, the largest weight in place of the
   maximum, weight / sum in place of a probability. There is no sink, and no entropy.
+- The weights of a row are its probabilities before dropout, and 0 for keys that it does not read; a
+  sink takes part of the probability. No gradient.
 - In ragged memory, each sequence is computed on its own. `b` is its number and positions count from
   its first row. Its last query has the position of its last key; with more queries than keys, both
   begin at 0. A row of the query that belongs to no sequence is a row that reads no key.
@@ -61,7 +63,10 @@ from quire.ir.vectorise import AsOnTensors
 
 
 class Reference(NamedTuple):
-    """out [B, Hq, L, Dv], probabilities [B, Hq, L, S], key_mass [B, Hq, S], others [B, Hq, L]."""
+    """out [B, Hq, L, Dv], key_mass [B, Hq, S], others [B, Hq, L].
+
+    probabilities (after dropout) and weights (before) are [B, Hq, L, S].
+    """
 
     out: Tensor
     lse: Tensor
@@ -70,6 +75,7 @@ class Reference(NamedTuple):
     argmax: Tensor
     entropy: Tensor
     key_mass: Tensor
+    weights: Tensor
 
 
 def attention(
@@ -138,6 +144,7 @@ def attention(
         argmax=torch.where(read.any(-1), candidates.argmax(-1) + kv_start, -1),
         entropy=torch.special.entr(undropped).sum(-1),
         key_mass=undropped.sum(-2),
+        weights=undropped,
     )
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
 from quire.api.weighting import WeightOptions, computed
+from quire.api.weights import weights_of
 from quire.aux_outputs import NO_AUX, AuxOutput, AuxRequest, checked_request
 from quire.config import Backend as BackendName
 from quire.ir.trace import Mod
@@ -125,14 +126,19 @@ def attention(
     if weight is None and normalise and prob_mod is None:
         result = compute(request)
     else:
-        result = computed(request, WeightOptions(weight, normalise, prob_mod))
-    return result.out if return_aux is None else (result.out, aux_output(result, return_aux))
+        request, result = computed(request, WeightOptions(weight, normalise, prob_mod))
+    if return_aux is None:
+        return result.out
+    return result.out, aux_output(result, return_aux, request)
 
 
 def aux_output(
-    result: Result, request: AuxRequest | torch_flex.AuxRequest
+    result: Result, wanted: AuxRequest | torch_flex.AuxRequest, request: Request
 ) -> AuxOutput | torch_flex.AuxOutput:
-    """Return the auxiliary outputs that `request` asks for, and None for the others."""
-    kind = AuxOutput if isinstance(request, AuxRequest) else torch_flex.AuxOutput
-    wanted = request._asdict().items()
-    return kind(**{name: getattr(result, name) for name, asked in wanted if asked})
+    """Return the auxiliary outputs that are wanted of a request, and None for the others."""
+    if not isinstance(wanted, AuxRequest):
+        asked = wanted._asdict().items()
+        return torch_flex.AuxOutput(**{name: getattr(result, name) for name, on in asked if on})
+    weights = None if wanted.weights is None else weights_of(request, wanted.weights)
+    asked = checked_request(wanted)._asdict().items()
+    return AuxOutput(**{name: getattr(result, name) for name, on in asked if on}, weights=weights)

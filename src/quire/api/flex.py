@@ -165,9 +165,9 @@ def flex_attention(
     if weight is None and normalise and prob_mod is None:
         result = compute(request)
     else:
-        result = computed(request, WeightOptions(weight, normalise, prob_mod))
+        request, result = computed(request, WeightOptions(weight, normalise, prob_mod))
     if return_aux is not None:
-        return result.out, aux_output(result, return_aux)
+        return result.out, aux_output(result, return_aux, request)
     if return_lse:
         assert result.lse is not None, "it was asked for"
         return result.out, result.lse

@@ -35,19 +35,20 @@ class WeightOptions(NamedTuple):
     prob_mod: Mod | None = None
 
 
-def computed(request: Request, options: WeightOptions) -> Result:
+def computed(request: Request, options: WeightOptions) -> tuple[Request, Result]:
     """Compute a request with other weights than those of a softmax, or with a prob_mod.
 
-    The lse of weights that are not a softmax is the log of their sum.
+    Return the request of the first pass, and the result. The lse of weights that are not a softmax
+    is the log of their sum.
     """
     first, *second = passes(request, options)
     result = compute(first)
     for make in second:
         assert result.lse is not None, "the first pass was asked for it"
-        return result._replace(out=compute(make(result.lse)).out)
+        return first, result._replace(out=compute(make(result.lse)).out)
     if first.weighting == "softmax" or result.lse is None:
-        return result
-    return result._replace(lse=torch.log(result.lse))
+        return first, result
+    return first, result._replace(lse=torch.log(result.lse))
 
 
 def passes(

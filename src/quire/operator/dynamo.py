@@ -39,7 +39,7 @@ class Inputs(NamedTuple):
     number_names: tuple[str, ...]
     scale: float | None
     dropout_p: float
-    aux: tuple[bool, ...]
+    aux: tuple[bool, bool, bool, bool, bool]
     block_size: tuple[int, int] | None
     backend: BackendName
     weighting: Weighting

@@ -93,7 +93,7 @@ def parts_of(request: Request) -> Parts:
         number_names=tuple(numbers),
         scale=request.scale,
         dropout_p=request.dropout_p,
-        aux=tuple(request.aux),
+        aux=request.aux[:-1],
         block_size=block_size,
         backend=request.backend,
         weighting=request.weighting,

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from quire.aux_outputs import AuxRequest
+from quire.aux_outputs import OF_KERNELS, AuxRequest
 from quire.config import Backend as BackendName
 from quire.errors import ArgumentError, DtypeError
 from quire.ir.graph import Node
@@ -165,7 +165,7 @@ def _form(plain: Any) -> Form:
     _expect(memory in MEMORIES, "an unknown memory")
     _expect(plain["weighting"] in get_args(Weighting), "an unknown weighting")
     _expect(backend in ("auto", "jit", "eager"), "an unknown backend")
-    for name, known in (("tables", TABLES), ("numbers", NUMBERS), ("aux", AuxRequest._fields)):
+    for name, known in (("tables", TABLES), ("numbers", NUMBERS), ("aux", OF_KERNELS)):
         _expect(isinstance(plain[name], list) and set(plain[name]) <= set(known), f"other {name}")
     size = plain["block_size"]
     valid = size is None or (len(size) == 2 and all(type(n) is int and n > 0 for n in size))
@@ -182,7 +182,7 @@ def _form(plain: Any) -> Form:
         learns=plain["learns"],
         scale=None if scale is None else float.fromhex(scale),
         dropout_p=float(plain["dropout_p"]),
-        aux=AuxRequest(**dict.fromkeys(plain["aux"], True)),
+        aux=AuxRequest(*(name in plain["aux"] for name in OF_KERNELS)),  # type: ignore[arg-type]
         block_size=None if size is None else (size[0], size[1]),
         backend=backend,
         weighting=plain["weighting"],
