@@ -64,10 +64,7 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
     model = pack(nn.Sequential(nn.Linear(20, 30)))
     save(model, path)
     with pytest.raises(PackedFileError, match="of another model"):
-        load(
-            nn.Sequential(nn.Sequential(nn.Linear(20, 30))).add_module("1", None) or nn.Module(),
-            path,
-        )
+        load(nn.Module(), path)
     with pytest.raises(PackedFileError, match="missing are"):
         load(nn.Sequential(nn.Linear(20, 30), nn.LayerNorm(3)), path)
     whole = path.read_bytes()

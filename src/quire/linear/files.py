@@ -171,6 +171,7 @@ def _build(model: nn.Module, tensors: dict[str, Tensor], description: Mapping[st
         layer = model.get_submodule(name.rpartition(".")[0])
         place_mlp(layer, GatedMLP(layers.pop(f"{name}.gate_up"), model.get_submodule(name)))
     for name, packed in layers.items():
+        model.get_submodule(name)  # which must be there
         set_module(model, name, packed)
     for name, (tied, padding) in description["embeddings"].items():
         set_module(model, name, PackedEmbedding(layers[tied], padding))
