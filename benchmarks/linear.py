@@ -2,24 +2,29 @@
 
     python benchmarks/linear.py --only layers
 
-Each figure is the time of PyTorch's `F.linear` in float32 over ours, so above 1 ours is faster. Weights
-are cold: copies of a layer take turns, 150 MB or more together, as in a model that reads all its
-weights at every step. `layers` prints the geometric mean over five shapes of layers.
+Each figure is the time of PyTorch's `F.linear` in float32 over ours, so above 1 ours is faster.
+Weights are cold: copies of a layer take turns, 150 MB or more together, as in a model that reads
+all its weights at every step. `layers` prints the geometric mean over five shapes of layers.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
 import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from _race import Table, race, run_parts
 from torch import Tensor, nn
 
-from quire.linear import PackedLinear, Weights
+from quire.integrations import smollm2
+from quire.linear import PackedLinear, Weights, pack
 
 SHAPES = ((576, 1536), (1536, 576), (576, 960), (2048, 8192), (576, 49152))  # K, N
 FORMATS: tuple[Weights, ...] = ("float32", "bfloat16", "float16", "int8", "int4", "w8a8", "w4a8")
@@ -50,14 +55,14 @@ def copies(shape: tuple[int, int], weights: Weights | None) -> list[Call]:
     count = max(2, math.ceil(COLD / (depth * width * BYTES[weights or "float32"])))
     weight = torch.randn(width, depth) / depth**0.5
     if weights is None:
-        return [lambda x, w=weight.clone(): F.linear(x, w) for _ in range(count)]
+        return [functools.partial(F.linear, weight=weight.clone()) for _ in range(count)]
     first = PackedLinear.from_weight(weight, weights=weights)
     others = [PackedLinear(first.shape, {"packed": first.packed.clone()}) for _ in range(count - 1)]
     return [first, *others]
 
 
 def mkl_packed(shape: tuple[int, int], rows: int) -> list[Call]:
-    """Return layers that MKL packed for a number of rows; none if this build of PyTorch has none."""
+    """Return layers that MKL packed for a number of rows; none if PyTorch is built without."""
     depth, width = shape
     weight = torch.randn(width, depth) / depth**0.5
     count = max(2, COLD // (4 * depth * width))
@@ -82,7 +87,8 @@ def onednn_packed(shape: tuple[int, int], rows: int) -> list[Call]:
     except (AttributeError, RuntimeError):
         return []
     linear = torch.ops.mkldnn._linear_pointwise
-    return [lambda x, p=p: linear(x, p, None, "none", [], "") for p in packed]
+    after = (None, "none", [], "")  # no bias, and nothing that follows
+    return [lambda x, p=p: linear(x, p, *after) for p in packed]
 
 
 def in_turns(calls: Sequence[Call], x: Tensor) -> Callable[[], object]:
@@ -143,10 +149,10 @@ def prefill(table: Table, seconds: float, threads: int) -> None:
                 nn.Linear(*shape, bias=False).requires_grad_(False),
                 torch.randn(rows, shape[0]),
             )
-            runs: dict[str, Callable[[], object]] = {"torch": lambda: linear(x)}
+            runs: dict[str, Callable[[], object]] = {"torch": functools.partial(linear, x)}
             for weights in ("float32", "int8", "w8a8"):
                 layer = PackedLinear.from_linear(linear, weights)
-                runs[weights] = lambda layer=layer: layer(x)
+                runs[weights] = functools.partial(layer, x)
             best = race(runs, seconds / 2)
             for name in ("float32", "int8", "w8a8"):
                 speed = f"{2 * rows * shape[0] * shape[1] / best[name] / 1e9:.0f} GF/s"
@@ -202,12 +208,115 @@ def bits(table: Table, seconds: float, threads: int) -> None:
             )
 
 
-def timed(run: Callable[[], object]) -> float:
-    """Return the seconds of one call."""
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
+CONTEXT = 256
+MODEL_MUST = {1: (1.4, 2.3, 3.2), 16: (2.4, 2.8, 2.7)}
 
+
+def model(table: Table, seconds: float, threads: int) -> None:
+    """Print whole steps of SmolLM2 at a context of 256, against transformers' with SDPA."""
+    if smollm2.missing():
+        print(f"  model: {smollm2.HOW_TO_INSTALL}")
+        return
+    torch.set_num_threads(1)
+    plain, _ = smollm2.load("sdpa")
+    weights: tuple[Weights, ...] = ("float32", "bfloat16", "int8", "w8a8")
+    for rows in (1, 16):
+        best = {"transformers": step(plain, "sdpa", rows)}
+        for name in weights:
+            best[name] = step(pack(copy.deepcopy(plain), name), "quire", rows)
+        best["gguf"] = step(pack(copy.deepcopy(plain), gguf=smollm2.weights()), "quire", rows)
+        for name in best:
+            must = ""
+            if name in weights[:3]:
+                must = f"must {MODEL_MUST[rows][weights.index(name)]}"
+            time_of = f"{best[name] * 1e3:.1f} ms"
+            ratio = best["transformers"] / best[name]
+            table.add(f"{name}, a step of {rows} rows", ratio, "x", must, step=time_of)
+
+
+@torch.no_grad()
+def step(found: Any, attention: str, rows: int) -> float:
+    """Return the seconds of the best of some steps of one token for each of `rows` sequences."""
+    found.set_attn_implementation(attention)
+    from transformers import DynamicCache
+
+    from quire.integrations.transformers import PagedCache
+
+    cache = DynamicCache() if attention == "sdpa" else PagedCache(found.config)
+    ids = torch.randint(100, 40_000, (rows, CONTEXT), generator=torch.Generator().manual_seed(0))
+    found(ids, past_key_values=cache, logits_to_keep=1)
+    times = []
+    for _ in range(8):
+        start = time.perf_counter()
+        found(ids[:, :1], past_key_values=cache)
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def answers(table: Table, seconds: float, threads: int) -> None:
+    """Print how many tokens of 50 greedy answers are those of transformers in float32."""
+    if smollm2.missing():
+        return
+    plain, tokenizer = smollm2.load("sdpa")
+    for name in (*FORMATS, "gguf"):
+        options: Any = {"gguf": smollm2.weights()} if name == "gguf" else {"weights": name}
+        share = agreement(plain, pack(copy.deepcopy(plain), **options), tokenizer)
+        must = "must 0.95" if name in ("bfloat16", "int8") else ""
+        table.add(f"{name}, tokens as in float32", share, "", must)
+
+
+@torch.no_grad()
+def agreement(plain: Any, packed: Any, tokenizer: Any, new: int = 20) -> float:
+    """Return the share of tokens at which a model goes on as `plain` does, along its answers."""
+    same = total = 0
+    for question in QUESTIONS:
+        ids = tokenizer(question, return_tensors="pt").input_ids
+        answer = plain.generate(ids, max_new_tokens=new, do_sample=False, pad_token_id=2)
+        first = ids.shape[1] - 1
+        found = packed(answer[:, :-1]).logits[0, first:].argmax(-1)
+        same += int((found == answer[0, first + 1 :]).sum())
+        total += len(found)
+    return same / total
+
+
+def perplexity(table: Table, seconds: float, threads: int) -> None:
+    """Print the perplexity of a page of the documentation, for each format."""
+    if smollm2.missing():
+        return
+    plain, tokenizer = smollm2.load("sdpa")
+    page = Path(__file__).parent.parent / "docs" / "kv.md"
+    ids = tokenizer(page.read_text(), return_tensors="pt").input_ids[:, :2048]
+    table.add("transformers, perplexity", surprise(plain, ids), "")
+    for name in (*FORMATS, "gguf"):
+        options: Any = {"gguf": smollm2.weights()} if name == "gguf" else {"weights": name}
+        table.add(f"{name}, perplexity", surprise(pack(copy.deepcopy(plain), **options), ids), "")
+
+
+@torch.no_grad()
+def surprise(found: Any, ids: Tensor) -> float:
+    """Return the perplexity of some tokens, in pieces of 512."""
+    losses = [
+        F.cross_entropy(found(piece[:, :-1]).logits[0], piece[0, 1:], reduction="sum")
+        for piece in ids.split(512, 1)
+    ]
+    count = ids.shape[1] - len(losses)
+    return math.exp(float(sum(losses)) / count)
+
+
+_TOPICS = (
+    "the moon", "bread", "a violin", "rain", "the Roman Empire", "photosynthesis", "chess",
+    "a bicycle", "the heart", "gold", "a volcano", "the ocean", "an owl", "coffee", "the internet",
+    "gravity", "a bridge", "winter", "a library", "the number pi", "honey", "a clock", "Paris",
+    "an atom", "silk",
+)  # fmt: skip
+QUESTIONS = [
+    form.format(topic)
+    for topic in _TOPICS
+    for form in ("What is the most important thing about {}?", "Here is a short story about {}:")
+]
+
+
+PARTS = [layers, reading, prefill, scaling, overhead, bits, model, answers, perplexity]
 
 if __name__ == "__main__":
-    run_parts("linear", __doc__, [layers, reading, prefill, scaling, overhead, bits])
+    run_parts("linear", __doc__, PARTS)

@@ -93,3 +93,18 @@ def test_fused_layers_are_not_unpacked() -> None:
     layer = PackedLinear.from_linear(nn.Linear(32, 32), norm=nn.RMSNorm(32))
     with pytest.raises(ArgumentError, match="0 must be a plain layer"):
         unpack(nn.Sequential(layer))
+
+
+def test_an_embedding_that_does_more_keeps_its_weights() -> None:
+    class Scaled(nn.Embedding):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return super().forward(ids) * 2
+
+    model = Tied()
+    model.embed = Scaled(100, 48, padding_idx=0)
+    model.head.weight = model.embed.weight
+    with torch.no_grad():
+        expected = model(IDS)
+    pack(model)
+    assert isinstance(model.embed, Scaled) and isinstance(model.head, PackedLinear)
+    assert torch.allclose(model(IDS), expected, atol=1e-5)

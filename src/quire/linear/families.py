@@ -232,15 +232,23 @@ def unfuse(model: nn.Module, plain: Callable[[PackedLinear], nn.Linear]) -> None
         attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
         if attention is not None and isinstance(getattr(attention, "qkv", None), PackedLinear):
             _put_back(attention, _PROJECTIONS, plain(attention.qkv))
+            _put_norm_back(layer, "input_layernorm", attention.qkv)
             del attention.qkv, attention.forward, attention.packed_heads
-            cast(Any, layer).input_layernorm = cast(Any, layer).input_layernorm.norm
         if isinstance(mlp, GatedMLP):
             before = mlp.before
             _put_back(before, _GATED, plain(mlp.gate_up))
             before.down_proj = mlp.down_proj
             cast(Any, layer).mlp = before
-            norm = cast(Any, layer).post_attention_layernorm
-            cast(Any, layer).post_attention_layernorm = norm.norm
+            _put_norm_back(layer, "post_attention_layernorm", mlp.gate_up)
+
+
+def _put_norm_back(layer: nn.Module, name: str, packed: PackedLinear) -> None:
+    """Put a norm back, with the weights that were in use."""
+    norm = cast(FusedNorm, getattr(layer, name)).norm
+    if packed.norm_weight is not None:
+        dtype: torch.dtype = getattr(torch, packed.shape.dtype)
+        norm.weight = nn.Parameter(packed.norm_weight.to(dtype), requires_grad=False)
+    setattr(layer, name, norm)
 
 
 def _put_back(module: Any, names: tuple[str, ...], whole: nn.Linear) -> None:

@@ -3,11 +3,11 @@
     save(model, "model.safetensors")
     load(skeleton, "model.safetensors")      # the same model before it was packed, without weights
 
-    tensors             the state dict of the model; of tied weights, one copy
+    tensors             the state dict of the model and its other buffers; of tied weights, one copy
     metadata "quire"    as JSON: the shape of every packed layer, what is tied, what was fused
 
-Packed weights come first, at multiples of 64 bytes from the start of the file, so that a vector of a
-mapped file is in one line of the cache. The header is filled up with spaces for that.
+Packed weights come first, at multiples of 64 bytes from the start of the file, so that a vector of
+a mapped file is in one line of the cache. The header is filled up with spaces for that.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ _DTYPE_OF = {name: dtype for dtype, name in _DTYPES.items()}
 
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Write a packed model to a file as a whole, or raise and leave no part of it behind."""
-    tensors = {name: each.detach().contiguous() for name, each in model.state_dict().items()}
+    everything = {**dict(model.named_buffers()), **model.state_dict()}
+    tensors = {name: each.detach().contiguous() for name, each in everything.items()}
     names = sorted(tensors, key=lambda name: (not name.endswith("packed"), name))
     header: dict[str, Any] = {"__metadata__": {"quire": json.dumps(_description(model))}}
     end = 0
@@ -91,13 +92,14 @@ def _description(model: nn.Module) -> dict[str, Any]:
             name: module.packed_heads for name, module in modules if hasattr(module, "packed_heads")
         },
         "mlps": [name for name, module in modules if isinstance(module, GatedMLP)],
+        "buffers": sorted(dict(model.named_buffers()).keys() - model.state_dict().keys()),
     }
 
 
 def load(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     """Fill a model with what `save` has written, in place, and return it.
 
-    `model` is of the class that was packed; its own weights are not used, so make it without memory:
+    `model` is of the class that was packed. Its own weights are not used, so make it without:
 
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
@@ -151,7 +153,7 @@ def _tensor(data: Tensor, entry: Mapping[str, Any]) -> Tensor:
     return piece.view(dtype).view(entry["shape"])
 
 
-def _build(model: nn.Module, tensors: Mapping[str, Tensor], description: Mapping[str, Any]) -> None:
+def _build(model: nn.Module, tensors: dict[str, Tensor], description: Mapping[str, Any]) -> None:
     """Give a model the structure of the packed one."""
     layers = {}
     for name, fields in description["layers"].items():
@@ -169,9 +171,13 @@ def _build(model: nn.Module, tensors: Mapping[str, Tensor], description: Mapping
         layer = model.get_submodule(name.rpartition(".")[0])
         place_mlp(layer, GatedMLP(layers.pop(f"{name}.gate_up"), model.get_submodule(name)))
     for name, packed in layers.items():
+        model.get_submodule(name)  # which must be there
         set_module(model, name, packed)
     for name, (tied, padding) in description["embeddings"].items():
         set_module(model, name, PackedEmbedding(layers[tied], padding))
+    for name in description["buffers"]:  # that are in no state dict
+        home, _, last = name.rpartition(".")
+        model.get_submodule(home).register_buffer(last, tensors.pop(name), persistent=False)
 
 
 def _refusal(path: str | os.PathLike[str], reason: str) -> PackedFileError:

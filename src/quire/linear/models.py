@@ -81,10 +81,18 @@ def _exchange(model: nn.Module, name: str, packed: PackedLinear) -> None:
     """Put a packed layer in the place of a layer, and of what is tied to it."""
     layer = model.get_submodule(name)
     for other, module in list(model.named_modules()):
-        if isinstance(module, nn.Embedding) and module.weight is layer.weight:
+        if _is_plain(module) and module.weight is layer.weight:
             set_module(model, other, PackedEmbedding(packed, module.padding_idx))
     set_module(model, name, packed)
     layer.weight = nn.Parameter(torch.empty(0), requires_grad=False)  # frees the old weights
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Return whether a module is an embedding that only looks rows up.
+
+    Some models scale what they find, in a class of their own. Such an embedding keeps its weights.
+    """
+    return type(module) is nn.Embedding and module.max_norm is None
 
 
 def unpack(model: nn.Module) -> nn.Module:
