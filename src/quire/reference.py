@@ -32,6 +32,8 @@ Whole score matrices are computed; nothing here is meant to be fast. A row is a 
 - In ragged memory, each sequence is computed on its own. `b` is its number and positions count from
   its first row. Its last query has the position of its last key; with more queries than keys, both
   begin at 0. A row of the query that belongs to no sequence is a row that reads no key.
+- In paged memory, an entry of -1 in the page table is a hole: no query reads the positions of that
+  page, as if a mask hid them. All other keys keep their positions.
 """
 
 from __future__ import annotations

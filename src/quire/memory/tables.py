@@ -299,8 +299,8 @@ def _check_pages(numbers: NDArray[np.int32], num_pages: int, first: Numbers, las
 class ClosedUp(NamedTuple):
     """Tables without holes: the page table, first and end of each sequence, and where pages belong.
 
-        page table       4  -1   7   2  -1        places      0  2  3
-        without holes    4   7   2
+    page table       4  -1   7   2  -1        places      0  2  3
+    without holes    4   7   2
     """
 
     table: Tensor
@@ -331,12 +331,16 @@ def close_up(table: Tensor, begins: Numbers, ends: Numbers, page: int) -> Closed
     apart = (counts > 0) & (last - first + 1 > counts)
     if not apart.any():
         return ClosedUp(table, begins, ends)
+    begins = np.where(apart, 0, begins)
+    ends = np.where(apart, ends - (last + 1 - counts) * page, ends)
     moved = np.where(apart[:, None], np.argsort(~there, axis=1, kind="stable"), column)
-    places = moved.astype(np.int32)
+    # A power of two, so that steps with a few pages more or less have tables of the same shape.
+    width = min(numbers.shape[1], 1 << (-(-int(ends.max()) // page) - 1).bit_length())
+    places = np.ascontiguousarray(moved[:, :width], np.int32)
     return ClosedUp(
         table=torch.from_numpy(np.take_along_axis(numbers, places, axis=1)),
-        begins=np.where(apart, 0, begins),
-        ends=np.where(apart, ends - (last + 1 - counts) * page, ends),
+        begins=begins,
+        ends=ends,
         places=Places(torch.from_numpy(places), length),
     )
 

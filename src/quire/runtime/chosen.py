@@ -170,7 +170,7 @@ class Chosen(NamedTuple):
         def at(mod: Any, args: tuple[Any, ...]) -> Any:
             *others, s, h, q_idx, kv_idx = args
             column = kv_idx // page
-            position = places[s, column] * page + kv_idx % page
+            position = places[s, column].long() * page + kv_idx % page
             b = s // (self.lists * self.rows)
             if self.lists > 1:
                 h = s // self.rows % self.lists * self.heads + h
@@ -243,14 +243,14 @@ def _is_worth(lists: Lists, size: tuple[int, int], lengths: tuple[int, int]) -> 
     (q_size, kv_size), q_len = size, lengths[0]
     counts = lists.counts
     cost = int(counts.sum()) * q_size * kv_size * _score_cost(min(q_size, q_len), q_len)
-    row = np.arange(counts.shape[-1]) * q_size // TILE
-    wide = max(TILE, kv_size)
+    tall, wide = max(TILE, q_size), max(TILE, kv_size)
+    row = np.arange(counts.shape[-1]) * q_size // tall
     tiles = np.zeros((*counts.shape[:2], row[-1] + 1, lists.end * kv_size // wide + 2), np.bool_)
     column = (lists.entries >> 1) * kv_size // wide
     b, h, at = np.ogrid[: counts.shape[0], : counts.shape[1], : counts.shape[2]]
     where = lists.entries != lists.end
     tiles[b[..., None], h[..., None], row[at][..., None], np.where(where, column, -1)] = True
-    area = int(tiles[..., :-1].sum()) * wide * min(TILE, q_len)
+    area = int(tiles[..., :-1].sum()) * wide * min(tall, q_len)
     return cost <= WORTH * area
 
 
