@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from quire import BlockMask, Dense, Paged, attention
-from quire.mods import causal
+from quire.mods import Mask, causal
 
 LENGTH, GROUP, WIDTH, BLOCK, CHOSEN = 8192, 4, 128, 64, 16
 
@@ -64,29 +64,35 @@ def blocks(table: Table, seconds: float, threads: int) -> None:
 def pages(table: Table, seconds: float, threads: int) -> None:
     """Decode over 16 of 1,024 pages, against a sequence that has just these pages."""
     for dtype, mask in ((torch.bfloat16, None), (torch.float32, None), (torch.float32, causal)):
-        torch.manual_seed(0)
-        query = torch.randn(4, 16, 1, WIDTH, dtype=dtype)
-        key, value = (torch.randn(1024, 4, BLOCK, WIDTH, dtype=dtype) for _ in range(2))
-        every = torch.stack([torch.randperm(1024) for _ in range(4)]).int()
-        kept = torch.rand(4, 1024).argsort(-1)[:, :CHOSEN].sort(-1).values
-        holes = torch.full_like(every, -1).scatter(1, kept, every.gather(1, kept))
-        ends = torch.full((4,), 1024 * BLOCK)
-        chosen = Paged(key, value, holes, ends)
-        alone = Paged(key, value, every.gather(1, kept), torch.full((4,), CHOSEN * BLOCK))
-        contestants = {
-            "chosen": lambda: attention(query, chosen, mask=mask),
-            "alone": lambda: attention(query, alone, mask=mask),
-        }
-        times = race(contestants, seconds)  # both read the same rows of memory
-        name = str(dtype).removeprefix("torch.")
-        table.add(
-            f"decode, 16 of 1,024 pages, {name}, {'causal' if mask else 'no mask'}",
-            times["alone"] / times["chosen"],
-            "x alone",
-            ">= 0.95",
-            threads=threads,
-            us=round(times["chosen"] * 1e6, 1),
-        )
+        _pages(table, seconds, threads, dtype, mask)
+
+
+def _pages(
+    table: Table, seconds: float, threads: int, dtype: torch.dtype, mask: Mask | None
+) -> None:
+    torch.manual_seed(0)
+    query = torch.randn(4, 16, 1, WIDTH, dtype=dtype)
+    key, value = (torch.randn(1024, 4, BLOCK, WIDTH, dtype=dtype) for _ in range(2))
+    every = torch.stack([torch.randperm(1024) for _ in range(4)]).int()
+    kept = torch.rand(4, 1024).argsort(-1)[:, :CHOSEN].sort(-1).values
+    holes = torch.full_like(every, -1).scatter(1, kept, every.gather(1, kept))
+    ends = torch.full((4,), 1024 * BLOCK)
+    chosen = Paged(key, value, holes, ends)
+    alone = Paged(key, value, every.gather(1, kept), torch.full((4,), CHOSEN * BLOCK))
+    contestants = {
+        "chosen": lambda: attention(query, chosen, mask=mask),
+        "alone": lambda: attention(query, alone, mask=mask),
+    }
+    times = race(contestants, seconds)  # both read the same rows of memory
+    name = str(dtype).removeprefix("torch.")
+    table.add(
+        f"decode, 16 of 1,024 pages, {name}, {'causal' if mask else 'no mask'}",
+        times["alone"] / times["chosen"],
+        "x alone",
+        ">= 0.95",
+        threads=threads,
+        us=round(times["chosen"] * 1e6, 1),
+    )
 
 
 def _operands(key_heads: int) -> list[Tensor]:

@@ -171,7 +171,11 @@ def test_gradients(q_len: int, backend: Backend) -> None:
         outs = [expected(query, learned, b, dtype).out for b in range(4)]
         by_dtype[dtype] = torch.autograd.grad(torch.cat(outs), operands, above.to(dtype))
     for name, grad, peer, truth in zip(
-        ("query", "key", "value"), found, by_dtype[torch.float32], by_dtype[torch.float64]
+        ("query", "key", "value"),
+        found,
+        by_dtype[torch.float32],
+        by_dtype[torch.float64],
+        strict=True,
     ):
         assert_as_good_as(grad, peer, truth.double(), name, size=8.0)
 

@@ -1,4 +1,4 @@
-"""Blocks that a mask lists for few queries: pages of sequences, read as if nothing else were there."""
+"""Blocks that a mask lists for few queries are pages of sequences; nothing else is read."""
 
 from __future__ import annotations
 

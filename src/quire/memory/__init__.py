@@ -325,8 +325,8 @@ class Paged:
 
     page_table [B, most], lengths and first_page [B]. Tensors may have any strides. Entries of the
     table behind the last page of a sequence are ignored. An entry of -1 before it is a hole: there
-    are no keys at these positions, and the other keys keep theirs. Pages of int8 have scales `key_scale` and
-    `value_scale` [P, Hkv, page]: a row is its int8 numbers times its scale.
+    are no keys at these positions, and the other keys keep theirs. Pages of int8 have scales
+    `key_scale` and `value_scale` [P, Hkv, page]: a row is its int8 numbers times its scale.
     """
 
     key: Tensor

@@ -15,6 +15,9 @@ from quire.memory.tables import Numbers, Sequences
 MOST_MEMBERS = 16
 """The most sequences of a group: their rows must fit the cache of a core."""
 
+ODD = 0x9E3779B97F4A7C15
+"""A number whose multiples look random in 64 bits."""
+
 
 def shared_pieces(
     sequences: Sequences, page_table: Tensor, page: int, order: Numbers
@@ -62,7 +65,7 @@ def shared_pieces(
 
 def _have_equals(rows: Numbers) -> NDArray[np.bool_]:
     """Return which rows seem to be there twice: quickly, by a sum that few other rows have."""
-    factors = np.arange(1, 2 * rows.shape[1], 2, np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    factors = np.arange(1, 2 * rows.shape[1], 2).astype(np.uint64) * np.uint64(ODD)
     sums = (rows.astype(np.uint64) * factors).sum(1)
     _, place, counts = np.unique(sums, return_inverse=True, return_counts=True)
     several: NDArray[np.bool_] = counts[place] > 1
