@@ -350,9 +350,9 @@ class Paged:
         Tables that were read before are not read again: all layers of a step share them.
         """
         given = PageTables(self.page_table, self.lengths, self.first_page)
-        sizes = len(self.key), self.key.shape[2]
+        pages, _, page, _ = self.key.shape
         plain = query.dim() == 4 and queries == (None, None, None)
-        content = content_of(given, (*sizes, *query.shape[::2])) if plain else None
+        content = content_of(given, (pages, page, *query.shape[::2])) if plain else None
         known = None if content is None else KNOWN.get(content)
         if known is None:
             known = self._read(given, query, queries)

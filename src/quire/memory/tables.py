@@ -348,12 +348,7 @@ def close_up(table: Tensor, begins: Numbers, ends: Numbers, page: int) -> Closed
 def content_of(tables: PageTables, sizes: tuple[int, ...]) -> Content | None:
     """Return the bytes of all tables, with `sizes`; None if they are large or not contiguous."""
     table = tables.page_table
-    if (
-        in_transform()
-        or not isinstance(table, Tensor)
-        or table.dtype is not torch.int32
-        or table.dim() != 2
-    ):
+    if not isinstance(table, Tensor) or table.dtype is not torch.int32 or table.dim() != 2:
         return None
     parts: list[object] = []
     for numbers in tables:

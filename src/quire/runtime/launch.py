@@ -112,7 +112,7 @@ class Launcher(NamedTuple):
         arguments = self.code.arguments
         counters = _COUNTERS + len(gradients)
         flag, sequences = counters + _FLAG, counters + _SEQUENCES
-        block = ctypes.create_string_buffer(sequences + len(table) + arguments.size)
+        block = (ctypes.c_char * (sequences + len(table) + arguments.size))()  # zeros
         start = ctypes.addressof(block)
         scratch_bytes = self.terms.scratch_bytes(members)
         with Scratch(threads, scratch_bytes, slots * self.partial_bytes, slots * 8) as scratch:
