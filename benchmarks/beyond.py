@@ -1,15 +1,18 @@
-"""Mods beyond single numbers: vectors, such as the distance of two points in space."""
+"""Beyond softmax, single numbers and blocks: other weights, vectors in mods, chosen keys."""
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 
+import _chosen
 import torch
 from _race import Table, race, run_parts
 from torch import Tensor
 
-from quire import flex_attention
+from quire import flex_attention, weights
+from quire.mods import causal
 
 HEADS, LENGTH, WIDTH = 8, 2048, 64
 
@@ -114,5 +117,50 @@ def _plain(score: Tensor, *unused: Tensor) -> Tensor:
     return score
 
 
+def sigmoid(table: Table, seconds: float, threads: int) -> None:
+    """Sigmoid attention, dense and causal, forward and both passes, against our softmax."""
+    bias = -math.log(LENGTH)
+    weight = weights.sigmoid(bias)
+    for name, mask in (("dense", None), ("causal", causal)):
+        seen = 1.0 if mask is None else torch.ones(LENGTH, LENGTH).tril()
+        for backward in (False, True):
+            tensors = [torch.randn(1, 4, LENGTH, WIDTH, requires_grad=backward) for _ in range(3)]
+            query, key, value = tensors
+
+            def ops(query=query, key=key, value=value, seen=seen):
+                scores = query @ key.transpose(-2, -1) / WIDTH**0.5 + bias
+                return (torch.sigmoid(scores) * seen) @ value
+
+            calls = {
+                "sigmoid": functools.partial(
+                    flex_attention, *tensors, mask_mod=mask, weight=weight, normalise=False
+                ),
+                "softmax": functools.partial(flex_attention, *tensors, mask_mod=mask),
+                "torch ops": ops,
+            }
+
+            def run(call, backward=backward):
+                out = call()
+                return out.backward(torch.ones_like(out)) if backward else out
+
+            times = race({x: functools.partial(run, call) for x, call in calls.items()}, seconds)
+            passes = "forward and backward" if backward else "forward"
+            case = f"sigmoid attention, {name}, {passes}, [1, 4, {LENGTH}, {WIDTH}]"
+            for peer, wanted in (("softmax", ">= 0.95"), ("torch ops", ">= 4")):
+                ratio = times[peer] / times["sigmoid"]
+                table.add(case, ratio, f"x as fast as {peer}", wanted, threads=threads)
+
+
+PARTS = (
+    sigmoid,
+    distance,
+    distance_gradients,
+    distance_learned,
+    products,
+    _chosen.tokens,
+    _chosen.blocks,
+    _chosen.pages,
+)
+
 if __name__ == "__main__":
-    run_parts("beyond", __doc__, (distance, distance_gradients, distance_learned, products))
+    run_parts("beyond", __doc__, PARTS)

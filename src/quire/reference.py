@@ -47,6 +47,8 @@ Whole score matrices are computed; nothing here is meant to be fast. A row is a 
 - A linear layer multiplies by the weights that its format decodes to. Integer activations have one
   scale for 32 numbers of a row, their largest magnitude / 127, and are rounded half to even. If one
   of the 32 is not finite, the results of the row are NaN.
+- In paged memory, an entry of -1 in the page table is a hole: no query reads the positions of that
+  page, as if a mask hid them. All other keys keep their positions.
 """
 
 from __future__ import annotations

@@ -575,13 +575,14 @@ def refused(kind: type[Exception], message: str, memory: Paged, **options: Any) 
 
 def test_pages_that_do_not_exist() -> None:
     advice = "A row holds the pages of one sequence, in the order of its positions."
-    for number in (6, -1, 2**40):
+    for number in (6, -2, 2**40):
         wrong = TABLE.clone()
         wrong[0, 1] = number
         shown = min(number, 2**31 - 1)
         refused(
             ArgumentError,
-            f"page_table[0, 1] must be one of the 6 pages, but is {shown}. {advice}",
+            f"page_table[0, 1] must be one of the 6 pages, or -1 for a hole, but is {shown}. "
+            f"{advice}",
             Paged(PAGES, PAGES, wrong, [20, 16]),
         )
         attention(QUERY, Paged(PAGES, PAGES, wrong, [16, 16]))  # the second page is not used

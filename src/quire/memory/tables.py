@@ -331,12 +331,16 @@ def close_up(table: Tensor, begins: Numbers, ends: Numbers, page: int) -> Closed
     apart = (counts > 0) & (last - first + 1 > counts)
     if not apart.any():
         return ClosedUp(table, begins, ends)
+    begins = np.where(apart, 0, begins)
+    ends = np.where(apart, ends - (last + 1 - counts) * page, ends)
     moved = np.where(apart[:, None], np.argsort(~there, axis=1, kind="stable"), column)
-    places = moved.astype(np.int32)
+    # A power of two, so that steps with a few pages more or less have tables of the same shape.
+    width = min(numbers.shape[1], 1 << (-(-int(ends.max()) // page) - 1).bit_length())
+    places = np.ascontiguousarray(moved[:, :width], np.int32)
     return ClosedUp(
         table=torch.from_numpy(np.take_along_axis(numbers, places, axis=1)),
-        begins=np.where(apart, 0, begins),
-        ends=np.where(apart, ends - (last + 1 - counts) * page, ends),
+        begins=begins,
+        ends=ends,
         places=Places(torch.from_numpy(places), length),
     )
 

@@ -343,4 +343,5 @@ def at_places(mod: _Mod, kind: Kind, places: Tensor, page: int) -> _Mod:
 
 def _at_places(*args: Tensor, mod: Callable[..., Tensor], places: Tensor, page: int) -> Tensor:
     *others, b, h, q_idx, kv_idx = args
-    return mod(*others, b, h, q_idx, places[b, kv_idx // page] * page + kv_idx % page)
+    first = places[b, kv_idx // page].long() * page  # as int64, which cannot wrap around
+    return mod(*others, b, h, q_idx, first + kv_idx % page)

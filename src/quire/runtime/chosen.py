@@ -16,7 +16,9 @@ all of the group choose alike, or else one head.
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,7 +29,7 @@ from torch import Tensor
 
 from quire.block_mask import BlockMask
 from quire.codegen.convention import MOST_ROWS
-from quire.ir.trace import Kind, Traced, trace
+from quire.ir.trace import Kind, Traced, mod_name, trace
 from quire.memory import Placed
 from quire.memory.tables import Numbers, Sequences
 from quire.mods.compose import noop_mask
@@ -81,7 +83,14 @@ class Lists(NamedTuple):
     @property
     def counts(self) -> Numbers:
         """Return how many blocks each row reads: [B or 1, heads, rows]."""
-        return (self.entries != self.end).sum(-1)
+        counts: Numbers = self.there.sum(-1)
+        return counts
+
+    @property
+    def there(self) -> NDArray[np.bool_]:
+        """Return which entries are blocks."""
+        there: NDArray[np.bool_] = self.entries != self.end
+        return there
 
 
 def _ascending(entries: NDArray[np.int32], end: int) -> NDArray[np.int32]:
@@ -165,39 +174,36 @@ class Chosen(NamedTuple):
         block_mask = problem.block_mask
         if block_mask is not None and block_mask.mask_mod is noop_mask:
             partial = None
-        places, full, page, origin = self.places, self.full, self.page, self.origin
-
-        def at(mod: Any, args: tuple[Any, ...]) -> Any:
-            *others, s, h, q_idx, kv_idx = args
-            column = kv_idx // page
-            position = places[s, column] * page + kv_idx % page
-            b = s // (self.lists * self.rows)
-            if self.lists > 1:
-                h = s // self.rows % self.lists * self.heads + h
-            return mod(*others, b, h, q_idx, position + origin if origin else position)
 
         def masked(*args: Any) -> Any:
-            shown = []
-            if mask is not None:
-                shown.append(at(mask, args))
-            if partial is not None:
-                decided = at(partial, args)
-                shown.append(decided if full is None else full[args[0], args[3] // page] | decided)
-            return shown[0] if len(shown) == 1 else shown[0] & shown[1]
+            shown = [self._at(mod, args) for mod in (mask, partial) if mod is not None]
+            if partial is not None and self.full is not None:
+                shown[-1] = self.full[args[0], args[3] // self.page] | shown[-1]
+            return functools.reduce(operator.and_, shown)
+
+        def scored(*args: Any) -> Any:
+            return self._at(score, args)
 
         def traced(mod: Callable[..., Any], kind: Kind, name: str) -> Traced:
             found = trace(mod, kind, score_dtype=placed.dtype, device=placed.query.device)
             return Traced(found.output, found.captures, kind, name, found.lines)
 
-        def scored(*args: Any) -> Any:
-            return at(score, args)
-
+        no_mask = mask is None and partial is None
         return problem._replace(
             block_mask=None,
             partial_mod=None,
-            score_mod=None if score is None else traced(scored, "score", score.__name__),
-            mask_mod=None if mask is None and partial is None else traced(masked, "mask", "chosen"),
+            score_mod=None if score is None else traced(scored, "score", mod_name(score)),
+            mask_mod=None if no_mask else traced(masked, "mask", "chosen"),
         )
+
+    def _at(self, mod: Any, args: tuple[Any, ...]) -> Any:
+        """Call a mod of the user's with the numbers of the batch entry, the head and the key."""
+        *others, sequence, h, q_idx, kv_idx = args
+        b = sequence // (self.lists * self.rows)
+        if self.lists > 1:
+            h = sequence // self.rows % self.lists * self.heads + h
+        first = self.places[sequence, kv_idx // self.page].long() * self.page + self.origin
+        return mod(*others, b, h, q_idx, first + kv_idx % self.page)
 
 
 def _offsets(x: Tensor, page: int, lists: int) -> tuple[int, int, int]:
@@ -243,14 +249,14 @@ def _is_worth(lists: Lists, size: tuple[int, int], lengths: tuple[int, int]) -> 
     (q_size, kv_size), q_len = size, lengths[0]
     counts = lists.counts
     cost = int(counts.sum()) * q_size * kv_size * _score_cost(min(q_size, q_len), q_len)
-    row = np.arange(counts.shape[-1]) * q_size // TILE
-    wide = max(TILE, kv_size)
+    tall, wide = max(TILE, q_size), max(TILE, kv_size)
+    row = np.arange(counts.shape[-1]) * q_size // tall
     tiles = np.zeros((*counts.shape[:2], row[-1] + 1, lists.end * kv_size // wide + 2), np.bool_)
     column = (lists.entries >> 1) * kv_size // wide
     b, h, at = np.ogrid[: counts.shape[0], : counts.shape[1], : counts.shape[2]]
-    where = lists.entries != lists.end
-    tiles[b[..., None], h[..., None], row[at][..., None], np.where(where, column, -1)] = True
-    area = int(tiles[..., :-1].sum()) * wide * min(TILE, q_len)
+    column = np.where(lists.there, column, -1)
+    tiles[b[..., None], h[..., None], row[at][..., None], column] = True
+    area = int(tiles[..., :-1].sum()) * wide * min(tall, q_len)
     return cost <= WORTH * area
 
 
@@ -263,51 +269,54 @@ def _score_cost(queries: int, q_len: int) -> float:
 
 def _chosen(lists: Lists, size: tuple[int, int], placed: Placed) -> Chosen | None:
     """Return the sequences of all lists, by batch entry, by list, by row."""
-    (q_size, kv_size), one = size, placed.one
-    batch, all_heads, q_len, _ = placed.query.shape
-    _, num_lists, rows, most = lists.entries.shape
-    rows = -(-q_len // q_size)
-    entries = np.broadcast_to(lists.entries[:, :, :rows], (batch, num_lists, rows, most))
-    kv_len = placed.lengths[1]
+    (q_size, kv_size), (q_len, kv_len) = size, placed.lengths
+    batch, all_heads, *_ = placed.query.shape
+    num_lists, rows, most = lists.entries.shape[1], -(-q_len // q_size), lists.entries.shape[3]
+    shape = (batch, num_lists, rows, most)
+    lists = lists._replace(entries=np.broadcast_to(lists.entries[:, :, :rows], shape))
     page = min(kv_size, kv_len)
+    blocks = np.where(lists.there, lists.entries >> 1, 0)
     steps = _page_steps(placed.key, page, num_lists)
     if steps != _page_steps(placed.value, page, num_lists):
         steps = _page_steps(torch.empty(placed.key.shape, device="meta"), page, num_lists)
-    there, blocks = entries != lists.end, entries >> 1
-    blocks = np.where(there, blocks, 0)
     key_head = np.arange(num_lists) * placed.key.shape[1] // num_lists
     first = np.arange(batch)[:, None] * steps[0] + key_head * steps[1]
     table = blocks.astype(np.int64) * steps[2] + first[..., None, None]
     if table.max(initial=0) >= 2**31:
         return None
-    counts = there.sum(-1)
-    beyond = -kv_len % page  # of the last block
-    last = np.where(there, blocks, 0).max(-1) == -(-kv_len // page) - 1
-    heads = all_heads // num_lists
-    row = np.arange(rows)
-    head = (np.arange(batch)[:, None] * num_lists + np.arange(num_lists)) * heads
-    q_row = head[..., None] * q_len + row * q_size
-    zeros = np.zeros(counts.size, np.int64)
-    sequences = Sequences(
-        b=np.arange(counts.size),
-        q_len=np.broadcast_to(np.minimum(q_size, q_len - row * q_size), counts.shape).ravel(),
-        q_start=np.broadcast_to(one.q_start + row * q_size, counts.shape).ravel(),
-        kv_begin=zeros,
-        kv_end=(counts * page - np.where(last & (counts > 0), beyond, 0)).ravel(),
-        q_row=q_row.ravel(),
-        kv_row=zeros,
-    )
-    partial = (entries & 1)[there]
-    full = None if partial.all() else torch.from_numpy((entries & 1 == 0).reshape(-1, most))
+    decided = lists.entries & 1 == 0
+    every = torch.from_numpy(decided.reshape(-1, most))
     return Chosen(
-        sequences=sequences,
+        sequences=_sequences(lists, blocks, placed, q_size, page),
         table=torch.from_numpy(table.astype(np.int32).reshape(-1, most)),
         places=torch.from_numpy(blocks.astype(np.int32).reshape(-1, most)),
-        full=full,
+        full=every if decided[lists.there].any() else None,
         page=page,
         rows=rows,
         lists=num_lists,
-        heads=heads,
-        origin=one.kv_begin,
+        heads=all_heads // num_lists,
+        origin=placed.one.kv_begin,
         steps=steps,
+    )
+
+
+def _sequences(
+    lists: Lists, blocks: NDArray[np.int32], placed: Placed, q_size: int, page: int
+) -> Sequences:
+    """Return the rows of each sequence; those of its queries are counted through all heads."""
+    q_len, kv_len = placed.lengths
+    counts = lists.counts
+    batch, num_lists, rows = counts.shape
+    last = (blocks.max(-1) == -(-kv_len // page) - 1) & (counts > 0)  # it may be a shorter block
+    first = np.arange(rows) * q_size
+    head = np.arange(batch * num_lists) * (placed.query.shape[1] // num_lists)
+    zeros = np.zeros(counts.size, np.int64)
+    return Sequences(
+        b=np.arange(counts.size),
+        q_len=np.tile(np.minimum(q_size, q_len - first), batch * num_lists),
+        q_start=np.tile(placed.one.q_start + first, batch * num_lists),
+        kv_begin=zeros,
+        kv_end=(counts * page - np.where(last, -kv_len % page, 0)).ravel(),
+        q_row=(head[:, None] * q_len + first).ravel(),
+        kv_row=zeros,
     )
