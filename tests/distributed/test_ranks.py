@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -113,12 +114,8 @@ def test_ranks_that_differ_all_raise(ranks: Ranks, what: str) -> None:
             assert text.startswith("ShapeError")
         else:
             assert text.startswith("DistributedError")
-            pytest.raises(Exception, _raise, text).match(DIFFERENT[what])
+            assert re.search(DIFFERENT[what], text), text
     ranks.run(rank_cases.same_results, 3, [Example()])  # the group still works
-
-
-def _raise(text: str) -> None:
-    raise AssertionError(text)
 
 
 @pytest.mark.parametrize("how", ["never calls", "ends"])

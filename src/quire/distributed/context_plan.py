@@ -181,7 +181,8 @@ class ContextPlan:
             f"{self._amount(int(received.mean()))} on average"
         )
         yield (
-            f"rank {self.rank}: {tokens:,} tokens in {len(self.chunks)} chunks, receives "
+            f"rank {self.rank}: {tokens:,} tokens in {len(self.chunks)} "
+            f"chunk{'s' * (len(self.chunks) != 1)}, receives "
             f"{self._amount(int(received[self.rank]))}"
         )
         most = [self._amount(int(each.received.max()) * self.block) for each in self.compared]

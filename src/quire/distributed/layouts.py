@@ -62,8 +62,8 @@ class Division(NamedTuple):
 ALIKE = 1.02
 """Balances that differ by less are alike: the keys that travel decide."""
 
-MOST_TESTS = 2**26  # the most cells that the greedy layout looks at
-UNITS_OF_RANK = 16  # it is left out if a rank would get fewer units
+MOST_TESTS = 2**24  # the most cells that the greedy layout looks at
+UNITS_OF_RANK = 8  # it is left out if a rank would get fewer units
 
 
 def compared(reads: Reads, num_ranks: int) -> list[Division]:
