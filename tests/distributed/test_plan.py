@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import numpy as np
@@ -130,11 +129,8 @@ def test_a_window_stays_contiguous() -> None:
 @pytest.mark.parametrize("num_ranks", [2, 8, 64])
 def test_documents_are_balanced_and_stay_together(num_ranks: int) -> None:
     length = 2**20
-    start = time.perf_counter()
-    made = plan(
-        causal & document(lengths=many_documents(length)), length=length, num_ranks=num_ranks
-    )
-    assert time.perf_counter() - start < 10  # alone it takes 0.2 s
+    mask = causal & document(lengths=many_documents(length))
+    made = plan(mask, length=length, num_ranks=num_ranks)
     assert made.balance < 1.05
     assert made.received.max() < length / 10
     assert made.received.mean() < length / 15
