@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from compare import assert_as_good_as
@@ -19,8 +20,9 @@ from torch import Tensor
 
 import quire
 from quire import AuxRequest, Dense
-from quire.distributed import ContextPlan, attention, plan
+from quire.distributed import ContextPlan, attention, context_parallel, plan
 from quire.distributed import group as group_module
+from quire.errors import ArgumentError
 from quire.mods import causal, document, sliding_window
 
 DTYPES = {x: getattr(torch, x) for x in ("float32", "bfloat16", "float16", "float64")}
@@ -290,3 +292,27 @@ def on_a_mesh(group: object) -> None:
 def _as_call(shards: tuple[Tensor, ...]) -> tuple[Tensor, Dense]:
     q, k, v = shards
     return q, Dense(k, v)
+
+
+def in_a_context(group: object) -> None:
+    """Code that knows nothing of ranks: quire.attention, flex_attention, and a backward pass."""
+    example = Example("causal documents", length=333)
+    whole, mask = example.tensors(), MASKS[example.mask]
+    blocks = quire.create_block_mask(mask, None, None, 333, 333, "cpu")
+    divided = example.plan(group)
+    out = example.alone(*whole)
+    q, k, v = (x.requires_grad_() for x in divided.shard(*whole, dim=2))
+    (wanted,) = divided.shard(out, dim=2)
+    with context_parallel(divided, instead_of=causal):
+        found = [
+            quire.attention(q, Dense(k, v)),
+            quire.attention(q, Dense(k, v), mask=mask),
+            quire.attention(q, Dense(k, v), mask=causal),
+            quire.flex_attention(q, k, v, block_mask=blocks, enable_gqa=True),
+        ]
+        with pytest.raises(ArgumentError, match=r"is 'sliding_window_7'. Make the plan with it"):
+            quire.attention(q, Dense(k, v), mask=sliding_window(7))
+    assert all(torch.equal(x, wanted) for x in found)
+    grads = [torch.autograd.grad(x.sum(), k)[0] for x in found]
+    assert all(torch.equal(x, grads[0]) for x in grads)
+    assert quire.attention(q, Dense(k, v)).shape == q.shape  # outside it is one process again

@@ -94,6 +94,17 @@ def test_a_dimension_of_a_mesh(ranks: Ranks) -> None:
     ranks.run(rank_cases.on_a_mesh, 4)
 
 
+def test_code_that_knows_nothing_of_ranks(ranks: Ranks) -> None:
+    ranks.run(rank_cases.in_a_context, 3)
+
+
+@pytest.mark.xfail(reason="up to four queries have a kernel of their own, with other bits")
+@pytest.mark.parametrize("length", [33, 34, 36])
+def test_a_chunk_of_few_rows_has_the_bits_of_one_process(ranks: Ranks, length: int) -> None:
+    few = Example(length=length, layout="contiguous", block_size=16, width=(64, 64))
+    ranks.run(rank_cases.same_results, 3, [few])
+
+
 # Ranks that differ
 
 DIFFERENT = {

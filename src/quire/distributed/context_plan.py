@@ -44,6 +44,7 @@ class ContextPlan:
     group: RankGroup
     sizes: tuple[int, int] = (1, 1)
     bytes_per_key: int | None = None
+    given: object = None  # the mask as it was given
 
     @property
     def division(self) -> Division:

@@ -74,7 +74,16 @@ def plan(
         found = tuple(compared(reads, group.size))
     else:
         found = (Division.of(layout, reads, group.size),)
-    return ContextPlan(mod, length, block, found, group, sizes=sizes, bytes_per_key=bytes_per_key)
+    return ContextPlan(
+        mask=mod,
+        length=length,
+        block=block,
+        compared=found,
+        group=group,
+        sizes=sizes,
+        bytes_per_key=bytes_per_key,
+        given=mask,
+    )
 
 
 def _traced(mask: Mask | None) -> Mod:
