@@ -34,7 +34,7 @@ def by_batch(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 def many_documents(length: int) -> list[int]:
     """Return lengths of documents of which a few are long."""
     draw = torch.Generator().manual_seed(0)
-    sizes = (8 + 1.6 * torch.randn(4000, generator=draw)).exp().long().clamp(16, 2**16)
+    sizes = (6 + 1.6 * torch.randn(4000, generator=draw)).exp().long().clamp(16, length // 16)
     before = int((sizes.cumsum(0) < length).sum())
     return [*sizes[:before].tolist(), length - int(sizes[:before].sum())]
 
@@ -126,9 +126,9 @@ def test_a_window_stays_contiguous() -> None:
     assert made.received.tolist() == [0] + [512] * 7
 
 
-@pytest.mark.parametrize("num_ranks", [2, 8, 64])
+@pytest.mark.parametrize("num_ranks", [2, 8, 32])
 def test_documents_are_balanced_and_stay_together(num_ranks: int) -> None:
-    length = 2**20
+    length = 2**18
     mask = causal & document(lengths=many_documents(length))
     made = plan(mask, length=length, num_ranks=num_ranks)
     assert made.balance < 1.05

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import rank_cases
+import torch
 from rank_cases import DTYPES, MASKS, SCORES, Example
 from ranks import Ranks
 
@@ -96,6 +97,20 @@ def test_a_dimension_of_a_mesh(ranks: Ranks) -> None:
 
 def test_code_that_knows_nothing_of_ranks(ranks: Ranks) -> None:
     ranks.run(rank_cases.in_a_context, 3)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_decoding_with_a_cache_over_ranks(ranks: Ranks, size: int) -> None:
+    (out, lse), *others = ranks.run(rank_cases.decoding, size)
+    assert all(torch.equal(x, out) and torch.equal(y, lse) for x, y in others)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_example_trains_as_one_process_does(ranks: Ranks, size: int) -> None:
+    pytest.importorskip("matplotlib")  # of the example that has the model
+    for together, alone in ranks.run(rank_cases.training, size):
+        assert together[-1] < together[0]
+        assert max(abs(x - y) for x, y in zip(together, alone, strict=True)) < 1e-4
 
 
 @pytest.mark.xfail(reason="up to four queries have a kernel of their own, with other bits")

@@ -9,12 +9,13 @@
 Reading order: reads (which blocks of keys each block of queries reads), layouts (blocks to ranks),
 routes (who sends which pages to whom), context_plan (all of it, as a value), planning (`plan`),
 group (agreement and errors), exchange (pages there, gradients back), local (what a rank computes),
-attending (`attention`) and context (`context_parallel`).
+attending (`attention`), context (`context_parallel`) and merging (`merge_over_ranks`).
 """
 
 from quire.distributed.attending import attention
 from quire.distributed.context import context_parallel
 from quire.distributed.context_plan import ContextPlan
+from quire.distributed.merging import merge_over_ranks
 from quire.distributed.planning import plan
 
-__all__ = ["ContextPlan", "attention", "context_parallel", "plan"]
+__all__ = ["ContextPlan", "attention", "context_parallel", "merge_over_ranks", "plan"]
