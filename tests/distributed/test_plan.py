@@ -301,6 +301,21 @@ def test_what_attention_refuses() -> None:
         attend(part, quire.Dense(part, part), plan=made())
 
 
+def test_a_graph_inside_of_a_context_is_refused() -> None:
+    divided, x = plan(causal, length=32), torch.randn(1, 2, 32, 8)
+    compiled = torch.compile(lambda x: quire.attention(x, quire.Dense(x, x)), backend="eager")
+    with (
+        quire.distributed.context_parallel(divided),
+        pytest.raises(quire.errors.BackendError, match=r"must not be in a graph"),
+    ):
+        compiled(x)
+    alone = quire.attention(x, quire.Dense(x, x), mask=causal)
+    spread = torch.compile(
+        lambda x: quire.distributed.attention(x, quire.Dense(x, x), plan=divided), backend="eager"
+    )
+    assert torch.equal(spread(x), alone)
+
+
 def test_a_mesh_of_two_dimensions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = object.__new__(torch.distributed.device_mesh.DeviceMesh)
     monkeypatch.setattr(type(mesh), "ndim", 2)

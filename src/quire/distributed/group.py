@@ -26,7 +26,7 @@ TIMEOUT = timedelta(minutes=5)
 
 Counts: TypeAlias = NDArray[np.int64]
 
-MESSAGE_BYTES = 2048
+MESSAGE_BYTES = 4096
 """The size of the message in which a rank says what it is about to compute."""
 
 
@@ -72,7 +72,7 @@ class RankGroup(NamedTuple):
         The fact `note` may differ: it is what ranks tell each other.
         """
         if error is not None:
-            facts = {"error": f"{type(error).__name__}: {error}"[: MESSAGE_BYTES // 4]}
+            facts = {"error": f"{type(error).__name__}: {error}"[: MESSAGE_BYTES // 8]}
         told = [facts] if self.size == 1 else self._told(facts)
         if error is not None:
             raise error
@@ -95,7 +95,7 @@ class RankGroup(NamedTuple):
 
     def _told(self, facts: dict[str, object]) -> list[dict[str, Any]]:
         """Return the facts of all ranks."""
-        written = json.dumps(facts).encode()
+        written = json.dumps(facts, ensure_ascii=False).encode()
         assert len(written) <= MESSAGE_BYTES, "facts are short"
         mine = torch.frombuffer(bytearray(written.ljust(MESSAGE_BYTES)), dtype=torch.uint8)
         every = self.gather(mine)

@@ -23,12 +23,12 @@ from torch.utils.flop_counter import register_flop_formula
 from quire.autograd import sink_gradient
 from quire.block_mask import BlockMask
 from quire.checks import shapes_only
-from quire.errors import TensorKindError
+from quire.errors import BackendError, TensorKindError
 from quire.ir.trace import Mod
 from quire.memory import Dense, Memory, Paged, Queries, Ragged
 from quire.mods.dropout import drawn_seed
 from quire.operator.text import MODS, Form, read
-from quire.plans import find
+from quire.plans import find, over_ranks
 from quire.request import Call, Mask, Request, call_of
 from quire.results import Above, Result, Wanted, output_layout, working_dtype
 from quire.runtime.work import Flops, flops_of
@@ -137,6 +137,12 @@ def _forward(
     text: str,
 ) -> list[Tensor]:
     form = read(text)
+    if over_ranks.get() is not None:
+        raise BackendError(
+            "attention inside of context_parallel must not be in a graph, but torch.compile or "
+            "torch.export has put it into one. Call quire.distributed.attention there: it breaks "
+            "the graph."
+        )
     with profiled(form):
         plan, call = find(request_of((query, key, value), captures, tables, numbers, form))
         return _given(call, plan.forward(call), form)
