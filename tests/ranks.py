@@ -32,11 +32,11 @@ class Ranks:
 
     def __init__(self, count: int) -> None:
         spawn = multiprocessing.get_context("spawn")
-        self._store = tempfile.NamedTemporaryFile(prefix="quire-store-")
+        self._folder = tempfile.TemporaryDirectory(prefix="quire-ranks-")
         self._pipes, self._processes = [], []
         for rank in range(count):
             ours, theirs = spawn.Pipe()
-            arguments = (theirs, self._store.name, rank, count)
+            arguments = (theirs, f"{self._folder.name}/store", rank, count)
             process = spawn.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             self._pipes.append(ours)
@@ -51,7 +51,7 @@ class Ranks:
         for process in self._processes:
             process.join(5)
             process.kill()
-        self._store.close()
+        self._folder.cleanup()
 
     def run(self, function: Callable[..., Any], size: int, *args: object) -> list[Any]:
         """Return what `function(group, *args)` returns on each of the first `size` ranks."""

@@ -5,17 +5,17 @@
     choose              the backend of a call: for `auto`, the first that can run it
     CallPlan            computes all calls with the same key, forward and backward
 
-A key has two parts. The layout has the shapes, strides and dtypes of the operands; it is read
-before the mods are traced. The other part has the graphs of the mods, the shapes of the tensors
-that they capture, and the content of the block mask. The number of keys (S) is not in a key, so a
-KV cache that grows in place needs one plan. A request with rare arguments has no key: it is checked
-and planned at every call.
+A key has two parts. The layout has shapes, strides and dtypes of the operands; it is read before
+mods are traced. The other part has the graphs of the mods, the shapes of the tensors they capture,
+and the content of the block mask. The number of keys (S) is not in a key, so a KV cache that grows
+in place needs one plan. A request with rare arguments has no key: it is planned at every call.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -56,21 +56,23 @@ MOST_BYTES = 2**16  # of a block mask; comparing a larger one would take too lon
 by_operator: Callable[[Request], Result | None] = lambda request: None  # noqa: E731
 """Computes a request if a graph or a mode needs the operator; else None. operator/ sets it."""
 
+over_ranks: ContextVar[Callable[[Request], Result] | None] = ContextVar("over_ranks", default=None)
+"""Computes the requests of a block of code over many processes; `distributed/` sets it."""
+
 
 def compute(request: Request) -> Result:
-    """Find the plan of a request, or make one, and run it. Results have the user's layout.
-
-    If a graph is being made, or a mode or a profiler watches, the operator does it.
-    """
+    """Find or make the plan of a request, and run it; if somebody watches, the operator does it."""
+    together = over_ranks.get()
+    if together is not None:
+        return together(request)
     if is_watched() or type(request.query) not in PLAIN:
         watched = by_operator(request)
         if watched is not None:
             return watched
     plan, call = find(request)
-    result = plan.run(call)
+    result, memory, query = plan.run(call), request.memory, request.query
     if isinstance(call.placed.rows, One):
         return result
-    memory, query = request.memory, request.query
     if request.aux is NO_AUX:
         return Result(memory.as_given(query, result.out))
     result = call.placed.with_positions(result)
@@ -250,9 +252,8 @@ def _with_blocks(key: Key, call: Call, mask: BlockMask) -> Key | None:
 
 
 def _eager_obstacle(call: Call) -> str | None:
-    device = call.placed.query.device
-    elsewhere = f"the tensors are on {device}, and quire's own paths run on the CPU"
-    return None if device.type == "cpu" else elsewhere
+    device, why = call.placed.query.device, "and quire's own paths run on the CPU"
+    return None if device.type == "cpu" else f"the tensors are on {device}, {why}"
 
 
 OBSTACLES: dict[BackendName, Callable[[Call], str | None]] = {

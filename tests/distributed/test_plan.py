@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ import quire
 from quire.distributed import ContextPlan, plan
 from quire.distributed.layouts import LAYOUTS, Division
 from quire.distributed.reads import Reads, choose_block
-from quire.distributed.routes import Route
 from quire.errors import ArgumentError, DistributedError, RankError, ShapeError
 from quire.ir.trace import trace
 from quire.mods import causal, document, sliding_window
@@ -36,7 +34,7 @@ def by_batch(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 def many_documents(length: int) -> list[int]:
     """Return lengths of documents of which a few are long."""
     draw = torch.Generator().manual_seed(0)
-    sizes = (8 + 1.6 * torch.randn(4000, generator=draw)).exp().long().clamp(16, 2**17)
+    sizes = (6 + 1.6 * torch.randn(4000, generator=draw)).exp().long().clamp(16, length // 16)
     before = int((sizes.cumsum(0) < length).sum())
     return [*sizes[:before].tolist(), length - int(sizes[:before].sum())]
 
@@ -128,14 +126,11 @@ def test_a_window_stays_contiguous() -> None:
     assert made.received.tolist() == [0] + [512] * 7
 
 
-@pytest.mark.parametrize("num_ranks", [2, 8, 64])
+@pytest.mark.parametrize("num_ranks", [2, 8, 32])
 def test_documents_are_balanced_and_stay_together(num_ranks: int) -> None:
-    length = 2**20
-    start = time.perf_counter()
-    made = plan(
-        causal & document(lengths=many_documents(length)), length=length, num_ranks=num_ranks
-    )
-    assert time.perf_counter() - start < 10  # alone it takes 0.2 s
+    length = 2**18
+    mask = causal & document(lengths=many_documents(length))
+    made = plan(mask, length=length, num_ranks=num_ranks)
     assert made.balance < 1.05
     assert made.received.max() < length / 10
     assert made.received.mean() < length / 15
@@ -143,12 +138,12 @@ def test_documents_are_balanced_and_stay_together(num_ranks: int) -> None:
 
 
 def test_heavy_and_light_blocks_are_paired() -> None:
-    # Blocks that read much follow each other, with no documents that could be told apart.
+    # A quarter of all queries reads much. All read the first key, so it is one document.
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return (kv_idx == 0) | ((q_idx % 4096 < 256) & (kv_idx <= q_idx))
+        return (kv_idx == 0) | ((q_idx // 8192 == 1) & (kv_idx < 8192))
 
-    assert of_layout("paired", mask, 2**15, 8).balance < 1.1
-    assert of_layout("contiguous", mask, 2**15, 8).balance > 1.3
+    assert of_layout("paired", mask, 2**15, 8).balance < 1.05
+    assert of_layout("contiguous", mask, 2**15, 8).balance > 3
 
 
 def test_greedy_finds_queries_that_share_keys() -> None:
@@ -216,10 +211,31 @@ def test_it_is_printed() -> None:
         "balance 1.00"
     )
     assert second == "a rank receives at most 2 of 224 MiB, 2 MiB on average"
-    assert third == "rank 1: 8,192 tokens in 1 chunks, receives 2 MiB"
+    assert third == "rank 1: 8,192 tokens in 1 chunk, receives 2 MiB"
     assert fourth.startswith("compared with ") and "zigzag 1.0" in fourth
     keys = plan(sliding_window(512), length=2**16, num_ranks=8, layout="zigzag")
     assert "a rank receives at most 1,024 of 57,344 keys" in str(keys)
+
+
+def test_it_is_drawn() -> None:
+    divided = plan(sliding_window(32), length=256, num_ranks=4, layout="zigzag", block_size=16)
+    assert str(quire.draw(divided)).splitlines()[1:] == [
+        "  0       128",
+        "0 ██··········░░██",
+        "1 ░░██······░░██··",
+        "2 ··░░██··░░██····",
+        "3 ····░░████······",
+        "█ computes and sends  ░ receives  · does not need  (a cell is 16 tokens)",
+    ]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3, 500])
+def test_it_is_a_picture(num_ranks: int) -> None:
+    pytest.importorskip("matplotlib")
+    drawing = quire.draw(plan(causal, length=100_000, num_ranks=num_ranks))
+    assert "computes and sends" in drawing.svg() and "tokens over" in drawing.svg()
+    assert max(map(len, str(drawing).splitlines()[1:-1])) <= 80
+    assert len(str(drawing).splitlines()) <= 67
 
 
 # Errors
@@ -232,7 +248,7 @@ def made(**changes: Any) -> ContextPlan:
 @pytest.mark.parametrize(
     ("changes", "kind", "message"),
     [
-        ({"length": 0}, ArgumentError, r"length must be at least 1, but is 0"),
+        ({"length": 0}, ArgumentError, r"length must be a whole number of at least 1, but is 0"),
         (
             {"layout": "spiral"},
             ArgumentError,
@@ -246,7 +262,7 @@ def made(**changes: Any) -> ContextPlan:
             r"mesh must be a DeviceMesh or a process",
         ),
         ({"mask": by_batch}, ArgumentError, r"batch must be given for 'by_batch', which reads b"),
-        ({"block_size": 0}, ArgumentError, r"block_size must be at least 1"),
+        ({"block_size": 0}, ArgumentError, r"block_size must be a whole number of at least 1"),
     ],
 )
 def test_arguments(changes: dict[str, Any], kind: type[Exception], message: str) -> None:
@@ -280,10 +296,24 @@ def test_what_attention_refuses() -> None:
         attend(x, dense, plan=alone, return_aux=quire.AuxRequest(key_mass=True))
     with pytest.raises(ShapeError, match=r"query must have batch 3, as the plan has, but has 1"):
         attend(x, dense, plan=plan(by_batch, length=32, batch=3))
+    (part,) = made().shard(torch.randn(1, 2, 64, 8), dim=2)
     with pytest.raises(DistributedError, match=r"must have a process group to send anything"):
-        part = made().shard(torch.randn(1, 2, 64, 8), dim=2)[0]
         attend(part, quire.Dense(part, part), plan=made())
-    assert isinstance(made().route(1), Route)
+
+
+def test_a_graph_inside_of_a_context_is_refused() -> None:
+    divided, x = plan(causal, length=32), torch.randn(1, 2, 32, 8)
+    compiled = torch.compile(lambda x: quire.attention(x, quire.Dense(x, x)), backend="eager")
+    with (
+        quire.distributed.context_parallel(divided),
+        pytest.raises(quire.errors.BackendError, match=r"must not be in a graph"),
+    ):
+        compiled(x)
+    alone = quire.attention(x, quire.Dense(x, x), mask=causal)
+    spread = torch.compile(
+        lambda x: quire.distributed.attention(x, quire.Dense(x, x), plan=divided), backend="eager"
+    )
+    assert torch.equal(spread(x), alone)
 
 
 def test_a_mesh_of_two_dimensions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

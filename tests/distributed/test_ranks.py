@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import rank_cases
+import torch
 from rank_cases import DTYPES, MASKS, SCORES, Example
 from ranks import Ranks
 
@@ -93,6 +95,31 @@ def test_a_dimension_of_a_mesh(ranks: Ranks) -> None:
     ranks.run(rank_cases.on_a_mesh, 4)
 
 
+def test_code_that_knows_nothing_of_ranks(ranks: Ranks) -> None:
+    ranks.run(rank_cases.in_a_context, 3)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_decoding_with_a_cache_over_ranks(ranks: Ranks, size: int) -> None:
+    (out, lse), *others = ranks.run(rank_cases.decoding, size)
+    assert all(torch.equal(x, out) and torch.equal(y, lse) for x, y in others)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_example_trains_as_one_process_does(ranks: Ranks, size: int) -> None:
+    pytest.importorskip("matplotlib")  # of the example that has the model
+    for together, alone in ranks.run(rank_cases.training, size):
+        assert together[-1] < together[0]
+        assert max(abs(x - y) for x, y in zip(together, alone, strict=True)) < 1e-4
+
+
+@pytest.mark.xfail(reason="up to four queries have a kernel of their own, with other bits")
+@pytest.mark.parametrize("length", [33, 34, 36])
+def test_a_chunk_of_few_rows_has_the_bits_of_one_process(ranks: Ranks, length: int) -> None:
+    few = Example(length=length, layout="contiguous", block_size=16, width=(64, 64))
+    ranks.run(rank_cases.same_results, 3, [few])
+
+
 # Ranks that differ
 
 DIFFERENT = {
@@ -113,12 +140,8 @@ def test_ranks_that_differ_all_raise(ranks: Ranks, what: str) -> None:
             assert text.startswith("ShapeError")
         else:
             assert text.startswith("DistributedError")
-            pytest.raises(Exception, _raise, text).match(DIFFERENT[what])
+            assert re.search(DIFFERENT[what], text), text
     ranks.run(rank_cases.same_results, 3, [Example()])  # the group still works
-
-
-def _raise(text: str) -> None:
-    raise AssertionError(text)
 
 
 @pytest.mark.parametrize("how", ["never calls", "ends"])

@@ -94,7 +94,7 @@ def compute(request: Request, plan: ContextPlan) -> Result:
     seed, *_ = plan.group.agree(facts, error)
     seeded = request._replace(seed=None if seed is None else tuple(seed), generator=None)
     assert isinstance(request.memory, Dense), "it was checked"
-    key, value = (spread(rows, plan) for rows in (request.memory.key, request.memory.value))
+    key, value = spread(plan, request.memory.key, request.memory.value)
     return compute_share(plan, LocalShare(request.query, key, value), seeded)
 
 

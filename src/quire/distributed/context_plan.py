@@ -44,6 +44,7 @@ class ContextPlan:
     group: RankGroup
     sizes: tuple[int, int] = (1, 1)
     bytes_per_key: int | None = None
+    given: object = None  # the mask as it was given
 
     @property
     def division(self) -> Division:
@@ -147,13 +148,9 @@ class ContextPlan:
         keys: Numbers = self.division.received * self.block
         return keys
 
-    @property
+    @functools.cached_property
     def digest(self) -> str:
         """Return a number that is the same for equal plans: of layout, mask and all it captures."""
-        return self._digest
-
-    @functools.cached_property
-    def _digest(self) -> str:
         found = hashlib.sha256()
         facts = (self.length, self.block, self.num_ranks, self.layout, self.sizes)
         found.update(repr(facts).encode())
@@ -181,7 +178,8 @@ class ContextPlan:
             f"{self._amount(int(received.mean()))} on average"
         )
         yield (
-            f"rank {self.rank}: {tokens:,} tokens in {len(self.chunks)} chunks, receives "
+            f"rank {self.rank}: {tokens:,} tokens in {len(self.chunks)} "
+            f"chunk{'s' * (len(self.chunks) != 1)}, receives "
             f"{self._amount(int(received[self.rank]))}"
         )
         most = [self._amount(int(each.received.max()) * self.block) for each in self.compared]
@@ -209,10 +207,12 @@ def _route(plan: ContextPlan, batch: int) -> Route:
 def digest_of(mod: Mod | None) -> str:
     """Return a number that is the same for mods with the same graph and equal captured tensors.
 
-    A mod without a graph is known by its name alone.
+    A mod without a graph is known by its name alone. The digest of None is empty.
     """
+    if mod is None:
+        return ""
     if not isinstance(mod, Traced):
-        return "" if mod is None else mod_name(mod)
+        return hashlib.sha256(mod_name(mod).encode()).hexdigest()[:16]
     found = hashlib.sha256(json.dumps(portable(mod.output)).encode())
     for tensor in mod.captures:
         plain = tensor.detach().cpu().contiguous()

@@ -16,12 +16,13 @@ from quire.distributed.context_plan import ContextPlan
 from quire.results import working_dtype
 
 
-def spread(rows: Tensor, plan: ContextPlan) -> Tensor:
+def spread(plan: ContextPlan, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Return own, received and zero pages [pages, block, H, D], from own rows [B, H, tokens, D].
 
-    The pages are those of `plan.route(B)`. Gradients of pages travel back to their owners.
+    The pages are those of `plan.route(B)`. Gradients of pages travel back to their owners. Tensors
+    are sent in their order, there and back, so that all ranks send the same at the same time.
     """
-    pages: Tensor = _Spread.apply(rows, plan)  # type: ignore[no-untyped-call]
+    pages: tuple[Tensor, ...] = _Spread.apply(plan, *tensors)  # type: ignore[no-untyped-call]
     return pages
 
 
@@ -29,48 +30,62 @@ class _Spread(torch.autograd.Function):
     """Sends pages to the ranks that read them."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, plan: ContextPlan) -> Tensor:
-        ctx.plan, ctx.shape = plan, rows.shape
-        route = plan.route(len(rows))
-        _, heads, _, width = rows.shape
-        pages = rows.new_empty((route.zeros + 1, plan.block, heads, width))
-        own, arriving = pages[: route.num_own], pages[route.num_own : route.zeros]
-        fill_own(own, rows)
-        pages[-1] = 0
-        leaving = own.index_select(0, torch.from_numpy(route.sent))
-        plan.group.exchange(leaving, arriving, route.num_sent, route.num_received)
-        return pages
+    def forward(ctx: Any, plan: ContextPlan, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.plan, ctx.shapes = plan, [rows.shape for rows in tensors]
+        return tuple(_sent(plan, rows) for rows in tensors)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _Collected.apply(grad, ctx.plan, ctx.shape), None  # type: ignore[no-untyped-call]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows = _Returned.apply(ctx.plan, ctx.shapes, *grads)  # type: ignore[no-untyped-call]
+        return (None, *rows)
 
 
-class _Collected(torch.autograd.Function):
+class _Returned(torch.autograd.Function):
     """Sends the gradients of pages back to their owners, which add them."""
 
     @staticmethod
-    def forward(ctx: Any, grad: Tensor, plan: ContextPlan, shape: torch.Size) -> Tensor:
+    def forward(
+        ctx: Any, plan: ContextPlan, shapes: list[torch.Size], *grads: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.plan = plan
-        batch, heads, count, width = shape
-        route, rank = plan.route(batch), plan.rank
-        returned = grad.new_empty((len(route.sent), *grad.shape[1:]))
-        received = grad[route.num_own : route.zeros].contiguous()
-        plan.group.exchange(received, returned, route.num_received, route.num_sent)
-        sums = torch.zeros_like(grad[: route.num_own], dtype=working_dtype(grad.dtype))
-        where = torch.from_numpy(route.sent).split(route.num_sent.tolist())
-        parts = returned.split(route.num_sent.tolist())
-        for other, (at, part) in enumerate(zip(where, parts, strict=True)):
-            if other == rank:
-                sums += grad[: route.num_own]
-            else:
-                sums.index_add_(0, at, part.to(sums.dtype))
-        rows = sums.to(grad.dtype).view(batch, -1, heads, width)
-        return rows[:, :count].transpose(1, 2)
+        both = zip(grads, shapes, strict=True)
+        return tuple(_returned(plan, grad, shape) for grad, shape in both)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return spread(grad, ctx.plan), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, None, *spread(ctx.plan, *grads))
+
+
+def _sent(plan: ContextPlan, rows: Tensor) -> Tensor:
+    """Send own pages to the ranks that read them, and return all pages of this rank."""
+    batch, heads, _, width = rows.shape
+    route = plan.route(batch)
+    pages = rows.new_empty((route.zeros + 1, plan.block, heads, width))
+    own, arriving = pages[: route.num_own], pages[route.num_own : route.zeros]
+    fill_own(own, rows)
+    pages[-1] = 0
+    leaving = own.index_select(0, torch.from_numpy(route.sent))
+    plan.group.exchange(leaving, arriving, route.num_sent, route.num_received)
+    return pages
+
+
+def _returned(plan: ContextPlan, grad: Tensor, shape: torch.Size) -> Tensor:
+    """Send gradients of received pages back, and return the sums of those of own rows."""
+    batch, heads, count, width = shape
+    route = plan.route(batch)
+    leaving = grad[route.num_own : route.zeros]
+    arriving = grad.new_empty((len(route.sent), *grad.shape[1:]))
+    plan.group.exchange(leaving.contiguous(), arriving, route.num_received, route.num_sent)
+    sums = torch.zeros_like(grad[: route.num_own], dtype=working_dtype(grad.dtype))
+    places = torch.from_numpy(route.sent).split(route.num_sent.tolist())
+    parts = arriving.split(route.num_sent.tolist())
+    for rank, (at, part) in enumerate(zip(places, parts, strict=True)):
+        if rank == plan.rank:
+            sums += grad[: route.num_own]
+        else:
+            sums.index_add_(0, at, part.to(sums.dtype))
+    rows = sums.to(grad.dtype).view(batch, len(route.own) * plan.block, heads, width)
+    return rows[:, :count].transpose(1, 2)
 
 
 def fill_own(pages: Tensor, rows: Tensor) -> None:

@@ -18,12 +18,15 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
-from quire.errors import DistributedError, QuireError
+from quire.errors import ArgumentError, DistributedError, QuireError, RankError
+
+TIMEOUT = timedelta(minutes=5)
 
 Counts: TypeAlias = NDArray[np.int64]
 
-MESSAGE_BYTES = 2048
+MESSAGE_BYTES = 4096
 """The size of the message in which a rank says what it is about to compute."""
 
 
@@ -33,7 +36,35 @@ class RankGroup(NamedTuple):
     rank: int
     size: int
     process_group: dist.ProcessGroup | None = None
-    timeout: timedelta = timedelta(minutes=5)
+    timeout: timedelta = TIMEOUT
+
+    @staticmethod
+    def of(mesh: DeviceMesh | dist.ProcessGroup | None, timeout: timedelta = TIMEOUT) -> RankGroup:
+        """Return the ranks of a mesh or a process group; by default all, or this process alone."""
+        if isinstance(mesh, DeviceMesh):
+            if mesh.ndim != 1:
+                raise RankError(
+                    f"mesh must have one dimension, over which the sequence is cut, but has "
+                    f"{mesh.ndim}: {mesh}. Choose one by its name: mesh['cp']."
+                )
+            mesh = mesh.get_group()
+        if mesh is None:
+            if not (dist.is_available() and dist.is_initialized()):
+                return RankGroup(0, 1, timeout=timeout)
+            mesh = dist.group.WORLD
+        if not isinstance(mesh, dist.ProcessGroup):
+            raise ArgumentError(
+                f"mesh must be a DeviceMesh or a process group, but is a {type(mesh).__name__}. "
+                f"Make one with torch.distributed.init_device_mesh, or leave it out for all "
+                f"processes."
+            )
+        own = dist.get_rank(mesh)
+        if own < 0:
+            raise ArgumentError(
+                "this process must be in the group that is given, but is not. Call this on the "
+                "ranks of the group only."
+            )
+        return RankGroup(own, dist.get_world_size(mesh), mesh, timeout=timeout)
 
     def agree(self, facts: dict[str, object], error: Exception | None = None) -> list[Any]:
         """Raise on all ranks if one has an error, or other facts than rank 0; return all `note`s.
@@ -41,7 +72,7 @@ class RankGroup(NamedTuple):
         The fact `note` may differ: it is what ranks tell each other.
         """
         if error is not None:
-            facts = {"error": f"{type(error).__name__}: {error}"[: MESSAGE_BYTES // 4]}
+            facts = {"error": f"{type(error).__name__}: {error}"[: MESSAGE_BYTES // 8]}
         told = [facts] if self.size == 1 else self._told(facts)
         if error is not None:
             raise error
@@ -64,7 +95,7 @@ class RankGroup(NamedTuple):
 
     def _told(self, facts: dict[str, object]) -> list[dict[str, Any]]:
         """Return the facts of all ranks."""
-        written = json.dumps(facts).encode()
+        written = json.dumps(facts, ensure_ascii=False).encode()
         assert len(written) <= MESSAGE_BYTES, "facts are short"
         mine = torch.frombuffer(bytearray(written.ljust(MESSAGE_BYTES)), dtype=torch.uint8)
         every = self.gather(mine)

@@ -48,9 +48,7 @@ class Division(NamedTuple):
     @property
     def arrives(self) -> Flags:
         """Return the blocks that each rank receives: [ranks, entries, blocks]."""
-        ranks = np.arange(len(self.work))
-        arrives: Flags = self.needs & (self.owner != ranks[:, None])[:, None]
-        return arrives
+        return arrivals(self.owner, self.needs)
 
     @property
     def received(self) -> Numbers:
@@ -59,11 +57,19 @@ class Division(NamedTuple):
         return counts
 
 
+def arrivals(owner: Numbers, needs: Flags) -> Flags:
+    """Return which of the blocks that each rank needs another one has: [ranks, entries, blocks]."""
+    foreign = owner != np.arange(len(needs))[:, None]
+    arrives: Flags = needs & foreign[:, None]
+    return arrives
+
+
 ALIKE = 1.02
 """Balances that differ by less are alike: the keys that travel decide."""
 
-MOST_TESTS = 2**26  # the most cells that the greedy layout looks at
-UNITS_OF_RANK = 16  # it is left out if a rank would get fewer units
+MOST_UNITS = 1024  # that the greedy layout gives away
+MOST_TESTS = 2**24  # cells that it looks at
+UNITS_OF_RANK = 8  # it is left out if a rank would get fewer units of several blocks
 
 
 def compared(reads: Reads, num_ranks: int) -> list[Division]:
@@ -129,9 +135,21 @@ def _paired(reads: Reads, work: Numbers, num_ranks: int) -> Numbers:
 
     Heavy blocks have more work than the mean of all blocks, light ones at most that. So some number
     of heavy blocks, with light ones for the rest, is the mean work of a rank, to half a block.
+    Light blocks are taken from the first on or from the last on, whichever lets ranks receive less.
     """
     is_heavy = work > work.mean()
     heavy, light = is_heavy.nonzero()[0], (~is_heavy).nonzero()[0]
+    found = [_in_pairs(heavy, each, work, num_ranks) for each in (light, light[::-1])]
+
+    def received(owner: Numbers) -> int:
+        needs = reads.of_ranks(owner, num_ranks)
+        return int(arrivals(owner, needs).sum((1, 2)).max())
+
+    return min(found, key=received)
+
+
+def _in_pairs(heavy: Numbers, light: Numbers, work: Numbers, num_ranks: int) -> Numbers:
+    """Return the rank of each block if ranks take the next of both lists, to the mean work."""
     sums = [np.concatenate([[0], np.cumsum(work[blocks])]) for blocks in (heavy, light)]
     owner, at, to = np.empty_like(work), 0, 0
     for rank, size in enumerate(share_sizes(len(work), num_ranks)):
@@ -147,7 +165,7 @@ def _paired(reads: Reads, work: Numbers, num_ranks: int) -> Numbers:
 
 def unit_width(num_blocks: int, num_ranks: int) -> int:
     """Return how many neighbouring blocks the greedy layout gives away together."""
-    return -(-num_blocks // max(1, int((MOST_TESTS / num_ranks) ** 0.5)))
+    return -(-num_blocks // max(1, min(MOST_UNITS, int((MOST_TESTS / num_ranks) ** 0.5))))
 
 
 def _greedy(reads: Reads, work: Numbers, num_ranks: int) -> Numbers:

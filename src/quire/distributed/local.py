@@ -84,7 +84,7 @@ def _side_by_side(plan: ContextPlan, share: LocalShare, wanted: Request) -> Resu
     places = torch.arange(plan.block) + torch.from_numpy(blocks * plan.block).unsqueeze(1)
     positions = places.flatten()
     positions = positions[positions < plan.length]
-    key, value = (x[pages].flatten(1, 2)[:, : len(positions)].transpose(1, 2) for x in (key, value))
+    key, value = (_gathered(x, pages)[:, :, : len(positions)] for x in (key, value))
     lookups = Lookups(queries=plan.positions.int(), keys=positions.int())
     request = wanted._replace(query=query, memory=Dense(key, value), queries=Queries(start=0))
     result = _computed(request, lookups)
@@ -92,6 +92,12 @@ def _side_by_side(plan: ContextPlan, share: LocalShare, wanted: Request) -> Resu
         found = positions[result.argmax.clamp(min=0)]
         result = result._replace(argmax=torch.where(result.argmax < 0, -1, found))
     return result
+
+
+def _gathered(rows: Tensor, pages: Tensor) -> Tensor:
+    """Return the pages with the numbers `pages` [B, n] side by side: [B, H, n * block, D]."""
+    chosen = rows.index_select(0, pages.flatten())
+    return chosen.view(*pages.shape, *rows.shape[1:]).flatten(1, 2).transpose(1, 2)
 
 
 def _whole_tiles(blocks: Numbers, plan: ContextPlan) -> Numbers:

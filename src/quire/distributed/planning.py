@@ -13,16 +13,14 @@ from quire.block_mask import BlockMask, element_mod
 from quire.block_mask.tiles import fastest_form
 from quire.checks.arguments import whole_number
 from quire.distributed.context_plan import ContextPlan
-from quire.distributed.group import RankGroup
+from quire.distributed.group import TIMEOUT, RankGroup
 from quire.distributed.layouts import LAYOUTS, Division, LayoutName, compared
 from quire.distributed.reads import Reads, choose_block
-from quire.errors import ArgumentError, RankError
+from quire.errors import ArgumentError
 from quire.ir.graph import inputs
 from quire.ir.trace import Mod, Traced, mod_name
 from quire.mods import noop_mask
 from quire.request import Mask
-
-TIMEOUT = timedelta(minutes=5)
 
 
 def plan(
@@ -74,7 +72,16 @@ def plan(
         found = tuple(compared(reads, group.size))
     else:
         found = (Division.of(layout, reads, group.size),)
-    return ContextPlan(mod, length, block, found, group, sizes=sizes, bytes_per_key=bytes_per_key)
+    return ContextPlan(
+        mask=mod,
+        length=length,
+        block=block,
+        compared=found,
+        group=group,
+        sizes=sizes,
+        bytes_per_key=bytes_per_key,
+        given=mask,
+    )
 
 
 def _traced(mask: Mask | None) -> Mod:
@@ -116,26 +123,4 @@ def _group(
         if not 0 <= whole_number("rank", rank, advice=advice) < size:
             raise ArgumentError(f"rank must be from 0 to {size - 1}, but is {rank}. {advice}")
         return RankGroup(rank, size, timeout=timeout)
-    if isinstance(mesh, DeviceMesh):
-        if mesh.ndim != 1:
-            raise RankError(
-                f"mesh must have one dimension, over which the sequence is cut, but has "
-                f"{mesh.ndim}: {mesh}. Choose one by its name: mesh['cp']."
-            )
-        mesh = mesh.get_group()
-    if mesh is None:
-        if not (dist.is_available() and dist.is_initialized()):
-            return RankGroup(0, 1, timeout=timeout)
-        mesh = dist.group.WORLD
-    if not isinstance(mesh, dist.ProcessGroup):
-        raise ArgumentError(
-            f"mesh must be a DeviceMesh or a process group, but is a {type(mesh).__name__}. Make "
-            f"one with torch.distributed.init_device_mesh, or leave it out for all processes."
-        )
-    own = dist.get_rank(mesh)
-    if own < 0:
-        raise ArgumentError(
-            "this process must be in the group that is given, but is not. Plan on the ranks of the "
-            "group only."
-        )
-    return RankGroup(own, dist.get_world_size(mesh), mesh, timeout=timeout)
+    return RankGroup.of(mesh, timeout)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,11 +14,14 @@ from quire.block_mask import BlockMask
 from quire.block_mask.checks import as_block_size, as_count
 from quire.block_mask.mask_mods import REFUSED, try_trace
 from quire.checks import check_score
+from quire.distributed import ContextPlan
+from quire.draw.base import Drawing
+from quire.draw.plans import PlanDrawing
 from quire.draw.scores import HeatMap, ScoreMap, WeightMap
 from quire.draw.subject import MOST_ELEMENTS, ListedMask, Subject, TracedMask, runs_of
 from quire.draw.survey import Pair
 from quire.draw.text import LEAST_WIDTH, write_mask, write_scores
-from quire.errors import ArgumentError, MissingPackageError, ModError
+from quire.errors import ArgumentError, ModError
 from quire.ir.trace import Mod, Traced, mod_kind, mod_name
 
 if TYPE_CHECKING:
@@ -29,52 +31,6 @@ DEFAULT_WIDTH = 80
 ELEMENTS_UP_TO = 128  # tokens; longer masks are drawn in blocks
 
 _CPU = torch.device("cpu")
-
-
-class Drawing:
-    """A drawing: `print` shows it as text, and `save` writes it as a picture.
-
-    Pictures need matplotlib, which is imported when the first one is made. Text does not.
-    """
-
-    def __str__(self) -> str:
-        raise NotImplementedError
-
-    def __repr__(self) -> str:
-        return str(self)
-
-    def svg(self) -> str:
-        """Return the picture as SVG."""
-        return self._picture("svg").decode()
-
-    def png(self) -> bytes:
-        """Return the picture as PNG."""
-        return self._picture("png")
-
-    def _repr_png_(self) -> bytes | None:
-        """Return the picture for a notebook. None without matplotlib: a notebook shows the text."""
-        try:
-            return self.png()
-        except MissingPackageError:
-            return None
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the picture to a file whose name ends in .png or .svg."""
-        kind = (file := Path(path)).suffix.lower().removeprefix(".")
-        if kind not in ("png", "svg"):
-            raise ArgumentError(
-                f"path must end in .png or .svg, but is {os.fspath(path)!r}. Name the file "
-                f"{file.stem}.png or {file.stem}.svg."
-            )
-        file.write_bytes(self._picture(kind))
-
-    def _picture(self, kind: str) -> bytes:
-        from quire.draw.picture import rendered
-
-        return rendered(self._figure, kind)
-
-    def _figure(self) -> Figure:
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -110,7 +66,7 @@ class ScoreDrawing(Drawing):
 
 
 def draw(
-    mask: Mod | torch_flex.BlockMask | Tensor,
+    mask: Mod | torch_flex.BlockMask | ContextPlan | Tensor,
     q_len: int | None = None,
     kv_len: int | None = None,
     *,
@@ -121,7 +77,7 @@ def draw(
     path: str | os.PathLike[str] | None = None,
     width: int = DEFAULT_WIDTH,
 ) -> Drawing:
-    """Draw a mask_mod, a block mask or a score_mod as text, and with `path` also as a picture.
+    """Draw a mask_mod, a block mask, a score_mod or a plan as text, and with `path` as a picture.
 
     >>> quire.draw(quire.mods.sliding_window(2), 6)
     sliding_window_2: 6 queries x 6 keys, sparsity 58.3 %
@@ -141,7 +97,8 @@ def draw(
 
     A score_mod, which has five parameters, is drawn as a heat map of the scores that it returns for
     `score`. If there are too many elements, each cell shows one of them. Attention weights, as
-    `AuxOutput.weights` has them, are a heat map, too; a cell shows the largest.
+    `AuxOutput.weights` has them, are a heat map, too; a cell shows the largest. A plan of
+    `quire.distributed` is drawn with its own lengths: which blocks each rank has and receives.
     """
     lengths, at = (q_len, kv_len), (as_count("b", b), as_count("h", h))
     if as_count("width", width) < LEAST_WIDTH:
@@ -150,7 +107,9 @@ def draw(
             f"default of {DEFAULT_WIDTH}."
         )
     drawing: Drawing
-    if isinstance(mask, torch_flex.BlockMask):
+    if isinstance(mask, ContextPlan):
+        drawing = PlanDrawing(mask, width)
+    elif isinstance(mask, torch_flex.BlockMask):
         drawing = MaskDrawing(_of_blocks(BlockMask.from_torch(mask), lengths, at), width)
     elif isinstance(mask, Tensor):
         drawing = ScoreDrawing(_of_weights(mask, at), width)

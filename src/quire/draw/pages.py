@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from quire.block_mask.blocks import ceil_div
-from quire.draw.drawing import Drawing
+from quire.draw.base import Drawing
 from quire.draw.survey import Kinds, Pair
 from quire.errors import ArgumentError
 from quire.kv.page_map import FREE, KEPT, OWNED, SHARED, PageMap

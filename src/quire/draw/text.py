@@ -30,8 +30,8 @@ def write_mask(subject: Subject, width: int) -> str:
     signs = [[SIGNS[kind] for kind in row] for row in cells.kinds.tolist()]
     title = f"{subject.name}: {facts(subject, cells)}"
     legend = {SIGNS[kind]: word for kind, word in words(subject, cells).items()}
-    rows = _grid(signs, subject.lengths, cells.step, columns)
-    return "\n".join([title, *rows, _legend(legend, cell_size(subject, cells))])
+    rows = grid(signs, subject.lengths, cells.step, columns)
+    return "\n".join([title, *rows, written_legend(legend, cell_size(subject, cells))])
 
 
 def write_scores(scores: HeatMap, width: int) -> str:
@@ -40,8 +40,8 @@ def write_scores(scores: HeatMap, width: int) -> str:
     found = scores.cells(most)
     title = f"{scores.name}: {score_facts(scores, found)}"
     legend = _shades(found.ends) | {SPECIAL[name]: name for name in found.special()}
-    rows = _grid(_signs(found), scores.lengths, found.step, columns)
-    return "\n".join([title, *rows, _legend(legend, sample(scores, found))])
+    rows = grid(_signs(found), scores.lengths, found.step, columns)
+    return "\n".join([title, *rows, written_legend(legend, sample(scores, found))])
 
 
 def facts(subject: Subject, cells: Cells) -> str:
@@ -118,7 +118,7 @@ def _most_cells(lengths: Pair, width: int, elementwise: bool) -> tuple[Pair, int
     return most, min(2, room // most[1])
 
 
-def _grid(signs: list[list[str]], lengths: Pair, step: Pair, columns: int) -> list[str]:
+def grid(signs: list[list[str]], lengths: Pair, step: Pair, columns: int) -> list[str]:
     """Return rows of signs, with numbers above and beside them."""
     drawn = ["".join(sign[:columns] for sign in row) for row in signs]
     beside = _row_numbers(lengths[0], step[0], len(drawn))
@@ -151,7 +151,8 @@ def _at_most(room: int, each: int) -> int:
     return max(1, min(5, room // each))
 
 
-def _legend(meanings: dict[str, str], note: str) -> str:
+def written_legend(meanings: dict[str, str], note: str) -> str:
+    """Return the line below a drawing: each sign with its meaning, and a note."""
     parts = [f"{sign.strip()} {meaning}" for sign, meaning in meanings.items()]
     return "  ".join(parts + [f"({note})"] * bool(note))
 

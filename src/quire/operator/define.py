@@ -20,12 +20,12 @@ from torch.utils.flop_counter import register_flop_formula
 
 from quire.autograd import sink_gradient
 from quire.checks import shapes_only
-from quire.errors import TensorKindError
+from quire.errors import BackendError, TensorKindError
 from quire.memory import Dense, Memory, Queries
 from quire.mods.dropout import drawn_seed
 from quire.operator.arguments import BACKWARD_SCHEMA, SCHEMA, BackwardArguments, CallArguments
 from quire.operator.text import Form
-from quire.plans import find
+from quire.plans import find, over_ranks
 from quire.request import Call, call_of
 from quire.results import Above, Result, Wanted, output_layout, working_dtype
 from quire.runtime.work import Flops, flops_of
@@ -46,6 +46,12 @@ _LIBRARY.define("seed() -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
 def _forward(*args: Any) -> list[Tensor]:
     given = CallArguments(*args)
     form = given.form
+    if over_ranks.get() is not None:
+        raise BackendError(
+            "attention inside of context_parallel must not be in a graph, but torch.compile or "
+            "torch.export has put it into one. Call quire.distributed.attention there: it breaks "
+            "the graph."
+        )
     with profiled(form):
         plan, call = find(given.request())
         return _given(call, plan.forward(call), form)

@@ -44,8 +44,6 @@ def moved(call: Call, blocks: BlockRows | None, along: Tangents) -> Moved | None
     request, placed, problem = call.request, call.placed, call.problem
     if request.aux.key_mass or config().check_rows:
         return None
-    if [form for form, _ in by_form(placed.rows)] != ["panel"]:
-        return None
     if blocks is not None and not request.aux.argmax and gather(problem, placed)[1] is not placed:
         return None
     moving = _Moving.of(problem, placed, request.sink, along)
