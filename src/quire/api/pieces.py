@@ -61,7 +61,9 @@ def attention_piece(
 ) -> AttentionPiece:
     """Compute attention over `memory`, one piece of all keys, without gradients.
 
-    The parameters are those of `attention`. Give a sink to `merge_pieces`.
+    The parameters are those of `attention`: `query` [B, Hq, L, D], or [total, Hq, D] with
+    `q_offsets` [B + 1] and `q_lengths` [B]; `q_start` is a position or [B] of them. Give a sink to
+    `merge_pieces`.
     """
     call = checked_call(
         Request(

@@ -96,8 +96,9 @@ def draw(
     lengths and blocks. `width` is the width of the text in columns.
 
     A score_mod, which has five parameters, is drawn as a heat map of the scores that it returns for
-    `score`. If there are too many elements, each cell shows one of them. Attention weights, as
-    `AuxOutput.weights` has them, are a heat map, too; a cell shows the largest. A plan of
+    `score`. If there are too many elements, each cell shows one of them. If `mask` is a tensor of
+    attention weights [B, Hq, rows, S], as `AuxOutput.weights`, it is a heat map, too, in which a
+    cell shows the largest. A plan of
     `quire.distributed` is drawn with its own lengths: which blocks each rank has and receives.
     """
     lengths, at = (q_len, kv_len), (as_count("b", b), as_count("h", h))

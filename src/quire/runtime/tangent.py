@@ -28,7 +28,6 @@ from quire.runtime.forward import ResultLayout, fill_holes
 from quire.runtime.launch import Launcher
 from quire.runtime.mods import ORIGIN, ModGraphs, graphs_of
 from quire.runtime.prepare import (
-    by_form,
     heads_of_item,
     make_launcher,
     memory_strides,

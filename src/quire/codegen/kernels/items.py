@@ -133,7 +133,7 @@ class Items:
             kv_begin=f.select(every, whole.kv_begin, f.maximum(whole.kv_begin, begin)),
             kv_end=f.select(every, whole.kv_end, f.minimum(whole.kv_end, begin + KEYS_OF_PIECE)),
         )
-        return Piece(queries, whole, sequence, members, place, every)
+        return Piece(queries, whole, sequence, members=members, place=place, every=every)
 
     @contextmanager
     def members_of(self, piece: Piece) -> Iterator[Member]:
