@@ -240,11 +240,11 @@ def test_what_else_is_asked_for_does_not_matter(q_len: int) -> None:
     query, key, value = operands(q_len, 200)
     memory = Dense(key, value)
     plain = attention(query, memory, mask=causal, backend="jit")
-    everything = AuxRequest(*[True] * len(AuxRequest._fields))
+    everything = AuxRequest(True, True, True, True, True, weights=[0, -1])
     out, every = attention(query, memory, mask=causal, return_aux=everything, backend="jit")
     assert torch.equal(plain, out)
-    for name in AuxRequest._fields:
-        request = AuxRequest(**{name: True})
+    for name, asked in everything._asdict().items():
+        request = AuxRequest(**{name: asked})
         _, alone = attention(query, memory, mask=causal, return_aux=request, backend="jit")
         assert torch.equal(getattr(alone, name), getattr(every, name))
         assert [field for field, value in alone._asdict().items() if value is not None] == [name]

@@ -213,7 +213,7 @@ def test_every_auxiliary_result() -> None:
 
     def model(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         out, aux = attention(query, Dense(key, value), mask=causal, return_aux=request)
-        return out, *aux
+        return out, *aux[:-1]  # no weights
 
     assert_same(model, operands())
 

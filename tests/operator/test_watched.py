@@ -123,7 +123,7 @@ def test_fake_tensors_have_the_shapes_and_strides_of_results() -> None:
     with FakeTensorMode() as mode:
         query, key, value = map(mode.from_tensor, tensors)
         fake, fake_aux = attention(query, Dense(key, value), mask=causal, return_aux=request)
-    for real, other in zip((out, *aux), (fake, *fake_aux), strict=True):
+    for real, other in zip((out, *aux[:-1]), (fake, *fake_aux[:-1]), strict=True):
         assert (real.shape, real.stride(), real.dtype) == (other.shape, other.stride(), other.dtype)
 
 
