@@ -75,7 +75,7 @@ class Lists(NamedTuple):
         entries = parts[0] if len(parts) == 1 else np.concatenate(parts, -1)
         batch, heads, rows, most = entries.shape
         if heads > 1:
-            groups = entries.reshape(batch, key_heads, -1, rows, most)
+            groups = entries.reshape(batch, key_heads, heads // key_heads, rows, most)
             if (groups == groups[:, :, :1]).all():
                 entries = groups[:, :, 0]
         return Lists(_ascending(entries, 2 * columns), 2 * columns)
