@@ -188,6 +188,13 @@ def test_scattered_blocks_are_chosen_and_neighbours_are_tiles() -> None:
     assert worth(torch.full((1, 1, 8, 8), EMPTY), (64, 64))
 
 
+def test_lists_without_an_entry() -> None:
+    query, key, value = operands((30, 200))
+    mask = listed((1, 16), (30, 200), HQ)
+    mask.kv_num_blocks.zero_()
+    assert not attention(query, Dense(key, value), mask=mask, q_start=0).any()
+
+
 def test_what_is_left_to_tiles() -> None:
     query, key, value = operands((30, 200))
     mask = listed((1, 16), (30, 200), HQ)

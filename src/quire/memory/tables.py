@@ -337,8 +337,10 @@ def close_up(table: Tensor, begins: Numbers, ends: Numbers, page: int) -> Closed
     # A power of two, so that steps with a few pages more or less have tables of the same shape.
     width = min(numbers.shape[1], 1 << (-(-int(ends.max()) // page) - 1).bit_length())
     places = np.ascontiguousarray(moved[:, :width], np.int32)
+    closed = numbers.copy()  # of the same width, which a plan relies on
+    closed[:, :width] = np.take_along_axis(numbers, places, axis=1)
     return ClosedUp(
-        table=torch.from_numpy(np.take_along_axis(numbers, places, axis=1)),
+        table=torch.from_numpy(closed),
         begins=begins,
         ends=ends,
         places=Places(torch.from_numpy(places), length),

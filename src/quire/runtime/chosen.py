@@ -33,7 +33,7 @@ from quire.ir.trace import Kind, Traced, mod_name, trace
 from quire.memory import Placed
 from quire.memory.tables import Numbers, Sequences
 from quire.mods.compose import noop_mask
-from quire.request import Problem
+from quire.request import Call, Problem
 from quire.results import Result
 
 TILE = 128
@@ -75,7 +75,7 @@ class Lists(NamedTuple):
         entries = parts[0] if len(parts) == 1 else np.concatenate(parts, -1)
         batch, heads, rows, most = entries.shape
         if heads > 1:
-            groups = entries.reshape(batch, key_heads, -1, rows, most)
+            groups = entries.reshape(batch, key_heads, heads // key_heads, rows, most)
             if (groups == groups[:, :, :1]).all():
                 entries = groups[:, :, 0]
         return Lists(_ascending(entries, 2 * columns), 2 * columns)
@@ -95,6 +95,8 @@ class Lists(NamedTuple):
 
 def _ascending(entries: NDArray[np.int32], end: int) -> NDArray[np.int32]:
     """Sort the entries of each row; a block that is listed twice counts once, and as full."""
+    if entries.shape[-1] == 0:
+        return np.full((*entries.shape[:-1], 1), end, np.int32)
     later, earlier = entries[..., 1:], entries[..., :-1]
     if not ((later > earlier) | (later == end)).all():
         entries = np.sort(entries, -1)
@@ -219,10 +221,11 @@ def _page_steps(x: Tensor, page: int, lists: int) -> tuple[int, int, int]:
     return (batch // unit, head // unit, block // unit) if unit else (0, 0, 0)
 
 
-def choose(problem: Problem, placed: Placed) -> Chosen | None:
+def choose(call: Call) -> Chosen | None:
     """Return the call in which rows of blocks are sequences; None if tiles are quicker."""
+    request, placed, problem, *_ = call
     mask = problem.block_mask
-    if mask is None or not _can_choose(mask, problem, placed):
+    if mask is None or request.sink is not None or not _can_choose(mask, problem, placed):
         return None
     kv_len, size = placed.lengths[1], mask.BLOCK_SIZE
     columns = -(-kv_len // size[1])

@@ -103,7 +103,7 @@ class ForwardPlan(NamedTuple):
         results, rows, chosen = layout.make(), placed.rows, None
         # Gathered and chosen keys have other positions, which would be wrong in an argmax.
         if problem.block_mask is not None and not request.aux.argmax:
-            chosen = choose(problem, placed) if request.sink is None else None
+            chosen = choose(call)
             if chosen is None:
                 problem, placed = gather(problem, placed)
             else:

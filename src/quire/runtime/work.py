@@ -32,6 +32,7 @@ from quire.memory import One, Placed, longest
 from quire.memory.tables import Numbers, Sequences
 from quire.request import Call, Problem, ReadyMod
 from quire.runtime.blocks import gather, tile_runs, within_blocks
+from quire.runtime.chosen import choose
 from quire.runtime.mods import ORIGIN
 from quire.runtime.prepare import by_form, num_products, queries_of_item
 from quire.runtime.read_keys import MaskBounds, Panels, Tiling, Units
@@ -106,7 +107,12 @@ def _computed_scores(call: Call) -> tuple[int, int]:
     if mask is None and all(form == "panel" for form, _ in parts):
         return backward, backward  # both passes compute the same keys of the same panels
     if mask is not None and not call.request.aux.argmax:  # as `ForwardPlan` does
-        problem, placed = gather(problem, placed)
+        chosen = choose(call)
+        if chosen is None:
+            problem, placed = gather(problem, placed)
+        else:
+            problem, placed = chosen.problem(problem, placed), chosen.placed(placed)
+            origin = ORIGIN
         parts = by_form(placed.rows)
     counting = Counting(problem, placed, origin)
     return sum(counting.scores(form, rows) for form, rows in parts), backward
