@@ -7,8 +7,8 @@
     greedy        rank after rank takes the blocks that need the fewest new keys, heavy and light
 
 Every rank gets as many blocks as every other, give or take one; the greedy layout counts units of a
-few blocks. Memory and all other layers of a model depend on that. A layout decides which blocks, and
-so the work of each rank and the keys it must receive.
+few blocks. Memory and all other layers of a model depend on that. A layout decides which blocks,
+and so the work of each rank and the keys it must receive.
 """
 
 from __future__ import annotations
