@@ -33,7 +33,7 @@ check: $(READY)  ## formatting, lint and strict types
 	@$(RUN) -m ruff check .
 	@$(RUN) -m mypy
 
-format: $(READY)  ## rewrite the files as `make check` wants them
+format: $(READY)  ## format all files, and fix what ruff can fix
 	@$(RUN) -m ruff check --fix --quiet . ; $(RUN) -m ruff format .
 
 bench: $(READY)  ## every script in benchmarks/, one after the other

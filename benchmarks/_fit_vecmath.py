@@ -2,10 +2,11 @@
 
     python benchmarks/_fit_vecmath.py > src/quire/codegen/llvm/coefficients.py
 
-Each fit minimises the largest weighted error over an interval by Lawson's algorithm, in 50 digits
-(mpmath): least squares again and again, every point's share multiplied by its error. Rational
-functions P/Q are fitted as P - f Q, which is linear, with the weight 1/Q of the round before. The
-weight is the one that makes it the relative error of the function that is computed in the end.
+Each fit minimises the largest weighted error over an interval, in 50 digits (mpmath). It uses
+Lawson's algorithm: solve a least squares problem, multiply the share of every point by its error,
+and repeat. A rational function P/Q for f is fitted as P - f Q, which is linear in the coefficients;
+its weight 1/Q is taken from the round before. `weight` turns the error of the fit into the relative
+error of the function that a kernel computes from it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Real = Callable[[mpf], mpf]
 
 
 def chebyshev(low: float, high: float, count: int) -> list[mpf]:
-    """Points that are dense at both ends of the interval."""
+    """Return `count` Chebyshev points, which are dense at both ends of the interval."""
     middle, half = (mpf(low) + mpf(high)) / 2, (mpf(high) - mpf(low)) / 2
     return [middle - half * mp.cos(mp.pi * (2 * k + 1) / (2 * count)) for k in range(count)]
 
@@ -27,7 +28,7 @@ def chebyshev(low: float, high: float, count: int) -> list[mpf]:
 def fit(
     grid: Sequence[mpf], rows: Sequence[Sequence[mpf]], goal: Sequence[mpf], rounds: int
 ) -> tuple[list[mpf], mpf]:
-    """c minimising max |sum_k c_k rows[i][k] - goal[i]| over the points, and that maximum."""
+    """Return c, which minimises max_i |sum_k c_k rows[i][k] - goal[i]|, and that maximum."""
     size = len(rows[0])
     shares = [mpf(1) / len(grid)] * len(grid)
     best: tuple[list[mpf], mpf] = ([], mp.inf)
@@ -57,7 +58,7 @@ def fit(
 def polynomial(
     target: Real, degree: int, weight: Real, low: float, high: float
 ) -> tuple[list[mpf], mpf]:
-    """The polynomial nearest to `target`, lowest power first, and the largest weighted error."""
+    """Return the polynomial nearest to `target`, lowest power first, and its largest error."""
     grid = chebyshev(low, high, 8 * (degree + 1))
     rows = [[weight(x) * x**k for k in range(degree + 1)] for x in grid]
     return fit(grid, rows, [weight(x) * target(x) for x in grid], rounds=30)
@@ -66,7 +67,7 @@ def polynomial(
 def rational(
     target: Real, top: int, bottom: int, *, low: float, high: float, weight: Real
 ) -> tuple[list[mpf], list[mpf], mpf]:
-    """P of degree `top` over Q of degree `bottom`, Q(0) = 1, and the largest weighted error."""
+    """Return P of degree `top`, Q of degree `bottom` with Q(0) = 1, and the error of P / Q."""
     grid = chebyshev(low, high, 6 * (top + bottom + 2))
     values = [(x, target(x), weight(x)) for x in grid]
     denominator = [mpf(1)]
@@ -131,7 +132,7 @@ def cos_rest(z: mpf) -> mpf:
 
 
 def show(name: str, meaning: str, coefficients: Sequence[mpf], error: mpf | None = None) -> None:
-    """One table as Python, lowest power first."""
+    """Print one tuple of coefficients as Python, lowest power first."""
     numbers = [repr(float(coefficient)) for coefficient in coefficients]
     print(f'\n{name} = _numbers("""')
     for first in range(0, len(numbers), 4):
@@ -142,13 +143,13 @@ def show(name: str, meaning: str, coefficients: Sequence[mpf], error: mpf | None
 
 
 def show_rational(name: str, meaning: str, found: tuple[list[mpf], list[mpf], mpf]) -> None:
-    """Numerator and denominator."""
+    """Print the numerator and the denominator of a rational function."""
     show(f"{name}_TOP", f"{meaning}, the numerator", found[0], found[2])
     show(f"{name}_BOTTOM", f"{meaning}, the denominator", found[1])
 
 
 def main() -> None:
-    """Print the file."""
+    """Print the whole file."""
     low, high = float(mp.sqrt(0.5) - 1), float(mp.sqrt(2) - 1)
     quarter = float((mp.pi / 4 * mpf("1.01")) ** 2)
     tiny = 1e-9

@@ -1,4 +1,4 @@
-"""The most that a machine can do: how fast it reads memory, and how fast it multiplies."""
+"""The limits of this machine: how fast it reads memory, and how fast it multiplies."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from quire.codegen.llvm.target import Target
 from quire.codegen.llvm.types import F32, I64, PTR
 from quire.runtime.launch import launch
 
-CHUNK = 1 << 16  # floats that a thread reads before it asks for more
+CHUNK = 1 << 16  # floats that a thread reads before it takes the next chunk
 TURNS, CHAINS = 1 << 20, 12
-FLOPS = 2 * TURNS * CHAINS * Target.host().lanes(F32)  # of every thread that multiplies
+FLOPS = 2 * TURNS * CHAINS * Target.host().lanes(F32)  # operations of `multiply` in each thread
 
 
 @functools.cache
 def _reader() -> jit.Code:
-    """Compile void(i64[16]), which adds up runs of floats. A counter gives out the runs.
+    """Compile a function `read(i64[16])` that adds up runs of floats.
 
-    The argument has the address of the list of runs, the number of runs, the number of floats in
-    each, the counter, and a place for the sum. Without the sum, LLVM would leave the reading out.
+    Its argument holds the address of a list of addresses of runs, the number of runs, the number of
+    floats in each, a counter from which threads take the next run, and a place for the sum. Without
+    the sum, LLVM would remove the loads.
     """
     target, module = Target.host(), Module()
     lanes = target.lanes(F32)
@@ -49,7 +50,10 @@ def _reader() -> jit.Code:
 
 
 def reading_runs(length: int, *addresses: Tensor) -> Callable[[], None]:
-    """Return a function that reads runs of `length` floats as fast as this machine can."""
+    """Return a function that reads runs of `length` floats as fast as this machine can.
+
+    `addresses` are int64 tensors with the address of each run.
+    """
 
     def read() -> None:
         for runs in addresses:
@@ -60,7 +64,7 @@ def reading_runs(length: int, *addresses: Tensor) -> Callable[[], None]:
 
 
 def reading(*tensors: Tensor) -> Callable[[], None]:
-    """Return a function that reads tensors from beginning to end."""
+    """Return a function that reads tensors from beginning to end, as fast as this machine can."""
     chunks = [torch.arange(tensor.nbytes // (4 * CHUNK)) for tensor in tensors]
     starts = zip(tensors, chunks, strict=True)
     return reading_runs(CHUNK, *(x.data_ptr() + 4 * CHUNK * places for x, places in starts))
@@ -68,7 +72,7 @@ def reading(*tensors: Tensor) -> Callable[[], None]:
 
 @functools.cache
 def _multiplier() -> jit.Code:
-    """Compile void(ptr): a loop of multiply-adds of vectors in registers, and nothing else."""
+    """Compile a function `multiply(ptr)`: a loop of multiply-adds in registers, without loads."""
     target, module = Target.host(), Module()
     vector = target.vector(F32)
     with module.function("multiply", {"unused": PTR}) as f:
@@ -80,11 +84,13 @@ def _multiplier() -> jit.Code:
             carry=[f.value(float(chain), vector) for chain in range(CHAINS)],
         )
         total = functools.reduce(lambda a, b: a + b, sums)
-        with f.when(f.any_lane(total.equals(1.5))):  # never true, but LLVM cannot know
+        with f.when(
+            f.any_lane(total.equals(1.5))
+        ):  # never true, but LLVM does not know, so it keeps the loop
             f.store(total, f.parameters[0])
     return jit.load(jit.compile_object(module.text, target), ["multiply"])
 
 
 def multiply(threads: int) -> None:
-    """Do FLOPS operations in every thread."""
+    """Do `FLOPS` floating-point operations in each thread."""
     launch(_multiplier().address("multiply"), 0, threads)

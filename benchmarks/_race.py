@@ -1,7 +1,7 @@
-"""Interleaved timing in one process: contestants take turns, and the best call of each counts.
+"""Timing of functions in one process. They take turns, and the best time of each counts.
 
-Another program slows all contestants equally, since they take turns. The best time is one in which
-nothing else ran. Every figure is a ratio of two such times from one race.
+Since they take turns, another program slows all of them equally. The best time is one in which
+nothing else ran. Most figures are ratios of two such times from one race.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from quire.codegen.llvm.target import Target
 
 
 def race(contestants: dict[str, Callable[[], object]], seconds: float = 2.0) -> dict[str, float]:
-    """Return the seconds of one call of each contestant, the best of at least five turns."""
+    """Return the seconds of one call of each function: its best of at least five turns.
+
+    A function that takes less than a millisecond is called several times in a turn.
+    """
     repeats = {}
     for name, run in contestants.items():
         run()
@@ -41,18 +44,20 @@ def race(contestants: dict[str, Callable[[], object]], seconds: float = 2.0) -> 
 
 
 class Table:
-    """Rows of figures. Each is printed when it is added, and all are written as JSON at the end."""
+    """A table of figures. A row is printed when it is added; `write` writes all rows as JSON."""
 
     def __init__(self, title: str) -> None:
         self.title = title
         self.rows: list[dict[str, object]] = []
         print(title)
+        print(f"  {'case':<58} {'figure':>8} {'unit':<27} {'wanted':<8} more")
 
-    def add(self, case: str, figure: float, unit: str, must: str = "", **details: object) -> None:
-        """Add a row. `must` is the figure that is wanted."""
-        self.rows.append({"case": case, "figure": figure, "unit": unit, "must": must, **details})
-        extra = "  ".join(f"{name} {value}" for name, value in details.items())
-        print(f"  {case:<58} {figure:8.3f} {unit:<10} {must:<12} {extra}", flush=True)
+    def add(self, case: str, figure: float, unit: str, wanted: str = "", **more: object) -> None:
+        """Add a row. `wanted` is the limit that the figure should keep, such as ">= 1.2"."""
+        assert not wanted or wanted[0] in "<>", "a limit says whether more or less is better"
+        self.rows.append({"case": case, "figure": figure, "unit": unit, "wanted": wanted, **more})
+        extra = "  ".join(f"{name.replace('_', ' ')}: {value}" for name, value in more.items())
+        print(f"  {case:<58} {figure:8.3f} {unit:<27} {wanted:<8} {extra}".rstrip(), flush=True)
 
     def write(self, path: str | None) -> None:
         """Write the rows to a file, if there is a path."""
@@ -63,14 +68,18 @@ class Table:
 def arguments(description: str) -> argparse.Namespace:
     """Return the options that every benchmark has."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--seconds", type=float, default=2.0, help="time of each race")
-    parser.add_argument("--only", default="", help="run the part of this name, or those with it")
+    parser.add_argument(
+        "--seconds", type=float, default=2.0, help="seconds that each race takes, at least"
+    )
+    parser.add_argument(
+        "--only", default="", help="run the part of this name, or all parts whose names contain it"
+    )
     parser.add_argument("--json", default=None, help="write the rows to this file")
     return parser.parse_args()
 
 
 Part = Callable[[Table, float, int], None]
-"""part(table, seconds, threads) adds some rows of a benchmark."""
+"""part(table, seconds, threads) measures something and adds its rows to the table."""
 
 
 def chosen_parts(parts: Sequence[Part], only: str) -> list[Part]:
@@ -79,14 +88,17 @@ def chosen_parts(parts: Sequence[Part], only: str) -> list[Part]:
     found = exact or [part for part in parts if only in part.__name__]
     if not found:
         names = ", ".join(part.__name__ for part in parts)
-        raise SystemExit(f"--only expects the name of a part ({names}) or a piece of one: {only}")
+        raise SystemExit(f"--only must be a part ({names}), or a piece of its name, but is: {only}")
     return found
 
 
 def run_parts(
     name: str, description: str | None, parts: Sequence[Part], with_one_thread: Sequence[Part] = ()
 ) -> None:
-    """Run the chosen parts, some of them also with one thread, and write the table."""
+    """Run the parts that `--only` chooses, and write the table.
+
+    Parts in `with_one_thread` run twice: with all threads, and with one.
+    """
     options = arguments(description or "")
     warnings.simplefilter("ignore")
     most = torch.get_num_threads()

@@ -1,11 +1,11 @@
-"""Peak memory of the tiled eager path beside PyTorch's eager flex_attention.
+"""Peak memory of quire's eager backend, beside PyTorch's eager flex_attention.
 
     python benchmarks/eager_memory.py
 
-4 heads, D 64, float32, causal with ALiBi. Memory is beyond the inputs, and each row has a new
-process. The script fails if the tiled path needs more than the limits below at 16,384 tokens.
-PyTorch's path makes whole score matrices and has no backward pass on a CPU. So it runs at lengths
-for which a third of the free memory is enough.
+4 heads, D 64, float32, causal with ALiBi. Each row is measured in a new process, and inputs do not
+count. The script fails if the eager backend needs more than `LIMITS` at 16,384 tokens. PyTorch
+computes whole score matrices, and has no backward pass on a CPU. A length is left out if PyTorch
+would need more than a third of the free memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ HEADS, HEAD_DIM = 4, 64
 LENGTHS = (4096, 16384)
 TORCH_LENGTHS = (4096, 8192, 16384)
 LIMITS = {"forward": 200, "forward and backward": 400}
-"""Megabytes at the longest length."""
+"""The most megabytes at the longest length."""
 
 TORCH_MATRICES = 6
 """About how many score matrices PyTorch's eager path holds at once."""
@@ -68,7 +68,7 @@ def main() -> int:
     for length in TORCH_LENGTHS:
         if TORCH_MATRICES * HEADS * length**2 * 4 < free_memory() / 3:
             print(measure("torch", "forward", length), flush=True)
-    print(f"limits at {max(LENGTHS):,}: {LIMITS} MB: {'EXCEEDED' if failed else 'kept'}")
+    print(f"limits at {max(LENGTHS):,} tokens, in MB: {LIMITS}: {'EXCEEDED' if failed else 'kept'}")
     return int(failed)
 
 
@@ -100,7 +100,7 @@ def forward_and_backward(length: int) -> Callable[[], object]:
 
 
 def torch_forward(length: int) -> Callable[[], object]:
-    torch_flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True  # the path it has without a compiler
+    torch_flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True  # run without torch.compile
     tensors = inputs(length)
     score_mod = mods.alibi(HEADS)
     mask = torch_flex.BlockMask.from_kv_blocks(
@@ -121,7 +121,7 @@ CONTESTANTS: dict[tuple[str, str], Callable[[int], Callable[[], object]]] = {
 
 
 def free_memory() -> int:
-    """Return the free memory in bytes, or 0 if the system does not tell."""
+    """Return the free memory in bytes, or 0 if the system does not report it."""
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError):

@@ -1,8 +1,7 @@
 """Decoding and prefilling over pages, against the speed of memory: python benchmarks/paged.py.
 
-The first figures are percentages of the speed at which this machine reads the same bytes. A loop
-that only adds them up measures this speed in the same race. Other figures are ratios of times, and
-name the peer.
+The reading speed is the speed at which this machine reads the same bytes. A loop that only adds
+them up measures it in the same race.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ PROMPT = 2048
 
 
 def reading_pages(memory: Paged) -> Callable[[], None]:
-    """Return a function that reads float32 pages by sequence and head, as a decode step does."""
+    """Return a function that reads float32 pages in the order in which a decode step reads them."""
     addresses = []
     for pages in (memory.key, memory.value):
         heads = torch.arange(pages.shape[1])[:, None] * pages.stride(1)
@@ -41,7 +40,7 @@ def reading_pages(memory: Paged) -> Callable[[], None]:
 
 
 def operands(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries for one new token, keys and values."""
+    """Return the query of one new token per sequence, and keys and values."""
     torch.manual_seed(0)
     query = torch.randn(BATCH, Q_HEADS, 1, HEAD_DIM)
     key, value = (torch.randn(BATCH, KV_HEADS, KEYS, HEAD_DIM).to(dtype) for _ in range(2))
@@ -49,7 +48,7 @@ def operands(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor
 
 
 def in_pages(key: Tensor, value: Tensor, page: int, dtype: torch.dtype | None = None) -> Paged:
-    """Return the rows of a batch in a cache. Its sequences took their pages in random turns."""
+    """Return keys and values [B, H, S, D] in pages. Sequences take pages in random turns."""
     batch, heads, length, width = key.shape
     cache = PagedKVCache(
         layers=1,
@@ -69,8 +68,11 @@ def in_pages(key: Tensor, value: Tensor, page: int, dtype: torch.dtype | None = 
 
 
 def contiguous(table: Table, seconds: float, threads: int) -> None:
-    """Dense decode in float32 and bfloat16, against memory and against SDPA."""
-    for dtype, share, speed in ((torch.float32, "82", "3.4"), (torch.bfloat16, "72", "20")):
+    """Decoding from dense memory, against the reading speed and against SDPA."""
+    for dtype, share, speed in (
+        (torch.float32, ">= 82", ">= 3.4"),
+        (torch.bfloat16, ">= 72", ">= 20"),
+    ):
         query, key, value = operands(dtype)
         low = query.to(dtype)
         times = race(
@@ -86,12 +88,12 @@ def contiguous(table: Table, seconds: float, threads: int) -> None:
         name = f"decode, contiguous {dtype_name(dtype)}"
         rate = 1e-9 * (key.nbytes + value.nbytes) / times["read"]
         figure = 100 * times["read"] / times["ours"]
-        table.add(name, figure, "% of read", share, read_gb_s=round(rate, 1))
-        table.add(name, times["sdpa"] / times["ours"], "x SDPA", speed)
+        table.add(name, figure, "% of the reading speed", share, read_gb_s=round(rate, 1))
+        table.add(name, times["sdpa"] / times["ours"], "x as fast as SDPA", speed)
 
 
 def paged(table: Table, seconds: float, threads: int) -> None:
-    """The same rows in pages of random order."""
+    """Decoding from pages in random order, against decoding from dense memory."""
     query, key, value = operands()
     for page, most in PAGES:
         memory = in_pages(key, value, page)
@@ -107,20 +109,32 @@ def paged(table: Table, seconds: float, threads: int) -> None:
         slower, alone = (
             100 * (times[a] / times[b] - 1) for a, b in (("ours", "contiguous"), ("pages", "read"))
         )
-        case, bound = f"decode, random pages of {page}", f"at most {most}"
-        table.add(case, slower, "% slower", bound, reading_them_is=f"{alone:.1f} % slower")
+        case, bound = f"decode, random pages of {page}", f"<= {most}"
+        table.add(case, slower, "% slower", bound, only_reading=f"{alone:.1f} % slower")
         if page == 64:
             share, of_them = (100 * times[name] / times["ours"] for name in ("read", "pages"))
-            table.add(case, share, "% of read", "80", of_reading_them=f"{of_them:.1f} %")
+            table.add(
+                case,
+                share,
+                "% of the reading speed",
+                ">= 80",
+                of_reading_these_pages=f"{of_them:.1f} %",
+            )
 
 
 def int8(table: Table, seconds: float, threads: int) -> None:
-    """A byte for each number and a factor for each row, against two bytes for each number."""
+    """Decoding from pages of int8, against pages of bfloat16.
+
+    `time from cache` is the share of the time that remains if each sequence reads one page again
+    and again, from the processor's cache. The rest is the time of reading memory.
+    """
     query, key, value = operands()
     low = in_pages(key.bfloat16(), value.bfloat16(), 64)
     tiny = in_pages(key, value, 64, torch.int8)
     again = tiny.page_table[:, :1].expand_as(tiny.page_table).contiguous()
-    cached = dataclasses.replace(tiny, page_table=again)  # one page of each sequence
+    cached = dataclasses.replace(
+        tiny, page_table=again
+    )  # each sequence reads its first page again and again
     times = race(
         {
             "int8": lambda: quire.attention(query, tiny),
@@ -131,14 +145,18 @@ def int8(table: Table, seconds: float, threads: int) -> None:
     )
     figure, share = times["bfloat16"] / times["int8"], 100 * times["cached"] / times["int8"]
     case = "decode, int8 in pages of 64"
-    table.add(case, figure, "x bfloat16", "1.4", out_of_cache=f"{share:.0f} % of the time")
+    table.add(case, figure, "x as fast as bfloat16", ">= 1.4", time_from_cache=f"{share:.0f} %")
 
 
 def long(table: Table, seconds: float, threads: int) -> None:
-    """One sequence, one query: do two threads take half the time of one?"""
+    """One long sequence and one query, on two threads against one."""
     query = torch.randn(1, Q_HEADS, 1, HEAD_DIM)
     key, value = (torch.randn(1, KV_HEADS, LONG, HEAD_DIM) for _ in range(2))
-    few = query[:, :4], key[:, :1], value[:, :1]  # one key head: threads can only share its keys
+    few = (
+        query[:, :4],
+        key[:, :1],
+        value[:, :1],
+    )  # with one key head, threads can only divide its keys
     for name, (q, k, v) in (("8 key heads", (query, key, value)), ("1 key head", few)):
 
         def attend(count: int, q: Tensor = q, k: Tensor = k, v: Tensor = v) -> None:
@@ -156,11 +174,17 @@ def long(table: Table, seconds: float, threads: int) -> None:
         )
         share = round(100 * times["read"] / times["2"], 1)
         case = f"1 sequence of {LONG}, {name}, 2 threads"
-        table.add(case, times["1"] / times["2"], "x 1 thread", "1.7", of_read=f"{share} % (or 85)")
+        table.add(
+            case,
+            times["1"] / times["2"],
+            "x as fast as 1 thread",
+            ">= 1.7",
+            of_reading_speed=f"{share} % (or >= 85)",
+        )
 
 
 def prefix(table: Table, seconds: float, threads: int) -> None:
-    """Sequences that begin with the same pages, against copies of these."""
+    """Sequences that begin with the same pages, against sequences that have copies of them."""
     torch.manual_seed(0)
     query = torch.randn(SHARING, Q_HEADS, 1, HEAD_DIM)
     pages, page = PREFIX // OWN, OWN
@@ -183,9 +207,17 @@ def prefix(table: Table, seconds: float, threads: int) -> None:
     )
     case = f"{SHARING} sequences of {OWN} behind one prefix of {PREFIX}"
     work = 4 * SHARING * Q_HEADS * (PREFIX + OWN) * HEAD_DIM
-    least = work / (FLOPS * threads / times["peak"])  # seconds for the products alone
-    most = f"{times['apart'] / least:.1f} x apart"
-    table.add(case, times["apart"] / times["shared"], "x apart", "3", all_multipliers_allow=most)
+    least = work / (
+        FLOPS * threads / times["peak"]
+    )  # seconds that the multiplications take at least
+    most = f"{times['apart'] / least:.1f} x"
+    table.add(
+        case,
+        times["apart"] / times["shared"],
+        "x as fast as copies",
+        ">= 3",
+        limit_of_multipliers=most,
+    )
 
 
 def prefill(table: Table, seconds: float, threads: int) -> None:
@@ -202,7 +234,7 @@ def prefill(table: Table, seconds: float, threads: int) -> None:
         seconds,
     )
     slower = 100 * (times["ours"] / times["contiguous"] - 1)
-    table.add(f"prefill of {PROMPT}, pages of 64", slower, "% slower", "at most 5")
+    table.add(f"prefill of {PROMPT}, pages of 64", slower, "% slower", "<= 5")
 
 
 PARTS = (contiguous, paged, int8, long, prefix, prefill)

@@ -1,14 +1,14 @@
-"""Shapes of tiles on this processor: python benchmarks/tiles.py
+"""Which shape of tiles is fastest on this processor: python benchmarks/tiles.py
 
-Each figure is a percentage of what the multipliers can do on one thread. A loop that only
-multiplies takes turns with what is measured, and the best of several rounds counts. `keys` and
-`values` are the two products of a tile alone, with all operands in the nearest cache. `forward` is
-dense attention, `both` a forward and a backward pass. `codegen/llvm/target.py` has the shapes that
-follow from this.
+Each figure is a percentage of the peak of one thread. A loop that only multiplies measures the peak
+in turns with the code in question, and the best of several rounds counts. `keys` and `values` are
+the two products of a tile alone, with all operands in the L1 cache. `forward` is dense attention,
+and `both` is a forward and a backward pass. `codegen/llvm/target.py` has the shapes that these
+figures led to.
 
-    --vectors 256    other widths than the processor's own, in bits
-    --shapes 6x4     rows x vectors, in place of all that fit the registers
-    --blocks         block sizes of keys for each shape, too
+    --vectors 256    widths of vectors in bits, in place of the processor's own
+    --shapes 6x4     rows x vectors, in place of all shapes that fit into the registers
+    --blocks         try blocks of 64, 128 and 256 keys for each shape
 """
 
 from __future__ import annotations
@@ -32,13 +32,16 @@ from quire.codegen.llvm.types import F32, F64, I64, PTR
 from quire.codegen.phases.tiles import TileShape, write_multiply_keys, write_multiply_values
 
 HEADS, LENGTH = 8, 2048
-KEYS = 120  # in a product alone; a multiple of all numbers of rows that are tried
+KEYS = 120  # of a product alone: a multiple of 4, 5, 6, 8, 10 and 12 rows
 TURNS = 200
 
 
 def shapes(target: Target) -> Iterator[Target]:
     """Yield every shape whose sums, vectors and one broadcast number fit into the registers."""
-    for vectors in (2, 4):  # a panel divides blocks of queries, which are powers of two
+    for vectors in (
+        2,
+        4,
+    ):  # so that a block of queries, a power of two, has a whole number of panels
         for rows in range(4, 13):
             if rows * vectors + vectors + 1 <= target.registers:
                 yield dataclasses.replace(target, rows=rows, vectors=vectors)
@@ -46,7 +49,7 @@ def shapes(target: Target) -> Iterator[Target]:
 
 @functools.cache
 def product(target: Target, dtype: torch.dtype, phase: str, d: int) -> tuple[jit.Code, float]:
-    """Return code that repeats one of the two products of a tile, and its number of operations."""
+    """Return code that repeats one product of a tile, `phase`, and its number of operations."""
     tile, module = TileShape(target, F32 if dtype == torch.float32 else F64), Module()
     write: Callable[[Module, TileShape], Function]
     write = write_multiply_keys if phase == "keys" else write_multiply_values
@@ -70,7 +73,10 @@ def product(target: Target, dtype: torch.dtype, phase: str, d: int) -> tuple[jit
 
 
 def share(run: Callable[[], object], work: float, per_lane: float = 1.0) -> float:
-    """Return the share of the peak that `run` reaches, in percent."""
+    """Return the percentage of the peak that `run` reaches with `work` operations.
+
+    `per_lane` is 1 for float32, and 0.5 for float64, whose vectors hold half as many numbers.
+    """
     run()
     best, peak = float("inf"), float("inf")
     for _ in range(4):
@@ -83,9 +89,9 @@ def share(run: Callable[[], object], work: float, per_lane: float = 1.0) -> floa
 
 
 def figures(target: Target, dtype: torch.dtype, d: int) -> list[float]:
-    """Return the figures of keys, values, forward and both."""
+    """Return the figures of the columns keys, values, forward and both, for head dim `d`."""
     half = 1.0 if dtype == torch.float32 else 0.5
-    memory = torch.randn(1 << 18, dtype=dtype)  # more than all regions of a product take
+    memory = torch.randn(1 << 18, dtype=dtype)  # more than the operands of a product take
     result = []
     for phase in ("keys", "values"):
         code, work = product(target, dtype, phase, d)
@@ -108,7 +114,7 @@ def figures(target: Target, dtype: torch.dtype, d: int) -> list[float]:
 
 
 def use(target: Target) -> None:
-    """Make quire generate code for a target from now on."""
+    """Make quire generate code for `target` from now on."""
     Target.host = staticmethod(lambda: target)  # type: ignore[method-assign]
     plans.known.clear()
 
@@ -117,11 +123,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--vectors", type=int, nargs="*", default=[], help="widths, in bits")
-    parser.add_argument("--shapes", nargs="*", default=[], help="such as 6x4")
+    parser.add_argument(
+        "--vectors", type=int, nargs="*", default=[], help="widths of vectors in bits"
+    )
+    parser.add_argument("--shapes", nargs="*", default=[], help="rows x vectors, such as 6x4")
     parser.add_argument("--dtype", default="float32", choices=["float32", "float64"])
-    parser.add_argument("--blocks", action="store_true", help="sweep blocks of keys as well")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument(
+        "--blocks", action="store_true", help="also try several numbers of keys per block"
+    )
+    parser.add_argument("--rounds", type=int, default=2, help="the best of so many rounds counts")
     options = parser.parse_args()
     torch.set_num_threads(1)
     host, dtype = Target.host(), getattr(torch, options.dtype)
@@ -134,7 +144,7 @@ def main() -> None:
         for block in ((64, 128, 256) if options.blocks else (128,))
     ]
     print(f"tiles: {host.cpu}, {options.dtype}, one thread, {host.registers} registers")
-    print("  bits  rows x vectors  keys   D        keys  values forward    both")
+    print("  bits  rows x vectors block   D        keys  values forward    both   % of the peak")
     best: dict[tuple[Target, int], list[float]] = {}
     for _ in range(options.rounds):
         for target in candidates:

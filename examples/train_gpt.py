@@ -1,11 +1,11 @@
-"""A small GPT, trained on the sources of Python's standard library, with attention by quire.
+"""Train a small GPT on the sources of Python's standard library, with attention by quire.
 
     python examples/train_gpt.py --steps 300 --out loss.svg
 
-Each row of a batch holds pieces of several files, one behind the other. A query sees only its own
-piece, and every head learns a bias for each distance. SDPA knows neither documents nor a bias, but
-takes both as one dense float mask. For comparison, a second model with the same weights and batches
-is trained that way, in turns with the first.
+Each row of a batch holds pieces of several files, one after the other. A query sees only its own
+piece, and every head learns a bias for each distance between query and key. SDPA can compute this
+too, if piece and bias are written into one dense float mask. A second model does so. It starts with
+the same weights and gets the same batches, and the two models take turns.
 """
 
 from __future__ import annotations
@@ -33,14 +33,17 @@ SHORTEST_PIECE = 32
 LEARNING_RATE, WARM_UP = 1e-3, 20
 
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-"""attend(query, key, value, bias, document): [B, H, N, D]; bias [H, REACH + 1], document [B, N]."""
+"""attend(query, key, value, bias, document) returns the output [B, H, N, D].
+
+query, key and value are [B, H, N, D], bias [H, REACH + 1] and document [B, N].
+"""
 
 
 # --- attention, twice ----------------------------------------------------------------------------
 
 
 def by_quire(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, document: Tensor) -> Tensor:
-    """Compute attention with quire: the mask and the bias are functions of positions."""
+    """Compute attention with quire. The mask and the bias are functions of positions."""
 
     def own_piece(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return (kv_idx <= q_idx) & (document[b, q_idx] == document[b, kv_idx])
@@ -52,7 +55,7 @@ def by_quire(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, document: 
 
 
 def by_sdpa(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, document: Tensor) -> Tensor:
-    """Compute the same with PyTorch: mask and bias are one tensor [B, H, N, N]."""
+    """Compute the same with PyTorch. The mask and the bias are one tensor [B, H, N, N]."""
     positions = torch.arange(query.shape[2])
     distance = positions[:, None] - positions
     visible = (distance >= 0) & (document[:, :, None] == document[:, None, :])
@@ -65,7 +68,7 @@ def by_sdpa(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, document: T
 
 
 class Block(nn.Module):
-    """Attention and two linear layers. Each adds its result to its input."""
+    """A layer of the GPT: attention, then two linear layers, each with a residual connection."""
 
     def __init__(self, attend: Attend) -> None:
         super().__init__()
@@ -88,7 +91,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A GPT that knows positions only by the biases."""
+    """A GPT without position embeddings: only the biases tell it about positions."""
 
     def __init__(self, attend: Attend) -> None:
         super().__init__()
@@ -115,7 +118,7 @@ class GPT(nn.Module):
 
 
 class Batch(NamedTuple):
-    """Tokens, the token after each, and the number of the piece of each: [B, N]."""
+    """The tokens [B, N], the token that follows each, and the piece that each belongs to."""
 
     tokens: Tensor
     targets: Tensor
@@ -123,7 +126,7 @@ class Batch(NamedTuple):
 
 
 def standard_library() -> list[Tensor]:
-    """Return the bytes of each module of the standard library."""
+    """Return each module of the standard library as a tensor of its bytes."""
     paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     texts = [path.read_bytes() for path in paths]
     files = [torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in texts if text]
@@ -134,7 +137,7 @@ def standard_library() -> list[Tensor]:
 
 
 def packed(files: list[Tensor], length: int, random: torch.Generator) -> Iterator[Batch]:
-    """Yield batches of rows of `length` tokens, full of pieces of random files."""
+    """Yield batches whose rows of `length` tokens are filled with pieces of random files."""
 
     def number(low: int, high: int) -> int:
         return int(torch.randint(low, high, (1,), generator=random))
@@ -159,7 +162,7 @@ def packed(files: list[Tensor], length: int, random: torch.Generator) -> Iterato
 
 
 class Training:
-    """A model in training, with its losses and the time of each step."""
+    """A model in training, with the loss and the time of each step."""
 
     def __init__(self, name: str, model: GPT) -> None:
         self.name, self.model = name, model
@@ -185,7 +188,7 @@ class Training:
 
 
 def train(steps: int, length: int) -> list[Training]:
-    """Train two copies of one model: a step of the first, then a step of the second."""
+    """Train two copies of one model. They take turns: a step of the first, a step of the second."""
     torch.manual_seed(0)
     batches = packed(standard_library(), length, torch.Generator().manual_seed(0))
     model = GPT(by_quire)
@@ -205,15 +208,15 @@ def train(steps: int, length: int) -> list[Training]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Train both models, print how far their losses are apart, and draw the losses."""
+    """Train both models. Print the largest difference of their losses, and draw the losses."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--length", type=int, default=512, help="tokens of a row")
-    parser.add_argument("--out", type=Path, default=None, help="draw the loss into this SVG or PNG")
+    parser.add_argument("--steps", type=int, default=300, help="training steps")
+    parser.add_argument("--length", type=int, default=512, help="tokens in a row")
+    parser.add_argument("--out", type=Path, default=None, help="write a chart to this SVG or PNG")
     options = parser.parse_args(arguments)
     trainings = train(options.steps, options.length)
     apart = max(abs(a - b) for a, b in zip(*(each.losses for each in trainings), strict=True))
-    print(f"{'; '.join(map(str, trainings))}; the losses are at most {apart:.1e} apart")
+    print(f"{'; '.join(map(str, trainings))}; the losses differ by at most {apart:.1e}")
     if options.out is not None:
         title = f"A small GPT, documents packed into rows of {options.length} bytes"
         curves = [Curve(str(each), each.losses) for each in trainings]

@@ -1,4 +1,4 @@
-"""Two calls to follow through the source: `quire walk examples/walks.py:paged_decode`."""
+"""Two calls for `quire walk examples/walks.py:NAME`, which prints the files that a call enters."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ PAGES = Paged(
     page_table=torch.tensor([[3, 1, 8], [5, 11, 0]], dtype=torch.int32),
     lengths=torch.tensor([40, 23]),
 )
-TOKEN = torch.randn(2, 8, 1, 64)  # a query for each of two sequences
+TOKEN = torch.randn(2, 8, 1, 64)  # one query for each of two sequences
 
 QUERY, KEY, VALUE = (torch.randn(2, 4, 256, 64, requires_grad=True) for _ in range(3))
 BLOCKS = create_block_mask(causal, None, None, 256, 256)
 
 
 def paged_decode() -> None:
-    """One step of decoding from a cache in pages."""
+    """Decode one token for each sequence, from a cache in pages."""
     attention(TOKEN, PAGES, mask=causal)
 
 
 def flex_training() -> None:
-    """PyTorch's function with a block mask, forward and backward."""
+    """Call `flex_attention` with a block mask, forward and backward."""
     flex_attention(QUERY, KEY, VALUE, block_mask=BLOCKS).sum().backward()

@@ -177,7 +177,7 @@ class WatchedScratch:
         return self
 
     def _take(self) -> int:
-        """Where there is room for all of it, aligned."""
+        """Return an aligned address with enough memory."""
         try:
             self._memory = _free.pop()
         except IndexError:
@@ -187,7 +187,7 @@ class WatchedScratch:
         return -(-self._memory.data_ptr() // ALIGNED) * ALIGNED
 
     def check(self) -> None:
-        """Nobody wrote beside a part."""
+        """Check that nobody wrote outside of a part."""
         for address, size in self._gaps:
             changed = size - ctypes.string_at(address, size).count(CANARY)
             distance = min(
@@ -201,7 +201,7 @@ class WatchedScratch:
         _free.append(self._memory)
 
     def fill(self, number: float, dtype: torch.dtype) -> None:
-        """Let all of it hold a number."""
+        """Set all of the memory to one number."""
         for address, size in self.parts:
             if size:
                 content = torch.full((size // dtype.itemsize,), number, dtype=dtype)

@@ -282,4 +282,5 @@ class Call:
             "extent": self.extent,
             "verdict": 0,
             "observe": 0,
+            "stays_open": 0,
         }

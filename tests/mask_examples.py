@@ -1,4 +1,4 @@
-"""Block masks for tests: mods of every temper, masks listed by hand, and what they allow."""
+"""Block masks for tests: mods of many kinds, masks listed by hand, and what they allow."""
 
 from __future__ import annotations
 

@@ -85,6 +85,7 @@ class Case:
                 "table": (self.q_heads, self.q_len + self.kv_len),
                 "rows_of": (self.q_len, 3),
                 "columns_of": (self.kv_len, 3),
+                "many_of": (max(self.q_len, self.kv_len), 64),
                 "pairs": (self.batch, self.q_heads, self.q_len, self.kv_len),
             }
         )
@@ -133,6 +134,11 @@ _LOADS = st.sampled_from(
         "heads[doc[kv_idx] % heads.shape[0]]",
         "table[h, doc[q_idx] - doc[kv_idx]]",
         "pairs[b, h, q_idx, kv_idx]",
+        "(rows_of[q_idx] * columns_of[kv_idx]).sum()",
+        "(rows_of[q_idx] - columns_of[kv_idx]).norm()",
+        "rows_of[q_idx].amax()",
+        "torch.linalg.cross(columns_of[kv_idx - n], rows_of[q_idx % 2])[1]",
+        "(torch.sigmoid(columns_of[(q_idx + kv_idx) % n]) @ rows_of[q_idx])",
     ]
 )
 _POSITIONS = st.sampled_from(
@@ -150,8 +156,8 @@ _SMOOTH = st.sampled_from(
 _OPAQUE = st.sampled_from(
     [
         "torch.asinh({})",
-        "{} + (rows_of[q_idx] * columns_of[kv_idx]).sum()",
-        "{} + rows_of[q_idx].amax()",
+        "{} + (rows_of[q_idx] * columns_of[kv_idx]).view(3).sum()",
+        "{} + rows_of[q_idx].flip(0).amax()",
     ]
 )
 _JOINED = st.sampled_from(

@@ -1,4 +1,4 @@
-"""attention(): absolute positions, memories, and what becomes of a mod."""
+"""attention(): absolute positions, memories, and how mods are prepared."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import json
 import re
 from pathlib import Path
 from types import ModuleType
@@ -38,6 +39,21 @@ def test_a_name_wins_over_a_part_of_one(race: ModuleType, only: str, runs: list[
 def test_a_name_that_nothing_has(race: ModuleType) -> None:
     with pytest.raises(SystemExit, match=r"\(unequal, equal, prefill\).*: decode"):
         race.chosen_parts((unequal, equal, prefill), "decode")
+
+
+def test_a_row_says_what_is_better(
+    race: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    table = race.Table("a title")
+    table.add("a case", 1.5, "x as fast as SDPA", ">= 1.2", ours_ms=3)
+    with pytest.raises(AssertionError, match="more or less is better"):
+        table.add("a case", 1.5, "x as fast as SDPA", "1.2")
+    table.write(str(tmp_path / "rows.json"))
+    assert json.loads((tmp_path / "rows.json").read_text())["rows"] == table.rows
+    _, heading, row = capsys.readouterr().out.splitlines()
+    assert heading.split() == ["case", "figure", "unit", "wanted", "more"]
+    assert " ".join(row.split()) == "a case 1.500 x as fast as SDPA >= 1.2 ours ms: 3"
+    assert heading.index("wanted") == row.index(">= 1.2")
 
 
 def test_the_pages_name_parts_that_exist() -> None:

@@ -77,3 +77,18 @@ def test_a_chart_of_padding(gpt: ModuleType, tmp_path: Path) -> None:
     assert {"texts", "one", "two", "2.50 s", "1.00 s"} <= words
     assert {"11 tokens computed", "9 tokens computed", "padding of its batch"} <= words
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_native_sparse_attention_learns_and_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(1)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    sparse = importlib.import_module("native_sparse")
+    for name, value in {"BATCH": 2, "LENGTH": 150}.items():
+        monkeypatch.setattr(sparse, name, value)
+    model, losses = sparse.train(steps=8)
+    assert abs(losses[0] - math.log(256)) < 1
+    assert losses[-1] < losses[0] - 1
+    text = next(sparse.batches(torch.Generator().manual_seed(1)))[:, :130]
+    with torch.no_grad():
+        whole = model(text)
+    torch.testing.assert_close(sparse.decode(model, text), whole, rtol=1e-4, atol=1e-4)

@@ -8,6 +8,7 @@ import inspect
 import re
 import sys
 import tomllib
+from collections.abc import Callable
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -34,6 +35,7 @@ LAYERS = """
     distributed
     api
     kv
+    linear
     operator
     plans
     backends
@@ -166,7 +168,7 @@ def test_nothing_hides_a_module_of_its_name() -> None:
 # Messages
 
 PLAIN = re.compile(
-    r"quire\.(api|block_mask|checks|distributed|draw|integrations|kv|mods|tools)\b.*"
+    r"quire\.(api|block_mask|checks|distributed|draw|integrations|ir|kv|mods|tools)\b.*"
 )
 
 
@@ -222,12 +224,12 @@ PYTHONS_OWN = {"_replace", "_asdict", "_fields", "_getframe", "_exit"}
 
 
 def is_private(name: str) -> bool:
-    """`_C` is, `__name__` is not, and neither is the `_` of a thing nobody asks for."""
+    """`_C` is private. `__name__` is not, and neither is `_`, the name of unused values."""
     return name.startswith("_") and not name.startswith("__") and name != "_"
 
 
 def private_names(tree: ast.AST) -> tuple[set[str], set[str]]:
-    """The private names that a file defines, and those of whatever kind that it uses."""
+    """Return the private names that a file defines, and all private names that it uses."""
     defined, used = set(), set()
     for node in ast.walk(tree):
         match node:
@@ -255,6 +257,58 @@ def test_private_names_of_torch_have_one_home() -> None:
     ours = set().union(*(defined for defined, _ in found.values()))
     foreign = {module: used - ours for module, (_, used) in found.items() if used - ours}
     assert not foreign, f"{foreign}: give each a function in torch_private.py"
+
+
+# Shapes
+
+PUBLIC = """
+    quire quire.kv quire.mods quire.block_mask quire.draw quire.integrations.transformers
+"""
+HOLDS_NUMBERS = re.compile(r"\b(Tensor|Integers|Tokens|Pages|NDArray)\b")
+POSITIONS = {"score", "b", "h", "q_idx", "kv_idx", "batch", "head", "token_q", "token_kv"}
+
+
+def public_functions() -> dict[str, tuple[Callable[..., object], str]]:
+    """Return the public functions and methods by name, each with its docstring.
+
+    The docstring of a class is also read for its methods.
+    """
+    found = {}
+    for module in map(importlib.import_module, PUBLIC.split()):
+        for name in module.__all__:
+            value = getattr(module, name)
+            if inspect.isfunction(value):
+                found[f"{module.__name__}.{name}"] = (value, value.__doc__ or "")
+            ours = [each for each in getattr(value, "__mro__", ()) if "quire" in each.__module__]
+            for method in {method for owner in ours for method in vars(owner)}:
+                function = getattr(value, method)
+                public = method in ("__init__", "__call__") or not method.startswith("_")
+                if public and (inspect.isfunction(function) or inspect.ismethod(function)):
+                    text = f"{value.__doc__}\n{function.__doc__}"
+                    found[f"{module.__name__}.{name}.{method}"] = (function, text)
+    return found
+
+
+def has_shape(parameter: str, docstring: str) -> bool:
+    """Return whether a sentence has the parameter and its shape, or says that it is unused.
+
+    Such as: "`key` [B, H, L, D]", "`grad_out` and `grad_lse` have the same shapes".
+    """
+    families = [parameter[: part.end()] + r"\*" for part in re.finditer("_", parameter)]
+    names = "|".join([re.escape(parameter), *families])  # `full_kv_*` is one of the families
+    return bool(re.search(rf"(?<!\w)({names})(?!\w)[^.]*?(\[|same\s+shape|unused)", docstring))
+
+
+def test_docstrings_have_the_shape_of_each_tensor() -> None:
+    missing, seen = {}, 0
+    for name, (function, docstring) in public_functions().items():
+        parameters = inspect.signature(inspect.unwrap(function)).parameters.values()
+        tensors = {each.name for each in parameters if HOLDS_NUMBERS.search(str(each.annotation))}
+        seen += len(tensors)
+        without = [each for each in tensors - POSITIONS if not has_shape(each, docstring)]
+        missing |= {name: without} if without else {}
+    assert seen > 100
+    assert not missing, f"write their shapes, as in `query` [B, Hq, L, D]: {missing}"
 
 
 # Words

@@ -177,7 +177,7 @@ def padded(lengths: list[int], side: str) -> Batch:
 
 
 def assert_same_text(ours: Any, eager: Any, prompt: int) -> None:
-    """The same tokens, or where they part, eager attention could hardly tell the two apart.
+    """Both have the same tokens; where they first differ, eager attention has nearly equal scores.
 
     Both are what `generate` returns with scores.
     """

@@ -3,11 +3,12 @@
 import gc
 from importlib.metadata import version
 
-# What importing makes stays. Looking for garbage in it, and in all of torch, would take longer.
+# Objects that imports make stay alive. Looking for garbage among them would only take time.
 _collecting = gc.isenabled()
 gc.disable()
 try:
     from quire import distributed, mods
+    from quire import linear as linear
     from quire import operator as operator
     from quire.api.attention import attention
     from quire.api.explain import explain
@@ -18,6 +19,7 @@ try:
     from quire.api.nested import jagged_scaled_dot_product_attention
     from quire.api.paged import PagedAttention
     from quire.api.patch import patch_torch, unpatch_torch
+    from quire.api.pieces import AttentionPiece, attention_piece, merge_pieces
     from quire.api.plan import Plan, plan
     from quire.api.stages import kernel
     from quire.api.varlen import varlen_attention, varlen_attn
@@ -27,7 +29,7 @@ try:
     from quire.draw import draw
     from quire.errors import QuireError
     from quire.memory import Dense, Paged, Ragged
-    from quire.mods import and_masks, noop_mask, not_mask, or_masks
+    from quire.mods import and_masks, noop_mask, not_mask, or_masks, weights
     from quire.mods.dropout import random
     from quire.request import EagerModWarning
     from quire.support.dynamo import OneGraphWarning
@@ -39,6 +41,7 @@ __version__ = version("quire")
 
 __all__ = [
     "AttentionGradients",
+    "AttentionPiece",
     "AuxOutput",
     "AuxRequest",
     "BlockMask",
@@ -56,6 +59,7 @@ __all__ = [
     "and_masks",
     "attention",
     "attention_gradients",
+    "attention_piece",
     "create_block_mask",
     "create_mask",
     "distributed",
@@ -65,6 +69,7 @@ __all__ = [
     "jagged_scaled_dot_product_attention",
     "kernel",
     "merge_attention",
+    "merge_pieces",
     "mods",
     "noop_mask",
     "not_mask",
@@ -75,6 +80,7 @@ __all__ = [
     "unpatch_torch",
     "varlen_attention",
     "varlen_attn",
+    "weights",
     "why",
 ]
 

@@ -9,6 +9,7 @@ class, so code that unpacks the answer finds what it expects.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -24,6 +25,10 @@ class AuxRequest(NamedTuple):
     position of the key with that score. `entropy` is the entropy of the probabilities, in nats.
     `key_mass` is how much attention each key receives: its probabilities before dropout, summed
     over queries. It tells a cache which keys to keep. Only `lse` has a gradient.
+
+    `weights` are rows of the query, as in `weights=[0, -1]`: their probabilities are wanted, before
+    dropout. They are computed by torch ops, apart from the output, and take no more memory than
+    the result.
     """
 
     lse: bool = False
@@ -31,13 +36,21 @@ class AuxRequest(NamedTuple):
     argmax: bool = False
     entropy: bool = False
     key_mass: bool = False
+    weights: Sequence[int] | Tensor | None = None
 
 
 NO_AUX = AuxRequest()
 
+OF_KERNELS = AuxRequest._fields[:-1]
+"""The results that backends compute with the output. Weights are computed apart."""
+
 
 class AuxOutput(NamedTuple):
     """The results that were asked for: `key_mass` [B, Hq, S], the others [B, Hq, L]; else None.
+
+    `weights` is [B, Hq, rows, S], and 0 for a key that is not read. If queries are packed into one
+    tensor it is [rows, Hq, S]. In ragged and paged memory S is the length of the longest sequence,
+    and column i is the key at position i of the row's own sequence.
 
     If sequences are packed into one tensor, `key_mass` is [total keys, Hq] and the others are
     [total queries, Hq]. `argmax` is an absolute position in int64, the first one of equal scores.
@@ -50,12 +63,13 @@ class AuxOutput(NamedTuple):
     argmax: Tensor | None = None
     entropy: Tensor | None = None
     key_mass: Tensor | None = None
+    weights: Tensor | None = None
 
 
 def checked_request(request: object) -> AuxRequest:
-    """Return `return_aux` as a request of our class. Raise if it is not a request."""
+    """Return what a kernel is asked for; `weights` are computed apart. Raise for other types."""
     if isinstance(request, AuxRequest):
-        return request
+        return request if request.weights is None else request._replace(weights=None)
     if isinstance(request, torch_flex.AuxRequest):
         return AuxRequest(request.lse, request.max_scores)
     raise OptionError(

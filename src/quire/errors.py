@@ -10,6 +10,8 @@
     ├── ArgumentError            a number or value out of its range                ValueError, TypeError
     ├── OptionError              kernel_options, AuxRequest                        ValueError, RuntimeError, AssertionError
     ├── BackendError             the chosen backend cannot run this call           NotImplementedError
+    ├── PackedTrainingError      a gradient through packed weights                 NotImplementedError, RuntimeError
+    ├── PackedFileError          a file without packed layers, or a damaged one    OSError, ValueError
     ├── DistributedError         ranks that disagree, fail or are gone             RuntimeError
     ├── CodegenError             generated code is malformed: a bug of quire       RuntimeError
     ├── KernelMismatchError      a kernel's result is wrong (QUIRE_CHECK=1)        RuntimeError
@@ -90,6 +92,14 @@ class OptionError(QuireError, ValueError, RuntimeError, AssertionError):
 
 class BackendError(QuireError, NotImplementedError):
     """The chosen backend cannot run this call."""
+
+
+class PackedTrainingError(QuireError, NotImplementedError, RuntimeError):
+    """A gradient is wanted of a layer with packed weights, which cannot be trained."""
+
+
+class PackedFileError(QuireError, OSError, ValueError):
+    """A file holds no packed layers, is damaged, or was made for another model."""
 
 
 class DistributedError(QuireError, RuntimeError):
@@ -173,7 +183,7 @@ class UnwrittenRowsError(KVCacheError):
 
 
 class ReleasedRowsError(KVCacheError):
-    """Rows are behind a sliding window, so their pages were released."""
+    """Rows are before a sliding window, so their pages were released."""
 
 
 class SequenceFileError(KVCacheError, OSError):

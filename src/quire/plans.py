@@ -29,7 +29,7 @@ from quire.backends import inductor, jit
 from quire.backends.eager import per_sequence as eager
 from quire.backends.recheck import recheck
 from quire.block_mask import BlockMask, BlockRows
-from quire.codegen.convention import MOST_ROWS
+from quire.codegen.convention import FEW_ROWS, MANY_KEYS
 from quire.codegen.llvm.target import Target
 from quire.codegen.mods.arguments import CaptureShape
 from quire.config import Backend as BackendName
@@ -38,7 +38,7 @@ from quire.errors import ArgumentError, BackendError
 from quire.ir.trace import Traced
 from quire.memory import Dense, One, Paged, Placed
 from quire.request import Call, Problem, Request, call_of, check, check_mods
-from quire.results import Above, Gradients, Result, Tangents, Wanted
+from quire.results import Above, Gradients, Moved, Result, Tangents, Wanted
 from quire.runtime import tangent as compiled
 from quire.runtime.backward import BackwardPlans
 from quire.runtime.forward import ForwardPlan
@@ -53,9 +53,8 @@ PLAIN = (Tensor, Parameter)
 MOST_KEYS = 2**19  # graphs of larger positions differ, and such calls take long anyway
 MOST_BYTES = 2**16  # of a block mask; comparing a larger one would take too long
 
-
 by_operator: Callable[[Request], Result | None] = lambda request: None  # noqa: E731
-"""Computes a request that somebody watches, or returns None; `operator/in_graph.py` sets it."""
+"""Computes a request if a graph or a mode needs the operator; else None. operator/ sets it."""
 
 over_ranks: ContextVar[Callable[[Request], Result] | None] = ContextVar("over_ranks", default=None)
 """Computes the requests of a block of code over many processes; `distributed/` sets it."""
@@ -76,6 +75,7 @@ def compute(request: Request) -> Result:
         return result
     if request.aux is NO_AUX:
         return Result(memory.as_given(query, result.out))
+    result = call.placed.with_positions(result)
     given = {name: memory.as_given(query, rows) for name, rows in result.by_query.items()}
     mass = result.key_mass
     return Result(**given, key_mass=None if mass is None else memory.keys_as_given(mass))
@@ -118,7 +118,9 @@ def make(call: Call) -> tuple[CallPlan, Call]:
 
 def layout_of(request: Request) -> Key | None:
     """Return all that a plan takes from the request itself; None if the request has no key."""
-    query, memory, queries, _, _, scale, p, sink, aux, options, backend, generator = request[:12]
+    query, memory, queries, _, _, scale, p, sink, aux, options, backend, generator, weighting = (
+        request[:13]
+    )
     start, offsets, lengths = queries
     if (
         backend != "auto"
@@ -135,6 +137,8 @@ def layout_of(request: Request) -> Key | None:
     operands: Key | None
     if type(memory) is Dense and memory.start == 0:
         operands = operand_layout(query, memory.key, memory.value)
+        if operands is not None and query.shape[2] > FEW_ROWS:  # then keys decide on the kernel
+            operands = (*operands, memory.key.shape[2] >= MANY_KEYS)
     elif type(memory) is Paged and start is None:
         operands = _paged_layout(query, memory)
     else:
@@ -142,8 +146,8 @@ def layout_of(request: Request) -> Key | None:
     if operands is None:
         return None
     if sink is None:
-        return (*operands, scale, aux)
-    return (*operands, scale, aux, sink.shape, sink.dtype) if is_ordinary(sink) else None
+        return (*operands, scale, aux, weighting)
+    return (*operands, scale, aux, weighting, sink.shape, sink.dtype) if is_ordinary(sink) else None
 
 
 def _paged_layout(query: Tensor, memory: Paged) -> Key | None:
@@ -152,7 +156,7 @@ def _paged_layout(query: Tensor, memory: Paged) -> Key | None:
     operands = operand_layout(query, key, memory.value)
     if (
         operands is None
-        or query.shape[2] > MOST_ROWS
+        or query.shape[2] > FEW_ROWS
         or type(table) is not Tensor
         or table.dim() != 2
         or key.shape[2] == 0
@@ -211,7 +215,7 @@ def operand_layout(query: Tensor, key: Tensor, value: Tensor) -> Key | None:
 
 def key_of(layout: Key, call: Call) -> Key | None:
     """Return the key of a call whose request has this layout; None if its mods have no key."""
-    _, placed, (_, score_mod, mask_mod, mask, partial_mod, _), captures, learns = call
+    _, placed, (_, score_mod, mask_mod, mask, partial_mod, *_), captures, learns = call
     rows = placed.rows
     if isinstance(rows, One):
         if rows.q_start > MOST_KEYS:
@@ -290,8 +294,7 @@ def explain_call(call: Call) -> str:
     used = able[0] if able else None
     lines = [f"{candidates.words} uses {used or 'nothing: it raises a BackendError'}."]
     if used == "jit":
-        lines.append(f"jit generates code for {Target.host()}.")
-        lines.append(f"jit takes {flops_of(call)}.")
+        lines += [f"jit generates code for {Target.host()}.", f"jit takes {flops_of(call)}."]
         unread = jit.computed_unread(call)
         if unread is not None:
             lines.append(f"jit computes {unread}.")
@@ -339,7 +342,9 @@ class CallPlan:
         self._backward: BackwardPlans | None = None
         # A plan must not keep captured tensors alive, and the user may edit the mask after a call.
         self.problem: Problem = problem.without_captures()
-        self._blocks: BlockRows | None = None if mask is None else mask.rows(*call.placed.lengths)
+        self._blocks: BlockRows | None = None
+        if mask is not None and call.learns:
+            self._blocks = mask.rows(*call.placed.lengths)
 
     def run(self, call: Call) -> Result:
         """Compute a call. The output has the dtype of the query."""
@@ -386,9 +391,13 @@ class CallPlan:
     ) -> Result:
         """Return the tangents of out and lse. The mods load from `captures`."""
         problem, found = self.problem.with_captures(captures), None
-        if self.backend == "jit" and not in_torch:
+        if self.backend == "jit" and not in_torch and problem.weighting == "softmax":
             found = compiled.tangent(problem, placed, self._blocks, above, along)
         return found or eager.tangent(problem, placed, self._blocks, above, along)
+
+    def moved(self, call: Call, along: Tangents) -> Moved | None:
+        """Return the results of a call and their tangents; None if one launch cannot give both."""
+        return compiled.moved(call, self._blocks, along) if self.backend == "jit" else None
 
     def changed(self, change: Change) -> CallPlan:
         """Return the plan of another problem: of many calls as one, for instance."""

@@ -1,4 +1,4 @@
-"""The specification: attention in plain torch.
+"""The specification: attention in plain torch, and linear layers.
 
 Only tests import this module. It decides every question of meaning, and every other path is
 compared with it. Mods are evaluated as the user wrote them, by torch.vmap, without quire's tracer.
@@ -9,6 +9,8 @@ Whole score matrices are computed; nothing here is meant to be fast. A row is a 
 - A row that reads no key has output 0, log-sum-exp -inf and gradient 0, never NaN.
 - A row reads a key if the mask is true and the score is above -inf. An inf or NaN in a key or value
   reaches exactly the rows that read it, forward and backward.
+- Bits are not decided here, only numbers. In which order the kernels add, the same for any number
+  of queries, is written in `codegen/phases/order.py`.
 - A score_mod is called only where the mask is true. Only elements that are read have a gradient;
   values, gradients and indices of the mod elsewhere have no effect.
 - Scores are scaled before the score_mod, in float32 (float64 for float64 inputs). The log-sum-exp
@@ -18,6 +20,8 @@ Whole score matrices are computed; nothing here is meant to be fast. A row is a 
   counts from its own first row and column, whatever the positions of queries and keys are.
 - A sink is one more logit in each row's softmax, with no value. It is part of the log-sum-exp, so
   that probability = exp(score - lse) is true with and without it. It is not part of the maximum.
+- A prob_mod is called with the probability of each key that is read, and returns what its value is
+  multiplied by. The other results are those of the softmax. It comes before dropout.
 - Dropout drops probabilities after the softmax and multiplies the others by 1 / (1 - p).
 - The gradient of the log-sum-exp is the softmax, even if |lse| is so large that in float32 it
   equals the largest score. Then each of n equal keys has the gradient 1 / n, not 1.
@@ -29,9 +33,22 @@ Whole score matrices are computed; nothing here is meant to be fast. A row is a 
 - The mass of a key is the sum of its probabilities over the queries of one query head, before
   dropout; a sink takes part of the probability. If a row is NaN, so is the mass of each key that it
   reads. No gradient.
+- With `weighting` "shares" or "sums", what the score_mod returns is the weight of a key and not a
+  score. The output is the sum of weight times value; with "shares" it is divided by the sum of the
+  weights. If that sum is 0, so is the output, with gradient 0. A weight of -inf means that the key
+  is not read. Other weights may be negative, inf or NaN, and are multiplied and added as they are.
+  The sum of the weights stands in place of the log-sum-exp, the largest weight in place of the
+  maximum, weight / sum in place of a probability. There is no sink, and no entropy.
+- The weights of a row are its probabilities before dropout, and 0 for keys that it does not read; a
+  sink takes part of the probability. No gradient.
 - In ragged memory, each sequence is computed on its own. `b` is its number and positions count from
   its first row. Its last query has the position of its last key; with more queries than keys, both
   begin at 0. A row of the query that belongs to no sequence is a row that reads no key.
+- A linear layer multiplies by the weights that its format decodes to. Integer activations have one
+  scale for 32 numbers of a row, their largest magnitude / 127, and are rounded half to even. If one
+  of the 32 is not finite, the results of the row are NaN.
+- In paged memory, an entry of -1 in the page table is a hole: no query reads the positions of that
+  page, as if a mask hid them. All other keys keep their positions.
 """
 
 from __future__ import annotations
@@ -48,7 +65,10 @@ from quire.ir.vectorise import AsOnTensors
 
 
 class Reference(NamedTuple):
-    """out [B, Hq, L, Dv], probabilities [B, Hq, L, S], key_mass [B, Hq, S], others [B, Hq, L]."""
+    """out [B, Hq, L, Dv], key_mass [B, Hq, S], others [B, Hq, L].
+
+    probabilities (after dropout) and weights (before) are [B, Hq, L, S].
+    """
 
     out: Tensor
     lse: Tensor
@@ -57,6 +77,7 @@ class Reference(NamedTuple):
     argmax: Tensor
     entropy: Tensor
     key_mass: Tensor
+    weights: Tensor
 
 
 def attention(
@@ -71,6 +92,8 @@ def attention(
     sink: Tensor | None = None,
     keep: Tensor | None = None,
     dropout_p: float = 0.0,
+    weighting: str = "softmax",
+    prob_mod: Callable[..., Any] | None = None,
     q_start: int = 0,
     kv_start: int = 0,
     b_start: int = 0,
@@ -104,8 +127,13 @@ def attention(
     with torch.no_grad():  # find what is read first: all other scores have no gradient
         read = scores_where(mask) != -math.inf
     scores = scores_where(read)
-    lse, probabilities = _softmax(scores, read, sink)
+    if weighting == "softmax":
+        lse, probabilities = _softmax(scores, read, sink)
+    else:
+        lse, probabilities = _given_weights(scores, read, divided=weighting == "shares")
     undropped = probabilities.detach()
+    if prob_mod is not None:
+        probabilities = evaluate(prob_mod, read, starts, probabilities, fill=0.0)
     if keep is not None:
         factor = 0.0 if dropout_p == 1.0 else 1.0 / (1.0 - dropout_p)
         probabilities = torch.where(keep, probabilities * factor, 0.0)
@@ -118,6 +146,7 @@ def attention(
         argmax=torch.where(read.any(-1), candidates.argmax(-1) + kv_start, -1),
         entropy=torch.special.entr(undropped).sum(-1),
         key_mass=undropped.sum(-2),
+        weights=undropped,
     )
 
 
@@ -131,6 +160,17 @@ def _softmax(scores: Tensor, read: Tensor, sink: Tensor | None) -> tuple[Tensor,
     safe = torch.where(empty, 0.0, logits)
     lse = torch.where(empty.squeeze(-1), -math.inf, _log_sum_exp(safe))
     return lse, torch.where(read, torch.softmax(safe, -1)[..., : scores.shape[3]], 0.0)
+
+
+def _given_weights(scores: Tensor, read: Tensor, *, divided: bool) -> tuple[Tensor, Tensor]:
+    """Return the sums of weights [B, Hq, L], and the weights, divided by them or as they are."""
+    weights = torch.where(read, scores, 0.0)
+    total = weights.sum(-1)
+    if not divided:
+        return total, weights
+    nothing = total == 0.0
+    divisor = torch.where(nothing, 1.0, total).unsqueeze(-1)
+    return total, torch.where(nothing.unsqueeze(-1), 0.0, weights / divisor)
 
 
 class RaggedReference(NamedTuple):
@@ -260,3 +300,24 @@ def _weighted_sum(probabilities: Tensor, values: Tensor, read: Tensor, finite: b
         return probabilities @ values
     seen = torch.where(read.unsqueeze(-1), values.unsqueeze(-3), 0.0)
     return (probabilities.unsqueeze(-1) * seen).sum(-2)
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, integers: bool = False
+) -> Tensor:
+    """Return x @ weight.T + bias in float64; x is first rounded to integers, if so."""
+    rows = quantised_rows(x) if integers else x.double()
+    result = rows @ weight.double().T
+    return result if bias is None else result + bias.double()
+
+
+def quantised_rows(x: Tensor) -> Tensor:
+    """Return rows [M, K] as integers times their scales, in float64."""
+    depth = x.shape[1]
+    groups = torch.nn.functional.pad(x.float(), (0, -depth % 32)).unflatten(1, (-1, 32))
+    largest = groups.abs().amax(2, keepdim=True)
+    inverse = torch.where(largest > 0, 127 / largest, 0)
+    scale = torch.where(largest.isfinite(), largest / 127, torch.nan)
+    numbers = (groups * inverse).round().nan_to_num().double()
+    rows: Tensor = (numbers * scale.double()).flatten(1)[:, :depth]
+    return rows

@@ -25,12 +25,13 @@ from quire import checks
 from quire.aux_outputs import NO_AUX, AuxRequest
 from quire.block_mask import BlockMask, check_fits, element_mod
 from quire.config import Backend as BackendName
-from quire.errors import ArgumentError, BlockMaskError, QuireError, UnsupportedOpError
+from quire.errors import ArgumentError, BlockMaskError, OptionError, QuireError, UnsupportedOpError
 from quire.ir.trace import Kind, Mod, Traced, call_name, mod_name, trace
 from quire.ir.vectorise import Opaque
 from quire.memory import Memory, One, Placed, Queries, longest
-from quire.mods.compose import shift
+from quire.mods.compose import at_places, shift
 from quire.mods.dropout import Dropout, check_dropout
+from quire.mods.weights import Weighting
 from quire.results import working_dtype
 from quire.support.torch_private import is_transformed
 from quire.support.warn import warn
@@ -47,8 +48,10 @@ class EagerModWarning(UserWarning):
 class Request(NamedTuple):
     """The arguments of `attention`, unchanged. `masks` has at most one function and one BlockMask.
 
-    query [B, Hq, L, D] or [total, Hq, D], sink [Hq]. `learns` says whether a backward pass will
-    follow, if autograd does not know; `seed` is the seed of dropout, if it is drawn already.
+    query [B, Hq, L, D] or [total, Hq, D], sink [Hq]. Unless `weighting` is "softmax", the score_mod
+    returns weights and not scores; a weight function is the last part of it. `learns` says
+    whether a backward pass will follow, if autograd does not know; `seed` is the seed of dropout,
+    if it is drawn already.
     """
 
     query: Tensor
@@ -63,6 +66,7 @@ class Request(NamedTuple):
     kernel_options: Mapping[str, object] | None = None
     backend: BackendName = "auto"
     generator: torch.Generator | None = None
+    weighting: Weighting = "softmax"
     learns: bool | None = None
     seed: tuple[int, int] | None = None
 
@@ -92,6 +96,7 @@ class Problem(NamedTuple):
     block_mask: BlockMask | None = None
     partial_mod: ReadyMod | None = None
     dropout: Dropout | None = None
+    weighting: Weighting = "softmax"
 
     def masks(self, full: bool) -> tuple[ReadyMod, ...]:
         """Return the masks that apply to a full block, or to a partial one."""
@@ -192,6 +197,11 @@ def check(request: Request) -> None:
     checks.check_scale(request.scale, query.shape[-1])
     checks.check_sink(request.sink, query)
     checks.check_generator(request.generator)
+    if request.weighting != "softmax" and request.aux.entropy:
+        raise OptionError(
+            "entropy must be that of a softmax, but weight= gives other weights. Leave it out of "
+            "the AuxRequest."
+        )
 
 
 def check_mods(call: Call) -> None:
@@ -226,7 +236,15 @@ def call_of(request: Request, *, plain: bool = False) -> Call:
         learns = _learns(request, placed, (), plain=plain)
         return Call(request, placed, Problem(scale, dropout=dropout), (), learns=learns)
     score_mod, mask_mod, block_mask, partial_mod = _ready_mods(request, placed)
-    problem = Problem(scale, score_mod, mask_mod, block_mask, partial_mod, dropout=dropout)
+    problem = Problem(
+        scale,
+        score_mod,
+        mask_mod,
+        block_mask,
+        partial_mod,
+        dropout=dropout,
+        weighting=request.weighting,
+    )
     captures = problem.captures
     if captures and any(map(Tensor.is_neg, captures)):
         captures = tuple(tensor.resolve_neg() for tensor in captures)
@@ -258,13 +276,14 @@ def _ready_mods(
 ) -> tuple[ReadyMod | None, ReadyMod | None, BlockMask | None, ReadyMod | None]:
     """Trace the score_mod, the mask that is a function, and the mask_mod of the block mask."""
     score_mod, query = request.score_mod, placed.query
-    score = None if score_mod is None else ready(score_mod, "score", query)
+    score = None if score_mod is None else ready(_at(score_mod, "score", placed), "score", query)
     mask_mod = block_mask = partial_mod = None
     for mask in request.masks:
         if not isinstance(mask, torch_flex.BlockMask):
-            mask_mod = ready(mask, "mask", query)
+            mask_mod = ready(_at(mask, "mask", placed), "mask", query)
         elif placed.page_table is not None:
-            mask_mod = ready(_by_element(mask, placed), "mask", query)
+            by_element = _by_element(mask, placed)
+            mask_mod = ready(_at(by_element, "mask", placed), "mask", query)
         else:
             rows = _dense_rows(placed)
             block_mask = mask if isinstance(mask, BlockMask) else BlockMask.from_torch(mask)
@@ -273,6 +292,13 @@ def _ready_mods(
                 mod = shift(mod, "mask", -rows.q_start, -rows.kv_begin)
             partial_mod = ready(mod, "mask", query)
     return score, mask_mod, block_mask, partial_mod
+
+
+def _at(mod: Mod, kind: Kind, placed: Placed) -> Mod:
+    """Return a mod for the rows of keys: those of sequences with holes are not positions."""
+    if placed.places is None:
+        return mod
+    return at_places(mod, kind, placed.places.table, placed.key.shape[2])
 
 
 def checked_call(request: Request) -> Call:
@@ -316,7 +342,8 @@ def _dense_rows(placed: Placed) -> One:
 def _by_element(mask: torch_flex.BlockMask, placed: Placed) -> Mod:
     """Return a block mask as a mask_mod for pages. Its row 0 is the first query of a sequence."""
     block_mask, sequences = BlockMask.from_torch(mask), placed.sequences
-    needed = longest(sequences.q_len), longest(sequences.kv_end)
+    end = longest(sequences.kv_end) if placed.places is None else placed.places.length
+    needed = longest(sequences.q_len), end
     q_len, kv_len = map(max, needed, block_mask.seq_lengths)
     check_fits(
         block_mask,

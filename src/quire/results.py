@@ -66,11 +66,34 @@ class Above(NamedTuple):
     sink: Tensor | None = None
     whole: bool = True
 
+    def of_weights(self, weighting: str) -> Above:
+        """Return the inputs with the share of each weight as lse.
+
+        With P = weight * share, the gradient of a weight is share * (dP - delta) for every
+        weighting, with delta = sum(grad_out * out) - grad_lse. If nothing is divided, the first
+        term is missing, as if out were 0. The inputs of a softmax stay as they are.
+        """
+        if weighting == "softmax":
+            return self
+        out, lse, _, grad_lse = self[:4]
+        if weighting == "sums":
+            out = out.new_zeros(()).expand(out.shape)
+        elif grad_lse is not None:
+            grad_lse = grad_lse * lse
+        return self._replace(out=out, lse=share_of(weighting, lse), grad_lse=grad_lse)
+
     def at(self, rows: slice) -> Above:
         """Return the inputs for a slice of the queries."""
         grads = [None if x is None else x[:, :, rows] for x in (self.grad_out, self.grad_lse)]
         out, lse = (x[:, :, rows] for x in (self.out, self.lse))
         return self._replace(out=out, lse=lse, grad_out=grads[0], grad_lse=grads[1])
+
+
+def share_of(weighting: str, total: Tensor) -> Tensor:
+    """Return the factor from weights to what values are multiplied by, from the sums of weights."""
+    if weighting == "sums":
+        return torch.ones_like(total)
+    return torch.where(total == 0.0, 0.0, 1.0 / total)
 
 
 class Tangents(NamedTuple):
@@ -81,6 +104,13 @@ class Tangents(NamedTuple):
     value: Tensor | None = None
     sink: Tensor | None = None
     captures: tuple[Tensor | None, ...] = ()
+
+
+class Moved(NamedTuple):
+    """The results of a call, and the tangents of out and lse; None if one is not finite."""
+
+    results: Result
+    tangents: Result | None
 
 
 class Gradients(NamedTuple):

@@ -1,6 +1,6 @@
-"""What attention says about each row besides its output: argmax and entropy, on every path.
+"""The results for each row besides the output: argmax and entropy, on every path.
 
-The mass of keys, which is no matter of rows, is in test_key_mass.py.
+The mass of keys has a number for each key, and is tested in test_key_mass.py.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def check(
     mask: Callable[..., Any] | None = None,
     **options: Any,
 ) -> AuxOutput:
-    """Both results against the reference in float64; of all but equal scores either may win."""
+    """Compare both with the reference in float64. Of nearly equal scores, either may win."""
     query, key, value = tensors
     _, aux = attention(
         query, Dense(key, value), mask=mask, return_aux=BOTH, backend=backend, **options
@@ -79,7 +79,7 @@ def check(
 
 
 def size_of(exact: Reference) -> float:
-    """The scores that an entropy is a difference of."""
+    """Return the size of the scores: an entropy is a difference of numbers of this size."""
     finite = exact.max_scores[exact.max_scores.isfinite()]
     return max(1.0, finite.abs().max().item()) if finite.numel() else 1.0
 
@@ -240,11 +240,11 @@ def test_what_else_is_asked_for_does_not_matter(q_len: int) -> None:
     query, key, value = operands(q_len, 200)
     memory = Dense(key, value)
     plain = attention(query, memory, mask=causal, backend="jit")
-    everything = AuxRequest(*[True] * len(AuxRequest._fields))
+    everything = AuxRequest(True, True, True, True, True, weights=[0, -1])
     out, every = attention(query, memory, mask=causal, return_aux=everything, backend="jit")
     assert torch.equal(plain, out)
-    for name in AuxRequest._fields:
-        request = AuxRequest(**{name: True})
+    for name, asked in everything._asdict().items():
+        request = AuxRequest(**{name: asked})
         _, alone = attention(query, memory, mask=causal, return_aux=request, backend="jit")
         assert torch.equal(getattr(alone, name), getattr(every, name))
         assert [field for field, value in alone._asdict().items() if value is not None] == [name]

@@ -1,4 +1,4 @@
-"""quire.explain: of all three memories, in the arguments of the functions that it speaks for."""
+"""quire.explain, with the arguments of flex_attention and of attention, over all memories."""
 
 from __future__ import annotations
 

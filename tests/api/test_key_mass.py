@@ -1,4 +1,4 @@
-"""How much attention each key receives: as the reference says, on every path."""
+"""How much attention each key receives: the numbers of the reference, on every path."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ each_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several in each direction."""
+    """Make tiles so small that there are several in each direction."""
     monkeypatch.setattr(tiling, "TILE_SIDE", 8)
     monkeypatch.setattr(tiling, "TILE_ELEMENTS", 500)
 
@@ -40,7 +40,7 @@ def operands(
 
 
 def mass_of(tensors: tuple[Tensor, ...], backend: Backend, **options: Any) -> Tensor:
-    """The mass alone, by the names of PyTorch's."""
+    """Call flex_attention for the mass alone, and return it."""
     _, aux = quire.flex_attention(
         *tensors, **options, enable_gqa=True, return_aux=MASS, backend=backend
     )
@@ -49,7 +49,7 @@ def mass_of(tensors: tuple[Tensor, ...], backend: Backend, **options: Any) -> Te
 
 
 def check(tensors: tuple[Tensor, ...], backend: Backend, **options: Any) -> Tensor:
-    """The mass against the reference in float64, whose sums are of as many numbers as queries."""
+    """Compare the mass with the reference in float64. Errors grow with the number of queries."""
     mass = mass_of(tensors, backend, **options)
     peer, exact = (
         reference.attention(*given, **options).key_mass

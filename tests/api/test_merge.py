@@ -229,7 +229,7 @@ def test_gradients_are_those_of_the_whole_call(mask: str, dtype: torch.dtype) ->
 
 
 def differentiable(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-    """-inf less -inf is NaN, which finite differences of rows that read nothing would be."""
+    """Merge, and replace an lse of -inf by 0: finite differences of -inf would be NaN."""
     out, lse = merge_attention(*tensors)
     return out, torch.where(lse.isneginf(), 0.0, lse)
 

@@ -1,4 +1,4 @@
-"""PagedAttention: PyTorch's where PyTorch's is right, and nobody sees a page that is not theirs."""
+"""PagedAttention: as PyTorch's where that is right, and no slot reads the page of another."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def poisoned(paged: Any, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Te
 
 
 def tables(paged: Any) -> tuple[Any, ...]:
-    """All that it knows, as a value."""
+    """Return the whole state of a PagedAttention as a value that can be compared."""
     both = paged.page_table.tolist(), paged.physical_to_logical.tolist()
     return (*both, paged.capacity.tolist(), list(paged.empty_pages))
 

@@ -1,4 +1,4 @@
-"""PyTorch's names with ours behind them, and PyTorch as it was afterwards."""
+"""patch_torch makes PyTorch's names call quire, and unpatch_torch restores PyTorch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ MODULES = {row.name: row.module for row in ROWS}
 
 
 def state(function: Any) -> tuple[Any, ...]:
-    """All that a function is."""
+    """Return everything that could change in a function."""
     return (
         function.__code__,
         function.__defaults__,
@@ -240,7 +240,7 @@ def test_a_mistake_is_told_by_ours() -> None:
 
 
 def test_our_way_to_pytorch_stays_open() -> None:
-    """What serves other devices, and graphs that may not break, must not come back to us."""
+    """We call PyTorch for other devices and for whole graphs: this must not call quire again."""
     with patch_torch():
         assert inductor.torch_attention.__code__ is BEFORE["flex_attention"][0]
         with pytest.raises(NotImplementedError, match="does not support backward on CPU"):

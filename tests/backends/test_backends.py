@@ -1,4 +1,4 @@
-"""Who computes: the choice, its reasons, and the words for both."""
+"""Which backend computes a call, why, and how messages say so."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quire.request import Call, Problem, Request, checked_call
 
 @pytest.fixture(autouse=True)
 def _two_backends() -> Iterator[None]:
-    """The compiled one has tests of its own; the words below are about these two."""
+    """Leave out the compiled backend, so that the messages below are about the other two."""
     every = dict(OBSTACLES)  # restored whole, since its order is what `auto` goes by
     for name in every.keys() - {"eager", "inductor"}:
         del OBSTACLES[name]
@@ -38,7 +38,7 @@ def cpu_call(**options: Any) -> Call:
 
 
 def call_on(device: str, **options: Any) -> Call:
-    """A call below all checks, on tensors that do not exist: only attributes are looked at."""
+    """Return a call that nothing has checked, on stand-ins of which only attributes are read."""
     tensor: Any = SimpleNamespace(
         device=torch.device(device),
         dtype=torch.float16,

@@ -374,7 +374,7 @@ LARGEST_SCORES: dict[str, tuple[Callable[..., Any], list[int]]] = {
 @pytest.mark.parametrize("queries", [1, 3, 40])
 @pytest.mark.parametrize("name", LARGEST_SCORES)
 def test_scores_up_to_the_largest_float(name: str, queries: int) -> None:
-    """A finite score stays finite, and rows of the lowest one are no empty rows."""
+    """A finite score stays finite. A row of scores of the lowest float is not an empty row."""
     mod, read = LARGEST_SCORES[name]
     q, k, v = random(1, 1, queries, 16), random(1, 1, 200, 16), random(1, 1, 200, 16)
     request = AuxRequest(lse=True, max_scores=True)

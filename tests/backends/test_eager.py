@@ -204,7 +204,7 @@ def test_bad_gradients_from_above_reach_what_their_rows_read() -> None:
 
 
 def _differentiable(opaque: bool, dropout_p: float) -> tuple[Callable[..., Any], list[Tensor]]:
-    """A call with all that has a derivative, as a function of all of it."""
+    """Return a call as a function of every tensor that has a derivative."""
     tensors = [random(2, 2, 3, 3), random(1, 1, 4, 3), random(1, 1, 4, 2)]
     tensors += [random(8), random(), random(2)]
 
@@ -593,7 +593,7 @@ def test_tiles_whose_mask_is_empty_are_not_scored(monkeypatch: pytest.MonkeyPatc
 
 
 def _dropped(**options: Any) -> Tensor:
-    """Which elements dropout keeps, read off values that name their keys."""
+    """Return which elements dropout keeps: values are numbers of keys, so the output shows them."""
     options = {"length": 40, "dropout_p": 0.3, "seed": 0, **options}
     length = options["length"]
     zeros, names = torch.zeros(2, 2, length, 1), torch.eye(length).expand(2, 2, -1, -1)

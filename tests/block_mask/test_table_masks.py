@@ -1,4 +1,4 @@
-"""Masks that look up what is allowed in a table: skipped alike, in the bits of arithmetic."""
+"""A mask that reads a table skips the tiles, and gives the bits, of the same mask in arithmetic."""
 
 from __future__ import annotations
 

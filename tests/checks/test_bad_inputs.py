@@ -524,14 +524,14 @@ ONE_LINE = "write torch.where(condition, a, b)"
 MODS = {
     "no function": Bad(
         NotCallableError,
-        "score_mod must be a function of (score, b, h, q_idx, kv_idx), but got a float. Pass the "
+        "score_mod must be a function of (score, b, h, q_idx, kv_idx), but is a float. Pass the "
         "function itself.",
         lambda: {"score_mod": 3.0},
         torch_raises=TypeError,
     ),
     "a tensor for a mask": Bad(
         NotCallableError,
-        "mask_mod must be a function of (b, h, q_idx, kv_idx), but got a Tensor.",
+        "mask_mod must be a function of (b, h, q_idx, kv_idx), but is a Tensor.",
         lambda: {"mask_mod": tensor(L, S) > 0},
     ),
     "a block mask for a mask": Bad(
@@ -750,7 +750,7 @@ BLOCK_MASKS = {
     ),
     "a mask of three arguments": Bad(
         ModSignatureError,
-        "expected a mask_mod(b, h, q_idx, kv_idx) or a score_mod(score, b, h, q_idx, kv_idx)",
+        "a mod must be a mask_mod(b, h, q_idx, kv_idx) or a score_mod(score, b, h, q_idx, kv_idx)",
         call=lambda: create_mask(lambda b, h, q_idx: q_idx > 0, None, None, L, S),
     ),
     "counts for other rows": Bad(

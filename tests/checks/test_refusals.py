@@ -1,4 +1,4 @@
-"""What was not refused, or not by a QuireError: tensors without memory, odd dtypes, odd paths."""
+"""Mistakes that a QuireError must refuse: tensors without memory, odd dtypes, odd paths."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def pages() -> Tensor:
 
 
 def emptied(tensor: Tensor, left: int = 0) -> Tensor:
-    """The tensor, of whose memory so many bytes are left."""
+    """Shrink the storage of a tensor to `left` bytes, and return the tensor."""
     tensor.untyped_storage().resize_(left)
     return tensor
 

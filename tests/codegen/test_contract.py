@@ -12,7 +12,7 @@ from kernel_launch import Call
 
 from quire import Dense, attention
 from quire.codegen import contract
-from quire.codegen.convention import BLOCK_Q, GRADIENTS, Form, KernelSpec
+from quire.codegen.convention import BLOCK_Q, GRADIENTS, TANGENTS, Form, KernelSpec
 from quire.codegen.llvm.target import Target
 from quire.codegen.llvm.types import F32
 from quire.codegen.scratch import scratch_bytes
@@ -35,6 +35,9 @@ def record(form: Form, spec: KernelSpec = SPEC) -> dict[str, int | float]:
     if form == "backward":
         fields |= dict.fromkeys(GRADIENTS, 0)
         fields |= dict.fromkeys(("partial_mod", "full_mod", "plain_mod"), 64)
+    if form == "tangent":
+        fields |= dict.fromkeys(TANGENTS, 0)
+        fields |= dict.fromkeys(("out_tangent", "lse_tangent", "odd"), 64)
     return fields
 
 
@@ -103,6 +106,14 @@ BROKEN: list[tuple[Form, dict[str, Any], str]] = [
         {"grad_value": 64, "odd": 64, "grad_value_row": 32, "grad_value_head": 40},
         "grad_value_head in multiples of 16, got 40",
     ),
+    ("tangent", {"block_q": 96}, "a block_q that is a multiple of the panel's 64 queries, got 96"),
+    ("tangent", {"lse": 0}, "an address of lse, which has a tangent, got 0"),
+    ("tangent", {"moves": 2}, "moves of 0 or 1, got 2"),
+    ("tangent", {"query_tangent": 64}, "moves for query_tangent, got 0"),
+    ("tangent", {"key_tangent": 64}, "moves for key_tangent, got 0"),
+    ("tangent", {"out_tangent": 0}, "an address of out_tangent, got 0"),
+    ("tangent", {"lse_tangent": 0}, "an address of lse_tangent, got 0"),
+    ("tangent", {"odd": 0}, "an address of odd, got 0"),
 ]
 
 
@@ -115,7 +126,7 @@ def test_what_is_broken(form: Form, change: dict[str, Any], message: str) -> Non
         contract.check(form, SPEC, fields | change)
 
 
-@pytest.mark.parametrize("form", ["panel", "row", "backward"])
+@pytest.mark.parametrize("form", ["panel", "row", "backward", "tangent"])
 def test_scratch_may_not_be_a_line_too_small(form: Form) -> None:
     fields = record(form)
     fields["scratch_bytes"] -= 64

@@ -331,7 +331,7 @@ def test_each_head_and_batch_can_have_its_own_tiles() -> None:
 
 
 def test_panels_read_only_their_extent() -> None:
-    """Every panel a stretch of its own in every block, against a mask that says the same."""
+    """Each panel reads its own range of keys in every block, as a mask with these ranges does."""
     query, key, value = tensors(lengths=(200, 300))
     tile = Call(query, key, value).spec.tile
 
@@ -423,7 +423,7 @@ LENGTHS = [(5, 5), (0, 4), (130, 200), (1, 300), (64, 0), (257, 257)]
 
 
 def ragged(dtype: torch.dtype) -> tuple[list[tuple[Tensor, Tensor, Tensor]], list[int]]:
-    """A sequence each, and the position of its first query: at the end of the keys."""
+    """Return the operands of each sequence, and the position of its first query."""
     each = [
         tensors(dtype, heads=(4, 2), lengths=pair, dims=(40, 24), seed=place)
         for place, pair in enumerate(LENGTHS)

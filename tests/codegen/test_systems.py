@@ -19,6 +19,7 @@ from quire.codegen.kernels.backward import write_backward
 from quire.codegen.kernels.decode import write_decode
 from quire.codegen.kernels.forward import write_forward
 from quire.codegen.kernels.pyramid import PYRAMID_DTYPES, write_pyramid
+from quire.codegen.kernels.tangent import write_tangent
 from quire.codegen.llvm import jit, parallel
 from quire.codegen.llvm.target import Target, code_triple
 from quire.codegen.llvm.types import F32
@@ -26,6 +27,7 @@ from quire.codegen.mods.arguments import ModArguments
 from quire.codegen.phases.observe import write_observe
 from quire.codegen.phases.tiles import TileShape
 from quire.config import config
+from quire.ir.differentiate import score_tangent
 from quire.runtime import cache
 from quire.runtime import launch as launching
 from quire.runtime.mods import lower
@@ -106,7 +108,8 @@ def kernels(target: Target) -> Iterator[str]:
             yield write_decode(spec).text
         yield write_append(target, query, stored).text
     for dtype in ("float16", "bfloat16", "float64"):
-        yield write_backward(KernelSpec(target, dtype, dtype, dtype, dtype)).text
+        for write in (write_backward, write_tangent):
+            yield write(KernelSpec(target, dtype, dtype, dtype, dtype)).text
     for form in ("panel", "row"):
         yield write_observe(form, TileShape(target, F32)).text
     yield from (write_pyramid(dtype).text for dtype in PYRAMID_DTYPES)
@@ -167,9 +170,12 @@ def test_mods_stand_alone(name: str) -> None:
     each += [{"score_mod": score} for score in (SCORES | FUNCTIONS).values()]
     for given in each:
         kernel = quire.kernel(**given)
-        for form in ("panel", "row", "backward"):
-            arguments = ModArguments.of(kernel.final.everything(form), kernel.arguments.captures)
-            text = lower(form, tile, kernel.final, arguments).text
+        for form in ("panel", "row", "backward", "tangent"):
+            graphs = kernel.final
+            if graphs.score is not None:
+                graphs = graphs._replace(tangent=score_tangent(graphs.score, True, ()))
+            arguments = ModArguments.of(graphs.everything(form), kernel.arguments.captures)
+            text = lower(form, tile, graphs, arguments).text
             assert undefined(jit.compile_object(text, TARGETS[name])) == set()
 
 

@@ -91,7 +91,7 @@ def test_micro_kernels_of_gradients_do_not_spill(target: str, dtype: str) -> Non
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_softmax_does_not_spill(target: str) -> None:
     loops = innermost_loops(assembly(target, "float32"), "exponentiate")
-    assert len(loops) == 2  # keys in pairs, and the last one of an odd number
+    assert len(loops) == 2  # keys of a chain in pairs, and what is left
     for loop in loops:
         assert FMA.search(loop) and not STACK.search(loop), f"the stack is used in\n{loop}"
 

@@ -209,3 +209,43 @@ def test_nothing_is_too_odd_to_be_drawn(mod: Any, score: float) -> None:
     drawing = quire.draw(mod, 3, 5000, score=score)
     assert drawing.png().startswith(b"\x89PNG") and "</svg>" in drawing.svg()
     assert str(drawing)
+
+
+def test_weights() -> None:
+    weights = torch.eye(4).expand(1, 2, 4, 4) / 2
+    assert str(quire.draw(weights, h=1)) == str(quire.draw(weights[0, 1]))
+    title, *rows = str(quire.draw(weights)).splitlines()
+    assert title == "weights: 4 queries x 4 keys, weights of 0 to 0.5"
+    assert rows[1].count("█") == 2
+    assert quire.draw(weights).png()
+
+
+def test_a_cell_shows_its_largest_weight() -> None:
+    weights = torch.zeros(3, 1000)
+    weights[1, 777] = 1.0
+    drawn = str(quire.draw(weights, width=60))
+    assert "█" in drawn and "(the largest of each " in drawn
+
+
+@pytest.mark.parametrize(
+    ("weights", "options", "message"),
+    [
+        (
+            torch.zeros(3),
+            {},
+            "weights must be [rows, S], or [B, Hq, rows, S] with b and h, but are [3]",
+        ),
+        (
+            torch.zeros(2, 0),
+            {},
+            "weights must be [rows, S], or [B, Hq, rows, S] with b and h, but ",
+        ),
+        (torch.zeros(1, 2, 3, 4), {"h": 2}, "b and h must be below the sizes of the weights, "),
+    ],
+)
+def test_weights_that_cannot_be_drawn(
+    weights: torch.Tensor, options: dict[str, int], message: str
+) -> None:
+    with pytest.raises(quire.errors.ArgumentError) as caught:
+        quire.draw(weights, **options)
+    assert str(caught.value).startswith(message)

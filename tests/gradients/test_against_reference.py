@@ -61,6 +61,14 @@ CAPTURES = {
     "what the score decides": "score + torch.where(score > 0, heads[h], scalar)",
     "no score at all": "columns[kv_idx] + scalar",
     "what does not matter": "score + 0.0 * rows[q_idx]",
+    "rows": "score + (rows_of[q_idx] * columns_of[kv_idx]).sum()",
+    "rows, column by column": "score + rows_of.T[0, q_idx] * columns_of.T[:, kv_idx].amax()",
+    "distances": "score - (rows_of[q_idx] - columns_of[kv_idx]).norm()",
+    "distances of 0": "score - (columns_of[q_idx] - columns_of[kv_idx]).norm()",
+    "rows at the same place": "score + columns_of[kv_idx // 9] @ columns_of[kv_idx - n]",
+    "irregular rows": "score + columns_of[(q_idx * kv_idx) % 11].mean()",
+    "a row as a whole": "score * (columns_of[3] * rows_of[q_idx // 2]).amin()",
+    "long rows": "score + (many_of[q_idx] @ many_of[kv_idx]) / 64",
 }
 
 

@@ -158,7 +158,7 @@ def test_torch_func_vjp() -> None:
 
 
 def or_names_the_eager_path(compute: Callable[[], Any]) -> Any:
-    """What `compute` returns; None if it says that backend="eager" would."""
+    """Return what `compute` returns, or None if its error recommends backend="eager"."""
     try:
         return compute()
     except QuireError as error:
@@ -191,7 +191,7 @@ def test_a_gradient_with_a_graph_is_the_gradient() -> None:
 
 
 def test_second_derivatives_on_the_eager_path() -> None:
-    """The way out that a message may name is one."""
+    """Messages may recommend backend="eager" for them, so it must have them."""
     query = random(1, 2, 9, 4, dtype=torch.float64)
 
     def second(attend: Callable[..., Any]) -> tuple[Tensor, ...]:

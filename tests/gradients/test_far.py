@@ -208,7 +208,7 @@ def test_a_far_row_without_gradients_is_left_to_the_kernel(
 
 
 def test_keys_that_are_some_of_those_behind_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then lse is all that is known, and the kernel computes from it."""
+    """The lse may also cover other keys, so the kernel uses it, however large it is."""
     refuse_tiles(monkeypatch)
     query, key, value, *_ = (x.detach() for x in leaves())
     mod = lambda score, b, h, q, kv: score - 1e9  # noqa: E731

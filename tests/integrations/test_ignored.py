@@ -1,4 +1,4 @@
-"""A model that does not look its attention up is told of; one that does is not."""
+"""A model that ignores its attention function causes a warning, and no other model does."""
 
 from __future__ import annotations
 

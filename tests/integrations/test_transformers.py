@@ -303,12 +303,30 @@ def test_loading_by_name() -> None:
     assert model.config._attn_implementation == "quire"
 
 
-def test_weights_are_not_given() -> None:
+def test_weights_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     models = pair(hf.WhisperForConditionalGeneration, WHISPER)
-    layer = models.ours.model.encoder.layers[0].self_attn
-    with pytest.warns(AttentionWeightsWarning, match=r"never computes the matrix.*eager"):
-        _, weights = layer(torch.randn(1, 5, 32), output_attentions=True)
-    assert weights is None
+    ours, theirs = (each.model.encoder.layers[0].self_attn for each in (models.ours, models.eager))
+    states = torch.randn(2, 5, 32)
+    out, weights = ours(states, output_attentions=True)
+    wanted_out, wanted = theirs(states, output_attentions=True)
+    torch.testing.assert_close(out, wanted_out, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(weights, wanted, rtol=1e-4, atol=1e-6)
+    monkeypatch.setattr("quire.integrations.transformers.attention.MOST_WEIGHTS", 10)
+    with pytest.warns(AttentionWeightsWarning, match=r"weights of a layer are more than 10\. Give"):
+        assert ours(states, output_attentions=True)[1] is None
+
+
+def test_weights_of_a_model_with_padding() -> None:
+    models = decoder("llama")
+    batch = padded([2, 6], "left")._asdict()
+    found, wanted = (
+        model(**batch, output_attentions=True).attentions for model in (models.ours, models.eager)
+    )
+    assert len(found) == len(wanted) > 0
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours.shape == theirs.shape
+        real = batch["attention_mask"][:, None, :, None].bool()  # eager spreads those of padding
+        torch.testing.assert_close(ours, theirs.where(real, 0.0) + ours.where(~real, 0.0))
 
 
 def test_a_mask_that_is_none() -> None:

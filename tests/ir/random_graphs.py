@@ -52,6 +52,8 @@ def captured_tensors() -> dict[str, Tensor]:
         "ids": integers(13),
         "small": integers(3, 4).int(),
         "flags": integers(8) > 0,
+        "points": normal(6, 3),
+        "codes": integers(3, 5, 4)[..., 1:],
         "scale": torch.tensor(0.75),
         "offset": torch.tensor(3),
     }
@@ -132,6 +134,14 @@ def integers(depth: int) -> SearchStrategy[str]:
         "({c}).long()",
         "({a}).int()",
         "{load}",
+        "({u} * {w}).sum()",
+        "({u} - {w}).amax(-1)",
+        "({u}).argmax()",
+        "(({u}) @ ({u} + {a}))",
+        "torch.where({c}, {u}, {w}).sum(-1)",
+        "torch.stack([{a}, {b}]).amin()",
+        u=int_vectors(depth - 1),
+        w=int_vectors(depth - 1),
         a=integers(depth - 1),
         b=integers(depth - 1),
         c=truths(depth - 1),
@@ -173,6 +183,12 @@ def floats(depth: int) -> SearchStrategy[str]:
         "torch.relu({x})",
         "({x}) ** 2",
         "{load}",
+        "({u} - {w}).amax()",
+        "({u} * {x})[1]",
+        "({u}).max(-1).values",
+        "torch.cat([{u}, {w}])[4]",
+        u=vectors(depth - 1),
+        w=vectors(depth - 1),
         x=floats(depth - 1),
         y=floats(depth - 1),
         i=integers(depth - 1),
@@ -201,6 +217,13 @@ def smooth_floats(depth: int) -> SearchStrategy[str]:
         "({x} + {y})",
         "torch.where({c}, {x}, {y})",
         "{x} - 0.5 * ({i}).float()",
+        "({u} - {w}).norm()",
+        "({u} * {w}).sum(-1)",
+        "(({u}).double() @ ({w}).double())",
+        "(({u} - {w}) * torch.tanh({x})).pow(2).mean()",
+        "torch.linalg.cross(({u}).double(), ({w}).double()).amin()",
+        u=vectors(1).map(_widened),
+        w=vectors(1).map(_widened),
         x=smooth_floats(depth - 1),
         y=exact,
         i=integers(1),
@@ -234,6 +257,11 @@ def truths(depth: int) -> SearchStrategy[str]:
         "torch.logical_not({p})",
         "torch.where({p}, {q}, True)",
         "{load}",
+        "({u} < {w}).any()",
+        "({v} <= {x}).all(-1)",
+        u=int_vectors(depth - 1),
+        w=int_vectors(depth - 1),
+        v=vectors(depth - 1),
         a=integers(depth - 1),
         b=integers(depth - 1),
         x=floats(depth - 1),
@@ -242,6 +270,47 @@ def truths(depth: int) -> SearchStrategy[str]:
         q=truths(depth - 1),
         n=st.integers(-3, 6).map(str),
         load=loads(("flags",), depth - 1),
+    )
+
+
+def vectors(depth: int) -> SearchStrategy[str]:
+    """Expressions of three floats: rows of captured tensors, and what is computed from them."""
+    rows = _one_of("points[({i}) % 6]", "points[({i}) % 6 - 6]", i=integers(0))
+    if depth == 0:
+        return rows
+    return rows | _one_of(
+        "({u} + {w})",
+        "({u} * {v})",
+        "({u} - {x})",
+        "({x} * {u})",
+        "torch.maximum({u}, {w})",
+        "({u}).abs()",
+        "torch.where({c}, {u}, {w})",
+        "torch.where({u} < {w}, {u}, {w} * 2)",
+        "torch.stack([{x}, score, {x}])",
+        u=vectors(depth - 1),
+        w=vectors(depth - 1),
+        x=floats(depth - 1),
+        c=truths(depth - 1),
+        v=st.sampled_from(["0.5", "-1.25", "3"]),
+    )
+
+
+def int_vectors(depth: int) -> SearchStrategy[str]:
+    """Expressions of three integers."""
+    rows = _one_of("codes[({i}) % 3, ({i}) % 5]", "codes[b % 3, ({i}) % 5]", i=integers(0))
+    if depth == 0:
+        return rows
+    return rows | _one_of(
+        "({u} + {a})",
+        "({u} * {w})",
+        "{u} // 3",
+        "({a} - {u})",
+        "torch.minimum({u}, {w})",
+        "({u} == {w}).long()",
+        u=int_vectors(depth - 1),
+        w=int_vectors(depth - 1),
+        a=integers(depth - 1),
     )
 
 

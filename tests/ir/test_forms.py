@@ -251,7 +251,7 @@ FUNCTIONS = [
 
 
 def is_quirk(form: Form, *dtypes: torch.dtype) -> bool:
-    """What PyTorch does in one way or another from kernel to kernel."""
+    """Return whether PyTorch's own kernels disagree about this form."""
     if form in (operator.floordiv, *FUNCTIONS[-2:]):
         # Whether the quotient of narrow floats is rounded before it is rounded down.
         return torch.promote_types(*dtypes) in NARROW

@@ -56,7 +56,7 @@ def call(form: Callable[..., Any]) -> Any:
     """Calls a form with as many operands as it takes, integers or floats."""
 
     def mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        condition = q_idx < kv_idx
+        condition, row = q_idx < kv_idx, torch.stack([score, score, score])
         tries = (
             (score,),
             (q_idx,),
@@ -69,10 +69,14 @@ def call(form: Callable[..., Any]) -> Any:
             (score, (), 1.0),
             (torch.arange(100), q_idx),
             (score, 0.5, False),
+            (score, 0),
+            (row,),
+            ([row, row],),
+            (torch.ones(3), row),
         )
         for operands in tries:
             try:
-                return form(*operands)
+                return _first(form(*operands))
             except (
                 TypeError,
                 NotImplementedError,
@@ -86,6 +90,13 @@ def call(form: Callable[..., Any]) -> Any:
     return mod
 
 
+def _first(result: Any) -> Any:
+    """A number of a result that may be a vector, or several."""
+    while isinstance(result, tuple) or result.dim():
+        result = result[0]
+    return result
+
+
 def test_every_op_can_be_written() -> None:
     written = {"const", "bits"}  # bounds alone write bits
     for form in FORMS.values():
@@ -95,7 +106,7 @@ def test_every_op_can_be_written() -> None:
 
 @pytest.mark.parametrize("name", FORMS)
 def test_every_form_is_a_name_of_torch_or_an_operator(name: str) -> None:
-    homes = (torch, torch.Tensor, F, torch.special, torch._C._nn)
+    homes = (torch, torch.Tensor, F, torch.special, torch.linalg, torch._C._nn)
     assert any(hasattr(home, name) for home in homes) or hasattr(torch.Tensor, f"__{name}__")
 
 

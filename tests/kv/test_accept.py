@@ -141,7 +141,7 @@ def test_what_others_hold_is_copied_before_it_is_written_to() -> None:
 
 
 def test_forks_accept_different_paths_of_the_same_rows_at_once() -> None:
-    """Of four pages each the first is shared on; one of them writes to the others in place."""
+    """The first page stays shared. Of the other pages, one fork may overwrite its own in place."""
     cache = made(n_pages=20)
     (rows,) = drafted([16])
     (first,) = filled(cache, [rows])

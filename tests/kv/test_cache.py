@@ -379,7 +379,7 @@ def test_steps_of_two_batches_may_be_mixed() -> None:
 
 
 def test_a_layer_that_is_refused_may_be_written_after_all() -> None:
-    """It is no matter that the layer before was written, and of another form."""
+    """This holds even if the layer before was written with rows of another form."""
     cache = made(3)
     sequence = cache.sequence()
     for _ in range(2):
@@ -419,7 +419,7 @@ def freed(cache: PagedKVCache) -> SequenceHandle:
 
 
 def elsewhere() -> Rows:
-    """Room in a cache that is larger, behind all pages of the others."""
+    """Return rows of another, larger cache, in a page that smaller caches do not have."""
     large = made(n_pages=100)
     append(large, large.sequence(), 90 * 4)
     return large.extend([large.sequence()], 1)

@@ -505,7 +505,7 @@ def test_int8_keys_with_other_values() -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_factor_that_is_not_finite_reaches_who_reads_it(backend: Backend) -> None:
+def test_a_scale_that_is_not_finite_reaches_who_reads_it(backend: Backend) -> None:
     batch = Batch([(1, 40, 0), (2, 33, 0)], head_dim=64, value_dim=64)
     query, _, memory = batch.made()
     mine, _ = small(memory)
@@ -537,24 +537,24 @@ def test_queries_learn_over_int8() -> None:
     )
 
 
-def test_factors_that_do_not_fit() -> None:
+def test_scales_that_do_not_fit() -> None:
     whole, scale = quantised(PAGES)
     refused(
         ArgumentError,
         "key pages of int8 must come with key_scale, and others without, but they are torch.int8 "
-        "and key_scale is None. Give one float32 factor for each row of each head, [6, 2, 16].",
+        "and key_scale is None. Give one float32 scale for each row of each head, [6, 2, 16].",
         Paged(whole, PAGES, TABLE, [20, 16]),
     )
     refused(
         ArgumentError,
         "value pages of int8 must come with value_scale, and others without, but they are "
-        "torch.float32 and value_scale is given. Give one float32 factor for each row of each "
+        "torch.float32 and value_scale is given. Give one float32 scale for each row of each "
         "head, [6, 2, 16].",
         Paged(PAGES, PAGES, TABLE, [20, 16], value_scale=scale),
     )
     refused(
         ShapeError,
-        "key_scale must be float32 [6, 2, 16], a factor for each row of each head, but is float32 "
+        "key_scale must be float32 [6, 2, 16], a scale for each row of each head, but is float32 "
         "[6, 2]. Divide the largest absolute value of each row by 127.",
         Paged(whole, whole, TABLE, [20, 16], key_scale=scale[..., 0], value_scale=scale),
     )
@@ -575,13 +575,14 @@ def refused(kind: type[Exception], message: str, memory: Paged, **options: Any) 
 
 def test_pages_that_do_not_exist() -> None:
     advice = "A row holds the pages of one sequence, in the order of its positions."
-    for number in (6, -1, 2**40):
+    for number in (6, -2, 2**40):
         wrong = TABLE.clone()
         wrong[0, 1] = number
         shown = min(number, 2**31 - 1)
         refused(
             ArgumentError,
-            f"page_table[0, 1] must be one of the 6 pages, but is {shown}. {advice}",
+            f"page_table[0, 1] must be one of the 6 pages, or -1 for a hole, but is {shown}. "
+            f"{advice}",
             Paged(PAGES, PAGES, wrong, [20, 16]),
         )
         attention(QUERY, Paged(PAGES, PAGES, wrong, [16, 16]))  # the second page is not used

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from graphs import Graphs
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 import quire
 from quire import Dense, Paged, Ragged, attention, flex_attention
@@ -64,6 +66,28 @@ def assert_same(
         gradients = [torch.autograd.grad(loss, learned, allow_unused=True) for loss in losses]
         for one, other in zip(*gradients, strict=True):
             assert one is other is None or torch.equal(one, other)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_inductor_gives_the_bits_of_the_call_outside_of_the_graph(dtype: torch.dtype) -> None:
+    """All else in this function is exact, so that the bits can only be those of attention."""
+
+    def model(packed: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
+        def bias(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return score + doubled[h] * (q_idx - kv_idx)
+
+        doubled = slopes * 2
+        query, key, value = packed.unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
+        memory = Dense(key, value)
+        out = attention(query, memory, score_mod=bias, mask=document(IDS) & causal)
+        return out, attention(query, memory).transpose(1, 2).flatten(2)
+
+    torch.manual_seed(0)
+    packed = torch.randn(2, 40, 3 * 64, dtype=dtype, requires_grad=True)
+    assert_same(model, [packed, SLOPES.clone().requires_grad_()], backend="inductor")
 
 
 # Mods and masks
@@ -189,7 +213,7 @@ def test_every_auxiliary_result() -> None:
 
     def model(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         out, aux = attention(query, Dense(key, value), mask=causal, return_aux=request)
-        return out, *aux
+        return out, *aux[:-1]  # no weights
 
     assert_same(model, operands())
 
@@ -331,6 +355,28 @@ def test_a_mod_outside_of_the_table_is_named_if_a_graph_may_not_break() -> None:
     line = r"test_compile.py:\d+: `return torch.special.bessel_j0\(score\)  # a line to be named`"
     with pytest.raises(torch._dynamo.exc.Unsupported, match=line):
         compiled(*operands())
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is (deprecated|not supported)")
+@pytest.mark.parametrize("way", ["torch.func", "forward_ad"])
+def test_forward_mode_breaks_the_graph(way: str) -> None:
+    query, key, value = (x.detach() for x in operands())
+    tangent = torch.randn_like(query)
+
+    def attend(query: Tensor) -> Tensor:
+        return attention(query * 2, Dense(key, value), mask=causal)
+
+    def model(query: Tensor) -> tuple[Tensor, Tensor]:
+        if way == "torch.func":
+            return torch.func.jvp(attend, (query,), (tangent,))
+        with forward_ad.dual_level():
+            primal, moved = forward_ad.unpack_dual(attend(forward_ad.make_dual(query, tangent)))
+            return primal, moved
+
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"inside of torch\.func or forward_ad"):
+        torch.compile(model, backend="eager", fullgraph=True)(query)
+    compiled, expected = torch.compile(model, backend="eager")(query), model(query)
+    assert expected[1].any() and all(map(torch.equal, compiled, expected))
 
 
 def test_wrong_shapes_are_told_of_while_the_graph_is_made() -> None:

@@ -1,4 +1,4 @@
-"""Whether a call was recalled, or took the long way."""
+"""Tells whether a call was recalled, that is found its plan, or took the long way: made one."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def biased_by(table: Tensor) -> Callable[..., Tensor]:
 
 
 def assert_as_the_long_way(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
-    """'jit' is never recalled."""
+    """A call that names backend="jit" is never recalled; both must give the same bits."""
     actual = flex_attention(q, k, v, **options)
     assert torch.equal(actual, flex_attention(q, k, v, **options, backend="jit"))
 

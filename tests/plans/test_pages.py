@@ -62,7 +62,7 @@ def as_int8(memory: Paged) -> Paged:
 
 
 def assert_as_the_long_way(query: Tensor, memory: Paged, **options: Any) -> Tensor:
-    """'jit' is never recalled."""
+    """A call that names backend="jit" is never recalled; both must give the same bits."""
     actual = attention(query, memory, **options)
     expected = attention(query, memory, **options, backend="jit")
     assert torch.equal(actual, expected)

@@ -52,7 +52,7 @@ def same_bits(ours: PageTensors, theirs: PageTensors) -> bool:
 
 
 def numbers(tokens: int, heads: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """Random ones, and those that are rounded or are none."""
+    """Return random numbers, numbers that have to be rounded, infinities and NaN."""
     rows = torch.randn(tokens, heads, width, dtype=torch.float64)
     special = [math.inf, -math.inf, 0.0, -0.0, 1e-40, 1e-7, 70_000.0, 1 + 2**-8, 1 + 3 * 2**-8]
     flat = rows.view(-1)

@@ -83,6 +83,28 @@ def test_gradients(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.every_width
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is (deprecated|not supported)")
+def test_tangents(dtype: torch.dtype) -> None:
+    offsets = [0, 1, 8, 8, 150]
+
+    def compute(inputs: Sequence[Tensor]) -> list[Tensor]:
+        def attend(*given: Tensor) -> Tensor:
+            query, key, value, table = given
+            return attention(
+                *(query, Ragged(key, value, offsets)),
+                mask=causal,
+                score_mod=lambda score, b, h, q_idx, kv_idx: score + table[kv_idx],
+            )
+
+        return list(torch.func.jvp(attend, tuple(inputs[:4]), tuple(inputs[4:])))
+
+    for dims in ((37, 21), (64, 64), (5, 3)):
+        shapes = ((150, 4, dims[0]), (150, 2, dims[0]), (150, 2, dims[1]), (142,))
+        same_in_guarded_memory(compute, *(random(*shape, dtype=dtype) for shape in shapes * 2))
+
+
+@pytest.mark.every_width
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.int8], ids=str)
 def test_pages(dtype: torch.dtype) -> None:
     """Sequences end with the last row of the last page, and within one."""

@@ -1,4 +1,4 @@
-"""Blocks that lie scattered in a cache are read through a table, and mean what they meant."""
+"""Scattered blocks of a cache are read through a page table, and give the same results."""
 
 from __future__ import annotations
 

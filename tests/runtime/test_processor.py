@@ -1,4 +1,4 @@
-"""A processor that cannot run what it says it can gets the eager path, and is told so."""
+"""If a processor cannot run instructions that it reports, the eager path runs and says why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the kernel is told about a tile is what the interpreter says of its bounds."""
+"""The compiled verdict about a tile is what the interpreter computes from the bounds."""
 
 from __future__ import annotations
 

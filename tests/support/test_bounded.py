@@ -1,4 +1,4 @@
-"""A dictionary of so many entries: the oldest of too many goes."""
+"""A dictionary of limited size, which drops its oldest entry."""
 
 from __future__ import annotations
 

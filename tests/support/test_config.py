@@ -1,4 +1,4 @@
-"""Environment variables: what they mean, and what a bad one is told."""
+"""Environment variables: what they mean, and the errors for wrong values."""
 
 from __future__ import annotations
 

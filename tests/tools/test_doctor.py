@@ -84,7 +84,7 @@ def test_two_openmp_runtimes_are_pointed_out(
 
 @contextlib.contextmanager
 def another_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What is found of the machine is found anew, and no code for it is tried."""
+    """Forget what is known about this machine, and run no trial of its instructions."""
     monkeypatch.setattr(cache, "_failure", lambda target, keep: None)
     target._host.cache_clear()
     try:

@@ -200,7 +200,7 @@ def test_a_file_that_does_not_run(file: Path, program: str, reason: str) -> None
 @pytest.mark.parametrize(
     ("name", "kind", "error", "message"),
     [
-        ("number", None, errors.NotCallableError, "must be a function of .* got a int"),
+        ("number", None, errors.NotCallableError, "must be a function of .* is a int"),
         ("Masks", None, errors.ModSignatureError, "'Masks' takes 0 positional .* Give it 4 or 5"),
         ("Masks.near", "score", errors.ModSignatureError, "score_mod must take 5 .* takes 4"),
         ("branching", None, errors.TracedBranchError, r"program\.py:\d+: `return True if"),

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
+from quire.api.weighting import WeightOptions, computed
+from quire.api.weights import weights_of
 from quire.aux_outputs import NO_AUX, AuxOutput, AuxRequest, checked_request
 from quire.config import Backend as BackendName
 from quire.ir.trace import Mod
@@ -27,6 +29,9 @@ class AttentionOptions(TypedDict, total=False):
     dropout_p: float
     generator: torch.Generator | None
     sink: Tensor | None
+    weight: Mod | None
+    normalise: bool
+    prob_mod: Mod | None
     q_start: int | Integers | None
     q_offsets: Integers | None
     q_lengths: Integers | None
@@ -67,6 +72,9 @@ def attention(
     dropout_p: float = 0.0,
     generator: torch.Generator | None = None,
     sink: Tensor | None = None,
+    weight: Mod | None = None,
+    normalise: bool = True,
+    prob_mod: Mod | None = None,
     q_start: int | Integers | None = None,
     q_offsets: Integers | None = None,
     q_lengths: Integers | None = None,
@@ -82,8 +90,15 @@ def attention(
     q_idx, kv_idx)` returns whether a query reads a key. Both are plain Python functions of absolute
     positions. The last query has the position of the last key, unless `q_start` gives the position
     of the first query. `mask` may also be a `BlockMask`; it counts from its own first row and
-    column. `sink` [Hq] is a logit per head that joins the softmax and has no value. A query that
-    reads no key gets 0.
+    column. `scale` multiplies the scores, by default 1 / sqrt(D). `sink` [Hq] is a logit per head
+    that joins the softmax and has no value. `dropout_p` drops weights; `generator` draws the seed
+    of dropout. `backend` is "auto", "jit", "eager" or "inductor". A query that reads no key gets 0.
+
+    `weight(score, b, h, q_idx, kv_idx)` returns the weight of a key from its score, in place of the
+    softmax: `quire.weights` has some. The weights are divided by their sum, unless `normalise` is
+    False. `lse` is then the logarithm of their sum, and `max_scores` the largest weight.
+    `prob_mod(prob, b, h, q_idx, kv_idx)` returns what a value is multiplied by in place of its
+    probability; it takes a second pass over the keys.
 
     In `Ragged` memory, `b` is the number of a sequence, and positions count from its first token.
     Queries have the offsets of the keys, unless `q_offsets` [B + 1] and `q_lengths` [B] are given.
@@ -95,28 +110,35 @@ def attention(
     The output has the shape of `query`, with Dv in place of D. With `return_aux`, the function
     returns the output and an `AuxOutput`.
     """
-    result = compute(
-        Request(
-            query,
-            memory,
-            Queries(q_start, q_offsets, q_lengths),
-            score_mod=score_mod,
-            masks=() if mask is None else (mask,),
-            scale=scale,
-            dropout_p=dropout_p,
-            sink=sink,
-            aux=NO_AUX if return_aux is None else checked_request(return_aux),
-            backend=backend,
-            generator=generator,
-        )
+    request = Request(
+        query,
+        memory,
+        Queries(q_start, q_offsets, q_lengths),
+        score_mod=score_mod,
+        masks=() if mask is None else (mask,),
+        scale=scale,
+        dropout_p=dropout_p,
+        sink=sink,
+        aux=NO_AUX if return_aux is None else checked_request(return_aux),
+        backend=backend,
+        generator=generator,
     )
-    return result.out if return_aux is None else (result.out, aux_output(result, return_aux))
+    if weight is None and normalise and prob_mod is None:
+        result = compute(request)
+    else:
+        request, result = computed(request, WeightOptions(weight, normalise, prob_mod))
+    if return_aux is None:
+        return result.out
+    return result.out, aux_output(result, return_aux, request)
 
 
 def aux_output(
-    result: Result, request: AuxRequest | torch_flex.AuxRequest
+    result: Result, wanted: AuxRequest | torch_flex.AuxRequest, request: Request
 ) -> AuxOutput | torch_flex.AuxOutput:
-    """Return the auxiliary outputs that `request` asks for, and None for the others."""
-    kind = AuxOutput if isinstance(request, AuxRequest) else torch_flex.AuxOutput
-    wanted = request._asdict().items()
-    return kind(**{name: getattr(result, name) for name, asked in wanted if asked})
+    """Return the auxiliary outputs that are wanted of a request, and None for the others."""
+    if not isinstance(wanted, AuxRequest):
+        asked = wanted._asdict().items()
+        return torch_flex.AuxOutput(**{name: getattr(result, name) for name, on in asked if on})
+    weights = None if wanted.weights is None else weights_of(request, wanted.weights)
+    asked = checked_request(wanted)._asdict().items()
+    return AuxOutput(**{name: getattr(result, name) for name, on in asked if on}, weights=weights)

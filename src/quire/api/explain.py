@@ -16,6 +16,7 @@ from torch.nn.attention import flex_attention as torch_flex
 from quire.api.attention import AttentionOptions, attention
 from quire.api.flex import FlexOptions, aux_request, check_gqa, checked_masks, flex_attention
 from quire.api.kernel_options import FlexKernelOptions, check_kernel_options
+from quire.api.weighting import WeightOptions, passes
 from quire.aux_outputs import NO_AUX, AuxRequest, checked_request
 from quire.ir.trace import Mod
 from quire.memory import TOP_LEFT, Dense, Memory, Queries
@@ -53,7 +54,7 @@ def explain(
 def explain(query: Tensor, *operands: Any, **options: Any) -> str:
     """Return text that says which backend would compute a call, and why the others would not.
 
-    The parameters are those of `flex_attention` or of `attention`.
+    The parameters are those of `flex_attention`, with query [B, Hq, L, D], or of `attention`.
 
         explain(query, key, value, mask_mod=causal)                   # flex_attention's arguments
         explain(query, Ragged(key, value, offsets), mask=causal)      # attention's
@@ -63,8 +64,8 @@ def explain(query: Tensor, *operands: Any, **options: Any) -> str:
     jit not used because eager was asked for; it could run this call.
     inductor not used because PyTorch's flex_attention has no dropout, and dropout_p is not 0.
 
-    For a call of compiled kernels it has the number of floating-point operations, for what the mask
-    leaves of all scores, as PyTorch's FlopCounterMode counts them:
+    If compiled kernels run the call, the text has its floating-point operations. Only scores that
+    the mask leaves count, each as in PyTorch's FlopCounterMode:
 
         jit takes forward 69.8 GFLOP (50.8 % of all scores), backward 174 GFLOP.
 
@@ -77,7 +78,13 @@ def explain(query: Tensor, *operands: Any, **options: Any) -> str:
     bound.apply_defaults()
     asked = SimpleNamespace(**bound.arguments)
     request = _of_attention(asked) if of_memory else _of_flex_attention(asked)
-    return explain_call(checked_call(request))
+    weighting = WeightOptions(asked.weight, asked.normalise, asked.prob_mod)
+    first, *second = passes(request, weighting)
+    explained = explain_call(checked_call(first))
+    return f"{explained}\n{TWO_PASSES}" if second else explained
+
+
+TWO_PASSES = "prob_mod takes a second pass over the keys, with the log-sum-exp of this one."
 
 
 def _of_flex_attention(asked: SimpleNamespace) -> Request:

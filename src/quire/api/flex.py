@@ -15,6 +15,7 @@ from torch.nn.attention import flex_attention as torch_flex
 
 from quire.api.attention import aux_output
 from quire.api.kernel_options import FlexKernelOptions, check_kernel_options
+from quire.api.weighting import WeightOptions, computed
 from quire.aux_outputs import NO_AUX, AuxOutput, AuxRequest, checked_request
 from quire.config import Backend as BackendName
 from quire.errors import BlockMaskError, HeadsError, NotCallableError, OptionError
@@ -33,6 +34,9 @@ class FlexOptions(TypedDict, total=False):
     dropout_p: float
     generator: torch.Generator | None
     sink: Tensor | None
+    weight: Mod | None
+    normalise: bool
+    prob_mod: Mod | None
     backend: BackendName
 
 
@@ -121,6 +125,9 @@ def flex_attention(
     dropout_p: float = 0.0,
     generator: torch.Generator | None = None,
     sink: Tensor | None = None,
+    weight: Mod | None = None,
+    normalise: bool = True,
+    prob_mod: Mod | None = None,
     backend: BackendName = "auto",
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput | torch_flex.AuxOutput]:
     """Compute attention as `torch.nn.attention.flex_attention.flex_attention` does.
@@ -130,9 +137,10 @@ def flex_attention(
     query [B, Hq, L, D], key [B, Hkv, S, D], value [B, Hkv, S, Dv]; Hq = Hkv unless `enable_gqa`.
     The first query and the first key are both at position 0. PyTorch does not have these
     parameters: `mask_mod` is a mask without blocks, `dropout_p` and `generator` are for dropout,
-    `sink` [Hq] is a logit that takes part in the softmax without a value, and `backend` names what
-    computes. Returns [B, Hq, L, Dv]. With `return_aux` it returns a pair of that and an
-    `AuxOutput`; with the deprecated `return_lse`, of that and the log-sum-exp [B, Hq, L].
+    `sink` [Hq] is a logit that takes part in the softmax without a value, `weight`, `normalise` and
+    `prob_mod` are those of `attention`, and `backend` names what computes. Returns [B, Hq, L, Dv].
+    With `return_aux` it returns a pair of that and an `AuxOutput`; with the deprecated
+    `return_lse`, of that and the log-sum-exp [B, Hq, L].
 
     A graph of torch.compile or torch.export holds it as one operator, `quire::attention`.
     """
@@ -140,24 +148,26 @@ def flex_attention(
     if kernel_options is not None:
         check_kernel_options(kernel_options)
     check_gqa(query, key, enable_gqa)
-    result = compute(
-        Request(
-            query,
-            Dense(key, value),
-            TOP_LEFT,
-            score_mod=score_mod,
-            masks=checked_masks(mask_mod, block_mask),
-            scale=scale,
-            dropout_p=dropout_p,
-            sink=sink,
-            aux=aux,
-            kernel_options=kernel_options,
-            backend=backend,
-            generator=generator,
-        )
+    request = Request(
+        query,
+        Dense(key, value),
+        TOP_LEFT,
+        score_mod=score_mod,
+        masks=checked_masks(mask_mod, block_mask),
+        scale=scale,
+        dropout_p=dropout_p,
+        sink=sink,
+        aux=aux,
+        kernel_options=kernel_options,
+        backend=backend,
+        generator=generator,
     )
+    if weight is None and normalise and prob_mod is None:
+        result = compute(request)
+    else:
+        request, result = computed(request, WeightOptions(weight, normalise, prob_mod))
     if return_aux is not None:
-        return result.out, aux_output(result, return_aux)
+        return result.out, aux_output(result, return_aux, request)
     if return_lse:
         assert result.lse is not None, "it was asked for"
         return result.out, result.lse

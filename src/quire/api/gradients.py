@@ -13,9 +13,9 @@
     ]
     grad_query = sum(part.query for part in parts)
 
-Keys may be cut into shards, on one machine or on several. Each shard takes the output and the
-log-sum-exp of all keys together, and computes the gradients of its own keys and values. The
-gradients of the query add up.
+Keys may be cut into shards, on one machine or on several. A call for each shard takes the output
+and the log-sum-exp over all keys, and returns the gradients of the keys and values of that shard.
+The gradients of the query add up.
 """
 
 from __future__ import annotations
@@ -67,10 +67,11 @@ def attention_gradients(
 ) -> AttentionGradients:
     """Compute the gradients of attention over `memory`, which may be one shard of all keys.
 
-    `out` [B, Hq, L, Dv] and `lse` [B, Hq, L] are results of `attention`, perhaps merged from
-    several shards; `grad_out` and `grad_lse` are their gradients. For packed queries they are
-    [total, Hq, Dv] and [total, Hq]. The other parameters are those of `attention`. A sink is not a
-    parameter, as `lse` includes it.
+    `query` [B, Hq, L, D] or [total, Hq, D] is that of `attention`. `out` [B, Hq, L, Dv] and `lse`
+    [B, Hq, L] are its results, perhaps merged from several shards; for packed queries they are
+    [total, Hq, Dv] and [total, Hq]. `grad_out` and `grad_lse` are their gradients and have the same
+    shapes. `q_start`, `q_offsets` and `q_lengths` have the same shapes as in `attention`, and all
+    other parameters the same meaning. A sink is not a parameter, as `lse` includes it.
     """
     call = checked_call(
         Request(
@@ -80,6 +81,7 @@ def attention_gradients(
             score_mod=score_mod,
             masks=() if mask is None else (mask,),
             scale=scale,
+            learns=True,
         )
     )
     operands, captures = call.placed.operands, call.problem.captures

@@ -119,7 +119,9 @@ def unpatch_torch() -> None:
 def _exchange(row: Exchange, stack: ExitStack) -> None:
     """Give a function of PyTorch our code. `stack` restores its own code later."""
     theirs = named(row.module, row.name)
-    assert isinstance(theirs, types.FunctionType) and not theirs.__closure__, "code needs a place"
+    assert isinstance(theirs, types.FunctionType) and not theirs.__closure__, (
+        "it has code to replace"
+    )
     key = f"{row.module}.{row.name}"
     STAND_INS[key] = _stand_in(row, own(theirs))
     stack.callback(setattr, theirs, "__code__", theirs.__code__)

@@ -23,7 +23,7 @@ from quire.plans import CallPlan, Key, make, operand_layout
 from quire.request import Call, Mask, Problem, Request, call_of, check
 from quire.results import working_dtype
 from quire.support.bounded import BoundedDict
-from quire.support.torch_private import is_transformed
+from quire.support.torch_private import is_jit_tracing, is_transformed
 
 
 def plan(
@@ -61,7 +61,7 @@ class Plan:
         call = call_of(self._request)
         self._captures = call.captures
         self._kinds = tuple(map(_kind, self._captures))
-        self._fixed = call.problem.block_mask is not None  # valid for these lengths and positions
+        self._fixed = call.problem.block_mask is not None  # it fixes lengths and positions
         self._known: BoundedDict[Key, tuple[CallPlan, Problem]] = BoundedDict(64)
 
     def __call__(self, query: Tensor, memory: Dense) -> Tensor:
@@ -80,8 +80,10 @@ class Plan:
         return known[0].run(call).out
 
     def _key(self, query: Tensor, memory: Dense) -> Key | None:
-        """Return all that the plan depends on besides its mods; None if it cannot be told."""
+        """Return all that the plan depends on besides its mods; None for operands without a key."""
         if type(memory) is not Dense or type(memory.start) is not int or memory.start != 0:
+            return None
+        if is_jit_tracing():
             return None
         layout = operand_layout(query, memory.key, memory.value)
         if layout is None:
@@ -96,6 +98,11 @@ class Plan:
         return layout
 
     def _checked(self, request: Request) -> Call:
+        if is_jit_tracing():
+            raise BackendError(
+                "a plan must be called outside of torch.jit.trace, which sees no kernel, but it is "
+                "called inside. Call quire.attention, which is recorded as an operator."
+            )
         _check_dense(request.memory)
         self._check_captures()
         query, made_for = request.query, self._request.query.dtype

@@ -89,7 +89,7 @@ class _Stages(Mapping[str, str]):
 
 
 def _graph_text(graphs: ModGraphs) -> str:
-    """The ops of each mod, and of the bounds of a mask: if it can, and must, hold in a tile."""
+    """The ops of each mod, and of the bounds of a mask: whether it can and must hold in a tile."""
     titles = {"score": graphs.score, "mask": graphs.always}
     if graphs.bounds is not None:
         titles |= {"can": graphs.bounds.can, "must": graphs.bounds.must}

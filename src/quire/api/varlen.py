@@ -65,11 +65,12 @@ def varlen_attention(
         varlen_attention(q, k, v, cu_seqlens, cu_seqlens, causal=True, window_size=(128, 0))
 
     The parameters up to `block_table` are those of flash_attn_varlen_func. Leave `cu_seqlens_k` out
-    if it equals `cu_seqlens_q` [B + 1]. The longest lengths are optional, and are only compared
-    with the lengths. `seqused_k` [B] says how many keys of each sequence are used. Scores are
-    scaled, soft-capped, lowered by distance times slope ([Hq] or [B, Hq]), and then given to
-    `score_mod`. A query reads a key if the window, the causal mask and `mask` allow it. In mods `b`
-    is the sequence, and positions count from its start.
+    if it equals `cu_seqlens_q` [B + 1]. `max_seqlen_q` and `max_seqlen_k` are optional: no sequence
+    may be longer. `seqused_k` [B] says how many keys of each sequence are used. Scores are scaled,
+    soft-capped, lowered by distance times `alibi_slopes` ([Hq] or [B, Hq]), and then given to
+    `score_mod`. A query reads a key if the window, the causal mask and `mask` allow it. `sink` [Hq]
+    is a logit per head that joins the softmax. In mods `b` is the sequence, and positions count
+    from its start. `block_table` is unused and must be None; `deterministic` has no effect.
 
     Returns [total_q, Hq, Dv]. With `return_aux` it returns a pair of that and an `AuxOutput`.
     """
@@ -118,9 +119,10 @@ def varlen_attn(
 
         varlen_attn(query, key, value, offsets, offsets, longest, longest, window_size=(-1, 0))
 
-    query [T_q, Hq, D], key [T_k, Hkv, D], value [T_k, Hkv, Dv], offsets [B + 1]. `num_splits` is
-    ignored, since results never depend on the batch. Returns [T_q, Hq, Dv], or a pair of that and
-    the log-sum-exp [T_q, Hq] if `return_aux.lse` is True.
+    query [T_q, Hq, D], key [T_k, Hkv, D], value [T_k, Hkv, Dv]; `cu_seq_q` and `cu_seq_k` [B + 1],
+    `seqused_k` [B]. `num_splits` has no effect, since results never depend on the batch.
+    `block_table` is unused and must be None. Returns [T_q, Hq, Dv], or a pair of that and the
+    log-sum-exp [T_q, Hq] if `return_aux.lse` is True.
     """
     packed = (query, key, value)
     longest = ("max_q", max_q), ("max_k", max_k)

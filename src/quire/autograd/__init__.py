@@ -34,12 +34,19 @@ from quire.autograd.steps import (
 from quire.checks import check_held
 from quire.errors import TensorKindError
 from quire.request import Call
-from quire.results import Above, Gradients, Result, Wanted, folded, is_far
+from quire.results import Above, Gradients, Moved, Result, Tangents, Wanted, folded, is_far
+from quire.support.dynamo import never_entered
 from quire.support.torch_private import (
     is_dual,
     is_legacy_batched,
     is_transformed,
     lost_memory,
+)
+from quire.support.torch_private.transforms import (
+    Duals,
+    make_dual,
+    on_plain_tensors,
+    only_duals,
 )
 
 _EMPTY = torch.empty(0, device="cpu")
@@ -47,10 +54,36 @@ _EMPTY = torch.empty(0, device="cpu")
 
 def recorded(passes: Passes, call: Call) -> Result:
     """Compute a call, and let autograd record it."""
+    sink, dropout = call.request.sink, call.problem.dropout
+    duals = only_duals((*call.placed[:3], sink, *call.captures))
+    if duals is not None:
+        return _with_tangents(passes, call, duals)
     apply: Any = Attention.apply
-    step, dropout = AttentionStep(passes, call), call.problem.dropout
-    drawn = None if dropout is None else dropout.drawn
-    return Result(*apply(step, *call.placed[:3], call.request.sink, drawn, *call.captures))
+    step, drawn = AttentionStep(passes, call), None if dropout is None else dropout.drawn
+    return Result(*apply(step, *call.placed[:3], sink, drawn, *call.captures))
+
+
+def _with_tangents(passes: Passes, call: Call, duals: Duals) -> Result:
+    """Compute a call of the first order in forward mode: nothing is saved, since nothing follows.
+
+    A Function would be told the tangents after its results, when it is too late to compute both
+    at once.
+    """
+    query, key, value, sink, *captures = duals.tensors
+    assert query is not None and key is not None and value is not None
+    plain = call.on((query, key, value), sink, tuple(x for x in captures if x is not None))
+    by_query, by_key, by_value, by_sink, *by_captures = duals.tangents
+    along = Tangents(by_query, by_key, by_value, by_sink, captures=tuple(by_captures))
+    with on_plain_tensors(), without_autocast(query):
+        found = passes.moved(plain, along)
+        results, moved = found or Moved(passes.forward(plain), None)
+        out, lse = results.out, results.lse
+        assert lse is not None, "the results that are differentiated have lse"
+        if moved is None:
+            above, failed = Above(out, lse, None, None, sink), found is not None
+            moved = passes.tangent(plain.placed, plain.captures, above, along, in_torch=failed)
+    assert moved.lse is not None, "lse has a tangent, too"
+    return results._replace(out=make_dual(out, moved.out), lse=make_dual(lse, moved.lse))
 
 
 class Attention(torch.autograd.Function):
@@ -167,6 +200,13 @@ class Derivative(torch.autograd.Function):
     def vmap(info: Any, in_dims: Any, step: Step, *tensors: Any) -> Any:
         """Compute many steps as one."""
         return mapped(Derivative.apply, step, info, in_dims[1:], tensors)
+
+
+# A backward pass may run inside of what torch.compile has compiled, between two graphs.
+for _function in (Attention, Derivative):
+    never_entered(_function.backward)
+    never_entered(_function.jvp)
+    never_entered(_function.vmap)
 
 
 def _derived(step: Step, *tensors: Tensor | None) -> Tensors:

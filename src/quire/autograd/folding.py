@@ -1,9 +1,9 @@
 """torch.vmap over attention: many calls become one with a larger batch.
 
-Entry b of call n is entry n * B + b of the batch. A captured tensor that is mapped gets an index
-more, and mods find both numbers in theirs:
+Entry b of call n is entry b' = n * B + b of the batch. A captured tensor that is mapped gets one
+more dimension, and mods compute n and b from b':
 
-    bias[b, h]      is      bias[b' // B, b' % B, h]
+    bias[b, h]      becomes      bias[b' // B, b' % B, h]
 
 A batch entry has the same bits whatever its batch, so the results are those of a loop. What cannot
 be folded is computed in a loop: ragged and paged memory, mods without a graph, a mapped sink.
@@ -42,7 +42,7 @@ class Change(Protocol):
 
 
 class Role(NamedTuple):
-    """What a tensor is: that decides how it is mapped.
+    """The role of a tensor, which decides how torch.vmap maps it.
 
     rows        [B, ...], queries, results, and what is like them
     keys        [B or 1, ...], keys and values
@@ -117,7 +117,7 @@ class Fold:
         return rows.contiguous() if dim is None else rows  # results are laid out like the query
 
     def take(self, role: Role, x: Tensor | None) -> Tensor | None:
-        """Return an output of the one call as that of all calls, which come first."""
+        """Return an output of the one call as that of all calls; their dimension comes first."""
         if x is None or role.name == "captured":
             return x
         each: Tensor = x.unflatten(0, (self.size, self.batch))
@@ -126,7 +126,7 @@ class Fold:
         return each
 
     def problem(self, problem: Problem) -> Problem:
-        """Return the problem of the one call. Its mods load from tensors of an index more."""
+        """Return the problem of the one call. Mapped tensors have one more dimension."""
         changed, first = problem, 0
         for name, mod in problem.mods.items():
             assert isinstance(mod, Traced), "only graphs can be folded"

@@ -1,4 +1,4 @@
-"""The functions of tensors that autograd meets, of every order, each as a value.
+"""The functions that autograd differentiates, of every order. Each is a value.
 
     AttentionStep          query, key, value, ... -> out, lse, ...
     GradientStep           its reverse derivative: also gradients of the results -> those of inputs
@@ -23,7 +23,7 @@ from torch import Tensor
 from quire.autograd.folding import Change, Role
 from quire.memory import Placed
 from quire.request import Call, Problem
-from quire.results import Above, Gradients, Result, Tangents, Wanted
+from quire.results import Above, Gradients, Moved, Result, Tangents, Wanted
 from quire.support.torch_private.transforms import (
     forward_mode,
     make_dual,
@@ -59,6 +59,9 @@ class Passes(Protocol):
         in_torch: bool = False,
     ) -> Result:
         """Return the tangents of out and lse. The mods load from `captures`."""
+
+    def moved(self, call: Call, along: Tangents) -> Moved | None:
+        """Return the results of a call and their tangents; None if one launch cannot give both."""
 
     def changed(self, change: Change) -> Passes:
         """Return what computes another problem."""

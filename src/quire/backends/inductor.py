@@ -52,6 +52,8 @@ def obstacle(call: Call) -> str | None:
         return "PyTorch's flex_attention takes no sequences that are packed into one tensor"
     if call.problem.dropout is not None:
         return "PyTorch's flex_attention has no dropout, and dropout_p is not 0"
+    if call.problem.weighting != "softmax":
+        return "PyTorch's flex_attention has no weights but those of a softmax"
     if call.placed.query.shape[2] == 0 or call.placed.key.shape[2] == 0:
         return "PyTorch's flex_attention takes no sequences of length 0"
     for output in _unknown(call.request.aux):
@@ -205,7 +207,7 @@ def in_graph(request: Request) -> Result:
             f"must be able to do what is asked, but it has no {lacking[0]}. Compile without "
             f"fullgraph=True."
         )
-    assert isinstance(request.memory, Dense), "it was looked at above"
+    assert isinstance(request.memory, Dense), "_lacking has checked it"
     block_mask = mask_mod = None
     for mask in request.masks:
         if isinstance(mask, torch_flex.BlockMask):

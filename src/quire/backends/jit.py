@@ -18,7 +18,7 @@ from quire.runtime.cache import processor_obstacle
 from quire.runtime.mods import bounds_of
 from quire.runtime.prepare import by_form, num_products
 from quire.runtime.pyramids import is_worth
-from quire.support.torch_private import has_memory
+from quire.support.torch_private import has_memory, is_jit_tracing
 
 LARGEST_HEAD_DIM = 1024
 
@@ -35,6 +35,8 @@ def obstacle(call: Call) -> str | None:
     for tensor in call.tensors:
         if not has_memory(tensor):
             return f"a {type(tensor).__name__} on {tensor.device} has no memory that it could read"
+    if is_jit_tracing():
+        return "torch.jit.trace records operations of torch, and sees no kernel"
     head_dim = max(query.shape[-1], value.shape[-1])
     if head_dim > LARGEST_HEAD_DIM:
         return f"its head dim is {head_dim}, and kernels go up to {LARGEST_HEAD_DIM}"

@@ -37,7 +37,7 @@ OR = Operator(torch.maximum, or_masks)
 
 
 def complement(mask: Mask) -> Mask:
-    """Return the mask of what a mask does not allow."""
+    """Return the mask that allows exactly what `mask` does not allow."""
     elements = Elements(mask, mask.BLOCK_SIZE)
     cells = FULL - elements.cells
     if (cells == PARTIAL).any():
@@ -46,7 +46,7 @@ def complement(mask: Mask) -> Mask:
 
 
 def join(one: Mask, other: BlockTensors, combine: Operator) -> Mask:
-    """Return the mask of what both masks allow, by AND, or at least one of them, by OR."""
+    """Return the mask of what both masks allow (AND), or of what at least one allows (OR)."""
     check_devices(four_dimensional(one), four_dimensional(other))
     sizes = _common_sizes(one, other)
     block_size = _common_block_size(one, other, sizes)

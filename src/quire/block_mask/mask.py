@@ -49,10 +49,12 @@ class BlockMask(BlockTensors):
               [1, 1]]]], dtype=torch.int32)
 
     `kv_num_blocks` [B, H, rows] and `kv_indices` [B, H, rows, width] list the blocks in which
-    `mask_mod` decides, `full_kv_*` those in which every query sees every key. `q_*` and `full_q_*`
-    list the query blocks that read each key block. `dq_*` is the order of additions in a
-    deterministic backward pass on a GPU. It is kept as given. A block that is listed twice counts
-    once, and a block in both lists is full.
+    `mask_mod` decides. `full_kv_*` have the same shapes, and list the blocks in which every query
+    sees every key. `q_*` and `full_q_*`, [B, H, columns] and [B, H, columns, rows], list the query
+    blocks that read each key block. `dq_*` is the order of additions in a deterministic backward
+    pass on a GPU: `dq_kv_order` [B, H, columns], `dq_write_order` and `dq_write_order_full`
+    [B, H, columns, rows]. It is kept unchanged. A block that is listed twice counts once, and a
+    block in both lists is full.
 
     `==` and `hash` compare masks by identity. `equal` compares their content. A pickled mask
     contains the graph of its mask_mod and the tensors that it captured.
@@ -109,7 +111,7 @@ class BlockMask(BlockTensors):
         *,
         device: Device | None = None,
     ) -> Self:
-        """As `from_lengths`, from the start of each document and the end of the last: [N + 1]."""
+        """As `from_lengths`. `offsets` [N + 1] are the starts of documents, and the last end."""
         return cls._of_documents(document(offsets=offsets), causal, BLOCK_SIZE, device)
 
     @classmethod

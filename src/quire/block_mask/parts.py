@@ -31,9 +31,9 @@ def take(mask: Mask, index: Any) -> Mask:
     128
 
     `index` is an int, a slice, a tensor [n], a list or `...`, alone or in a tuple. The queries of a
-    slice count from 0, which its mask_mod does not know. So using a slice raises an error until it
-    is given a mask_mod of its own, or use `for_queries`. If a tensor picks rows in another order,
-    each counts as a whole block, except for the last one.
+    slice count from 0, which its mask_mod does not know. So using a slice raises an error until you
+    set its mask_mod. `for_queries` gives a mask that can be used at once. If a tensor picks rows in
+    another order, each counts as a whole block, except for the last one.
     """
     where = _expanded_index(index, mask.kv_num_blocks.shape)
     full = mask._full_lists()

@@ -77,13 +77,13 @@ def check_paged(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def check_scales(key: Tensor, key_scale: object, value: Tensor, value_scale: object) -> None:
-    """Check that int8 pages [P, Hkv, page, D], and no others, have factors [P, Hkv, page]."""
+    """Check that int8 pages [P, Hkv, page, D], and no others, have scales [P, Hkv, page]."""
     for name, pages, scale in (("key", key, key_scale), ("value", value, value_scale)):
         if (pages.dtype == torch.int8) != (scale is not None):
             raise ArgumentError(
                 f"{name} pages of int8 must come with {name}_scale, and others without, but they "
                 f"are {pages.dtype} and {name}_scale is {'None' if scale is None else 'given'}. "
-                f"Give one float32 factor for each row of each head, {list(pages.shape[:3])}."
+                f"Give one float32 scale for each row of each head, {list(pages.shape[:3])}."
             )
         if scale is None:
             continue
@@ -92,7 +92,7 @@ def check_scales(key: Tensor, key_scale: object, value: Tensor, value_scale: obj
         check_unmapped(f"{name}_scale", scale)
         if scale.dtype != torch.float32 or scale.shape != pages.shape[:3]:
             raise ShapeError(
-                f"{name}_scale must be float32 {list(pages.shape[:3])}, a factor for each row of "
+                f"{name}_scale must be float32 {list(pages.shape[:3])}, a scale for each row of "
                 f"each head, but is {dtype_name(scale.dtype)} {list(scale.shape)}. Divide the "
                 f"largest absolute value of each row by 127."
             )

@@ -29,6 +29,11 @@ ALIGNED = 64  # bytes, of scratch and of each thread's part of it
 
 Fields = Mapping[str, int | float]
 
+_LSE_IS_FOR: dict[Form, str] = {
+    "backward": "which the backward pass reads",
+    "tangent": "which has a tangent",
+}
+
 
 @dataclass(frozen=True, eq=False)
 class Terms:
@@ -108,8 +113,8 @@ class Terms:
             raise _broken("an address of query", query)
         if not out and self.value_dim:
             raise _broken("an address of out", out)
-        if not lse and self.form == "backward":
-            raise _broken("an address of lse, which the backward pass reads", lse)
+        if not lse and self.form in _LSE_IS_FOR:
+            raise _broken(f"an address of lse, {_LSE_IS_FOR[self.form]}", lse)
         if (argmax or entropy) and not self.observes:
             raise _broken("a function that observes, for argmax and entropy", "none")
         if not sequences or num_sequences < 1 or num_items < 1:
@@ -136,7 +141,7 @@ class Terms:
             raise _broken("an address of counters", counters)
 
     def _check_scales(self, *sides: tuple[int, int]) -> None:
-        """Keys and values of int8 need factors."""
+        """Keys and values of int8 need scales."""
         for name, (rows, scales) in zip(("key", "value"), sides, strict=True):
             if rows and not scales and storage(self.spec.dtype_of(name)).has_scales:
                 raise _broken(f"an address of {name}_scale for int8", scales)
@@ -148,6 +153,15 @@ class Terms:
         if not (partials and arrivals):
             got = f"{partials} and {arrivals}"
             raise _broken(f"partials and arrivals for {members} members", got)
+
+    def check_tangents(self, fields: Fields) -> None:
+        """Check the TANGENTS fields of a tangent kernel."""
+        moves = fields["moves"]
+        _expect(moves in (0, 1), "moves of 0 or 1", moves)
+        for name in ("query_tangent", "key_tangent"):
+            _expect(moves == 1 or not fields[name], f"moves for {name}", moves)
+        for name in ("lse_tangent", "odd", *(["out_tangent"] if self.value_dim else [])):
+            _expect(fields[name] != 0, f"an address of {name}", fields[name])
 
     def check_gradients(self, fields: Fields) -> None:
         """Check the GRADIENTS fields of a backward pass."""
@@ -175,11 +189,13 @@ class Terms:
 
 
 def check(form: Form, spec: KernelSpec, record: Fields) -> None:
-    """Check a whole record, KERNEL or BACKWARD."""
+    """Check a whole record: KERNEL, BACKWARD or TANGENT."""
     terms = Terms.of(form, spec, record)
     terms.check_call(tuple(int(record[name]) for name in CALL))
     if form == "backward":
         terms.check_gradients(record)
+    if form == "tangent":
+        terms.check_tangents(record)
 
 
 def _check_blocks(form: Form, spec: KernelSpec, plan: Fields) -> None:

@@ -28,11 +28,15 @@ One score matrix: queries go down, keys to the right, a cell is the score of one
     placement  where the rows of one tensor are, for one sequence and head
     group      query heads that read the same key head
     item       what a thread takes off the counter: in the forward kernel a block of queries of
-               `row_group` heads, in the decode kernel a piece, in the backward kernel a share
+               `row_group` heads, in the decode kernel a piece or all pieces of a sequence, in
+               the backward kernel a share
+    tangent    the derivative of a number in the direction in which the operands move
 
-Few queries (`kernels/decode.py`) are computed row by row, and their keys are cut into pieces:
+Keys are cut into pieces, see `phases/order.py`. For few queries (`kernels/decode.py`):
 
     piece      `KEYS_OF_PIECE` keys of a sequence, from a multiple of that on
+    chain      the weights of every `CHAINS`-th key of a block, which are added in turn
+    square     as many keys as a vector has lanes, transposed so that lanes run over keys
     member     one of the sequences that a piece is computed for: they begin with the same pages
     slot       where a piece of one sequence and head leaves its partial result
     set        up to four rows that share each load of a key and value
@@ -43,9 +47,9 @@ The backward kernel (`kernels/backward.py`) adds up gradients of keys and values
     share      a slice of the queries of one sequence that read one key head; it has its own sums
 
 A kernel is one function, `ENTRY`. Every thread of a launch calls it with the address of the same
-record: `KERNEL`, or `BACKWARD` for gradients. A kernel is compiled for dtypes and a target; sizes,
-strides, lengths, masks and mods are fields of the record. Items of a sequence are numbered by head,
-then by block.
+record: `KERNEL`, `BACKWARD` for gradients, or `TANGENT` for tangents. A kernel is compiled for
+dtypes and a target; sizes, strides, lengths, masks and mods are fields of the record. Items of a
+sequence are numbered by head, then by block.
 
 The tiles of a block of queries are a row of the tile list:
 
@@ -79,9 +83,12 @@ from quire.codegen.phases.tiles import TileShape
 from quire.errors import CodegenError
 
 ENTRY = "forward"  # the name of every kernel's function
-Form = Literal["panel", "row", "backward"]  # the kernels of forward.py, decode.py and backward.py
+Form = Literal["panel", "row", "backward", "tangent"]
+"""The kernels of forward.py, decode.py, backward.py and tangent.py."""
 BLOCK_Q = 128  # queries of a block in the backward kernel
-MOST_ROWS = 4  # the most queries of a sequence that is computed row by row
+FEW_ROWS = 4  # a sequence with at most as many queries is computed by the decode kernel,
+MOST_ROWS = 16  # and one with at most as many queries if it has `MANY_KEYS`
+MANY_KEYS = 1024
 KEYS_OF_PIECE = 1024
 EMPTY, PARTIAL, FULL, PLAIN = range(4)  # skip the tile; apply all masks, some, none
 
@@ -92,7 +99,14 @@ REWRITE = Signature(
 )
 """Applies mods to a panel of scores, see `mods/functions.py`."""
 
-ROW_REWRITE = Signature("rewrite_row", typed("ptr scores arguments, i64 b h q_idx kv_idx keys"))
+PUSH = Signature(
+    "push", typed("ptr scores tangents maxima arguments, i64 b h q_idx queries kv_idx keys")
+)
+"""Applies mods to a panel of scores and to their tangents, see `mods/push.py`."""
+
+ROW_REWRITE = Signature(
+    "rewrite_row", typed("ptr scores arguments, i64 b h q_idx kv_idx keys skipped")
+)
 """Applies mods to the scores of one query, see `mods/functions.py`."""
 
 EXTENT = Signature("extent", typed("ptr arguments, i64 b h q_idx queries kv_idx keys"), I64)
@@ -101,7 +115,9 @@ EXTENT = Signature("extent", typed("ptr arguments, i64 b h q_idx queries kv_idx 
 VERDICT = Signature("verdict", typed("ptr arguments, i64 b h q_low q_high kv_low kv_high"), I64)
 """Tells the kind of a tile, see `mods/functions.py`."""
 
-OBSERVE = Signature("observe", typed("ptr scores running_sum best place surprise, i64 first keys"))
+OBSERVE = Signature(
+    "observe", typed("ptr chains scores running_sum best place surprise, i64 first keys lead")
+)
 """Keeps track of the argmax and the entropy of rows, see `phases/observe.py`."""
 
 DERIVE = Signature(
@@ -133,7 +149,7 @@ CALL = {
     "num_sequences": I64,
     "num_items": I64,
     "page_table": PTR,  # i32 [sequence, page], or null
-    "key_scale": PTR,  # float32, a factor for each row of int8 pages
+    "key_scale": PTR,  # float32, a scale for each row of int8 pages
     "value_scale": PTR,
     "tile_offsets": PTR,  # the tile list, see above, or null
     "tile_entries": PTR,
@@ -171,7 +187,8 @@ PLAN = {
     "tile_batch_stride": I64,
     "tile_per_head": I64,  # 1 or 0
     "tile_kind": I64,
-    # Addresses of functions: a REWRITE, or a ROW_REWRITE in the decode kernel, or null.
+    "stays_open": I64,  # 1: out is not divided; lse has the sums and max_scores the maxima for that
+    # Addresses of functions: a REWRITE or null; in other kernels a ROW_REWRITE, DERIVE or PUSH.
     "partial_mod": PTR,
     "full_mod": PTR,
     "plain_mod": PTR,
@@ -206,6 +223,24 @@ GRADIENTS = {
 BACKWARD = Layout("backward", CALL | PLAN | GRADIENTS)
 GRADIENTS_PART = Layout("gradients", GRADIENTS)
 
+TANGENTS = {
+    # What the tangent kernel needs besides. Null: the operand does not move.
+    "query_tangent": PTR,
+    **_strides("query_tangent", "batch head row column"),
+    "key_tangent": PTR,
+    **_strides("key_tangent", "batch head page row column"),
+    "value_tangent": PTR,
+    **_strides("value_tangent", "batch head page row column"),
+    "sink_tangent": PTR,
+    "out_tangent": PTR,
+    **_strides("out_tangent", "batch head row column"),
+    "lse_tangent": PTR,  # with the strides of lse
+    "moves": I64,  # 1 or 0: whether scores have a tangent
+    "odd": PTR,  # i64: 1 if some tangent is not finite
+}
+TANGENT = Layout("tangent", CALL | PLAN | TANGENTS)
+TANGENTS_PART = Layout("tangents", TANGENTS)
+
 CAPTURED_GRADIENT = Layout("captured", typed("ptr base, i64 batch head slice"))
 """Where shares add up the gradient of a captured tensor: an address, and strides in elements."""
 
@@ -221,7 +256,8 @@ SEQUENCE = Layout(
         "kv_row": I64,  # the row of position 0 in key and value, even if there is none
         "kv_begin": I64,  # keys exist at positions [kv_begin, kv_end)
         "kv_end": I64,
-        "slices": I64,  # items for each head: slices in the backward kernel, else its own pieces
+        "slices": I64,  # items for each head: slices in the backward kernel; decode: its own
+        # pieces, or 1 if one item is all pieces and none is shared
         "pieces": I64,  # decode: the pieces of its keys
         "shared": I64,  # decode: how many of them, from the first on, have several members
         "members": I64,  # decode: of those pieces, this sequence being the first; 0: it is not
@@ -231,6 +267,11 @@ SEQUENCE = Layout(
 
 PARTIAL_STATES = ("running_max", "running_sum", "best", "place", "surprise")
 """What a piece leaves for each row, one vector each; the row's part of out follows."""
+
+
+def belongs_to(name: str) -> str:
+    """The operand or result that a gradient or a tangent belongs to."""
+    return name.removeprefix("grad_").removesuffix("_tangent")
 
 
 class Record:
@@ -257,10 +298,11 @@ class KernelSpec:
     out: str = "float32"
     head_dim: int = 0
     value_dim: int = 0
+    weighted: bool = False  # the mods return weights, so there is no softmax
 
     def dtype_of(self, name: str) -> str:
-        """The dtype of an operand or a result; grad_query has that of query, and so on."""
-        return str(getattr(self, name.removeprefix("grad_")))
+        """The dtype of an operand or a result, which is that of its gradient and tangent, too."""
+        return str(getattr(self, belongs_to(name)))
 
     def __post_init__(self) -> None:
         if "float64" in (self.key, self.value) and self.query != "float64":

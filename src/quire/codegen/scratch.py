@@ -12,11 +12,13 @@ from typing import TypeAlias
 
 from quire.codegen.convention import BLOCK_Q, Form, gradient_columns
 from quire.codegen.llvm.types import I64, PTR
+from quire.codegen.phases.order import CHAINS
 from quire.codegen.phases.row_stream import MOST_AHEAD
 from quire.codegen.phases.staging import PLACEMENT, Number, padded, scratch_stride
 from quire.codegen.phases.tiles import SMALL_ROWS, TileShape
 
 BLOCKS_TOGETHER = 4  # blocks of keys that the decode kernel computes at once
+MOST_SQUARES = 4  # squares of keys whose scores it writes at once, perhaps past the last key
 
 Regions: TypeAlias = Iterator[tuple[str, Number]]
 """Names of regions, and where each begins in elements."""
@@ -34,22 +36,49 @@ def panel_regions(
     """The scratch of the forward kernel: one block of queries, one block of keys, one panel."""
     block_kv = tile.target.block_kv
     sizes = (
-        ("records", _placements(tile, 4)),  # of query, key, value and out
+        ("records", _placements(tile, 8)),  # of query, key, value and out, and their tangents
         ("maxima", tile.width),  # of one tile, for each query
         ("alpha", tile.width),  # the factor by which earlier sums shrink
+        ("chains", CHAINS * tile.lanes),  # of the sums of weights, see `phases/order.py`
         ("scores", (block_kv + SMALL_ROWS) * tile.width),
-        ("running_max", block_q),
-        ("running_sum", block_q),
         ("lse", block_q),
-        ("best", block_q),  # best, place and surprise are for `observe`
-        ("place", block_q),
-        ("surprise", block_q),
+        ("key_scales", block_kv + SMALL_ROWS),  # of int8
+        ("value_scales", block_kv),
         ("keys", scratch_stride(tile, head_dim) * block_kv),
         ("values", scratch_stride(tile, value_dim) * block_kv),
         ("queries", padded(tile, head_dim) * block_q),
+        ("pieces", 2 * I64.size // tile.element.size),  # which one it is; how many came before
+        ("running_max", block_q),  # of the piece that is computed, as far as "out"
+        ("running_sum", block_q),
+        ("best", block_q),  # best, place and surprise are for `observe`
+        ("place", block_q),
+        ("surprise", block_q),
         ("out", padded(tile, value_dim) * block_q),
+        ("merged_running_max", block_q),  # the same of all pieces before it
+        ("merged_running_sum", block_q),
+        ("merged_best", block_q),
+        ("merged_place", block_q),
+        ("merged_surprise", block_q),
+        ("merged_out", padded(tile, value_dim) * block_q),
     )
     yield from _placed(tile, sizes, block_q * 0)
+
+
+def tangent_regions(
+    tile: TileShape, head_dim: Number, value_dim: Number, block_q: Number
+) -> Regions[Number]:
+    """The scratch of the tangent kernel: that of the forward kernel, and tangents beside it."""
+    widths = 2 * padded(tile, head_dim), results_with_tangents(tile, value_dim)
+    end: Number = block_q * 0
+    for name, end in panel_regions(tile, *widths, block_q):
+        if name != "end":
+            yield name, end
+    sizes = (
+        ("tangents", (tile.target.block_kv + SMALL_ROWS) * tile.width),  # of scores
+        ("spare", tile.width),  # maxima that nobody reads, then ones
+        ("lse_tangent", block_q),
+    )
+    yield from _placed(tile, sizes, end)
 
 
 def row_regions(
@@ -65,9 +94,10 @@ def row_regions(
         ("rows", 2 * addresses),  # the addresses of keys, then those of values
         ("keys", scratch_stride(tile, head_dim) * keys),
         ("values", scratch_stride(tile, value_dim) * keys),
+        ("kept", padded(tile, head_dim) * MOST_SQUARES * tile.lanes),  # transposed keys
         ("key_scales", more),  # of int8
         ("value_scales", more),
-        ("alpha", rows * tile.lanes),
+        ("alpha", rows * BLOCKS_TOGETHER * tile.lanes),
         ("scores", rows * row_stride(tile)),
         ("running_max", rows * tile.lanes),
         ("running_sum", rows * tile.lanes),
@@ -76,6 +106,13 @@ def row_regions(
         ("surprise", rows * tile.lanes),
         ("queries", rows * scratch_stride(tile, head_dim)),
         ("out", rows * scratch_stride(tile, value_dim)),
+        ("pieces", 2 * I64.size // tile.element.size),  # as in the forward kernel, to the end
+        ("merged_running_max", rows * tile.lanes),
+        ("merged_running_sum", rows * tile.lanes),
+        ("merged_best", rows * tile.lanes),
+        ("merged_place", rows * tile.lanes),
+        ("merged_surprise", rows * tile.lanes),
+        ("merged_out", rows * scratch_stride(tile, value_dim)),
         ("sums", 4 * scratch_stride(tile, value_dim)),  # of one set
     )
     yield from _placed(tile, sizes, rows * 0)
@@ -111,12 +148,23 @@ _REGIONS: dict[Form, Callable[[TileShape, int, int, int], Regions[int]]] = {
     "panel": panel_regions,
     "row": row_regions,
     "backward": backward_regions,
+    "tangent": tangent_regions,
 }
 
 
 def row_stride(tile: TileShape) -> int:
     """The distance between the scores of two rows in the decode kernel."""
-    return BLOCKS_TOGETHER * tile.target.block_kv + tile.lanes
+    return BLOCKS_TOGETHER * tile.target.block_kv + MOST_SQUARES * tile.lanes
+
+
+def tangent_stride(tile: TileShape, width: Number) -> Number:
+    """The distance between rows of keys, or of values, each with its tangent behind it."""
+    return scratch_stride(tile, 2 * padded(tile, width))
+
+
+def results_with_tangents(tile: TileShape, value_dim: Number) -> Number:
+    """The rows of a panel of results: those of out, of its tangent, and one for the sum of P S'."""
+    return padded(tile, 2 * padded(tile, value_dim) + 1)
 
 
 def gradient_stride(tile: TileShape, width: Number) -> Number:

@@ -79,8 +79,16 @@ def attention(
     over ranks, as the gradients of all other parameters of a model.
     """
     aux = NO_AUX if return_aux is None else checked_request(return_aux)
-    result = compute(Request(query, memory, Queries(start=0), aux=aux, **options), plan)
-    return result.out if return_aux is None else (result.out, aux_output(result, return_aux))
+    if return_aux is not None and return_aux.weights is not None:
+        raise OptionError(
+            "AuxRequest.weights must be None over ranks, each of which has a part of the keys, but "
+            "rows are given. Gather the keys, and call quire.attention for these rows."
+        )
+    request = Request(query, memory, Queries(start=0), aux=aux, **options)
+    result = compute(request, plan)
+    if return_aux is None:
+        return result.out
+    return result.out, aux_output(result, return_aux, request)
 
 
 def compute(request: Request, plan: ContextPlan) -> Result:

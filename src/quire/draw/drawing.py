@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
 from quire.block_mask import BlockMask
@@ -16,7 +17,7 @@ from quire.checks import check_score
 from quire.distributed import ContextPlan
 from quire.draw.base import Drawing
 from quire.draw.plans import PlanDrawing
-from quire.draw.scores import ScoreMap
+from quire.draw.scores import HeatMap, ScoreMap, WeightMap
 from quire.draw.subject import MOST_ELEMENTS, ListedMask, Subject, TracedMask, runs_of
 from quire.draw.survey import Pair
 from quire.draw.text import LEAST_WIDTH, write_mask, write_scores
@@ -50,9 +51,9 @@ class MaskDrawing(Drawing):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ScoreDrawing(Drawing):
-    """A drawing of a score mod as a heat map."""
+    """A drawing of a score mod, or of attention weights, as a heat map."""
 
-    scores: ScoreMap
+    scores: HeatMap
     width: int
 
     def __str__(self) -> str:
@@ -65,7 +66,7 @@ class ScoreDrawing(Drawing):
 
 
 def draw(
-    mask: Mod | torch_flex.BlockMask | ContextPlan,
+    mask: Mod | torch_flex.BlockMask | ContextPlan | Tensor,
     q_len: int | None = None,
     kv_len: int | None = None,
     *,
@@ -95,7 +96,9 @@ def draw(
     lengths and blocks. `width` is the width of the text in columns.
 
     A score_mod, which has five parameters, is drawn as a heat map of the scores that it returns for
-    `score`. If there are too many elements, each cell shows one of them. A plan of
+    `score`. If there are too many elements, each cell shows one of them. If `mask` is a tensor of
+    attention weights [B, Hq, rows, S], as `AuxOutput.weights`, it is a heat map, too, in which a
+    cell shows the largest. A plan of
     `quire.distributed` is drawn with its own lengths: which blocks each rank has and receives.
     """
     lengths, at = (q_len, kv_len), (as_count("b", b), as_count("h", h))
@@ -109,6 +112,8 @@ def draw(
         drawing = PlanDrawing(mask, width)
     elif isinstance(mask, torch_flex.BlockMask):
         drawing = MaskDrawing(_of_blocks(BlockMask.from_torch(mask), lengths, at), width)
+    elif isinstance(mask, Tensor):
+        drawing = ScoreDrawing(_of_weights(mask, at), width)
     elif mod_kind(mask) == "mask":
         drawing = MaskDrawing(_of_mask_mod(mask, lengths, at, as_block_size(block_size)), width)
     else:
@@ -142,7 +147,24 @@ def _of_score_mod(
     size = _lengths(mod, lengths)
     traced = _traced(mod)
     evaluated = traced if isinstance(traced, Traced) else mod  # torch.vmap runs it
-    return ScoreMap(mod_name(mod), size, evaluated, at, score)
+    return ScoreMap(mod_name(mod), size, score, evaluated, at)
+
+
+def _of_weights(weights: Tensor, at: Pair) -> WeightMap:
+    """Return the weights of one batch entry and head as a heat map."""
+    if weights.dim() not in (2, 4) or 0 in weights.shape or not weights.is_floating_point():
+        raise ArgumentError(
+            f"weights must be [rows, S], or [B, Hq, rows, S] with b and h, but are "
+            f"{list(weights.shape)} of {weights.dtype}. Give those of AuxOutput.weights."
+        )
+    index = at if weights.dim() == 4 else ()
+    if any(each >= size for each, size in zip(index, weights.shape, strict=False)):
+        raise ArgumentError(
+            f"b and h must be below the sizes of the weights, {list(weights.shape)}, but are "
+            f"{at[0]} and {at[1]}. Choose ones that they have."
+        )
+    shown = weights[index]
+    return WeightMap("weights", (shown.shape[0], shown.shape[1]), 0.0, shown)
 
 
 def _lengths(mod: Mod, lengths: tuple[int | None, int | None]) -> Pair:

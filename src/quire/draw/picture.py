@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from quire.block_mask.blocks import EMPTY, FULL, PARTIAL, ceil_div
 from quire.draw.scale import scale
-from quire.draw.scores import ScoreMap, Values
+from quire.draw.scores import HeatMap, Values
 from quire.draw.subject import Subject
 from quire.draw.survey import Kinds, Pair
 from quire.draw.text import cell_size, facts, sample, score_facts, words
@@ -114,15 +114,15 @@ def mask_figure(subject: Subject) -> Figure:
     return figure
 
 
-def score_figure(scores: ScoreMap) -> Figure:
+def score_figure(scores: HeatMap) -> Figure:
     """Return a heat map of a score mod: orange is below the given score, blue is above it."""
     found = scores.cells(room := most_pixels(scores.lengths))
     pixels = whole_dots(scores.lengths, found.step, room)
-    note, special = sample(found), found.special()
+    note, special = sample(scores, found), found.special()
     about, lines = (scores.name, score_facts(scores, found)), bool(note) + bool(special)
     figure, axes = sheet(*about, scores.lengths, pixels, lines=lines, right=76)
     rows, columns = found.values.shape
-    heat = _heat(found, scores.score)
+    heat = _heat(found, scores.middle)
     dots = heat.to_rgba(np.nan_to_num(found.values, posinf=0, neginf=0), bytes=True)
     for name, where in special.items():
         dots[where] = colors.to_rgba_array(SPECIAL[name]) * 255

@@ -13,7 +13,7 @@ import numpy as np
 
 from quire.block_mask.blocks import EMPTY, FULL, PARTIAL
 from quire.draw.scale import scale
-from quire.draw.scores import Ends, ScoreMap, Values
+from quire.draw.scores import Ends, HeatMap, Values
 from quire.draw.subject import Subject
 from quire.draw.survey import Cells, Pair
 
@@ -34,14 +34,14 @@ def write_mask(subject: Subject, width: int) -> str:
     return "\n".join([title, *rows, written_legend(legend, cell_size(subject, cells))])
 
 
-def write_scores(scores: ScoreMap, width: int) -> str:
+def write_scores(scores: HeatMap, width: int) -> str:
     """Return the text of a score mod. A darker sign is a larger value."""
     most, columns = _most_cells(scores.lengths, width, elementwise=True)
     found = scores.cells(most)
     title = f"{scores.name}: {score_facts(scores, found)}"
     legend = _shades(found.ends) | {SPECIAL[name]: name for name in found.special()}
     rows = grid(_signs(found), scores.lengths, found.step, columns)
-    return "\n".join([title, *rows, written_legend(legend, sample(found))])
+    return "\n".join([title, *rows, written_legend(legend, sample(scores, found))])
 
 
 def facts(subject: Subject, cells: Cells) -> str:
@@ -54,11 +54,11 @@ def facts(subject: Subject, cells: Cells) -> str:
     return f"{_lengths(subject.lengths)}{blocks}, sparsity {sparsity}"
 
 
-def score_facts(scores: ScoreMap, found: Values) -> str:
+def score_facts(scores: HeatMap, found: Values) -> str:
     """Return the text that follows the name of a score mod in the title."""
     values = [str(found.ends)] if found.ends else []
     becomes = " or ".join([*values, *found.special()])
-    return f"{_lengths(scores.lengths)}, score {scores.score:g} becomes {becomes}"
+    return f"{_lengths(scores.lengths)}, {scores.what} {becomes}"
 
 
 def words(subject: Subject, cells: Cells) -> dict[int, str]:
@@ -75,11 +75,11 @@ def cell_size(subject: Subject, cells: Cells) -> str:
     return f"a cell is {cells.step[0]:,} x {cells.step[1]:,} tokens"
 
 
-def sample(found: Values) -> str:
-    """Return a note on which elements of a score mod are shown, or "" if all are."""
+def sample(scores: HeatMap, found: Values) -> str:
+    """Return a note on which elements of a heat map are shown, or "" if all are."""
     if found.step == (1, 1):
         return ""
-    return f"one element of each {found.step[0]:,} x {found.step[1]:,}"
+    return f"{scores.shown} of each {found.step[0]:,} x {found.step[1]:,}"
 
 
 def _shades(ends: Ends | None) -> dict[str, str]:

@@ -12,7 +12,7 @@ two loads from a pyramid of minima or maxima; with two such indices, of a rectan
 A node without a rule is unknown: it can hold and need not.
 
 Bounds are never wrong, only wide. Rounding keeps the order of floats; functions that are not quite
-monotone are widened. Comparisons with NaN are false, so `can` is the negation of what excludes it.
+monotone are widened. Comparisons with NaN are false, so `can` is written as "not excluded".
 Integers that might wrap around are unknown, and so is everything if a captured integer reaches
 LARGEST.
 """
@@ -265,7 +265,7 @@ class _Bounder:
         return found
 
     def _inside(self, index: Interval, length: int) -> None:
-        """Bounds are sure only if an index is in range; if not, the mask itself must report it."""
+        """Make bounds sure only if an index is in range; otherwise the mask itself reports it."""
         above = term("le", whole(-length), index.low)
         self.sure = both(self.sure, both(above, term("lt", index.high, whole(length))))
 

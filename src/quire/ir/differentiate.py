@@ -16,6 +16,7 @@ derivative 0; integers and bools are constants.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
@@ -69,6 +70,25 @@ def push(root: Node, tangents: Mapping[Node, Node]) -> Node | None:
             floats = node.dtype.is_floating_point and any(part is not None for part in moved)
             found[node] = _pushed(node, moved) if floats else None
     return found[root]
+
+
+@functools.lru_cache(maxsize=512)
+def score_tangent(score: Node, moves: bool, captured: tuple[bool, ...]) -> Node | None:
+    """Return the tangent of a score_mod as a graph, with the tangent of the score as an input.
+
+    `moves` says whether the score has one, `captured` which captured tensors have one. These are
+    loaded from behind the captured tensors, in their order.
+    """
+    moved = (slot for slot, has in enumerate(captured) if has)
+    slots: dict[object, int] = {slot: number for number, slot in enumerate(moved)}
+    given: dict[Node, Node] = {}
+    for node in walk(score):
+        if node.op == "load" and node.payload in slots and node.dtype.is_floating_point:
+            slot = len(captured) + slots[node.payload]
+            given[node] = Node("load", node.args, node.dtype, slot)
+        elif moves and node.op == "input" and node.payload == "score":
+            given[node] = Node("input", (), node.dtype, "tangent")
+    return push(score, given)
 
 
 def _pushed(node: Node, tangents: Slopes) -> Node | None:

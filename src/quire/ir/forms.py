@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from quire.ir import spelling
+from quire.ir import reductions, spelling
+from quire.ir.elementwise import elementwise, of_elements
 from quire.ir.ops import FLOAT, OPS
 from quire.ir.spelling import Form
 from quire.ir.symbol import FORMS, Recorded
@@ -52,8 +53,6 @@ _FUNCTIONS: dict[str, Form] = {
     "fmod": spelling.fmod,
     "minimum": spelling.plain("min"),
     "maximum": spelling.plain("max"),
-    "min": spelling.of_two("min"),
-    "max": spelling.of_two("max"),
     "clamp": spelling.clamp,
     "clamp_min": lambda x, min: spelling.clamp(x, min=min),
     "clamp_max": lambda x, max: spelling.clamp(x, max=max),
@@ -103,7 +102,6 @@ _CONVERSIONS: dict[str, Form] = {
     "bool": spelling.as_dtype(torch.bool),
     "clone": spelling.same,
     "contiguous": spelling.same,
-    "squeeze": spelling.same,
     "dropout": spelling.dropout,
     "cpu": lambda x: spelling.to(x, "cpu"),
     "new_zeros": spelling.new(0),
@@ -119,15 +117,20 @@ _ALIASES = """
     negative=neg positive=pos absolute=abs sgn=sign fix=trunc clip=clamp less=lt less_equal=le
     greater=gt greater_equal=ge not_equal=ne bitwise_and=and bitwise_or=or bitwise_xor=xor
     bitwise_not=invert bitwise_left_shift=lshift bitwise_right_shift=rshift expit=sigmoid
+    concat=cat concatenate=cat inner=dot vdot=dot vecdot=dot
 """
 
-FORMS.update(_OPERATORS | _REFLECTED | _COMPARISONS | _UNARY_OPERATORS | _FUNCTIONS | _CONVERSIONS)
+_EXTREMES = {name: reductions.largest_or_smallest(name) for name in ("min", "max")}
+_NUMBERS = _OPERATORS | _REFLECTED | _COMPARISONS | _UNARY_OPERATORS | _FUNCTIONS
+FORMS.update({name: elementwise(form) for name, form in _NUMBERS.items()})
+FORMS.update({name: of_elements(form) for name, form in _CONVERSIONS.items()})
+FORMS.update(reductions.REDUCTIONS | _EXTREMES)
 _PAIRS = (pair.split("=") for pair in _ALIASES.split())
 FORMS.update({alias: FORMS[name] for alias, name in _PAIRS})
 
 
 def _install_operators() -> None:
-    """Give symbols Python's operators, from the same tables."""
+    """Give symbols and vectors Python's operators, from the same table."""
 
     def binary(form: Form) -> Form:
         def operator(self: Recorded, other: object) -> Any:
@@ -138,10 +141,10 @@ def _install_operators() -> None:
     def unary(form: Form) -> Form:
         return lambda self: form(self)
 
-    for name, form in (_OPERATORS | _REFLECTED | _COMPARISONS).items():
-        setattr(Recorded, f"__{name}__", binary(form))
-    for name, form in _UNARY_OPERATORS.items():
-        setattr(Recorded, f"__{name}__", unary(form))
+    for name in (*_OPERATORS, *_REFLECTED, *_COMPARISONS, "matmul", "rmatmul"):
+        setattr(Recorded, f"__{name}__", binary(FORMS[name]))
+    for name in _UNARY_OPERATORS:
+        setattr(Recorded, f"__{name}__", unary(FORMS[name]))
 
 
 _NEVER_OPERANDS = (tuple, list, str, type(None))

@@ -50,7 +50,7 @@ _TINY = 1e-30
 
 
 def compared(op: str, a: Interval, b: Interval) -> Truth:
-    """lt, le or eq. They are false for NaN, so `can` is the negation of what excludes it."""
+    """lt, le or eq. They are false for NaN, so `can` is written as "not excluded"."""
     if op == "eq":
         apart = either(term("lt", a.high, b.low), term("lt", b.high, a.low))
         same = both(term("eq", a.low, b.high), term("eq", a.high, b.low))

@@ -51,7 +51,7 @@ def _shifted_left(a: Range, b: Range) -> Range | None:
 
 
 def _common_bits(*operands: Range) -> Range | None:
-    """A bit that one operand lacks is missing: the result is not above one that is not negative."""
+    """a & b has only bits that a and b have, so it is at most each of them that is not negative."""
     highs = [high for low, high in operands if low >= 0]
     return (0, min(highs)) if highs else None
 
@@ -94,8 +94,9 @@ def limits(dtype: torch.dtype) -> Range:
 class Ranges:
     """The ranges of the integer and bool nodes of a graph, each found once. Floats have none.
 
-    A node that might wrap around, or that no rule knows, has the range of its dtype. With `sure`
-    it has none, nor has what is computed from it, and captured integers count as below LARGEST.
+    A node that might wrap around, or that no rule knows, has the range of its dtype. With `sure`,
+    it has no range, and neither has a node that is computed from it. Captured integers then count
+    as below LARGEST.
     """
 
     inputs: Mapping[str, Range]

@@ -27,7 +27,7 @@ _given: tuple[int, Location] | None = None
 
 @contextlib.contextmanager
 def reading(location: Location | None) -> Iterator[None]:
-    """Name this line, in this thread, for what is traced meanwhile: it is read from a graph."""
+    """Give this line to all nodes that this thread traces meanwhile: they come from a graph."""
     global _given
     before, _given = _given, location and (threading.get_ident(), location)
     try:

@@ -2,12 +2,14 @@
 
 A `Symbol` stands for one number for each (b, h, q_idx, kv_idx). Operators, methods and torch
 functions on it are looked up in one table, `FORMS`, which writes them in the ops of the table. Its
-recorder keeps the source lines of nodes and the captured tensors.
+recorder keeps the source lines of nodes and the captured tensors. Short vectors of symbols are in
+`vector.py`.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -87,7 +89,7 @@ class Recorder:
             case Symbol():
                 what = "a symbol that an earlier call of a mod left behind"
             case Tensor() | Recorded():
-                raise part_as_a_whole(value)
+                raise not_one_number(value)
             case int():
                 raise no_operand("an integer of more than 64 bits", "Write it as a float.")
             case complex():
@@ -152,47 +154,45 @@ class Recorded:
 
     __hash__ = object.__hash__
 
+    requires_grad = False
+
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: object, args: tuple[Any, ...], kwargs: Any = None
     ) -> Any:
         return dispatch(func, args, kwargs or {})
 
-
-class Symbol(Recorded):
-    """A scalar that is different for each element; every operation on it is recorded."""
-
-    __slots__ = ("node",)
-
-    def __init__(self, node: Node, recorder: Recorder) -> None:
-        self.node = node
-        self.recorder = recorder
-
-    shape = torch.Size([])
-    ndim = 0
-    requires_grad = False
-
     @property
     def dtype(self) -> torch.dtype:
         """The dtype that the tensor would have."""
-        return self.node.dtype
+        raise NotImplementedError
+
+    @property
+    def shape(self) -> torch.Size:
+        """The sizes that the tensor would have."""
+        raise NotImplementedError
 
     @property
     def device(self) -> torch.device:
         """Where the mod's result is wanted."""
         return self.recorder.device
 
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions; that of a scalar is 0."""
+        return len(self.shape)
+
     def dim(self) -> int:
-        """No dimensions, as every scalar."""
-        return 0
+        """The number of dimensions; that of a scalar is 0."""
+        return len(self.shape)
 
     def numel(self) -> int:
-        """One element, as every scalar."""
-        return 1
+        """The number of elements; a scalar has one."""
+        return math.prod(self.shape)
 
-    def size(self) -> torch.Size:
-        """The shape of a scalar."""
-        return self.shape
+    def size(self, dim: int | None = None) -> Any:
+        """The shape, or the size of one dimension."""
+        return self.shape if dim is None else self.shape[dim]
 
     def is_floating_point(self) -> bool:
         """Whether the dtype is a floating-point one."""
@@ -211,9 +211,6 @@ class Symbol(Recorded):
             raise unsupported(f"Tensor.{name}")
         return functools.partial(_perform, f"Tensor.{name}", FORMS[name], self)
 
-    def __getitem__(self, index: object) -> NoReturn:
-        raise unsupported("indexing a single number")
-
     def __bool__(self) -> NoReturn:
         raise TracedBranchError(
             f"a Python branch on a traced value{here()}. A mod runs once for all elements, so "
@@ -224,12 +221,34 @@ class Symbol(Recorded):
     def _no_python_value(self, *unused: object) -> NoReturn:
         raise TracedBranchError(
             f"the value of a traced number was asked for{here()}. A mod runs once for all "
-            f"elements, so there is no single value: keep to tensor operations; to index a Python "
+            f"elements, so there is no single value: use tensor operations only; to index a Python "
             f"list, make it a tensor first."
         )
 
     __int__ = __float__ = __complex__ = __index__ = _no_python_value
-    __len__ = __iter__ = __contains__ = item = tolist = _no_python_value
+    __contains__ = item = tolist = _no_python_value
+
+
+class Symbol(Recorded):
+    """A scalar that is different for each element; every operation on it is recorded."""
+
+    __slots__ = ("node",)
+
+    def __init__(self, node: Node, recorder: Recorder) -> None:
+        self.node = node
+        self.recorder = recorder
+
+    shape = torch.Size([])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that the tensor would have."""
+        return self.node.dtype
+
+    def __getitem__(self, index: object) -> NoReturn:
+        raise unsupported("indexing a single number")
+
+    __len__ = __iter__ = Recorded._no_python_value
 
     def __repr__(self) -> str:
         return f"Symbol({self.node!r})"
@@ -243,18 +262,18 @@ def unsupported(what: str) -> UnsupportedOpError:
     )
 
 
-def part_as_a_whole(value: Any) -> UnsupportedOpError:
-    """The error for a captured tensor, or a row of one, used without an index."""
+def not_one_number(value: Any) -> UnsupportedOpError:
+    """The error for a captured tensor, or a row of one, in place of a single number."""
     return UnsupportedOpError(
-        f"a mod works on single numbers, but a captured tensor of shape {list(value.shape)} takes "
-        f"part as a whole{here()}. Index all of its dimensions, as in bias[h, q_idx]."
+        f"a single number is needed, but a captured tensor of shape {list(value.shape)} takes part "
+        f"as a whole{here()}. Index all of its dimensions, as in bias[h, q_idx]."
     )
 
 
 def no_operand(what: str, advice: str) -> ModValueError:
     """The error for a value that torch could not compute with either."""
     return ModValueError(
-        f"a mod computes with numbers of 64 bits and tensors, but got {what}{here()}. {advice}"
+        f"a mod must compute with numbers of 64 bits and tensors, but uses {what}{here()}. {advice}"
     )
 
 
@@ -270,9 +289,10 @@ def array_as_a_tensor(array: np.ndarray[Any, Any] | None) -> ModValueError:
 def random_numbers(name: str) -> RandomModError:
     """The error for a function that draws random numbers."""
     return RandomModError(
-        f"a mod must give the same whenever it is asked, but {name} draws random numbers{here()}. "
-        f"It would run once, and all elements would share what it drew. Write quire.random(seed, "
-        f"b, h, q_idx, kv_idx), which gives each its own; to drop weights give dropout_p."
+        f"a mod must return the same whenever it is called, but {name} draws random numbers"
+        f"{here()}. It would run once, and all elements would get the same number. Write "
+        f"quire.random(seed, b, h, q_idx, kv_idx), which gives each its own; to drop weights give "
+        f"dropout_p."
     )
 
 
@@ -319,8 +339,7 @@ def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     if bare not in FORMS:
         _refuse_random(func)
         raise unsupported(f"torch.{name}")
-    if bare not in _OF_WHOLE_TENSORS:
-        args = tuple([recorder.lift(v) if isinstance(v, _LIFTED) else v for v in args])
+    args = tuple([recorder.lift(v) if isinstance(v, _LIFTED) and not v.dim() else v for v in args])
     if func is Tensor.where:
         args = (args[1], args[0], *args[2:])
     return _perform(f"torch.{name}", FORMS[bare], *args, **kwargs)
@@ -341,15 +360,14 @@ _RANDOM = """
 RANDOM = frozenset(_RANDOM.split())
 """Torch functions that draw random numbers; in-place ones have an underscore more."""
 
-_OF_WHOLE_TENSORS = ("getitem", "embedding")
 _LIFTED = (Tensor, Recorded)
 _GETITEM = Tensor.__getitem__
 
 
 @functools.lru_cache(maxsize=1024)
 def _bare(name: str) -> str:
-    """`__add__` is add, `special_erf` is erf."""
-    name = name.removeprefix("special_")
+    """`__add__` is add, `special_erf` is erf, `linalg_cross` is cross."""
+    name = name.removeprefix("special_").removeprefix("linalg_")
     return name[2:-2] if name.startswith("__") and name.endswith("__") else name
 
 
@@ -359,6 +377,8 @@ _POSITIONAL = ("condition", "input", "other", "exponent")
 
 def _perform(what: str, form: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     named = [kwargs.pop(name) for name in _POSITIONAL if name in kwargs] if kwargs else []
+    if "out" in kwargs and kwargs["out"] is None:
+        del kwargs["out"]
     try:
         return form(*args, *named, **kwargs)
     except TypeError as error:

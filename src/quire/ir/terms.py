@@ -1,4 +1,4 @@
-"""Helpers to write graphs by hand; every node is simplified."""
+"""Functions that write graphs by hand. Every node is simplified."""
 
 from __future__ import annotations
 

@@ -30,19 +30,24 @@ from quire.errors import (
     UnsupportedOpError,
 )
 from quire.ir import forms as forms  # fills the table of what can be written
-from quire.ir.captured import PartialLoad
 from quire.ir.graph import Node, Row, read, rows, text
 from quire.ir.interpret import interpret
 from quire.ir.promote import promote
 from quire.ir.source import Location, describe, raising_location
-from quire.ir.symbol import Recorder, Symbol, TraceMode
+from quire.ir.symbol import Recorded, Recorder, Symbol, TraceMode
 
-Kind: TypeAlias = Literal["score", "mask"]
+Kind: TypeAlias = Literal["score", "mask", "epilogue", "pair"]
 Mod: TypeAlias = Callable[..., Any]
 
 MASK_INPUTS = ("b", "h", "q_idx", "kv_idx")
 SCORE_INPUTS = ("score", *MASK_INPUTS)
-INPUTS: dict[Kind, tuple[str, ...]] = {"score": SCORE_INPUTS, "mask": MASK_INPUTS}
+INPUTS: dict[Kind, tuple[str, ...]] = {
+    "score": SCORE_INPUTS,
+    "mask": MASK_INPUTS,
+    "epilogue": ("value", "row", "column"),  # of a linear layer
+    "pair": ("value", "other", "row", "block", "column"),  # whose columns come in pairs
+}
+_FLOATS = ("score", "value", "other")  # inputs that are no indices
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,8 +65,8 @@ class Traced:
         names = INPUTS[self.kind]
         if len(args) != len(names):
             raise ModSignatureError(
-                f"{self.kind}_mod {self.name!r} must be called with ({', '.join(names)}), but got "
-                f"{len(args)} arguments. Pass {len(names)}."
+                f"{self.kind}_mod {self.name!r} must be called with ({', '.join(names)}), but is "
+                f"called with {len(args)} arguments. Pass {len(names)}."
             )
         env = dict(zip(names, args, strict=True))
         for value in args:
@@ -131,14 +136,14 @@ def trace(
     check_signature(mod, kind)
     recorder = Recorder(device or _CPU)
     result = _run(mod, kind, recorder.inputs(_input_nodes(kind, score_dtype)))
-    wanted = score_dtype if kind == "score" else torch.bool
-    output = _result_node(result, wanted, recorder, mod)
+    wanted = torch.bool if kind == "mask" else score_dtype
+    output = _result_node(result, wanted, recorder, mod, kind)
     return Traced(output, tuple(recorder.captures), kind, mod_name(mod), recorder.lines)
 
 
 @functools.cache
 def _input_nodes(kind: Kind, score_dtype: torch.dtype) -> tuple[Node, ...]:
-    dtypes = {"score": score_dtype}
+    dtypes = dict.fromkeys(_FLOATS, score_dtype)
     return tuple(Node("input", (), dtypes.get(name, torch.int64), name) for name in INPUTS[kind])
 
 
@@ -166,11 +171,13 @@ def _run(mod: Mod, kind: Kind, symbols: list[Symbol]) -> Any:
         ) from error
 
 
-def _result_node(result: object, wanted: torch.dtype, recorder: Recorder, mod: Mod) -> Node:
+def _result_node(
+    result: object, wanted: torch.dtype, recorder: Recorder, mod: Mod, of: Kind
+) -> Node:
     if type(result) is Symbol and result.node.dtype is wanted and result.recorder is recorder:
         return result.node
-    kind = "mask_mod" if wanted == torch.bool else "score_mod"
-    if isinstance(result, PartialLoad | Tensor) and len(result.shape) > 0:
+    kind = f"{of}_mod"
+    if isinstance(result, Recorded | Tensor) and len(result.shape) > 0:
         raise ModResultError(
             f"{kind} {mod_name(mod)!r} must return one scalar for each element, but returned a "
             f"tensor of shape {list(result.shape)}. Reduce or index it."
@@ -210,13 +217,14 @@ def call_name(*mods: Mod | str | None) -> str:
 
 def mod_kind(mod: Mod) -> Kind:
     """'mask' for a function of 4 positional arguments, 'score' for one of 5."""
+    kind: Kind
     arity = _arity(mod, "a mod", "(score, b, h, q_idx, kv_idx)")
-    for kind, names in INPUTS.items():
-        if len(names) == arity.least:
+    for kind in ("score", "mask"):
+        if len(INPUTS[kind]) == arity.least:
             return kind
     raise ModSignatureError(
-        f"expected a mask_mod(b, h, q_idx, kv_idx) or a score_mod(score, b, h, q_idx, kv_idx), "
-        f"but {mod_name(mod)!r} takes {arity.least} positional arguments. Give it 4 or 5."
+        f"a mod must be a mask_mod(b, h, q_idx, kv_idx) or a score_mod(score, b, h, q_idx, kv_idx)"
+        f", but {mod_name(mod)!r} takes {arity.least} positional arguments. Give it 4 or 5."
     )
 
 
@@ -266,7 +274,7 @@ class _Arity(NamedTuple):
 def _arity(mod: Mod, what: str, arguments: str) -> _Arity:
     if not callable(mod):
         raise NotCallableError(
-            f"{what} must be a function of {arguments}, but got a {type(mod).__name__}. Pass the "
+            f"{what} must be a function of {arguments}, but is a {type(mod).__name__}. Pass the "
             f"function itself."
         )
     if isinstance(mod, types.FunctionType) and not hasattr(mod, "__wrapped__"):

@@ -45,10 +45,11 @@ Tokens = Sequence[int] | NDArray[np.int64]
 class PagedKVCache:
     """Keys and values of sequences, in pages that several sequences can share.
 
-    Give `layers`, or `groups` if some layers have windows. `n_pages` limits the pages of each
-    group, and `max_bytes` the memory of all groups. Memory is allocated when it is needed, `growth`
-    times as much each time. With `prefix=True`, `keep` remembers full pages by their tokens, and
-    `sequence(tokens)` finds them again.
+    Give `layers`, or `groups` if some layers have windows. Each token has `heads` key heads of
+    `head_dim` numbers; those of values have `value_dim`, by default the same. `n_pages` limits the
+    pages of each group, and `max_bytes` the memory of all groups. Memory is allocated when it is
+    needed, `growth` times as much each time. With `prefix=True`, `keep` remembers full pages by
+    their tokens, and `sequence(tokens)` finds them again.
     """
 
     def __init__(
@@ -86,9 +87,9 @@ class PagedKVCache:
     def _prefix_cache(self) -> PrefixCache:
         if len(self._groups) > 1 or self._groups[0].table.window is not None:
             raise ArgumentError(
-                "prefix=True must have one group of layers without a window, since pages behind a "
-                "window are released, but the groups are others. Leave prefix out, or put all "
-                "layers into one group."
+                "prefix=True must have one group of layers without a window, since pages before a "
+                "window are released, but there are several groups, or a window. Leave prefix out, "
+                "or put all layers into one group."
             )
         return PrefixCache(self._groups[0].pool, self.shape.page_size)
 
@@ -109,8 +110,9 @@ class PagedKVCache:
     def sequence(self, tokens: Tokens | None = None, *, salt: bytes = b"") -> SequenceHandle:
         """Return a new sequence: empty, or with the pages of `tokens` that `keep` remembers.
 
-        `length` returns how many tokens these pages hold. To compute the output of the last token,
-        give `tokens` without it. Sequences with another `salt` do not share pages.
+        `tokens` [n] are the ids of the prompt. `length` returns how many of them these pages hold.
+        To compute the output of the last token, give `tokens` without it. Sequences with another
+        `salt` do not share pages.
         """
         if tokens is None:
             return self._new_sequence()
@@ -127,7 +129,7 @@ class PagedKVCache:
         return handle
 
     def length(self, sequence: SequenceHandle) -> int:
-        """The number of tokens of a sequence, including those behind a window."""
+        """The number of tokens of a sequence, including those before a window."""
         return int(self._roster.lengths[self._roster.row(sequence)])
 
     def start(self, layer: int, sequence: SequenceHandle) -> int:
@@ -171,10 +173,10 @@ class PagedKVCache:
     ) -> None:
         """Keep the drafts on one path of a tree, and drop the other drafts.
 
-        Drafts are the tokens from position `prefix_length` on, in the order of the nodes of
-        `quire.mods.tree`. `paths` has one list of nodes for each sequence, from a root on. The keys
-        and values of accepted drafts move to the positions after the prefix. Pages that other
-        sequences share are copied first.
+        Drafts are the tokens from position `prefix_length` on, one number or [B], in the order of
+        the nodes of `quire.mods.tree`. `paths`, such as [[0, 2, 4], []], has a list of nodes for
+        each sequence, from a root on. The keys and values of accepted drafts move to the positions
+        after the prefix. Pages that other sequences share are copied first.
         """
         rows = self._roster.rows(sequences)
         self._roster.refuse_unwritten(sequences)
@@ -262,8 +264,8 @@ class PagedKVCache:
         """Add tokens to sequences, in all layers.
 
         `key` is [layers, tokens, Hkv, D] and `value` [layers, tokens, Hkv, Dv]; tokens of the first
-        sequence come first. `counts` says how many belong to each sequence, by default equally
-        many.
+        sequence come first. `counts` says how many tokens belong to each sequence. By default all
+        sequences get equally many.
         """
         for name, tensor in (("key", key), ("value", value)):
             if tensor.dim() != 4 or len(tensor) != self.num_layers:
@@ -320,8 +322,8 @@ class PagedKVCache:
     def keep(self, sequence: SequenceHandle, tokens: Tokens, *, salt: bytes = b"") -> int:
         """Remember the full pages of a sequence, so that `sequence(tokens)` finds them later.
 
-        They stay when the sequence is freed, and are evicted when pages run out. Returns the number
-        of pages that were not kept yet.
+        `tokens` [n] are the ids of the tokens from the first one on. Kept pages stay when the
+        sequence is freed, and are evicted when pages run out. Returns the number of new ones.
         """
         prefixes, row = self._prefixes(), self._written_row(sequence)
         length = int(self._roster.lengths[row])

@@ -202,8 +202,8 @@ def one_each(name: str, given: object, num_sequences: int, advice: str) -> Numbe
 
 
 def listed(given: object) -> list[object] | None:
-    """Return `given` as a list, or None if it is no sequence, as a 0-D tensor."""
+    """Return `given` as a list, or None if it is not a sequence: a number, or a 0-D tensor."""
     try:
-        return list(given)  # type: ignore[call-overload, no-any-return]  # that is the question
+        return list(given)  # type: ignore[call-overload, no-any-return]  # it raises for other types
     except TypeError:
         return None

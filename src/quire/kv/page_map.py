@@ -25,7 +25,7 @@ COLUMNS = 64
 
 @dataclass(frozen=True, eq=False)
 class PageMap:
-    """The state of each page of a pool at one time."""
+    """The state of each page of a pool at one time: `owners` [pages] is FREE, KEPT, SHARED, ..."""
 
     owners: NDArray[np.int64]
     page_size: int

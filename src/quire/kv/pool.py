@@ -26,7 +26,10 @@ NO_PAGES: Pages = np.zeros(0, np.int32)
 
 
 class PagePool:
-    """Pages 0 to num_pages - 1, each with a count of how often it is held."""
+    """Pages 0 to num_pages - 1, each with a count of how often it is held.
+
+    Methods take the ids of pages: `pages` [n] and `held` [n] are arrays or lists.
+    """
 
     def __init__(self, num_pages: int) -> None:
         if num_pages < 0:

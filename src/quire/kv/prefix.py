@@ -50,7 +50,8 @@ class _Block:
 class PrefixCache:
     """The full pages of prompts, by their tokens.
 
-    Digests start from `secret`, by default random bytes. Give one to make them reproducible.
+    Methods take `tokens` [n], the ids of a prompt, and `pages` [m], the ids of the pages that hold
+    them. Digests start from `secret`, by default random bytes. Give one to make them reproducible.
     """
 
     def __init__(self, pool: PagePool, page_size: int, *, secret: bytes | None = None) -> None:

@@ -20,13 +20,13 @@ class Statistics(NamedTuple):
     """What a cache holds. A waste of 0.04 means that 4 % of the rows of held pages are empty."""
 
     sequences: int
-    tokens: int
-    pages: int
+    tokens: int  # of all sequences
+    pages: int  # in all groups, like the three numbers below
     free: int
-    shared: int
-    kept: int
+    shared: int  # held more than once
+    kept: int  # held for later prompts, by `keep`
     waste: float
-    num_bytes: int
+    num_bytes: int  # the memory of all pages
 
 
 def statistics(

@@ -32,7 +32,7 @@ class PagePlan(NamedTuple):
     end: Numbers  # one past the last column, for each row
     copied: Places  # where shared pages lie that are written to, so that they are copied first
     num_new: int = 0
-    released: Pages = NO_PAGES  # pages behind the window, or with dropped tokens only
+    released: Pages = NO_PAGES  # pages before the window, or with dropped tokens only
     num_freed: int = 0  # how many of the released pages become free
 
     @property
@@ -97,7 +97,7 @@ class PageTable:
             )
 
     def held(self, row: int) -> Pages:
-        """The pages that a row holds, without those behind the window."""
+        """The pages that a row holds, without those before the window."""
         return self.pages[row, self.first[row] : self.end[row]]
 
     def start(self, row: int) -> int:
@@ -126,7 +126,7 @@ class PageTable:
         """Return the plan to keep some tokens of sequences, and the tokens that have to move.
 
         Tokens only move towards the front. So a token of a held page moves to a held page, or to a
-        position behind the window, where it is no longer needed.
+        position before the window, where it is no longer needed.
         """
         first = self.first[rows]
         end = np.maximum(first, -(-kept.lengths // self.page_size))
@@ -182,14 +182,14 @@ class PageTable:
         return Copies(source, copies)
 
     def plan_new(self, start: int, length: int) -> PagePlan:
-        """Return the plan to hold positions `start` to `length` in a new row, yet to be named."""
+        """Return the plan to hold positions `start` to `length` in a row that is added later."""
         first, end = start // self.page_size, -(-length // self.page_size)
         none = np.zeros(0, np.int64)
         ends = np.array([-1]), np.array([first]), np.array([end])
         return PagePlan(*ends, copied=(none, none), num_new=end - first)
 
     def adopt(self, row: int, pages: Pages, first: int = 0) -> None:
-        """Put pages into an empty row, from column `first` on. They are held for it already."""
+        """Put pages into an empty row, from column `first` on. Their counts include it already."""
         self.reserve(0, first + len(pages))
         self.first[row], self.end[row] = first, first + len(pages)
         self.pages[row, first : first + len(pages)] = pages
@@ -220,7 +220,7 @@ class PageTable:
     def view(self, rows: Numbers) -> Pages:
         """Return the page table of some rows, [rows, columns].
 
-        An entry behind the window is the first page that the row holds, so that reading it by
+        An entry before the window is the first page that the row holds, so that reading it by
         mistake never shows another sequence.
         """
         columns = int(self.end[rows].max(initial=0))

@@ -21,6 +21,7 @@ from quire.memory.tables import (
     KNOWN,
     Numbers,
     PageTables,
+    Places,
     ReadTables,
     Sequences,
     content_of,
@@ -28,7 +29,7 @@ from quire.memory.tables import (
     query_spans,
     spans,
 )
-from quire.results import working_dtype
+from quire.results import Result, working_dtype
 
 Integers: TypeAlias = Tensor | Sequence[int]
 
@@ -72,7 +73,8 @@ class Placed(NamedTuple):
 
     Position p of sequence b is row `p % page` of page `page_table[b, p // page]`. Pages of int8
     have scales [P, Hkv, page]. `content` identifies the content of all tables: equal means equal
-    tables. It is None if the tables cannot be compared.
+    tables. It is None if the tables cannot be compared. The rows of sequences with holes are
+    counted without these, and `places` says which positions they have.
     """
 
     query: Tensor
@@ -83,6 +85,7 @@ class Placed(NamedTuple):
     key_scale: Tensor | None = None
     value_scale: Tensor | None = None
     content: object = None
+    places: Places | None = None
 
     @property
     def is_dense(self) -> bool:
@@ -137,6 +140,27 @@ class Placed(NamedTuple):
         """Return the same rows of other tensors."""
         return self._replace(query=query, key=key, value=value)
 
+    def with_positions(self, result: Result) -> Result:
+        """Return results whose keys have positions: those of sequences with holes have rows."""
+        if self.places is None:
+            return result
+        rows, page = self.sequences, self.key.shape[2]
+        argmax, mass = result.argmax, result.key_mass
+        if argmax is not None:
+            b = torch.zeros(argmax.shape[2], dtype=torch.int64, device="cpu")
+            first = np.repeat(rows.q_row - np.cumsum(rows.q_len) + rows.q_len, rows.q_len)
+            b[first + np.arange(len(first))] = torch.from_numpy(np.repeat(rows.b, rows.q_len))
+            found = self.places.position(b, argmax.clamp(min=0), page).to(argmax.dtype)
+            result = result._replace(argmax=torch.where(argmax < 0, argmax, found))
+        if mass is not None:
+            spread = mass.new_zeros((*mass.shape[:2], self.places.length))
+            columns = (column.tolist() for column in (rows.b, rows.kv_begin, rows.kv_end))
+            for b, begin, end in zip(*columns, strict=True):
+                row = torch.arange(begin, end, device="cpu")
+                spread[b][:, self.places.position(b, row, page)] = mass[b, :, begin:end]
+            result = result._replace(key_mass=spread)
+        return result
+
     def each(self) -> Iterator[tuple[Placed, slice, slice]]:
         """Yield each sequence as dense memory, with the slices of its query rows and key rows.
 
@@ -165,7 +189,7 @@ def longest(lengths: Numbers) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Dense:
-    """Keys [B, Hkv, S, D] and values [B, Hkv, S, Dv] with any strides. B may be 1.
+    """`key` [B, Hkv, S, D] and `value` [B, Hkv, S, Dv] with any strides. B may be 1.
 
     `Dense(key, value, start=4096)` is a shard: its first key has position 4096.
     """
@@ -195,27 +219,30 @@ class Dense:
         return Placed(query, self.key, self.value, One(q_len, first, begin, end))
 
     def first_position(self, query: Tensor, start: object) -> int:
-        """Return the position of the first query: `start`, or so that the last is at the end."""
+        """Return the position of the first query: `start`, if it is given.
+
+        Otherwise the last query of `query` [B, Hq, L, D] has the position of the last key.
+        """
         if start is None:
             return max(0, self.start + self.key.size(2) - query.size(2))
         return checks.check_position("q_start", start)
 
     def as_given(self, query: Tensor, rows: Tensor) -> Tensor:
-        """Return results [B, Hq, L, ...] in the layout of the user's query."""
+        """Return `rows` [B, Hq, L, ...] unchanged: `query` [B, Hq, L, D] has this layout."""
         return rows
 
     def as_placed(self, query: Tensor, given: Tensor) -> Tensor:
-        """Return rows in the layout of the user's query as [B, Hq, L, ...]."""
+        """Return `given` [B, Hq, L, ...] unchanged: `query` [B, Hq, L, D] has this layout."""
         return given
 
     def keys_as_given(self, keys: Tensor) -> Tensor:
-        """Return results [B, H, S, ...] in the layout of the user's keys."""
+        """Return `keys` [B, H, S, ...] unchanged: the user's keys have this layout."""
         return keys
 
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
-    """Keys [total, Hkv, D] and values [total, Hkv, Dv] of sequences one after the other.
+    """`key` [total, Hkv, D] and `value` [total, Hkv, Dv] of sequences one after the other.
 
     offsets = [0, 5, 5, 12]     [B + 1], three sequences: rows 0 to 4, no rows, rows 5 to 11
     lengths = [3, 0, 7]         [B], the first sequence has rows 0 to 2; rows 3 and 4 are unused
@@ -268,15 +295,15 @@ class Ragged:
         return Placed(packed(query), packed(self.key), packed(self.value), sequences)
 
     def as_given(self, query: Tensor, rows: Tensor) -> Tensor:
-        """Return results [1, Hq, total, ...] in the layout of the user's query."""
+        """Return `rows` [1, Hq, total, ...] as [total, Hq, ...], like `query` [total, Hq, D]."""
         return unpacked(rows)
 
     def as_placed(self, query: Tensor, given: Tensor) -> Tensor:
-        """Return rows in the layout of the user's query as [1, Hq, total, ...]."""
+        """Return `given` [total, Hq, ...], like `query` [total, Hq, D], as [1, Hq, total, ...]."""
         return packed(given)
 
     def keys_as_given(self, keys: Tensor) -> Tensor:
-        """Return results [1, H, total, ...] in the layout of the user's keys."""
+        """Return `keys` [1, H, total, ...] as [total, H, ...], like the user's keys."""
         return unpacked(keys)
 
 
@@ -292,7 +319,7 @@ def unpacked(entry: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Paged:
-    """Keys [P, Hkv, page, D] and values [P, Hkv, page, Dv] in pages, which sequences may share.
+    """`key` [P, Hkv, page, D] and `value` [P, Hkv, page, Dv] in pages, which sequences may share.
 
     page_table = [[7, 2, 4], [5, 2, -1]]    with pages of 16, position 20 of sequence 1 is row 4 of
                                             page 2
@@ -300,8 +327,9 @@ class Paged:
     first_page = [1, 0]                     page 7 was released: sequence 0 begins at position 16
 
     page_table [B, most], lengths and first_page [B]. Tensors may have any strides. Entries of the
-    table behind the last page of a sequence are ignored. Pages of int8 have scales `key_scale` and
-    `value_scale` [P, Hkv, page]: a row is its int8 numbers times its scale.
+    table after the last page of a sequence are ignored. An entry of -1 before it is a hole: there
+    are no keys at these positions, and the other keys keep theirs. Pages of int8 have scales
+    `key_scale` and `value_scale` [P, Hkv, page]: a row is its int8 numbers times its scale.
     """
 
     key: Tensor
@@ -340,29 +368,30 @@ class Paged:
             key=self.key,
             value=self.value,
             rows=known.sequences,
-            page_table=self.page_table if content is not None else known.numbers,
+            page_table=known.numbers if content is None or known.places else self.page_table,
             key_scale=self.key_scale,
             value_scale=self.value_scale,
             content=content,
+            places=known.places,
         )
 
     def _read(self, given: PageTables, query: Tensor, queries: Queries) -> ReadTables:
         """Check the tables and return their content."""
-        table, begins, ends = given.checked(len(self.key), self.key.shape[2])
+        closed, ends = given.checked(len(self.key), self.key.shape[2])
         rows = query_spans(query, queries.offsets, queries.lengths, len(ends))
         sequences = Sequences(
             b=np.arange(len(ends)),
             q_len=rows.lengths,
             q_start=first_positions(queries.start, rows.lengths, ends),
-            kv_begin=begins,
-            kv_end=ends,
+            kv_begin=closed.begins,
+            kv_end=closed.ends,
             q_row=rows.first,
             kv_row=np.zeros_like(ends),
         )
-        return ReadTables(sequences, table)
+        return ReadTables(sequences, closed.table, closed.places)
 
     def as_given(self, query: Tensor, rows: Tensor) -> Tensor:
-        """Return results [1, Hq, total, ...] in the layout of the user's query."""
+        """Return `rows` [1, Hq, total, ...] like `query`: [B, Hq, L, ...] or [total, Hq, ...]."""
         if query.dim() == 3:
             return unpacked(rows)
         batch, _, q_len, _ = query.shape
@@ -372,7 +401,10 @@ class Paged:
         return rows.view(batch, q_len, *rows.shape[1:]).transpose(1, 2)
 
     def as_placed(self, query: Tensor, given: Tensor) -> Tensor:
-        """Return rows in the layout of the user's query as [1, Hq, total, ...]."""
+        """Return `given` as [1, Hq, total, ...].
+
+        It has the first dimensions of `query`: [B, Hq, L, ...] or [total, Hq, ...].
+        """
         if query.dim() == 3:
             return packed(given)
         if query.shape[2] == 1 and given.dim() > 2:
@@ -380,7 +412,7 @@ class Paged:
         return packed(given.transpose(1, 2).flatten(0, 1))
 
     def keys_as_given(self, keys: Tensor) -> Tensor:
-        """Return results for keys unchanged: [P, Hkv, page, ...] or [B, Hq, positions]."""
+        """Return `keys` [P, Hkv, page, ...] or [B, Hq, positions] unchanged."""
         return keys
 
 

@@ -172,7 +172,7 @@ def checked_counts(
 
 
 def first_positions(start: object, q_lengths: Numbers, kv_lengths: Numbers) -> Numbers:
-    """Return the position [B] of each first query: `start`, or so that the last is at the end."""
+    """Return the position [B] of each first query: `start`, or the last is at the last key."""
     if start is None:
         at_the_end: Numbers = np.maximum(kv_lengths - q_lengths, 0)
         return at_the_end
@@ -212,6 +212,9 @@ def _numbers(name: str, values: object, advice: str, ranks: tuple[int, ...] = (1
 MOST_BYTES = 2**16
 """The largest size of a table that is compared by content."""
 
+HOLE = -1
+"""An entry of a page table: the sequence has no keys at the positions of that page."""
+
 _ADVICE = "A row holds the pages of one sequence, in the order of its positions."
 
 
@@ -219,11 +222,32 @@ Content: TypeAlias = tuple[tuple[int, ...], tuple[object, ...]]
 """The sizes of a call, and the bytes of its tables."""
 
 
+class Places(NamedTuple):
+    """Where the pages of sequences with holes belong.
+
+    table    [B, most], the place of each page in its sequence: an entry of the page table without
+             holes
+    length   the number of positions of the longest sequence, with holes
+    """
+
+    table: Tensor
+    length: int
+
+    def position(self, b: Tensor | int, row: Tensor, page: int) -> Tensor:
+        """Return the positions of rows of sequences `b`, counted without holes."""
+        return self.table[b, row // page] * page + row % page
+
+
 class ReadTables(NamedTuple):
-    """The content of checked tables: the sequences, and the page table as int32 [B, most]."""
+    """The content of checked tables: the sequences, and the page table as int32 [B, most].
+
+    If some sequence has holes between its pages, the table has no holes, and `places` says where
+    its pages belong.
+    """
 
     sequences: Sequences
     numbers: Tensor
+    places: Places | None = None
 
 
 KNOWN: BoundedDict[object, ReadTables] = BoundedDict(16)
@@ -237,8 +261,8 @@ class PageTables(NamedTuple):
     lengths: object
     first_page: object
 
-    def checked(self, num_pages: int, page: int) -> tuple[Tensor, Numbers, Numbers]:
-        """Return the page table as int32 [B, most], and the first and end position of keys [B]."""
+    def checked(self, num_pages: int, page: int) -> tuple[ClosedUp, Numbers]:
+        """Return the tables without holes, and the end of each sequence [B] with its holes."""
         tensor = tensor_of("integers", "page_table", self.page_table, ranks=(2,), advice=_ADVICE)
         check_kind("page_table", tensor)
         count, most = tensor.shape
@@ -251,25 +275,74 @@ class PageTables(NamedTuple):
             begins = np.minimum(first * page, ends)
         with outside_transforms():
             if tensor.dtype != torch.int32:
-                tensor = tensor.long().clamp(-1, 2**31 - 1).to(torch.int32)
+                tensor = tensor.long().clamp(-2, 2**31 - 1).to(torch.int32)
             table = tensor.contiguous()
             _check_pages(table.numpy(), num_pages, begins // page, -(-ends // page))
-        return table, begins, ends
+            return close_up(table, begins, ends, page), ends
 
 
 def _check_pages(numbers: NDArray[np.int32], num_pages: int, first: Numbers, last: Numbers) -> None:
-    """Raise if a page from `first` [B] up to `last` [B] of a sequence does not exist."""
+    """Raise if an entry from `first` [B] up to `last` [B] is neither a page nor a hole, -1."""
     if not numbers.size or (numbers.min() >= 0 and numbers.max() < num_pages):
         return
     column = np.arange(numbers.shape[1])
     used = (column >= first[:, None]) & (column < last[:, None])
-    wrong = np.argwhere(used & ((numbers < 0) | (numbers >= num_pages)))
+    wrong = np.argwhere(used & ((numbers < HOLE) | (numbers >= num_pages)))
     if len(wrong):
         b, at = wrong[0].tolist()
         raise ArgumentError(
-            f"page_table[{b}, {at}] must be one of the {num_pages} pages, but is "
+            f"page_table[{b}, {at}] must be one of the {num_pages} pages, or -1 for a hole, but is "
             f"{numbers[b, at]}. {_ADVICE}"
         )
+
+
+class ClosedUp(NamedTuple):
+    """Tables without holes: the page table, first and end of each sequence, and where pages belong.
+
+    page table       4  -1   7   2  -1        places      0  2  3
+    without holes    4   7   2
+    """
+
+    table: Tensor
+    begins: Numbers
+    ends: Numbers
+    places: Places | None = None
+
+
+def close_up(table: Tensor, begins: Numbers, ends: Numbers, page: int) -> ClosedUp:
+    """Return the tables without their holes.
+
+    Holes before the first page of a sequence and after its last one only change where it begins
+    and ends. Pages with holes between them move together, to the front of the table.
+    """
+    numbers = table.numpy()
+    if not numbers.size or numbers.min() > HOLE:
+        return ClosedUp(table, begins, ends)
+    length = int(ends.max())
+    column = np.arange(numbers.shape[1], dtype=np.int32)
+    used = (column >= begins[:, None] // page) & (column * page < ends[:, None])
+    there = used & (numbers != HOLE)
+    if there.sum() == used.sum():
+        return ClosedUp(table, begins, ends)
+    counts, first = there.sum(axis=1), there.argmax(axis=1)
+    last = numbers.shape[1] - 1 - there[:, ::-1].argmax(axis=1)
+    ends = np.where(counts > 0, np.minimum(ends, (last + 1) * page), 0)
+    begins = np.where(counts > 0, np.maximum(begins, first * page), 0)
+    apart = (counts > 0) & (last - first + 1 > counts)
+    if not apart.any():
+        return ClosedUp(table, begins, ends)
+    begins = np.where(apart, 0, begins)
+    ends = np.where(apart, ends - (last + 1 - counts) * page, ends)
+    moved = np.where(apart[:, None], np.argsort(~there, axis=1, kind="stable"), column)
+    # A power of two, so that steps with a few pages more or less have tables of the same shape.
+    width = min(numbers.shape[1], 1 << (-(-int(ends.max()) // page) - 1).bit_length())
+    places = np.ascontiguousarray(moved[:, :width], np.int32)
+    return ClosedUp(
+        table=torch.from_numpy(np.take_along_axis(numbers, places, axis=1)),
+        begins=begins,
+        ends=ends,
+        places=Places(torch.from_numpy(places), length),
+    )
 
 
 def content_of(tables: PageTables, sizes: tuple[int, ...]) -> Content | None:

@@ -265,9 +265,9 @@ def offset(mod: _Mod, q_offset: int | Tensor, kv_offset: int | Tensor = 0) -> _M
         1 1 1 1 1 0
         1 1 1 1 1 1
 
-    Use it for decoding, where the keys of `q_offset` earlier tokens are cached. An offset is an
-    int, a tensor [] or a tensor [B] with an offset for each batch entry. A tensor is read at every
-    call, so a step may overwrite it in place.
+    Use it for decoding, where the keys of `q_offset` earlier tokens are cached. `q_offset` and
+    `kv_offset` are ints, or tensors [] or [B] with an offset for each batch entry. A tensor is read
+    at every call, so a step may overwrite it in place.
     """
     check_callables("offset", mod)
     fields = {"q_offset": _checked_offset("q_offset", q_offset)}
@@ -330,3 +330,18 @@ def shift(
         return mod
     offsets = {"q_offset": q_offset, "kv_offset": kv_offset}
     return cast(_MaybeMod, _KINDS[kind](_offset, mod_name(mod), mod=mod, **offsets))
+
+
+def at_places(mod: _Mod, kind: Kind, places: Tensor, page: int) -> _Mod:
+    """Return a mod for keys that are counted without the holes of their sequence.
+
+    `places` [B, most] has the place of each page of `page` keys: key 20 of sequence b has position
+    `places[b, 1] * 16 + 4` if pages have 16 keys.
+    """
+    return cast(_Mod, _KINDS[kind](_at_places, mod_name(mod), mod=mod, places=places, page=page))
+
+
+def _at_places(*args: Tensor, mod: Callable[..., Tensor], places: Tensor, page: int) -> Tensor:
+    *others, b, h, q_idx, kv_idx = args
+    first = places[b, kv_idx // page].long() * page  # as int64, which cannot wrap around
+    return mod(*others, b, h, q_idx, first + kv_idx % page)

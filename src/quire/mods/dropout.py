@@ -25,8 +25,8 @@ from quire.support.torch_private.transforms import innermost
 class Dropout:
     """Dropout with probability `p`, above 0 and at most 1, and the seed of one call.
 
-    `drawn` is the seed as torch drew it: if torch.vmap draws another for each call, it is mapped.
-    Then calls differ by their number in the batch. `mask` is what is kept, if that was changed.
+    `drawn` is the seed as a tensor. Inside torch.vmap it may be mapped: then each call drops other
+    weights, by its number in the batch. `mask` replaces the mask_mod that the seed gives.
     """
 
     p: float
@@ -46,7 +46,7 @@ class Dropout:
 
     @property
     def factor(self) -> float:
-        """The factor of kept weights, for which the expected sum of the weights stays."""
+        """The factor of kept weights. With it, the expected sum of all weights does not change."""
         return 0.0 if self.p == 1.0 else 1.0 / (1.0 - self.p)
 
 
@@ -61,7 +61,7 @@ def _drawn(generator: torch.Generator | None) -> Tensor:
 
 
 def _seed(numbers: Tensor) -> tuple[int, int]:
-    """Return a seed of two numbers; of those that torch.vmap draws for many calls, the first."""
+    """Return the two numbers of a seed. If torch.vmap drew several seeds, return the first."""
     low, high = innermost(numbers).flatten()[:2].tolist()
     return low, high
 

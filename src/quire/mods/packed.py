@@ -311,9 +311,9 @@ def _unwound(enter: Tensor, leave: Tensor) -> tuple[Tensor, Tensor, int]:
         place   0   1 8   2 5 9 12   19 20 22 23 26 27 29 30    turn 4
 
     Trees are often written level by level. At the end of a level the numbers fall, so the minimum
-    and maximum over a block of positions say little. The places go on rising instead, modulo
-    2**turn. A node is in the subtree of another if the division by 2**turn of its distance from
-    `enter` gives more than that of its distance from `leave`.
+    and maximum over a block of positions say little. So we add multiples of 2**turn, such that the
+    numbers go on rising. With these numbers, node i is in the subtree of node j if and only if
+    (enter[i] - enter[j]) >> turn is above (enter[i] - leave[j]) >> turn.
     """
     turn = max(1, (len(enter) - 1).bit_length())
     circle, number, half = 1 << turn, enter.long(), (1 << turn) // 2

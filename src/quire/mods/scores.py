@@ -1,8 +1,8 @@
 """Changes of scores: biases by position, learned or not, and a soft limit.
 
-A score_mod is given the score after scaling. A table is not copied, so one that requires grad is
-trained. The drawings show what is added to the scores of head 0. Each class `Learned...` is the
-mod of that name as a module with a parameter.
+A score_mod is given the score after scaling. A table is not copied, so a table that requires grad
+is trained. The drawings show what is added to the scores of head 0. Each class `Learned...` is the
+mod of that name as a module, with its table as a parameter.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Dtype: TypeAlias = torch.dtype | None
 
 
 def alibi(H: int, slopes: Tensor | None = None) -> ScoreChange:
-    """Lower a score by the distance times a slope, which each of the `H` heads has (ALiBi).
+    """Lower a score by distance times slope. Each of the `H` heads has its own slope (ALiBi).
 
     alibi(8):
 

@@ -20,8 +20,10 @@ from quire.config import Backend as BackendName
 from quire.errors import ModError
 from quire.ir.source import reading
 from quire.ir.trace import INPUTS, Kind, Mod, trace
+from quire.mods.weights import Weighting
 from quire.operator.text import MODS, Form, WrittenMod, write
 from quire.results import working_dtype
+from quire.support.torch_private import is_transformed
 from quire.support.torch_private.tracing import DynamoTrace, graph_entry
 
 
@@ -37,9 +39,10 @@ class Inputs(NamedTuple):
     number_names: tuple[str, ...]
     scale: float | None
     dropout_p: float
-    aux: tuple[bool, ...]
+    aux: tuple[bool, bool, bool, bool, bool]
     block_size: tuple[int, int] | None
     backend: BackendName
+    weighting: Weighting
 
     def form(self, mods: dict[str, WrittenMod], learns: bool) -> Form:
         """Return the form of the call, with these mods."""
@@ -55,6 +58,7 @@ class Inputs(NamedTuple):
             aux=AuxRequest(*self.aux),
             block_size=self.block_size,
             backend=self.backend,
+            weighting=self.weighting,
         )
 
 
@@ -66,6 +70,8 @@ def operator(learns: bool) -> Any:
 
 def _write_call(dynamo: DynamoTrace, arguments: list[Any]) -> Any:
     """Add one call of the operator to Dynamo's graph. Return (learns, results)."""
+    if is_transformed():  # the operator has gradients, but no tangents, and nothing maps it
+        dynamo.break_graph("attention inside of torch.func or forward_ad cannot be part of a graph")
     count = len(Inputs._fields)
     inputs, mods = Inputs(*arguments[:count]), arguments[count:]
     operands = dynamo.items(inputs.operands)
@@ -98,7 +104,8 @@ def _read_mod(
     try:
         traced = trace(_with_inputs(partial(function.run, reading), kind), kind, score_dtype=score)
     except ModError as error:
-        dynamo.break_graph(f"{kind}_mod {function.name!r} cannot be part of a graph: {error}")
+        reason = str(error).partition(". ")[0]  # names the user's line
+        dynamo.break_graph(f"{kind}_mod {function.name!r} cannot be part of a graph: {reason}.")
     variables = [function.captured[id(tensor)] for tensor in traced.captures]
     return WrittenMod.of(traced)._replace(name=function.name), variables
 

@@ -3,12 +3,14 @@
     by_operator(request)         for modes and profilers, which see the operator that it calls
     compute_in_graph(request)    for Dynamo, which traces it in place of `plans.compute`
 
-Somebody watches in torch.compile, torch.export and make_fx, under FakeTensorMode, FlopCounterMode
-or selective checkpointing, and while torch.profiler records. All other calls run directly.
+Somebody watches in torch.compile, torch.export, make_fx and torch.jit.trace, under FakeTensorMode,
+FlopCounterMode or selective checkpointing, and while torch.profiler records. All other calls run
+directly.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import Any, NamedTuple
 
 import torch
@@ -20,15 +22,20 @@ from quire import plans
 from quire.aux_outputs import AuxRequest
 from quire.backends import inductor
 from quire.errors import BackendError, UnsupportedOpError
-from quire.ir.trace import Kind, Mod, Traced, mod_name
+from quire.ir.trace import Kind, Mod, Traced, mod_name, trace
 from quire.memory import Dense, Ragged
 from quire.operator import define as define  # makes the operators
 from quire.operator.dynamo import ENTRY, Inputs, operator
 from quire.operator.text import MODS, WrittenMod, write
-from quire.request import Request, ready
-from quire.results import Result
-from quire.support.dynamo import traced_as
-from quire.support.torch_private import is_in_a_graph, is_transformed, is_watched
+from quire.request import Request, autocast, ready
+from quire.results import Result, working_dtype
+from quire.support.dynamo import constant_when_traced, traced_as
+from quire.support.torch_private import (
+    is_in_a_graph,
+    is_jit_tracing,
+    is_transformed,
+    is_watched,
+)
 from quire.support.torch_private.tracing import know_entries
 
 
@@ -75,8 +82,9 @@ def parts_of(request: Request) -> Parts:
         for name, table in tables.items()
         if table is not None
     }
+    query, key, value = autocast(request.query, memory.key, memory.value)
     inputs = Inputs(
-        operands=(request.query, memory.key, memory.value),
+        operands=(query, key, value),
         sink=request.sink,
         tables=tuple(given.values()),
         numbers=tuple(numbers.values()),
@@ -85,18 +93,19 @@ def parts_of(request: Request) -> Parts:
         number_names=tuple(numbers),
         scale=request.scale,
         dropout_p=request.dropout_p,
-        aux=tuple(request.aux),
+        aux=request.aux[:-1],
         block_size=block_size,
         backend=request.backend,
+        weighting=request.weighting,
     )
     return Parts(inputs, (request.score_mod, mask_mod, partial_mod))
 
 
-def results_of(found: list[Tensor], request: Request, learns: bool) -> Result:
+def results_of(found: list[Tensor], inputs: Inputs, learns: bool) -> Result:
     """Return the list that the operator returned as a result; the output in the query's dtype."""
-    aux = request.aux
+    aux = inputs.aux
     wanted = AuxRequest(aux[0] or learns, *aux[1:])
-    fields: dict[str, Tensor] = {"out": found[0].to(request.query.dtype)}
+    fields: dict[str, Tensor] = {"out": found[0].to(inputs.operands[0].dtype)}
     place = 1
     for name, asked in zip(AuxRequest._fields, wanted):  # noqa: B905  Dynamo takes no strict=
         if asked:
@@ -116,16 +125,28 @@ def compute_in_graph(request: Request) -> Result:
     _check_request(request)
     parts = parts_of(request)
     learns, found = ENTRY(*parts.inputs, *parts.mods)
-    return results_of(found, request, learns)
+    return results_of(found, parts.inputs, learns)
 
 
 def _check_request(request: Request) -> None:
     if request.generator is not None:
         raise BackendError(
-            "generator must be None inside torch.compile, whose graphs hold no generators, but one "
-            "is given. Leave it out: torch's default generator is used, as torch.manual_seed sets "
-            "it."
+            "generator must be None where a graph is made, which holds no generators, but one is "
+            "given. Leave it out: torch's default generator is used, as torch.manual_seed sets it."
         )
+    if _is_onnx_export():
+        raise BackendError(
+            "a model must compute attention with PyTorch's operators if it is exported to ONNX, "
+            "which has no operator for quire's kernels, but it calls quire. For the export, call "
+            "torch.nn.functional.scaled_dot_product_attention, or load a model of transformers "
+            "with attn_implementation='sdpa'."
+        )
+
+
+@constant_when_traced
+def _is_onnx_export() -> bool:
+    onnx = sys.modules.get("torch.onnx")  # importing it would take long
+    return onnx is not None and bool(onnx.is_in_onnx_export())
 
 
 # --- everywhere else -----------------------------------------------------------------------------
@@ -133,10 +154,19 @@ def _check_request(request: Request) -> None:
 
 def by_operator(request: Request) -> Result | None:
     """Compute a request that somebody watches; None if the operator cannot take it."""
-    if not isinstance(request.query, Tensor) or not _goes_by_operator(request):
+    if not isinstance(request.query, Tensor):
+        return None
+    if _is_recorded(request.query):
+        _check_request(request)
+    if not _goes_by_operator(request):
         return None
     mods = _ready(request)
     return None if mods is None else _called(request, mods)
+
+
+def _is_recorded(query: Tensor) -> bool:
+    """Return whether the call becomes part of a graph, in which no kernel can be seen."""
+    return is_in_a_graph(query) or is_jit_tracing()
 
 
 def _goes_by_operator(request: Request) -> bool:
@@ -159,27 +189,30 @@ def _goes_by_operator(request: Request) -> bool:
 
 
 def _ready(request: Request) -> dict[str, Traced] | None:
-    """Return the traced mods by field; None if one cannot be traced and tensors have memory."""
+    """Return the traced mods by field; None if one cannot be traced and no graph is made."""
     _, mods = parts_of(request._replace(dropout_p=0.0))
+    read = _read_for_a_graph if _is_recorded(request.query) else ready
     traced = {}
     for mod, (field, kind) in zip(mods, MODS.items(), strict=True):
         if mod is None:
             continue
-        found = ready(mod, kind, request.query)
+        found = read(mod, kind, request.query)
         if not isinstance(found, Traced):
-            if is_in_a_graph(request.query):
-                raise _not_in_a_graph(mod, kind)
             return None
         traced[field] = found
     return traced
 
 
-def _not_in_a_graph(mod: Mod, kind: Kind) -> UnsupportedOpError:
-    return UnsupportedOpError(
-        f"{kind}_mod {mod_name(mod)!r} must be made of the operations in quire's table if a graph "
-        f"is made of the call, but it is not; the warning before this error names the line. Write "
-        f"it with the operations of the table, or call it outside of the graph."
-    )
+def _read_for_a_graph(mod: Mod, kind: Kind, query: Tensor) -> Traced:
+    try:
+        return trace(mod, kind, score_dtype=working_dtype(query.dtype), device=query.device)
+    except UnsupportedOpError as error:
+        reason = str(error).partition(". ")[0]  # names the user's line
+        raise UnsupportedOpError(
+            f"{kind}_mod {mod_name(mod)!r} must be made of the operations in quire's table if a "
+            f"graph is made of the call, but {reason}. Write it with the operations of the table, "
+            f"or call it outside of the graph."
+        ) from error
 
 
 def _called(request: Request, mods: dict[str, Traced]) -> Result:
@@ -188,11 +221,13 @@ def _called(request: Request, mods: dict[str, Traced]) -> Result:
     if request.sink is not None:
         captures.insert(0, request.sink)
     tensors = (*inputs.operands, *captures)
-    learns = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    # torch.jit.trace records a second time, without gradients, and compares.
+    records = torch.is_grad_enabled() or is_jit_tracing()
+    learns = records and any(x.requires_grad for x in tensors)
     form = inputs.form({field: WrittenMod.of(mod) for field, mod in mods.items()}, learns)
     given = (*inputs.operands, captures, list(inputs.tables), list(inputs.numbers), write(form))
     found = operator(learns)(*given)
-    return results_of(found, request, learns)
+    return results_of(found, inputs, learns)
 
 
 plans.by_operator = by_operator

@@ -1,4 +1,4 @@
-"""A call as text: all that `quire::attention` must know besides tensors and numbers.
+"""A call as text: everything that `quire::attention` needs besides tensors and numbers.
 
     Form(memory="dense", mods={"score_mod": WrittenMod("bias", rows, captures)}, ...)
 
@@ -12,19 +12,24 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from quire.aux_outputs import AuxRequest
+from quire.aux_outputs import OF_KERNELS, AuxRequest
 from quire.config import Backend as BackendName
 from quire.errors import ArgumentError, DtypeError
 from quire.ir.graph import Node
 from quire.ir.portable import DTYPE_NAMES, dtype_name, portable, restore
 from quire.ir.trace import INPUTS, Kind, Traced, call_name
+from quire.mods.weights import Weighting
 
-VERSION = 1
+VERSION = 2
+"""Part of every text. torch.compile keeps compiled graphs on disk under a key with this text in it.
+
+So it must change when the operators take other arguments or lay out results in another way.
+"""
 MEMORIES = ("dense", "ragged", "paged")
 MODS: dict[str, Kind] = {"score_mod": "score", "mask_mod": "mask", "partial_mod": "mask"}
 """The mods of a call in the order of their captured tensors, and their kinds."""
@@ -77,6 +82,8 @@ class WrittenMod(NamedTuple):
 
     def on(self, captures: tuple[Tensor, ...], kind: Kind) -> Traced:
         """Return the mod with these captured tensors."""
+        if not captures and not self.captures:
+            return _without_captures(self.output, kind, self.name)
         for tensor, expected in zip(captures, self.captures, strict=True):
             if tensor.dtype != expected.dtype or tensor.dim() != expected.rank:
                 raise DtypeError(
@@ -85,6 +92,11 @@ class WrittenMod(NamedTuple):
                     f"{dtype_name(tensor.dtype)} {list(tensor.shape)}. Make the graph again."
                 )
         return Traced(self.output, captures, kind, self.name)
+
+
+@functools.lru_cache(maxsize=1024)
+def _without_captures(output: Node, kind: Kind, name: str) -> Traced:
+    return Traced(output, (), kind, name)
 
 
 class Form(NamedTuple):
@@ -101,6 +113,7 @@ class Form(NamedTuple):
     aux: AuxRequest = AuxRequest()
     block_size: tuple[int, int] | None = None
     backend: BackendName = "auto"
+    weighting: Weighting = "softmax"
 
     @property
     def others(self) -> tuple[str, ...]:
@@ -150,8 +163,9 @@ def _form(plain: Any) -> Form:
     _expect(plain.keys() == set(Form._fields), "other fields")
     memory, backend, scale = plain["memory"], plain["backend"], plain["scale"]
     _expect(memory in MEMORIES, "an unknown memory")
+    _expect(plain["weighting"] in get_args(Weighting), "an unknown weighting")
     _expect(backend in ("auto", "jit", "eager"), "an unknown backend")
-    for name, known in (("tables", TABLES), ("numbers", NUMBERS), ("aux", AuxRequest._fields)):
+    for name, known in (("tables", TABLES), ("numbers", NUMBERS), ("aux", OF_KERNELS)):
         _expect(isinstance(plain[name], list) and set(plain[name]) <= set(known), f"other {name}")
     size = plain["block_size"]
     valid = size is None or (len(size) == 2 and all(type(n) is int and n > 0 for n in size))
@@ -168,9 +182,10 @@ def _form(plain: Any) -> Form:
         learns=plain["learns"],
         scale=None if scale is None else float.fromhex(scale),
         dropout_p=float(plain["dropout_p"]),
-        aux=AuxRequest(**dict.fromkeys(plain["aux"], True)),
+        aux=AuxRequest(*(name in plain["aux"] for name in OF_KERNELS)),  # type: ignore[arg-type]
         block_size=None if size is None else (size[0], size[1]),
         backend=backend,
+        weighting=plain["weighting"],
     )
 
 

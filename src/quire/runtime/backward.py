@@ -23,7 +23,7 @@ from quire.codegen.convention import (
 )
 from quire.codegen.llvm.target import Target
 from quire.ir.graph import Node
-from quire.memory import One, Placed
+from quire.memory import One, Placed, longest
 from quire.request import Problem
 from quire.results import Above, Gradients, Result, Wanted, folded
 from quire.runtime.blocks import NO_LISTS, TileLists, tile_lists
@@ -118,6 +118,7 @@ class BackwardPlans:
         above: Above,
     ) -> Gradients | None:
         """Return the gradients; None if the eager backend has to compute them."""
+        above = above.of_weights(problem.weighting)
         out, lse, *given = above[:4]
         grads = [None if x is None else x.resolve_neg() for x in given]
         query, key, value = (x.resolve_neg() for x in placed[:3])
@@ -148,7 +149,7 @@ def key_mass(problem: Problem, placed: Placed, results: Result) -> Tensor | None
     blocks = None if mask is None else mask.rows(*placed.lengths)
     assert results.lse is not None, "the key mass needs lse"
     plan = BackwardPlan.of(problem, placed, blocks, (), Result(results.out, results.lse))
-    above = Above(results.out, results.lse, None, None)
+    above = Above(results.out, results.lse, None, None).of_weights(problem.weighting)
     captures = (*problem.captures, *plan.added_captures)
     return Pass(plan, placed, captures, Wanted.of(False, False, False), above).masses()
 
@@ -284,7 +285,7 @@ class Pass:
             Result(above.out, above.lse),
             self.captures,
             lists=self.plan.lists,
-            gradients=GRADIENTS_PART.pack(fields),
+            more=GRADIENTS_PART.pack(fields),
             first=first,
         )
 
@@ -324,7 +325,7 @@ class Pass:
         placed = self.placed
         batch = placed.query.shape[0] if isinstance(placed.rows, One) else 1
         if placed.page_table is not None:
-            batch, num_rows = placed.sequences.num, placed.end
+            batch, num_rows = placed.sequences.num, longest(placed.sequences.kv_end)
         shape = (max(self.plan.slices, default=1), batch, heads, num_rows, *width)
         return torch.zeros(shape, dtype=self.dtype, device="cpu")
 

@@ -33,12 +33,14 @@ from torch import Tensor
 
 from quire.block_mask import BlockMask, BlockRows
 from quire.block_mask.blocks import FULL as FULL_BLOCK
+from quire.block_mask.blocks import PARTIAL as PARTIAL_BLOCK
 from quire.block_mask.blocks import Runs
-from quire.codegen.convention import FULL, MOST_ROWS, PARTIAL, tile_entry
+from quire.codegen.convention import FULL, PARTIAL, tile_entry
 from quire.codegen.llvm.target import Target
 from quire.ir.graph import Node, cast, const, rebuild, rewrite
+from quire.ir.simplify import simplify
 from quire.ir.trace import Traced
-from quire.memory import Placed
+from quire.memory import One, Placed
 from quire.memory.tables import Sequences
 from quire.request import Problem
 from quire.support.bounded import BoundedDict
@@ -168,6 +170,35 @@ def _count(
     return counts
 
 
+def within_blocks(mod: Traced, blocks: BlockRows, rows: One) -> Traced:
+    """Return a mask_mod that looks up the kind of block of every element, and applies it."""
+    cells = torch.from_numpy(blocks.runs.cells()).to(torch.int8)
+    slot = len(mod.captures)
+
+    def index(name: str, start: int, size: int) -> Node:
+        position = Node("input", (), torch.int64, name)
+        from_start = Node("sub", (position, const(start, torch.int64)), torch.int64)
+        return Node("floordiv", (from_start, const(size, torch.int64)), torch.int64)
+
+    def index_or_0(name: str, count: int) -> Node:  # a size of 1 is shared
+        return Node("input", (), torch.int64, name) if count > 1 else const(0, torch.int64)
+
+    indices = (
+        index_or_0("b", cells.shape[0]),
+        index_or_0("h", cells.shape[1]),
+        index("q_idx", rows.q_start, blocks.block_size[0]),
+        index("kv_idx", rows.kv_begin, blocks.block_size[1]),
+    )
+    cell = cast(Node("load", indices, torch.int8, slot), torch.int32)
+
+    def kind(number: int) -> Node:
+        return Node("eq", (cell, const(number, torch.int32)), torch.bool)
+
+    held = Node("and", (kind(PARTIAL_BLOCK), mod.output), torch.bool)
+    output = simplify(Node("or", (kind(FULL_BLOCK), held), torch.bool))
+    return Traced(output, (*mod.captures, cells), "mask", mod.name, mod.lines)
+
+
 # --- gathered blocks ------------------------------------------------------------------------------
 
 
@@ -247,7 +278,7 @@ def _gathered(mask: BlockMask, lengths: tuple[int, int], block_kv: int) -> Gathe
     order, in_disorder = _order(mask, read)
     tiles = _num_touched(read, blocks_of_tiles(lengths[1], block_kv, size))
     fewer = (-(-counts * size // block_kv)).sum() <= WORTH * tiles
-    if not fewer and not (in_disorder and lengths[0] > MOST_ROWS):
+    if not fewer and not in_disorder:
         return None
     order = order[:, :most]
     cells = np.take_along_axis(runs.cells(), order[:, None, None, :], axis=-1)

@@ -17,6 +17,7 @@ from quire.request import Call, Problem
 from quire.results import NOWHERE, Result, output_layout
 from quire.runtime.backward import key_mass
 from quire.runtime.blocks import NO_LISTS, TileLists, gather, read_lists
+from quire.runtime.chosen import Chosen, choose
 from quire.runtime.launch import Launcher, Records
 from quire.runtime.mods import ORIGIN, graphs_of
 from quire.runtime.prepare import (
@@ -88,23 +89,41 @@ class ForwardPlan(NamedTuple):
     parts: tuple[FormPlan, ...]
     layout: ResultLayout
     gathers: bool  # whether to gather the scattered blocks of a block mask
+    chosen: Chosen | None  # its blocks as pages
     steps: BoundedDict[object, list[Records]]
 
     @staticmethod
-    def of(call: Call, learns: bool) -> ForwardPlan:
-        """Return the plan for calls with the same key as this one."""
+    def of(call: Call, learns: bool, *, stays_open: bool = False) -> ForwardPlan:
+        """Return the plan for calls with the same key as this one.
+
+        With `stays_open`, `out` is not divided by the sums, which `lse` has; see `pieces.py`.
+        """
         layout = ResultLayout.of(call, learns)
-        _, placed, problem, *_ = call
-        # Gathered keys have other positions, which would be wrong in an argmax.
-        if problem.block_mask is not None and not call.request.aux.argmax:
-            problem, placed = gather(problem, placed)
-        gathers, results, rows = placed is not call.placed, layout.make(), call.placed.rows
+        request, placed, problem, *_ = call
+        results, rows, chosen = layout.make(), placed.rows, None
+        # Gathered and chosen keys have other positions, which would be wrong in an argmax.
+        if problem.block_mask is not None and not request.aux.argmax:
+            chosen = choose(problem, placed) if request.sink is None else None
+            if chosen is None:
+                problem, placed = gather(problem, placed)
+            else:
+                problem, placed = chosen.problem(problem, placed), chosen.placed(placed)
+                results = chosen.results(results)
+        gathers = chosen is None and placed is not call.placed
         origin = rows if isinstance(rows, One) else ORIGIN
         parts = (
-            _part(problem, placed, form, some, results=results, origin=origin)
+            _part(
+                problem,
+                placed,
+                form,
+                some,
+                results=results,
+                origin=origin,
+                stays_open=stays_open or problem.weighting == "sums",
+            )
             for form, some in by_form(placed.rows)
         )
-        return ForwardPlan(tuple(parts), layout, gathers, BoundedDict(STEPS))
+        return ForwardPlan(tuple(parts), layout, gathers, chosen, BoundedDict(STEPS))
 
     def run(self, call: Call) -> Result | None:
         """Return the results; None if a mod used an index out of range, which torch must report."""
@@ -113,15 +132,21 @@ class ForwardPlan(NamedTuple):
             problem, placed = gather(problem, placed)
             captures = problem.captures
         results, sink, wrong = self.layout.make(), request.sink, False
+        written, chosen = results, self.chosen
+        if chosen is not None:
+            problem, placed = chosen.problem(problem, placed), chosen.placed(placed)
+            captures, written = problem.captures, chosen.results(results)
         if sink is not None:
             sink = sink.to(placed.dtype).contiguous()
         every = self._records(placed)
         for (launcher, lists, added), records in zip(self.parts, every):  # noqa: B905  it is slower
             loaded = (*captures, *added) if added else captures
-            wrong |= launcher.launch(placed, records, results, loaded, sink=sink, lists=lists)
+            wrong |= launcher.launch(placed, records, written, loaded, sink=sink, lists=lists)
         if wrong:
             return None
-        if isinstance(placed.rows, Sequences) and placed.content is None:
+        if chosen is not None:
+            chosen.finish(results, written)
+        elif isinstance(placed.rows, Sequences) and placed.content is None:
             fill_holes(results, placed.rows)
         if not request.aux.key_mass:
             return results
@@ -151,6 +176,7 @@ def _part(
     *,
     results: Result,
     origin: One,
+    stays_open: bool,
 ) -> FormPlan:
     """Return what computes `rows`, the sequences of one form."""
     mask, lists = problem.block_mask, NO_LISTS
@@ -169,6 +195,7 @@ def _part(
         block_q=block_q,
         lists=lists,
         item_heads=heads_of_item(form, placed, rows, block_q),
+        stays_open=stays_open,
     )
     return FormPlan(launcher, lists, loaded[len(problem.captures) :])
 

@@ -94,23 +94,23 @@ class Launcher(NamedTuple):
         *,
         sink: Tensor | None = None,
         lists: TileLists = NO_LISTS,
-        gradients: bytes = b"",
+        more: bytes = b"",
         first: int = 0,
     ) -> bool:
         """Run the kernel from item `first` on. Return whether a mod used an index out of range.
 
-        `gradients` is the part of the record that only the backward kernel reads.
+        `more` is the part of the record that only the backward or the tangent kernel reads.
         """
         table, num_sequences, products, items, slots, members = records
         if items == first:
             return False
-        query, key, value, _, page_table, key_scale, value_scale, _ = placed
+        query, key, value, _, page_table, key_scale, value_scale, *_ = placed
         out, lse, max_scores, argmax, entropy, _ = results
         threads = min(num_threads(), items - first) if products > SMALL_WORK else 1
         if self.pyramids:
             captures = [*captures, *pyramids.build(captures, self.pyramids, products)]
         arguments = self.code.arguments
-        counters = _COUNTERS + len(gradients)
+        counters = _COUNTERS + len(more)
         flag, sequences = counters + _FLAG, counters + _SEQUENCES
         block = (ctypes.c_char * (sequences + len(table) + arguments.size))()  # zeros
         start = ctypes.addressof(block)
@@ -135,7 +135,7 @@ class Launcher(NamedTuple):
             )  # fmt: skip
             self.terms.check_call(call)
             packed = arguments.pack(captures, start + flag)
-            parts = (CALL_PART.pack_in_order(*call), self.record, gradients)
+            parts = (CALL_PART.pack_in_order(*call), self.record, more)
             content = b"".join((*parts, first.to_bytes(8, sys.byteorder), _ZEROS, table, packed))
             ctypes.memmove(start, content, len(content))
             if products > LONG_WORK:
@@ -148,9 +148,9 @@ class Launcher(NamedTuple):
 
 
 # A launch has one block of memory:
-# [ call | plan | gradients, if any | counters, the first is the next item | flag: an index was out
-#   of range | table of sequences | arguments of the mods ]
-_COUNTERS = CALL_PART.size + PLAN_PART.size  # from the start of the block, without gradients
+# [ call | plan | gradients or tangents, if any | counters, the first is the next item | flag: an
+#   index was out of range | table of sequences | arguments of the mods ]
+_COUNTERS = CALL_PART.size + PLAN_PART.size  # from the start of the block, without the third part
 _FLAG = 16 * 8  # from the first counter
 _SEQUENCES = _FLAG + 8
 _ZEROS = bytes(_SEQUENCES - 8)  # all counters but the first, and the flag

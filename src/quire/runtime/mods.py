@@ -23,11 +23,10 @@ import torch
 from torch import Tensor
 
 from quire.block_mask import BlockRows
-from quire.block_mask.blocks import FULL, PARTIAL
 from quire.codegen.convention import Form
 from quire.codegen.llvm import jit
 from quire.codegen.llvm.builder import Module
-from quire.codegen.mods.arguments import CaptureShape, ModArguments, is_literal
+from quire.codegen.mods.arguments import CaptureShape, ModArguments, literals
 from quire.codegen.mods.derive import Derived, write_derive
 from quire.codegen.mods.functions import (
     write_extent,
@@ -35,18 +34,20 @@ from quire.codegen.mods.functions import (
     write_row_rewrite,
     write_verdict,
 )
+from quire.codegen.mods.push import write_push
+from quire.codegen.phases.softmax import LOG4_E
 from quire.codegen.phases.tiles import TileShape
 from quire.ir.bound import Bounds, bound
 from quire.ir.differentiate import Derivatives, differentiate
-from quire.ir.graph import Node, cast, const, constants, inputs, rebuild, rewrite, text
+from quire.ir.graph import Node, const, inputs, rebuild, rewrite, text
 from quire.ir.narrow import narrow
 from quire.ir.pyramid import Pyramid
 from quire.ir.ranges import Range
-from quire.ir.simplify import simplify
 from quire.ir.terms import FALSE, TRUE
 from quire.ir.trace import Traced
 from quire.memory import One
 from quire.request import Problem, ReadyMod
+from quire.runtime.blocks import within_blocks
 from quire.runtime.cache import cache_key, code_of
 
 ORIGIN = One(0, 0, 0, 0)
@@ -62,6 +63,7 @@ class ModGraphs(NamedTuple):
     The mask `always` applies to full and partial tiles, `partial` to partial tiles only. `drop` is
     dropout; its input `score` is a weight. `bounds` are the bounds of `always`, if there is no
     block mask. `learned` are the indices of the captured tensors whose gradients are wanted.
+    `tangent` is that of the score after the score_mod, if tangents are wanted and it is not 0.
     """
 
     score: Node | None = None
@@ -70,6 +72,8 @@ class ModGraphs(NamedTuple):
     drop: Node | None = None
     bounds: Bounds | None = None
     learned: tuple[int, ...] = ()
+    weighted: bool = False  # the score_mod returns weights
+    tangent: Node | None = None
 
     def changed(self, change: Callable[[int, Node], Node]) -> ModGraphs:
         """Return `change(place, graph)` of score, always, partial and drop; bounds stay."""
@@ -87,6 +91,8 @@ class ModGraphs(NamedTuple):
 
     def everything(self, form: Form) -> list[Node]:
         """Return all graphs that the kernel of a form needs, derivatives included."""
+        if form == "tangent" and self.tangent is not None:
+            return [*self.all, self.tangent]
         if form != "backward" or self.score is None:
             return self.all
         slope, loads = self.slopes
@@ -224,7 +230,7 @@ def graphs_of(
         (score, always, partial, drop), end, has_blocks=problem.block_mask is not None
     )
     *_, graphs = steps.values()
-    return graphs, tensors
+    return graphs._replace(weighted=problem.weighting != "softmax"), tensors
 
 
 def graph_stages(
@@ -269,35 +275,6 @@ def _drop(keep: Traced, factor: float, dtype: torch.dtype) -> Traced:
     return Traced(output, keep.captures, "score", keep.name)
 
 
-def within_blocks(mod: Traced, blocks: BlockRows, rows: One) -> Traced:
-    """Return a mask_mod that looks up the kind of block of every element, and applies it."""
-    cells = torch.from_numpy(blocks.runs.cells()).to(torch.int8)
-    slot = len(mod.captures)
-
-    def index(name: str, start: int, size: int) -> Node:
-        position = Node("input", (), torch.int64, name)
-        from_start = Node("sub", (position, const(start, torch.int64)), torch.int64)
-        return Node("floordiv", (from_start, const(size, torch.int64)), torch.int64)
-
-    def index_or_0(name: str, count: int) -> Node:  # a size of 1 is shared
-        return Node("input", (), torch.int64, name) if count > 1 else const(0, torch.int64)
-
-    indices = (
-        index_or_0("b", cells.shape[0]),
-        index_or_0("h", cells.shape[1]),
-        index("q_idx", rows.q_start, blocks.block_size[0]),
-        index("kv_idx", rows.kv_begin, blocks.block_size[1]),
-    )
-    cell = cast(Node("load", indices, torch.int8, slot), torch.int32)
-
-    def kind(number: int) -> Node:
-        return Node("eq", (cell, const(number, torch.int32)), torch.bool)
-
-    held = Node("and", (kind(PARTIAL), mod.output), torch.bool)
-    output = simplify(Node("or", (kind(FULL), held), torch.bool))
-    return Traced(output, (*mod.captures, cells), "mask", mod.name, mod.lines)
-
-
 # --- code -----------------------------------------------------------------------------------------
 
 
@@ -333,15 +310,15 @@ def compiled(
     names = _written(form, graphs)
     if not names:
         return ModCode(arguments, None, dict.fromkeys(FUNCTIONS, 0))
-    literals = [node.payload for node in constants(*nodes) if is_literal(node)]
+    values = [node.payload for node in literals(*nodes)]
     content = "\n".join(
         [
             form,
             repr(tile),
             repr(shapes),
             repr(names),
-            repr(literals),
-            repr(graphs.learned),
+            repr(values),
+            repr((graphs.learned, graphs.weighted, graphs.tangent is None)),
             text(*nodes, values=False),
         ]
     )
@@ -393,8 +370,20 @@ def lower(form: Form, tile: TileShape, graphs: ModGraphs, arguments: ModArgument
         elif form == "backward":
             slope, loads = graphs.slopes
             masks = tuple(graphs.masks[name])
-            derived = Derived(graphs.score, slope, tuple(loads.items()), masks, graphs.drop)
+            derived = Derived(
+                graphs.score,
+                slope,
+                tuple(loads.items()),
+                masks,
+                graphs.drop,
+                weighted=graphs.weighted,
+            )
             write_derive(module, name, tile, arguments, derived)
+        elif form == "tangent":
+            push = functools.partial(write_push, tangent=graphs.tangent)
+            push(module, name, tile, arguments, score=graphs.score, masks=graphs.masks[name])
         else:
-            write(module, name, tile, arguments, score=graphs.score, masks=graphs.masks[name])
+            unit = 1.0 if graphs.weighted else LOG4_E
+            masks = tuple(graphs.masks[name])
+            write(module, name, tile, arguments, score=graphs.score, masks=masks, unit=unit)
     return module

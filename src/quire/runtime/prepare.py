@@ -20,8 +20,10 @@ from quire.block_mask import BlockMask
 from quire.codegen.contract import Terms
 from quire.codegen.convention import (
     ENTRY,
+    FEW_ROWS,
     FULL,
     KEYS_OF_PIECE,
+    MANY_KEYS,
     MOST_ROWS,
     OBSERVE,
     PARTIAL,
@@ -38,6 +40,7 @@ from quire.codegen.convention import (
 from quire.codegen.kernels.backward import write_backward
 from quire.codegen.kernels.decode import write_decode
 from quire.codegen.kernels.forward import write_forward
+from quire.codegen.kernels.tangent import write_tangent
 from quire.codegen.llvm import jit
 from quire.codegen.llvm.builder import Module
 from quire.codegen.llvm.target import Target
@@ -56,6 +59,7 @@ from quire.runtime.mods import ModCode, ModGraphs, capture_shapes, compiled
 from quire.runtime.shared_prefix import shared_pieces
 
 SMALLEST_BLOCK = 64
+ENOUGH = 8  # items for each thread; with as many, no thread waits long for the last one
 
 
 def make_launcher(
@@ -69,12 +73,18 @@ def make_launcher(
     block_q: int,
     lists: TileLists = NO_LISTS,
     item_heads: int = 1,
+    stays_open: bool = False,
 ) -> Launcher:
-    """Return a launcher for operands and results with the layout of these."""
+    """Return a launcher for operands and results with the layout of these.
+
+    With `stays_open`, results are those of a piece, to be merged with others.
+    """
     query, key, value = placed.operands
     heads, value_dim = query.shape[1], value.shape[3]
     dtypes = (query.dtype, key.dtype, value.dtype, results.out.dtype)
-    found = kernel(form, dtypes, head_dim=query.shape[3], value_dim=value_dim)
+    found = kernel(
+        form, dtypes, head_dim=query.shape[3], value_dim=value_dim, weighted=graphs.weighted
+    )
     code = compiled(form, found.tile, graphs, capture_shapes(captures, graphs.pyramids))
     group = max(1, heads // key.shape[1])  # 1 if there are no heads
     row_group = item_heads
@@ -92,6 +102,7 @@ def make_launcher(
         "tile_batch_stride": lists.batch_stride,
         "tile_per_head": lists.per_head,
         "tile_kind": FULL if graphs.always is None else PARTIAL,
+        "stays_open": int(stays_open),
         **_functions(code, form, found.tile, results),
     }
     partial_bytes = partial_stride(found.tile, value_dim) * found.tile.element.size
@@ -111,8 +122,8 @@ def _result_layout(results: Result) -> dict[str, int]:
     """Return the strides of the output, and of the results with one number per query."""
     numbers = next((x for x in results[1:5] if x is not None), None)  # they lie alike
     steps = (0, 0, 0) if numbers is None else strides(numbers)
-    layout = dict(zip(_NAMES["out"], strides(results.out), strict=True))
-    return layout | dict(zip(_NAMES["lse"], steps, strict=True))
+    named = zip(("lse_batch", "lse_head", "lse_row"), steps, strict=True)
+    return row_strides("out", results.out) | dict(named)
 
 
 def _functions(code: ModCode, form: Form, tile: TileShape, results: Result) -> dict[str, int]:
@@ -137,8 +148,10 @@ def queries_of_item(
         return max(1, rows.q_len if isinstance(rows, One) else longest(rows.q_len))
     query, value = placed.query, placed.value
     tile = TileShape(Target.host(), F64 if query.dtype == torch.float64 else F32)
+    panels = 2 if form == "tangent" else 1  # tangents have panels of their own
+    head_dim, value_dim = (panels * x.shape[3] for x in (query, value))
     count = num_rows(placed, rows)
-    block_q = choose_block_q(tile, query.shape[3], value.shape[3], count, num_threads())
+    block_q = choose_block_q(tile, head_dim, value_dim, count, num_threads())
     if mask is None:
         return block_q
     # A block of queries should be within one block of the mask, unless it becomes tiny.
@@ -168,12 +181,8 @@ def num_rows(placed: Placed, rows: One | Sequences) -> int:
 def row_layout(placed: Placed) -> dict[str, int]:
     """Return the fields of a record that say where rows of query, key and value are."""
     query, key, value, table = placed.query, placed.key, placed.value, placed.page_table
-    result = dict(zip(_NAMES["query"], strides(query), strict=True))
-    for name, tensor in (("key", key), ("value", value)):
-        batch, head, row, column = strides(tensor)
-        page = tensor.stride(0) if table is not None else 0
-        steps = (batch if table is None else 0, head, page, row, column)
-        result.update(zip(_NAMES[name], steps, strict=True))
+    result, paged = row_strides("query", query), table is not None
+    result |= memory_strides("key", key, paged=paged) | memory_strides("value", value, paged=paged)
     for name, scale in (("key_scale", placed.key_scale), ("value_scale", placed.value_scale)):
         page, head, row = (0, 0, 0) if scale is None else scale.stride()
         result |= {f"{name}_head": head, f"{name}_page": page, f"{name}_row": row}
@@ -186,16 +195,17 @@ def row_layout(placed: Placed) -> dict[str, int]:
     }
 
 
-_NAMES = {
-    name: [f"{name}_{axis}" for axis in axes]
-    for name, axes in {
-        "query": ("batch", "head", "row", "column"),
-        "key": ("batch", "head", "page", "row", "column"),
-        "value": ("batch", "head", "page", "row", "column"),
-        "out": ("batch", "head", "row", "column"),
-        "lse": ("batch", "head", "row"),
-    }.items()
-}
+def row_strides(name: str, tensor: Tensor) -> dict[str, int]:
+    """Return the strides of a tensor with a row for each query, as fields of a record."""
+    steps = zip(("batch", "head", "row", "column"), strides(tensor), strict=True)
+    return {f"{name}_{axis}": step for axis, step in steps}
+
+
+def memory_strides(name: str, tensor: Tensor, *, paged: bool) -> dict[str, int]:
+    """Return the strides of a tensor with a row for each key, as fields of a record."""
+    of_batch = {f"{name}_batch": 0} if paged else {}
+    page = {f"{name}_page": tensor.stride(0) if paged else 0}
+    return row_strides(name, tensor) | of_batch | page
 
 
 def strides(tensor: Tensor) -> tuple[int, ...]:
@@ -211,6 +221,7 @@ _WRITERS: dict[Form, Callable[[KernelSpec], Module]] = {
     "panel": write_forward,
     "row": write_decode,
     "backward": write_backward,
+    "tangent": write_tangent,
 }
 
 
@@ -218,7 +229,12 @@ COMMON_WIDTHS = {64, 96, 128}
 
 
 def kernel(
-    form: Form, dtypes: tuple[torch.dtype, ...], *, head_dim: int = 0, value_dim: int = 0
+    form: Form,
+    dtypes: tuple[torch.dtype, ...],
+    *,
+    head_dim: int = 0,
+    value_dim: int = 0,
+    weighted: bool = False,
 ) -> LoadedKernel:
     """Return the kernel of a form for the dtypes of query, key, value and out.
 
@@ -227,8 +243,16 @@ def kernel(
     if form != "row" or not {head_dim, value_dim} <= COMMON_WIDTHS:
         head_dim = value_dim = 0  # any
     query, key, value, out = (str(dtype).removeprefix("torch.") for dtype in dtypes)
-    widths = {"head_dim": head_dim, "value_dim": value_dim}
-    spec = KernelSpec(Target.host(), query=query, key=key, value=value, out=out, **widths)
+    spec = KernelSpec(
+        Target.host(),
+        query=query,
+        key=key,
+        value=value,
+        out=out,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        weighted=weighted,
+    )
     return kernel_of(form, spec)
 
 
@@ -256,9 +280,12 @@ def records_of(launcher: Launcher, placed: Placed, rows: One | Sequences) -> Rec
     if not isinstance(rows, One):
         return _table(placed, rows, form, heads, block_q)
     pieces = max(1, num_pieces(rows.kv_begin, rows.kv_end)) if form == "row" else 1
-    items = num_items(rows.q_len, heads, block_q) * pieces * placed.query.shape[0]
-    slots = items if pieces > 1 else 0
-    return Records(record(rows, pieces), 1, num_products(placed, rows), items, slots)
+    whole = num_items(rows.q_len, heads, block_q) * placed.query.shape[0]
+    slices = 1 if whole >= ENOUGH * num_threads() else pieces
+    items = whole * slices
+    slots = items if slices > 1 else 0
+    table = record(rows, pieces, slices)
+    return Records(table, 1, num_products(placed, rows), items, slots)
 
 
 class Cut(NamedTuple):
@@ -271,30 +298,36 @@ class Cut(NamedTuple):
     shared: Numbers
     members: Numbers
 
-    @property
-    def slices(self) -> Numbers:
-        """Return the number of pieces that each sequence computes itself."""
-        return np.where(self.members == 0, self.pieces - self.shared, self.pieces)
+    def slices(self, heads: int) -> Numbers:
+        """Return how many items each sequence has for each of its `heads`.
 
-    @property
-    def columns(self) -> dict[str, Numbers]:
-        """Return the columns of the table of sequences."""
-        return {**self._asdict(), "slices": self.slices}
+        These are the pieces that it computes itself. But a sequence that shares none is one item,
+        if that is a small part of all the work.
+        """
+        own = np.where(self.members == 0, self.pieces - self.shared, self.pieces)
+        small = own * (ENOUGH * num_threads()) <= own.sum() * heads
+        return np.where((self.shared == 0) & small, 1, own)
 
 
 def by_form(rows: One | Sequences) -> list[tuple[Form, One | Sequences]]:
     """Split sequences by the kernel that computes them: "row" for few queries, else "panel".
 
-    The kernel of a sequence depends only on its own length.
+    Both give the same bits. Of some queries and many keys, "row" reads the keys once for all heads
+    that share them.
     """
     if isinstance(rows, One):
-        return [("row" if rows.q_len <= MOST_ROWS else "panel", rows)]
-    few = rows.q_len <= MOST_ROWS
+        return [("row" if has_few(rows.q_len, rows.kv_end - rows.kv_begin) else "panel", rows)]
+    few = (rows.q_len <= FEW_ROWS) | ((rows.q_len <= MOST_ROWS) & (rows.kv_len >= MANY_KEYS))
     if not few.any():
         return [("panel", rows)]
     if few.all():
         return [("row", rows)]
     return [("row", rows.where(few)), ("panel", rows.where(~few))]
+
+
+def has_few(queries: int, keys: int) -> bool:
+    """Return whether a sequence has few queries for its keys."""
+    return queries <= (MOST_ROWS if keys >= MANY_KEYS else FEW_ROWS)
 
 
 def num_products(placed: Placed, rows: One | Sequences) -> int:
@@ -320,16 +353,15 @@ def _table(placed: Placed, rows: Sequences, form: Form, heads: int, block_q: int
     if shared is not None and members is not None:
         cut = Cut(pieces, shared, members)
     each = num_items(rows.q_len, heads, block_q)
-    items, slots = each * cut.slices, each * pieces
-    columns = cut.columns | {"first_slot": np.cumsum(slots) - slots}
-    most_members = longest(cut.members)
-    needs_slots = longest(pieces) > 1 or most_members > 1
+    slices, most_members = cut.slices(heads), longest(cut.members)
+    items, slots = each * slices, np.where((slices == 1) & (cut.shared == 0), 0, each * pieces)
+    columns = {**cut._asdict(), "slices": slices, "first_slot": np.cumsum(slots) - slots}
     return Records(
         table=table_of(rows, np.cumsum(items) - items, columns),
         num_sequences=rows.num,
         products=num_products(placed, rows),
         items=int(items.sum()),
-        slots=int(slots.sum()) if needs_slots else 0,
+        slots=int(slots.sum()),
         members=most_members,
     )
 
@@ -345,5 +377,5 @@ def record(rows: One, pieces: int = 1, slices: int = 1) -> bytes:
     """Return the table of a dense call, with as many pieces of keys or slices of queries."""
     q_len, q_start, kv_begin, kv_end, b = rows
     positions = (q_len, q_start, -kv_begin, kv_begin, kv_end)
-    fields = (b, 0, 0, 0, *positions, max(slices, pieces), pieces, 0, 1, 0)  # as in SEQUENCE
+    fields = (b, 0, 0, 0, *positions, slices, pieces, 0, 1, 0)  # as in SEQUENCE
     return SEQUENCE.pack_in_order(*fields)

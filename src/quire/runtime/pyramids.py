@@ -19,6 +19,9 @@ from quire.runtime.cache import cache_key, code_of
 WORTH = 64
 """Read a table if attention does at least this many multiplications per byte of it."""
 
+MOST_MATRICES = 256
+"""A tensor of more matrices is read by torch ops, all of them at once."""
+
 
 def build(captures: Sequence[Tensor], pyramids: Sequence[Pyramid], work: int) -> list[Tensor]:
     """Return the pyramids of captured tensors.
@@ -44,6 +47,8 @@ def _built(tensor: Tensor, pyramid: Pyramid) -> Tensor:
     if len(pyramid.axes) > 2 or dtype not in PYRAMID_DTYPES or tensor.numel() == 0:
         return heap(tensor, pyramid)
     layout = _layout(tensor.shape, tensor.stride(), pyramid.axes)
+    if len(layout.matrices) > MOST_MATRICES:
+        return heap(tensor, pyramid)
     entries = torch.empty(layout.size, dtype=dtype, device="cpu")
     build, missing = _builder(Target.host(), dtype, pyramid.largest)
     source, into, size = tensor.data_ptr(), entries.data_ptr(), dtype.itemsize

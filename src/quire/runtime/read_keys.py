@@ -68,7 +68,7 @@ class Panels(NamedTuple):
 
 
 class MaskBounds:
-    """What the bounds of a mask say of tiles, as the kernels are told."""
+    """The kinds of tiles by the bounds of a mask, as the kernels decide them."""
 
     def __init__(self, mask: Traced, end: int, work: int) -> None:
         """Positions are below `end`; the call does `work` multiplications."""

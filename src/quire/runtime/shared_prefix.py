@@ -6,6 +6,7 @@ Only whole pieces of keys are shared, so that results do not depend on the other
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.codegen.convention import KEYS_OF_PIECE
@@ -13,6 +14,9 @@ from quire.memory.tables import Numbers, Sequences
 
 MOST_MEMBERS = 16
 """The most sequences of a group: their rows must fit the cache of a core."""
+
+ODD = 0x9E3779B97F4A7C15
+"""A number whose multiples look random in 64 bits."""
 
 
 def shared_pieces(
@@ -29,15 +33,15 @@ def shared_pieces(
         return order, None, None
     table = page_table.numpy()
     pages = max(1, KEYS_OF_PIECE // page)  # of one piece
+    may_share = _have_equals(table[sequences.b, :pages]) & (whole > 0)
+    if not may_share.any():
+        return order, None, None
     groups: dict[tuple[int, bytes], list[int]] = {}
-    alone: list[int] = []
-    for index in order.tolist():
-        if whole[index]:
-            row = table[sequences.b[index]]
-            key = int(sequences.q_len[index]), row[:pages].tobytes()
-            groups.setdefault(key, []).append(index)
-        else:
-            alone.append(index)
+    alone = [*order[whole[order] == 0].tolist(), *order[(whole > 0)[order] & ~may_share[order]]]
+    for index in order[may_share[order]].tolist():
+        row = table[sequences.b[index]]
+        key = int(sequences.q_len[index]), row[:pages].tobytes()
+        groups.setdefault(key, []).append(index)
     new_order: list[int] = []
     shared: list[int] = []
     members: list[int] = []
@@ -57,6 +61,15 @@ def shared_pieces(
     shared += [0] * len(alone)
     members += [1] * len(alone)
     return np.array(new_order), np.array(shared), np.array(members)
+
+
+def _have_equals(rows: Numbers) -> NDArray[np.bool_]:
+    """Return which rows seem to be there twice: quickly, by a sum that few other rows have."""
+    factors = np.arange(1, 2 * rows.shape[1], 2).astype(np.uint64) * np.uint64(ODD)
+    sums = (rows.astype(np.uint64) * factors).sum(1)
+    _, place, counts = np.unique(sums, return_inverse=True, return_counts=True)
+    several: NDArray[np.bool_] = counts[place] > 1
+    return several
 
 
 def _num_shared(rows: Numbers, most: int, page: int) -> int:

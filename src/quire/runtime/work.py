@@ -6,10 +6,9 @@
 
 This is how PyTorch counts (`torch.utils.flop_counter`), but PyTorch counts all scores. Lanes of a
 panel without a query are not counted, and neither are mods, softmax, and gradients of captured
-tensors. A tile is as large as one of the compiled kernels, whoever computes the call. The operands
-may be fake: only their shapes are used. What cannot be known is counted as if all were computed: a
-mask that cannot be traced, one that loads from a tensor without values, a fake block mask, lengths
-that are symbols.
+tensors. Tiles have the size of those of compiled kernels, whichever backend computes the call. The
+operands may be fake: only their shapes are used. All scores are counted if the mask cannot be
+traced, loads from a tensor without values or is a fake block mask, and if lengths are symbols.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from quire.ir.trace import Traced
 from quire.memory import One, Placed, longest
 from quire.memory.tables import Numbers, Sequences
 from quire.request import Call, Problem, ReadyMod
-from quire.runtime.blocks import gather, tile_runs
-from quire.runtime.mods import ORIGIN, within_blocks
+from quire.runtime.blocks import gather, tile_runs, within_blocks
+from quire.runtime.mods import ORIGIN
 from quire.runtime.prepare import by_form, num_products, queries_of_item
 from quire.runtime.read_keys import MaskBounds, Panels, Tiling, Units
 from quire.runtime.shared_prefix import shared_pieces

@@ -71,7 +71,7 @@ def entered_by_callers(function: Function) -> Function:
 def as_one_node(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function: Dynamo puts calls of it into its graph, which runs it on fake tensors.
 
-    The function must be able to compute with tensors that stand for others.
+    The function must accept fake and functional tensors.
     """
     node = never_entered(own(function))
 

@@ -202,7 +202,7 @@ def test_dtypes(function: Any, dtype: torch.dtype) -> None:
 
 @FUNCTIONS
 def test_what_depends_on_lengths_breaks_the_graph(function: Any) -> None:
-    """Keys and values that lie differently are compared when lengths are known."""
+    """Keys and values with different offsets are compared when lengths are known."""
     values = torch.randn(17, 32)
 
     def run(x: Tensor, y: Tensor) -> Tensor:

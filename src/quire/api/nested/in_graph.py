@@ -1,9 +1,9 @@
 """Nested attention where PyTorch makes a graph: the numbers in offsets and lengths are unknown.
 
 torch.compile runs F.scaled_dot_product_attention on nested tensors whose values, offsets and
-lengths are fake or functional. So the offsets go into the graph as they are, and are checked when
-it runs. What depends on them before that (a nested attn_mask, one sequence for a whole batch, keys
-and values that lie differently) is no part of a graph.
+lengths are fake or functional. So the offsets go into the graph unchecked, and are checked when it
+runs. The graph breaks where their values are needed earlier: for a nested attn_mask, for one
+sequence that is used for a whole batch, and for keys and values with different offsets.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from quire.support import torch_private
 
 
 def makes_graph(nested: Any) -> bool:
-    """Return whether the rows of a nested tensor stand for others while a graph is made."""
+    """Return whether the values of a nested tensor are fake, since a graph is being made."""
     return torch_private.is_in_a_graph(torch_private.nested_values(nested))
 
 
@@ -36,7 +36,7 @@ def lie_alike(one: Any, other: Any) -> bool:
     """Return whether two nested tensors are known to have their sequences at the same rows."""
     sizes = [torch_private.nested_size(x)[torch_private.ragged_dimension(x)] for x in (one, other)]
     if one.lengths() is None and other.lengths() is None:
-        return bool(sizes[0] == sizes[1])  # the symbol of a ragged size stands for the offsets
+        return bool(sizes[0] == sizes[1])  # equal offsets have the same symbol as ragged size
     return one.lengths() is other.lengths() and one.offsets() is other.offsets()
 
 

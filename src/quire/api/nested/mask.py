@@ -34,7 +34,7 @@ def as_mod(
     dimension of heads.
     """
     if attn_mask.is_nested:
-        assert lengths is not None, "the elements of a nested mask lie by the lengths"
+        assert lengths is not None, "the lengths say where the elements of a nested mask are"
         look = _nested(attn_mask, lengths, num_heads)
     else:
         longest = None if lengths is None else [int(each.max(initial=0)) for each in lengths]

@@ -99,7 +99,7 @@ class PagedAttention:
 
     @never_traced
     def erase(self, batch_idx: int | Integers) -> None:
-        """Take all pages from a slot, or from slots [N]. They become empty pages."""
+        """Take all pages from `batch_idx`, a slot or slots [N]. They become empty pages."""
         for slot in as_slots(self, batch_idx).tolist():
             pages = self.page_table[slot][self.page_table[slot] != NO_PAGE].tolist()
             self.capacity[slot] = 0
@@ -170,7 +170,10 @@ class PagedAttention:
         *,
         batch_idx: Tensor | None = None,
     ) -> ScoreMod:
-        """Turn a score_mod over positions into one over rows of the cache, as `get_mask_mod`."""
+        """Turn a score_mod over positions into one over rows of the cache.
+
+        `kv_len` [B] and `batch_idx` [B] mean the same as in `get_mask_mod`. Hidden rows get -inf.
+        """
         return physical_score(self, score_mod, kv_len, batch_idx)
 
     def check_integrity(self) -> None:

@@ -60,7 +60,8 @@ def physical_block_mask(
 def _page_lists(chosen: Tensor, pages: Tensor, room: int) -> tuple[Tensor, Tensor]:
     """The pages of chosen blocks [B, H, R, C], in the order of the sequence.
 
-    Returns counts [B, H, R] and pages [B, H, R, room], of which a row has the pages of its blocks.
+    Returns counts [B, H, R] and pages [B, H, R, room]. A row begins with the pages of its blocks,
+    as many as its count says.
     """
     counts, blocks = grid_to_lists(chosen)
     listed = torch.arange(chosen.shape[-1], device=chosen.device) < counts.unsqueeze(-1)

@@ -4,6 +4,9 @@ P is the softmax, dX the gradient of X, and delta = sum(dO * O) - d lse for each
 
     dV = dropped(P)^T dO      dP = dropped(dO V^T)      dS = P * (dP - delta)
 
+If the scores are weights W and not those of a softmax, then P = W * share, with share = 1 / sum(W)
+or 1, and dS = share * (dP - delta). There, `lse` is the sum of W.
+
 dS is the gradient of the modified scores. Autograd computes the gradients of the raw scores and of
 captured tensors from it. If gradients are enabled, autograd records every step here, so that the
 result can be differentiated again.
@@ -21,7 +24,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from quire.backends.eager.far import Normaliser, normaliser
-from quire.backends.eager.tile import Tile, by_group, probabilities, weighted_sum
+from quire.backends.eager.tile import Tile, by_group, weigh, weighted_sum
 from quire.backends.eager.tiling import Keys, Stripe, stripes
 from quire.block_mask.blocks import BlockRows
 from quire.memory import Placed
@@ -33,32 +36,35 @@ T = TypeVar("T")
 
 
 class Given(NamedTuple):
-    """Inputs of each row: the gradient dO [B, Hq, L, Dv], delta and lse [B, Hq, L]."""
+    """Inputs of each row: the gradient dO [B, Hq, L, Dv], delta and the divisor [B, Hq, L].
+
+    The divisor is the log-sum-exp of a softmax, or else the share of a weight.
+    """
 
     out: Tensor
     delta: Tensor
-    lse: Tensor
+    divisor: Tensor
 
     @staticmethod
-    def of(above: Above) -> Given:
+    def of(problem: Problem, above: Above) -> Given:
         """Compute delta from the output and the gradients."""
-        out, lse, grad_out, grad_lse = above[:4]
+        out, divisor, grad_out, grad_lse = above.of_weights(problem.weighting)[:4]
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         delta = (grad_out * out).sum(-1)
-        return Given(grad_out, delta if grad_lse is None else delta - grad_lse, lse)
+        return Given(grad_out, delta if grad_lse is None else delta - grad_lse, divisor)
 
     def divided(self, found: Normaliser | None) -> Given:
-        """Replace lse by a shift, and multiply the factors of probabilities by their share."""
+        """Replace the divisor by a shift, and multiply factors of probabilities by their share."""
         if found is None:
             return self
         shift, share = found
         return Given(self.out * share.unsqueeze(-1), self.delta * share, shift)
 
     def at(self, stripe: Stripe, dtype: torch.dtype) -> Given:
-        """Return the inputs of a stripe, with delta and lse as [b, h, rows, 1]."""
-        out, delta, lse = (tensor[stripe.rows].to(dtype) for tensor in self)
-        return Given(out, delta.unsqueeze(-1), lse.unsqueeze(-1))
+        """Return the inputs of a stripe, with delta and divisor as [b, h, rows, 1]."""
+        out, delta, divisor = (tensor[stripe.rows].to(dtype) for tensor in self)
+        return Given(out, delta.unsqueeze(-1), divisor.unsqueeze(-1))
 
 
 def backward(
@@ -68,10 +74,10 @@ def backward(
 
     `blocks` are the blocks of the mask in the forward pass: it may have been edited since.
     """
-    given = Given.of(above)
+    given = Given.of(problem, above)
     if above.whole:
         given = given.divided(normaliser(problem, placed, blocks, above.lse, above.sink))
-    sums = _zeros(placed, wanted)._replace(delta=given.delta, lse=given.lse)
+    sums = _zeros(placed, wanted)._replace(delta=given.delta, lse=given.divisor)
     if not (wanted.scores or wanted.value):
         return sums
     compute = checkpointed(functools.partial(_tile_gradients, problem, placed, wanted))
@@ -137,7 +143,7 @@ def _tile_gradients(
     raw, modified = _recorded(tile, tile.raw_scores(rows))
     scores = tile.masked(modified)
     read = scores != -math.inf
-    weights = probabilities(scores, given.lse)
+    weights, slope = weigh(problem, scores, given.divisor)
     grad_query = grad_key = grad_value = None
     grad_captures: tuple[Tensor | None, ...] = (None,) * len(wanted.captures)
     if wanted.value:
@@ -145,7 +151,7 @@ def _tile_gradients(
     if wanted.scores:
         grad_kept = by_group(given.out, values) @ values.transpose(-2, -1)
         grad_weights = tile.dropped(grad_kept.view(scores.shape))
-        grad_scores = weights * torch.where(read, grad_weights - given.delta, 0.0)
+        grad_scores = slope * torch.where(read, grad_weights - given.delta, 0.0)
         grad_raw, grad_captures = _through_mod(
             tile, raw, modified, captures=wanted.captures, grad=grad_scores, read=read
         )

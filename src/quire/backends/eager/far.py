@@ -37,7 +37,7 @@ def normaliser(
     `lse` is [B, Hq, L], `sink` [Hq]. Autograd differentiates the shift as if it were lse.
     """
     far = is_far(lse)
-    if not bool(far.any()):
+    if problem.weighting != "softmax" or not bool(far.any()):
         return None
     shift, share = lse.detach().clone(), torch.ones_like(lse)
     with torch.no_grad():

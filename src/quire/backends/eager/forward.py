@@ -12,15 +12,15 @@ from quire.backends.eager.far import normaliser
 from quire.backends.eager.observe import Observed
 from quire.backends.eager.tile import (
     by_group,
-    probabilities,
     scored_tiles,
     subtrahend,
+    weigh,
     weighted_sum,
 )
 from quire.backends.eager.tiling import Stripe, stripes
 from quire.memory import Placed
 from quire.request import Problem
-from quire.results import Result, output_layout
+from quire.results import Result, output_layout, share_of
 
 
 def forward(
@@ -62,6 +62,8 @@ def forward_stripe(
 
     `peak` is the largest score so far; `sums` and `total` are divided by exp(peak).
     """
+    if problem.weighting != "softmax":
+        return _weighted_stripe(problem, placed, stripe)
     rows = placed.query[stripe.rows]
     peak = rows.new_full((*rows.shape[:-1], 1), -math.inf, dtype=placed.dtype)
     total = torch.zeros_like(peak)
@@ -105,6 +107,27 @@ def _normalised(
     return result._replace(argmax=observed.place.squeeze(-1), entropy=entropy.squeeze(-1))
 
 
+def _weighted_stripe(problem: Problem, placed: Placed, stripe: Stripe) -> Result:
+    """Return the results of one stripe whose scores are weights: `lse` has their sums."""
+    rows = placed.query[stripe.rows]
+    peak = rows.new_full((*rows.shape[:-1], 1), -math.inf, dtype=placed.dtype)
+    place = torch.full_like(peak, -1, dtype=torch.int64)
+    total = torch.zeros_like(peak)
+    sums = peak.new_zeros((*peak.shape[:-1], placed.value.shape[-1]))
+    for tile, scores in scored_tiles(problem, placed, stripe):
+        best, at = scores.max(-1, keepdim=True)
+        higher = (best > peak) | (best.isnan() & ~peak.isnan())
+        place = torch.where(higher, tile.indices[3][at], place)
+        peak = torch.maximum(peak, best)
+        read = scores != -math.inf
+        weights = torch.where(read, scores, 0.0)
+        kept, seen = (by_group(x, tile.values) for x in (tile.dropped(weights), read))
+        sums = sums + weighted_sum(kept, tile.values, seen).view_as(sums)
+        total = total + weights.sum(-1, keepdim=True)
+    out = sums * share_of(problem.weighting, total)
+    return Result(out, *(x.squeeze(-1) for x in (total, peak, place)))
+
+
 def _key_mass(problem: Problem, placed: Placed, lse: Tensor, sink: Tensor | None) -> Tensor:
     """Return the probabilities before dropout, summed over the queries of each head: [B, Hq, S].
 
@@ -112,12 +135,14 @@ def _key_mass(problem: Problem, placed: Placed, lse: Tensor, sink: Tensor | None
     """
     query, key, _ = placed.operands
     mass = lse.new_zeros((*query.shape[:2], key.shape[2]))
+    if problem.weighting != "softmax":
+        lse = share_of(problem.weighting, lse)
     found = normaliser(problem, placed, None, lse, sink)
-    shift, share = found or (lse, torch.ones_like(lse))
+    divisor, share = found or (lse, torch.ones_like(lse))
     with torch.no_grad():
         for stripe in stripes(problem, placed):
-            below, part = (x[stripe.rows].unsqueeze(-1) for x in (shift, share))
+            below, part = (x[stripe.rows].unsqueeze(-1) for x in (divisor, share))
             for tile, scores in scored_tiles(problem, placed, stripe):
                 here = mass[stripe.batch, stripe.heads, tile.key_range.positions]
-                here += (probabilities(scores, below) * part).sum(-2)
+                here += (weigh(problem, scores, below).probabilities * part).sum(-2)
     return mass

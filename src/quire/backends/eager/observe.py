@@ -49,8 +49,9 @@ class Observed(NamedTuple):
     def entropy(self, total: Tensor, whole: Tensor, below: Tensor) -> Tensor:
         """Return the entropy of the probabilities, after the last tile.
 
-        `total` is the sum of the weights of keys. `whole` also has the weight of the sink. Its
-        weights are relative to the maximum with the sink; `below` is the maximum of keys minus it.
+        `total` is the sum of exp(score - m) over keys, with m the largest score of a key. `whole`
+        is the sum of exp(score - n) over keys and sink, with n the larger of m and the sink.
+        `below` is m - n.
         """
         rescale = torch.exp(below)
         terms = self.surprise + total * (below - torch.log(whole))

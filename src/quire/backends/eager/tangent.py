@@ -4,6 +4,9 @@ P is the softmax and X' the tangent of X. With S the scores after the mods:
 
     mean = sum(P * S')      out' = dropped(P * S') V + dropped(P) V' - mean * out      lse' = mean
 
+If scores are weights W, then P * S' is share * W', with share = 1 / sum(W) or 1, lse' is the sum of
+W', and without a division the last term of out' is missing.
+
 Every step is a torch operation, so that autograd can record it, and forward mode can go on from it.
 """
 
@@ -18,16 +21,15 @@ from torch import Tensor
 
 from quire.backends.eager.backward import checkpointed
 from quire.backends.eager.far import normaliser
-from quire.backends.eager.tile import Tile, by_group, probabilities, weighted_sum
+from quire.backends.eager.tile import Tile, by_group, probabilities, weigh, weighted_sum
 from quire.backends.eager.tiling import Keys, Stripe, stripes
 from quire.block_mask.blocks import BlockRows
-from quire.ir.differentiate import push
-from quire.ir.graph import Node, walk
+from quire.ir.differentiate import score_tangent
 from quire.ir.trace import Traced
 from quire.ir.vectorise import evaluate_tangent
 from quire.memory import Placed
 from quire.request import Problem
-from quire.results import Above, Result, Tangents
+from quire.results import Above, Result, Tangents, share_of
 
 
 class MovingRows(NamedTuple):
@@ -57,8 +59,11 @@ def tangent(
     `above` has the results of the forward pass. `blocks` are those of the mask at that time.
     """
     out, lse, sink = above.out, above.lse, above.sink
+    softmax = problem.weighting == "softmax"
     found = normaliser(problem, placed, blocks, lse, sink)
-    shift, share = (lse, None) if found is None else found
+    shift, share = (
+        (lse if softmax else share_of(problem.weighting, lse), None) if found is None else found
+    )
     sums, mean = torch.zeros_like(out), torch.zeros_like(lse)
     compute = checkpointed(functools.partial(_part, problem, placed, along))
     for stripe in stripes(problem, placed, blocks):
@@ -76,9 +81,10 @@ def tangent(
     if sink is not None and along.sink is not None:
         mean = mean + _of_sink(sink, along.sink, shift, share)
     scores = (along.query, along.key, along.sink, *along.captures)
-    if all(x is None for x in scores):  # 0 times an output of inf would be NaN
-        return Result(sums, mean)
-    return Result(sums - mean.unsqueeze(-1) * out, mean)
+    moved = mean * lse if problem.weighting == "shares" else mean  # the tangent of lse
+    if problem.weighting == "sums" or all(x is None for x in scores):
+        return Result(sums, moved)  # 0 times an output of inf would be NaN
+    return Result(sums - mean.unsqueeze(-1) * out, moved)
 
 
 def _of_sink(sink: Tensor, tangent: Tensor, shift: Tensor, share: Tensor | None) -> Tensor:
@@ -104,15 +110,15 @@ def _part(
     raw = tile.raw_scores(rows.query)
     scores = tile.masked(tile.modified(raw))
     read = scores != -math.inf
-    weights = probabilities(scores, rows.shift)
+    weights, slope = weigh(problem, scores, rows.shift)
     if rows.share is not None:
-        weights = weights * rows.share
+        weights, slope = weights * rows.share, slope * rows.share
     pushed, out = torch.zeros_like(weights), torch.zeros_like(rows.query[..., :1])
     seen = by_group(read, tile.values)
     raw_tangent = _raw_tangent(tile, moved, rows, along)
     score_tangent = _through_mod(tile, raw, raw_tangent, along.captures)
     if score_tangent is not None:
-        pushed = weights * torch.where(read, score_tangent, 0.0)
+        pushed = slope * torch.where(read, score_tangent, 0.0)
         kept = by_group(tile.dropped(pushed), tile.values)
         out = weighted_sum(kept, tile.values, seen).view(*rows.query.shape[:-1], -1)
     if along.value is not None:
@@ -159,22 +165,3 @@ def _through_mod(
     given = {} if raw_tangent is None else {"tangent": raw_tangent}
     found = tile.of_graph(graph, loaded, {"score": raw, **given})
     return found.to(raw.dtype).broadcast_to(raw.shape)
-
-
-@functools.lru_cache(maxsize=512)
-def score_tangent(score: Node, moves: bool, captured: tuple[bool, ...]) -> Node | None:
-    """Return the tangent of a score_mod as a graph, with the tangent of the score as an input.
-
-    `moves` says whether the score has one, `captured` which captured tensors have one. These are
-    loaded from behind the captured tensors, in their order.
-    """
-    moved = (slot for slot, has in enumerate(captured) if has)
-    slots: dict[object, int] = {slot: number for number, slot in enumerate(moved)}
-    given: dict[Node, Node] = {}
-    for node in walk(score):
-        if node.op == "load" and node.payload in slots and node.dtype.is_floating_point:
-            slot = len(captured) + slots[node.payload]
-            given[node] = Node("load", node.args, node.dtype, slot)
-        elif moves and node.op == "input" and node.payload == "score":
-            given[node] = Node("input", (), node.dtype, "tangent")
-    return push(score, given)

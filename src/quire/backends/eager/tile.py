@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -131,6 +132,24 @@ def probabilities(scores: Tensor, lse: Tensor) -> Tensor:
     """
     shift = torch.where(lse.isinf(), math.nan, lse)
     return torch.exp(torch.where(scores != -math.inf, scores - shift, -math.inf))
+
+
+class Weighed(NamedTuple):
+    """The probabilities of a tile, and the factor from their gradients to those of scores."""
+
+    probabilities: Tensor
+    slope: Tensor
+
+
+def weigh(problem: Problem, scores: Tensor, divisor: Tensor) -> Weighed:
+    """Return what scores [b, h, rows, keys] become, with a number of each row [b, h, rows, 1].
+
+    `divisor` is the log-sum-exp of a softmax, or else the factor `share_of` the sum of weights.
+    """
+    if problem.weighting == "softmax":
+        found = probabilities(scores, divisor)
+        return Weighed(found, found)
+    return Weighed(torch.where(scores != -math.inf, scores, 0.0) * divisor, divisor)
 
 
 def subtrahend(peak: Tensor) -> Tensor:

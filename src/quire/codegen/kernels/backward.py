@@ -116,7 +116,8 @@ class _BackwardNest(Nest):
         whole = (count + (tile.width - 1)) & -tile.width  # whole panels: missing rows are zero
         self._read_rows(queries, "query", "query_rows", "queries", panels=whole, scale=scale)
         with f.range(0, self.arg["block_q"], tile.lanes) as q:
-            tile.store(f, f.value(math.inf, tile.vector), scratch["shift"], q)
+            nothing = 0.0 if self.spec.weighted else math.inf
+            tile.store(f, f.value(nothing, tile.vector), scratch["shift"], q)
             tile.store(f, f.value(0.0, tile.vector), scratch["delta"], q)
         with f.when(self.wanted("grad_out")):
             self._read_rows(queries, "grad_out", "grad_rows", "grads", panels=whole, scale=one)
@@ -164,17 +165,24 @@ class _BackwardNest(Nest):
         with f.range(0, queries.q_count) as q:
             at = first + q * arg["lse_row"]
             lse = f.load(element, arg["lse"], at)
-            # A row that reads nothing, or that is NaN, has an infinite lse.
-            size = f.intrinsic("fabs", lse)
-            infinite = size.equals(math.inf)
-            with f.when((size >= far_from_zero(EPS[element])) & ~infinite):
-                self._note_far(q, at)
-            f.store(f.select(infinite, math.nan, lse * LOG4_E), scratch["shift"], q)
+            if self.spec.weighted:  # it is the factor of each weight
+                f.store(lse, scratch["shift"], q)
+            else:
+                self._read_lse(q, at, lse)
             with f.when(self.wanted("grad_lse")):
                 given = f.load(element, arg["grad_lse"], at)
                 f.store(f.load(element, scratch["delta"], q) - given, scratch["delta"], q)
             with f.when(self.wanted("delta")):
                 f.store(f.load(element, scratch["delta"], q), arg["delta"], at)
+
+    def _read_lse(self, q: Value, at: Value, lse: Value) -> None:
+        """Write an lse to `shift`. A row that reads nothing, or is NaN, has an infinite one."""
+        f, element = self.f, self.tile.element
+        size = f.intrinsic("fabs", lse)
+        infinite = size.equals(math.inf)
+        with f.when((size >= far_from_zero(EPS[element])) & ~infinite):
+            self._note_far(q, at)
+        f.store(f.select(infinite, math.nan, lse * LOG4_E), self.scratch["shift"], q)
 
     def _note_far(self, q: Value, at: Value) -> None:
         """Set the second flag of `odd` for a row whose lse is too far from 0 to be precise.

@@ -1,9 +1,9 @@
-"""The decode kernel, for few queries: every row by itself, lanes over columns and over keys.
+"""The decode kernel, for few queries: lanes run over keys and over columns of values.
 
     for every piece of keys of every key head and sequence (items; `row_group` query heads each):
-        for every block of keys that the rows attend to, in ascending order:
+        for every few blocks of keys that the rows attend to, in ascending order:
             scores  = keys . queries              for a set of rows at a time
-            scores  = mod(scores)                 row by row
+            scores  = mod(scores)                 row by row, then block by block
             weights = exp4(scores - maximum)
             out     = out alpha + weights . values
         leave the partial result in a slot; after the last piece of a sequence:
@@ -18,17 +18,18 @@ from __future__ import annotations
 
 import math
 
-from quire.codegen.convention import PARTIAL_STATES, SEQUENCE, KernelSpec, partial_stride
+from quire.codegen.convention import PARTIAL_STATES, KernelSpec, partial_stride
 from quire.codegen.kernels.items import Member, Piece, QueryBlock
 from quire.codegen.kernels.nest import entry
+from quire.codegen.kernels.pieces import MERGED, Pieces
 from quire.codegen.kernels.row_nest import Row, RowNest, RowPhases
 from quire.codegen.llvm.builder import Module, Value
 from quire.codegen.llvm.types import I64
 from quire.codegen.phases import observe
-from quire.codegen.phases.row_stream import fold_row, unfold_row
+from quire.codegen.phases.merge import STATES
+from quire.codegen.phases.row_stream import unfold_row
 from quire.codegen.phases.softmax import Closed, close, sink_of
 from quire.codegen.phases.staging import storage
-from quire.codegen.phases.tiles import across
 from quire.codegen.scratch import BLOCKS_TOGETHER
 
 
@@ -54,6 +55,13 @@ class _DecodeNest(RowNest):
         self.ask_for_first(piece.queries)
         with self.items.members_of(piece) as member:
             self._start(member)
+        pieces = Pieces(
+            f,
+            self.scratch["pieces"],
+            clear=lambda which: self._clear_all(piece, which),
+            merge=lambda: self._merge_all(piece),
+        )
+        pieces.start()
         with f.range(0, self.depth["key"], self.tile.lanes) as d:
             nothing = f.value(0.0, self.tile.vector)
             self.tile.store(f, nothing, self.at("queries", self.count(piece)), d)
@@ -62,8 +70,8 @@ class _DecodeNest(RowNest):
             return self.visits.common_verdict(piece, first, end)
 
         with self.visits.key_blocks(piece.queries, judge, BLOCKS_TOGETHER) as block:
+            pieces.enter(block)
             self.attend_block(piece, block)
-        pieces = f.field(SEQUENCE, piece.sequence, "pieces")
 
         def leave() -> None:
             with self.items.members_of(piece) as member:
@@ -71,11 +79,14 @@ class _DecodeNest(RowNest):
             with self.items.members_of(piece) as member:
                 self._arrive(member)
 
-        alone = pieces.equals(1) & piece.members.equals(1)
-        f.choose(alone, lambda: self._finish(piece.whole), leave)
+        def finish() -> None:
+            pieces.merge_last(lambda: self._take_merged(piece))
+            self._finish(piece.whole)
+
+        f.choose(piece.every, finish, leave)
 
     def _start(self, member: Member) -> None:
-        """Copy the queries to scratch, multiply them by the scale, and reset what rows have."""
+        """Copy the queries to scratch, and multiply them by the scale."""
         f, tile, queries = self.f, self.tile, member.queries
         scale = f.splat(f.convert(self.arg["scale"], tile.element), tile.vector)
 
@@ -91,23 +102,45 @@ class _DecodeNest(RowNest):
             with f.range(0, self.depth["key"], tile.lanes) as d:
                 at = f.offset(self.at("queries", place), d, tile.element)
                 tile.store(f, tile.load(f, at) * scale, at)
-            fold_row(f, tile, storage(self.spec.key), self.at("queries", place), self.depth["key"])
-            self._clear(place)
 
         self.each_head(queries, gather)
         self.each_row(queries, prepare)
 
-    def _clear(self, row: Value) -> None:
+    def _clear(self, row: Value, which: str = "") -> None:
         """Reset a row: no key has been read."""
         f, tile = self.f, self.tile
         with f.range(0, self.depth["value"], tile.lanes) as d:
-            tile.store(f, f.value(0.0, tile.vector), self.at("out", row), d)
-        tile.store(f, f.value(-math.inf, tile.vector), self.at("running_max", row))
-        tile.store(f, f.value(0.0, tile.vector), self.at("running_sum", row))
+            tile.store(f, f.value(0.0, tile.vector), self.at(f"{which}out", row), d)
+        tile.store(f, f.value(-math.inf, tile.vector), self.at(f"{which}running_max", row))
+        tile.store(f, f.value(0.0, tile.vector), self.at(f"{which}running_sum", row))
         with f.when(self.wanted("observe")):
-            observe.forget(f, tile, self.observed(row))
+            observe.forget(f, tile, self.observed(row, which))
 
     # --- pieces
+
+    def _clear_all(self, piece: Piece, which: str) -> None:
+        with self.f.range(0, self.count(piece)) as row:
+            self._clear(row, which)
+
+    def _merge_all(self, piece: Piece) -> None:
+        """Add what rows have to what they have of the pieces before."""
+        with self.f.range(0, self.count(piece)) as row:
+            mine = {name: self.at(MERGED + name, row) for name in STATES}
+            theirs = {f"piece_{name}": self.at(name, row) for name in STATES}
+            self.f.call(self.phases.merge, **mine, **theirs, end=self.depth["value"])
+
+    def _take_merged(self, piece: Piece) -> None:
+        """Have the states of all pieces where those of one are."""
+        f, tile = self.f, self.tile
+
+        def copy(name: str, row: Value, d: Value | int) -> None:
+            tile.store(f, tile.load(f, self.at(MERGED + name, row), d), self.at(name, row), d)
+
+        with f.range(0, self.count(piece)) as row:
+            for name in PARTIAL_STATES:
+                copy(name, row, 0)
+            with f.range(0, self.depth["value"], tile.lanes) as d:
+                copy("out", row, d)
 
     def _partial(self, slot: Value, row: Value) -> Value:
         """The address of a row's partial result in a slot."""
@@ -137,10 +170,14 @@ class _DecodeNest(RowNest):
         arrived = f.atomic_add(arrivals, 1, publish=True)
 
         def merge(row: Row) -> None:
-            mine = {name: self.at(name, row.place) for name in (*PARTIAL_STATES, "out")}
-            with f.range(0, member.pieces) as place:  # always in this order
-                part = self._partial(member.first_slot + place, row.place)
-                f.call(self.phases.merge, **mine, part=part, columns=self.depth["value"])
+            mine = {name: self.at(name, row.place) for name in STATES}
+            with f.range(0, member.pieces) as piece:  # always in this order
+                part = self._partial(member.first_slot + piece, row.place)
+                theirs = {
+                    f"piece_{name}": f.offset(part, k * self.tile.lanes, self.tile.element)
+                    for k, name in enumerate(STATES)
+                }
+                f.call(self.phases.merge, **mine, **theirs, end=self.depth["value"])
 
         with f.when(arrived.equals(member.pieces - 1)):
             self.each_row(member.queries, lambda row: self._clear(row.place))
@@ -159,8 +196,16 @@ class _DecodeNest(RowNest):
         numbers = queries.b * arg["lse_batch"] + head * arg["lse_head"]
         with f.range(0, queries.q_count) as q:
             row = first + q
-            total = across(f, tile.load(f, self.at("running_sum", row)), lambda a, b: a + b)
-            closed = close(f, tile.load(f, self.at("running_max", row)), total, sink)
+            total = tile.load(f, self.at("running_sum", row))
+            best = tile.load(f, self.at("running_max", row))
+            closed = close(
+                f,
+                best,
+                total,
+                sink,
+                stays_open=arg["stays_open"],
+                weighted=self.spec.weighted,
+            )
             with f.range(0, self.depth["value"], tile.lanes) as d:
                 at = f.offset(self.at("out", row), d, tile.element)
                 tile.store(f, f.fma(tile.load(f, at), closed.share, 0.0), at)
@@ -183,9 +228,8 @@ class _DecodeNest(RowNest):
                 f.store(f.extract(value, 0), arg[name], place)
         observed = self.observed(row)
         with f.when(self.wanted("argmax")):
-            key = observe.first_of_best(f, tile, observed)
+            key = f.load(tile.element.as_int, observed.place)
             f.store(observe.position(f, key, kv_begin), arg["argmax"], place)
         with f.when(self.wanted("entropy")):
-            surprise = across(f, tile.load(f, observed.surprise), lambda a, b: a + b)
-            nats = observe.entropy(f, surprise, total, closed)
+            nats = observe.entropy(f, tile.load(f, observed.surprise), total, closed)
             f.store(f.extract(nats, 0), arg["entropy"], place)

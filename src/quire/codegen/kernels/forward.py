@@ -25,16 +25,17 @@ from __future__ import annotations
 
 import math
 
-from quire.codegen.convention import KernelSpec
+from quire.codegen.convention import PARTIAL_STATES, KernelSpec, belongs_to
 from quire.codegen.kernels.items import QueryBlock
 from quire.codegen.kernels.nest import entry
 from quire.codegen.kernels.panel_nest import PanelNest, PanelPhases, PanelTile, Strided
+from quire.codegen.kernels.pieces import MERGED, Pieces
 from quire.codegen.kernels.visits import KeyBlock
 from quire.codegen.llvm.builder import Module, Value
 from quire.codegen.llvm.types import I1, I64
 from quire.codegen.phases import observe
-from quire.codegen.phases.softmax import close, sink_of
-from quire.codegen.phases.staging import PLACEMENT
+from quire.codegen.phases.softmax import Closed, close, sink_of
+from quire.codegen.phases.staging import PLACEMENT, storage
 
 
 def write_forward(spec: KernelSpec) -> Module:
@@ -42,29 +43,41 @@ def write_forward(spec: KernelSpec) -> Module:
     module = Module()
     phases = PanelPhases(module, spec)
     with entry(module) as f:
-        nest = _ForwardNest(spec, f, phases)
-        with nest.numbers() as number, nest.items.query_blocks(number) as queries:
-            nest.attend(queries)
+        ForwardNest(spec, f, phases).attend_all()
     return module
 
 
-class _ForwardNest(PanelNest):
+class ForwardNest(PanelNest):
     """The loop nest: from the queries of a block to their results."""
+
+    def attend_all(self) -> None:
+        """Compute the items of a thread."""
+        with self.numbers() as number, self.items.query_blocks(number) as queries:
+            self.attend(queries)
 
     def attend(self, queries: QueryBlock) -> None:
         """Compute one block of queries."""
         for name in self.placements:
             self.place(queries, name)
+        pieces = Pieces(
+            self.f,
+            self.scratch["pieces"],
+            clear=lambda which: self._clear(queries, which),
+            merge=lambda: self._merge(queries),
+        )
 
         def attempt(careful: Value) -> Value:
             self._start(queries)
+            pieces.start()
             with self.visits.key_blocks(queries) as block:
+                pieces.enter(block)
                 keys, values = (self._stage(queries, block, name) for name in ("key", "value"))
                 with self.f.range(0, queries.q_count, self.tile.width) as q:
                     range = self.visits.key_range(queries, block, q)
                     with self.f.when(range.first < range.end):
                         tile = PanelTile(queries, q, block, range, keys=keys, values=values)
                         self.attend_panel(tile, careful)
+            pieces.merge_last(lambda: self._take_merged(queries))
             return self._finish(queries)
 
         # A value that is not finite reaches queries that do not read it, since 0 * NaN is NaN.
@@ -78,27 +91,66 @@ class _ForwardNest(PanelNest):
     # --- queries, keys and values to scratch
 
     def _start(self, queries: QueryBlock) -> None:
-        """Copy the queries to panels, and reset what they have so far."""
-        f, tile, scratch, depth = self.f, self.tile, self.scratch, self.depth
-        scale = f.convert(self.arg["scale"], tile.element)
-        with f.range(0, queries.q_count, self.spec.target.block_kv) as q:
-            count = f.minimum(queries.q_count - q, self.spec.target.block_kv)
-            first = queries.q_first + q
-            panels = f.offset(scratch["queries"], q * depth["key"], tile.element)
-            where = self._where("query", first, first + count)
-            rows = self._read("query", first, first + count, where, scratch["keys"])
-            size = {"count": count, "depth": depth["key"]}
-            source = {"rows": rows.start, "stride": rows.stride}
-            f.call(self.phases.pack, **source, **size, panels=panels, scale=scale)
+        """Copy the queries to panels."""
+        with self.f.range(0, queries.q_count, self.tile.width) as q:
+            self.pack(queries, q, "query", self.query_panel(q))
+
+    def _clear(self, queries: QueryBlock, before: str = "") -> None:
+        """Reset what queries have: no key has been read."""
+        f, tile = self.f, self.tile
         with f.range(0, queries.q_count, tile.width) as q:
-            maxima, sums = self.running(q)
+            maxima, sums = (self.state(before + name, q) for name in ("running_max", "running_sum"))
             tile.store_row(f, tile.row(f, -math.inf), maxima)
             tile.store_row(f, tile.row(f, 0.0), sums)
-            panel = f.offset(scratch["out"], q * depth["value"], tile.element)
-            with f.range(0, depth["value"]) as d:
-                tile.store_row(f, tile.row(f, 0.0), panel, d)
+            with f.range(0, self.depth["out"]) as d:
+                tile.store_row(f, tile.row(f, 0.0), self.out_panel(q, before), d)
         with f.when(self.wanted("observe")), f.range(0, queries.q_count, tile.lanes) as q:
-            observe.forget(f, tile, self.observed(q))
+            names = (before + name for name in observe.State._fields)
+            observe.forget(f, tile, observe.State(*(self.state(name, q) for name in names)))
+
+    # --- pieces
+
+    def _merge(self, queries: QueryBlock) -> None:
+        """Add the results of a piece to those of the pieces before it."""
+        f, tile = self.f, self.tile
+        with f.range(0, queries.q_count, tile.lanes) as q:
+            panel = q & -tile.width
+
+            def states(before: str) -> dict[str, Value]:
+                found = {name: self.state(before + name, q) for name in PARTIAL_STATES}
+                out = f.offset(self.out_panel(panel, before), q - panel, tile.element)
+                return found | {"out": out}
+
+            theirs = {f"piece_{name}": at for name, at in states("").items()}
+            end = self.depth["out"] * tile.width
+            f.call(self.phases.merge, **states(MERGED), **theirs, end=end)
+
+    def _take_merged(self, queries: QueryBlock) -> None:
+        """Copy the states of all pieces to where those of one are."""
+        f, tile = self.f, self.tile
+        with f.range(0, queries.q_count, tile.width) as q:
+            for name in PARTIAL_STATES:
+                tile.store_row(
+                    f, tile.load_row(f, self.state(MERGED + name, q)), self.state(name, q)
+                )
+            with f.range(0, self.depth["out"]) as d:
+                merged = tile.load_row(f, self.out_panel(q, MERGED), d)
+                tile.store_row(f, merged, self.out_panel(q), d)
+
+    # --- keys and values
+
+    def pack(self, queries: QueryBlock, q: Value, name: str, panel: Value) -> None:
+        """Copy the queries from q on to a panel, or their tangents."""
+        f, count = self.f, self.f.minimum(queries.q_count - q, self.tile.width)
+        first = queries.q_first + q
+        where = self._where(name, first, first + count)
+        rows = self._read(name, first, first + count, where, self.scratch["keys"])
+        source = {"rows": rows.start, "stride": rows.stride, "count": count}
+        size = {
+            "depth": self.depth["key"],
+            "scale": f.convert(self.arg["scale"], self.tile.element),
+        }
+        f.call(self.phases.pack, **source, **size, panels=panel)
 
     def _stage(self, queries: QueryBlock, block: KeyBlock, name: str) -> Strided:
         """The keys or values of a block; copied to scratch unless only half a panel reads them."""
@@ -106,27 +158,35 @@ class _ForwardNest(PanelNest):
         where = self._where(name, begin, end)
         half = queries.q_count <= self.tile.width // 2
         where = self.f.select(half, where, self.f.null())
-        return self._read(name, begin, end, where, self.scratch[f"{name}s"])
+        rows = self._read(name, begin, end, where, self.scratch[f"{name}s"])
+        if not storage(self.spec.dtype_of(name)).has_scales:
+            return rows
+        scales = self.scratch[f"{name}_scales"]
+        self.f.call(self.phases.gather_scales, self.placements[name], begin, end, scales)
+        return rows._replace(scales=scales)
 
     def _read(self, name: str, begin: Value, end: Value, where: Value, scratch: Value) -> Strided:
         """The rows [begin, end) at an address; if that is null, copied to scratch."""
-        f, stride = self.f, self.stride["value" if name == "value" else "key"]
+        of = belongs_to(name)
+        f, stride = self.f, self.stride["value" if of == "value" else "key"]
 
         def copied() -> list[Value]:
-            gather, placement = self.phases.gather[name], self.placements[name]
+            gather, placement = self.phases.gather[of], self.placements[name]
             f.call(gather, placement, begin, end, into=scratch, stride=stride)
             return [scratch, stride]
 
-        return Strided(*f.choose(where.equals(f.null()), copied, lambda: self._there(name, where)))
+        absent = where.equals(f.null())
+        return Strided(*f.choose(absent, copied, lambda: self._there(name, where)))
 
     def _where(self, name: str, begin: Value, end: Value) -> Value:
         """The address of the rows [begin, end), if phases can use them where they are; or null."""
-        if name not in self.phases.place:
+        place = self.phases.place.get(belongs_to(name))
+        if place is None:
             return self.f.null()
-        return self.f.call(self.phases.place[name], self.placements[name], begin, end)
+        return self.f.call(place, self.placements[name], begin, end)
 
-    def _there(self, name: str, where: Value) -> Strided:
-        return Strided(where, self.f.field(PLACEMENT, self.placements[name], "row_stride"))
+    def _there(self, name: str, where: Value) -> list[Value]:
+        return [where, self.f.field(PLACEMENT, self.placements[name], "row_stride")]
 
     # --- results
 
@@ -134,29 +194,32 @@ class _ForwardNest(PanelNest):
         """Divide by the sums and write all results; returns whether out is not finite."""
         f, tile, scratch = self.f, self.tile, self.scratch
         self._close_sums(queries)
-        depth = self.depth["value"]
 
         def write(q: Value, seen: list[Value]) -> list[Value]:
-            count = f.minimum(queries.q_count - q, self.spec.target.block_kv)
-            first = queries.q_first + q
-            panels = f.offset(scratch["out"], q * depth, tile.element)
-            _, factors = self.running(q)
-            where = self._where("out", first, first + count)
-            absent, near = where.equals(f.null()), Strided(scratch["values"], self.stride["value"])
-            rows = Strided(*f.choose(absent, lambda: near, lambda: self._there("out", where)))
-            source = {"panels": panels, "scales": factors, "count": count, "depth": depth}
-            odd = f.call(self.phases.unpack, **source, rows=rows.start, stride=rows.stride)
-            with f.when(absent):
-                out = {"rows": self.placements["out"], "begin": first, "end": first + count}
-                f.call(self.phases.scatter_out, **out, source=near.start, stride=near.stride)
-            return [seen[0] | odd]
+            return [seen[0] | self.unpack(queries, q, "out", self.out_panel(q))]
 
-        nothing, step = f.value(False, I1), self.spec.target.block_kv
-        (odd,) = f.loop(0, queries.q_count, write, carry=[nothing], step=step)
+        nothing = f.value(False, I1)
+        (odd,) = f.loop(0, queries.q_count, write, carry=[nothing], step=tile.width)
         self._write_numbers(queries, "lse", scratch["lse"])
         self._write_numbers(queries, "max_scores", scratch["running_max"])
         self._write_numbers(queries, "entropy", scratch["surprise"])
         self._write_numbers(queries, "argmax", scratch["place"])
+        return odd
+
+    def unpack(self, queries: QueryBlock, q: Value, name: str, panel: Value) -> Value:
+        """Write a panel of results to the user's tensor; returns whether one is not finite."""
+        f, count = self.f, self.f.minimum(queries.q_count - q, self.tile.width)
+        first = queries.q_first + q
+        where = self._where(name, first, first + count)
+        absent = where.equals(f.null())
+        near = [self.scratch["values"], self.stride["value"]]
+        rows = Strided(*f.choose(absent, lambda: near, lambda: self._there(name, where)))
+        source = {"panels": panel, "scales": self.running(q)[1], "count": count}
+        into = {"depth": self.depth["value"], "rows": rows.start, "stride": rows.stride}
+        odd = f.call(self.phases.unpack, **source, **into)
+        with f.when(absent):
+            place = {"rows": self.placements[name], "begin": first, "end": first + count}
+            f.call(self.phases.scatter_out, **place, source=near[0], stride=near[1])
         return odd
 
     def _close_sums(self, queries: QueryBlock) -> None:
@@ -166,14 +229,26 @@ class _ForwardNest(PanelNest):
         with f.range(0, queries.q_count, tile.lanes) as q:
             maxima, sums = self.running(q)
             total = tile.load(f, sums)
-            row = close(f, tile.load(f, maxima), total, sink)
+            stays_open = self.arg["stays_open"]
+            row = close(
+                f,
+                tile.load(f, maxima),
+                total,
+                sink,
+                stays_open=stays_open,
+                weighted=self.spec.weighted,
+            )
             tile.store(f, row.lse, self.scratch["lse"], q)
             tile.store(f, row.peak, maxima)
             tile.store(f, row.share, sums)
+            self.closed(queries, q, row)
             with f.when(self.wanted("entropy")):
                 surprise = tile.load(f, self.scratch["surprise"], q)
                 nats = observe.entropy(f, surprise, total, row)
                 tile.store(f, nats, self.scratch["surprise"], q)
+
+    def closed(self, queries: QueryBlock, q: Value, row: Closed) -> None:
+        """What is computed when the sums of the queries from q on are known."""
 
     def _write_numbers(self, queries: QueryBlock, name: str, source: Value) -> None:
         """Write one number for each query, if the caller wants it."""

@@ -42,13 +42,17 @@ class Share(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A piece of the keys of one sequence, or of several members that have it in common."""
+    """A piece of the keys of one sequence, or of several members that have it in common.
+
+    If there is work for all threads anyway, one item is all pieces of a sequence.
+    """
 
     queries: QueryBlock  # of the first member, reading the keys of the piece alone
     whole: QueryBlock  # the same queries with all their keys
     sequence: Value  # the record of the first member
     members: Value
     place: Value  # the number of the piece
+    every: Value  # whether it stands for all pieces of the sequence
 
 
 class Member(NamedTuple):
@@ -122,13 +126,14 @@ class Items:
         place = f.select(by_another, mine + field["shared"], mine)
         common = place < field["shared"]
         members = f.select(common & (field["members"] > 1), field["members"], 1)
+        every = field["slices"].equals(1) & field["shared"].equals(0)
         whole = self._query_block(sequence, b, h, f.value(0, I64))
         begin = (whole.kv_begin.udiv(KEYS_OF_PIECE) + place) * KEYS_OF_PIECE
         queries = whole._replace(
-            kv_begin=f.maximum(whole.kv_begin, begin),
-            kv_end=f.minimum(whole.kv_end, begin + KEYS_OF_PIECE),
+            kv_begin=f.select(every, whole.kv_begin, f.maximum(whole.kv_begin, begin)),
+            kv_end=f.select(every, whole.kv_end, f.minimum(whole.kv_end, begin + KEYS_OF_PIECE)),
         )
-        return Piece(queries, whole, sequence, members, place)
+        return Piece(queries, whole, sequence, members=members, place=place, every=every)
 
     @contextmanager
     def members_of(self, piece: Piece) -> Iterator[Member]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from quire.codegen.convention import ENTRY, KERNEL, KernelSpec, Record
+from quire.codegen.convention import ENTRY, KERNEL, KernelSpec, Record, belongs_to
 from quire.codegen.kernels.items import Items, QueryBlock
 from quire.codegen.kernels.visits import Visits
 from quire.codegen.llvm.builder import Function, Module, Value
@@ -68,9 +68,9 @@ class Nest:
         return self.arg[name].differs(self.f.null())
 
     def place(self, queries: QueryBlock, name: str) -> None:
-        """Fill in the PLACEMENT of a tensor: query, key, value, out or a gradient of one."""
-        f, arg, record = self.f, self.arg, self.placements[name]
-        in_memory = name in ("key", "value")
+        """Fill in the PLACEMENT of query, key, value, out, or of a gradient or tangent of one."""
+        f, arg, record, of = self.f, self.arg, self.placements[name], belongs_to(name)
+        in_memory = of in ("key", "value")
         head = queries.key_head if in_memory else queries.h
         row = queries.kv_row if in_memory else queries.q_row
         start = queries.b * arg[f"{name}_batch"] + head * arg[f"{name}_head"]
@@ -84,11 +84,11 @@ class Nest:
             "page_stride": arg[f"{name}_page"] if in_memory else 0,
             "row_stride": arg[f"{name}_row"],
             "column_stride": arg[f"{name}_column"],
-            "width": arg["head_dim" if name.endswith(("query", "key")) else "value_dim"],
+            "width": arg["head_dim" if of in ("query", "key") else "value_dim"],
         }
         for field, value in fields.items():
             f.set_field(PLACEMENT, record, field, value)
-        if in_memory and stored.has_scales:
+        if in_memory and stored.has_scales and name == of:
             at = f.offset(arg[f"{name}_scale"], head * arg[f"{name}_scale_head"], F32)
             f.set_field(PLACEMENT, record, "scales", at)
             f.set_field(PLACEMENT, record, "scale_page_stride", arg[f"{name}_scale_page"])

@@ -8,14 +8,19 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from quire.codegen.convention import OBSERVE, REWRITE, KernelSpec, Record
+from quire.codegen.convention import KERNEL, OBSERVE, REWRITE, KernelSpec, Record
 from quire.codegen.kernels.items import QueryBlock
 from quire.codegen.kernels.nest import Nest
 from quire.codegen.kernels.visits import KeyBlock, KeyRange
 from quire.codegen.llvm.builder import Function, Module, Value
+from quire.codegen.llvm.values import Signature
 from quire.codegen.phases import observe, tiles
+from quire.codegen.phases.merge import write_merge
+from quire.codegen.phases.order import CHAINS
+from quire.codegen.phases.row_stream import write_gather_scales
 from quire.codegen.phases.staging import (
     Storage,
+    scratch_stride,
     storage,
     write_gather,
     write_pack,
@@ -32,10 +37,11 @@ OPERANDS = (*READ, "out")
 class Products:
     """The functions that compute a tile, for whole panels or for the first vectors of panels."""
 
-    def __init__(self, module: Module, tile: tiles.TileShape) -> None:
+    def __init__(self, module: Module, tile: tiles.TileShape, spec: KernelSpec) -> None:
         self.tile = tile
-        self.multiply_keys = tiles.write_multiply_keys(module, tile)
-        self.exponentiate = tiles.write_exponentiate(module, tile)
+        scaled = storage(spec.key).has_scales
+        self.multiply_keys = tiles.write_multiply_keys(module, tile, scaled=scaled)
+        self.exponentiate = tiles.write_exponentiate(module, tile, weighted=spec.weighted)
         self.multiply_values = tiles.write_multiply_values(module, tile)
 
 
@@ -50,24 +56,30 @@ class PanelPhases:
         def distinct(names: Sequence[str]) -> list[Storage]:
             return sorted({stored[name] for name in names})
 
-        gathers = {each: write_gather(module, tile, each) for each in distinct(READ)}
+        gathers = {each: write_gather(module, tile, each, scaled=False) for each in distinct(READ)}
         places = {each: write_place(module, tile, each) for each in distinct(in_place)}
         self.gather = {name: gathers[stored[name]] for name in READ}
         self.place = {name: places[stored[name]] for name in in_place}
         self.scatter_out = write_scatter(module, tile, stored["out"])
         self.pack = write_pack(module, tile)
         self.unpack = write_unpack(module, tile)
-        self.whole = Products(module, tile)
-        self.parts = [Products(module, part) for part in tile.parts()]
-        self.exponentiate_carefully = tiles.write_exponentiate(module, tile, careful=True)
+        self.whole = Products(module, tile, spec)
+        self.parts = [Products(module, part, spec) for part in tile.parts()]
+        self.gather_scales = write_gather_scales(module, tile)
+        self.scale_weights = tiles.write_scale_weights(module, tile)
+        self.merge = write_merge(module, tile, tile.width, weighted=spec.weighted)
+        self.exponentiate_carefully = tiles.write_exponentiate(
+            module, tile, careful=True, weighted=spec.weighted
+        )
         self.multiply_values_carefully = tiles.write_multiply_values(module, tile, careful=True)
 
 
 class Strided(NamedTuple):
-    """Rows of keys, values or queries: where they begin, and their stride."""
+    """Rows of keys, values or queries: where they begin, their stride, and factors of int8."""
 
     start: Value
     stride: Value
+    scales: Value | None = None
 
 
 class PanelTile(NamedTuple):
@@ -82,53 +94,78 @@ class PanelTile(NamedTuple):
 
 
 class PanelNest(Nest):
-    """The part of the forward kernel that computes tiles."""
+    """The part of the forward kernel that computes tiles.
+
+    A kernel that computes more of every tile says in `scored`, `modify`, `weighed` and `added` what
+    it does beside. `depth` also has the rows of a panel of queries and of a panel of results.
+    """
+
+    layout = KERNEL
+    operands: Sequence[str] = OPERANDS
+    regions = staticmethod(panel_regions)
+    row_stride = staticmethod(scratch_stride)
 
     def __init__(self, spec: KernelSpec, f: Function, phases: PanelPhases) -> None:
         def regions(arg: Record) -> Regions[Value]:
-            return panel_regions(spec.tile, arg["head_dim"], arg["value_dim"], arg["block_q"])
+            return self.regions(spec.tile, arg["head_dim"], arg["value_dim"], arg["block_q"])
 
-        super().__init__(spec, f, regions, OPERANDS)
+        layout, stride = self.layout, self.row_stride
+        super().__init__(spec, f, regions, self.operands, layout=layout, stride=stride)
+        self.depth |= {"query": self.depth["key"], "out": self.depth["value"]}
         self.phases = phases
+
+    def query_panel(self, q: Value) -> Value:
+        """The address of the panel of the queries from q on."""
+        return self.f.offset(self.scratch["queries"], q * self.depth["query"], self.tile.element)
+
+    def out_panel(self, q: Value, before: str = "") -> Value:
+        """The address of the panel of results of the queries from q on; perhaps the merged one."""
+        place = q * self.depth["out"]
+        return self.f.offset(self.scratch[f"{before}out"], place, self.tile.element)
 
     def running(self, q: Value) -> tuple[Value, Value]:
         """The addresses of the running maximum and sum of the queries from q on."""
-        maxima, sums = self.scratch["running_max"], self.scratch["running_sum"]
-        element = self.tile.element
-        return self.f.offset(maxima, q, element), self.f.offset(sums, q, element)
+        return self.state("running_max", q), self.state("running_sum", q)
 
     def observed(self, q: Value) -> observe.State:
         """What the queries from q on have for the argmax and the entropy."""
-        regions = (self.scratch[name] for name in observe.State._fields)
-        return observe.State(*(self.f.offset(x, q, self.tile.element) for x in regions))
+        return observe.State(*(self.state(name, q) for name in observe.State._fields))
+
+    def state(self, name: str, q: Value) -> Value:
+        """The address of a state of the queries from q on."""
+        return self.f.offset(self.scratch[name], q, self.tile.element)
 
     def attend_panel(self, at: PanelTile, careful: Value) -> None:
         """Compute a tile: scores, mods, softmax, and what its keys add to out."""
-        f, tile, scratch = self.f, self.tile, self.scratch
+        f, scratch = self.f, self.scratch
         count, first = at.range.end - at.range.first, at.range.first - at.block.begin
-        query_panel = f.offset(scratch["queries"], at.q * self.depth["key"], tile.element)
-        out = f.offset(scratch["out"], at.q * self.depth["value"], tile.element)
+        query_panel, out = self.query_panel(at.q), self.out_panel(at.q)
         running_max, running_sum = self.running(at.q)
         depth, columns = ((self.arg[name] + 3) & -4 for name in ("head_dim", "value_dim"))
-        keys, values = (
-            Strided(f.offset(rows.start, first * rows.stride, tile.element), rows.stride)
-            for rows in (at.keys, at.values)
-        )
+        keys, values = (self._from(rows, first) for rows in (at.keys, at.values))
         left = at.queries.q_count - at.q
-        softmax = {name: scratch[name] for name in ("scores", "maxima", "alpha")}
+        softmax = {name: scratch[name] for name in ("chains", "scores", "maxima", "alpha")}
         softmax |= {"running_max": running_max, "running_sum": running_sum, "count": count}
+        softmax["lead"] = at.range.first & (CHAINS - 1)
 
         def multiply_keys(by: Products) -> None:
             operands = {"keys": keys.start, "stride": keys.stride, "queries": query_panel}
             results = {"scores": scratch["scores"], "maxima": scratch["maxima"]}
+            if keys.scales is not None:
+                results["scales"] = keys.scales
             f.call(by.multiply_keys, **operands, depth=depth, **results, count=count)
+            self.scored(at, by)
 
         def accumulate(exponentiate: Function, multiply_values: Function) -> None:
             f.call(exponentiate, **softmax)
-            self._rewrite(at, self.arg["weights_mod"], left, count)
+            self.weighed(at)
+            self.rewrite(at, self.arg["weights_mod"], scratch["scores"])
+            if values.scales is not None:
+                f.call(self.phases.scale_weights, scratch["scores"], values.scales, count)
             operands = {"values": values.start, "stride": values.stride}
             operands |= {"weights": scratch["scores"], "alpha": scratch["alpha"]}
             f.call(multiply_values, **operands, out=out, count=count, columns=columns)
+            self.added(at, multiply_values)
 
         def carefully() -> None:
             phases = self.phases
@@ -138,10 +175,29 @@ class PanelNest(Nest):
             self._fitting(left, lambda by: accumulate(by.exponentiate, by.multiply_values))
 
         self._fitting(left, multiply_keys)
-        self._rewrite(at, self.visits.mod(at.range.kind), left, count)
+        self.modify(at, self.visits.mod(at.range.kind))
         self._observe(at, running_sum, count)
         odd = careful | self._odd(running_max, left) | self._odd(scratch["maxima"], left)
         f.choose(odd, carefully, quickly)
+
+    def _from(self, rows: Strided, first: Value) -> Strided:
+        """Rows without those before `first`."""
+        f, element = self.f, self.tile.element
+        scales = None if rows.scales is None else f.offset(rows.scales, first, element)
+        return Strided(f.offset(rows.start, first * rows.stride, element), rows.stride, scales)
+
+    def scored(self, at: PanelTile, by: Products) -> None:
+        """What is computed after the scores of a tile."""
+
+    def modify(self, at: PanelTile, mod: Value) -> None:
+        """Apply the user's mods to the scores of a tile."""
+        self.rewrite(at, mod, self.scratch["scores"])
+
+    def weighed(self, at: PanelTile) -> None:
+        """What is computed after the weights of a tile."""
+
+    def added(self, at: PanelTile, multiply_values: Function) -> None:
+        """What is added after the values of a tile."""
 
     def _fitting(
         self, left: Value, run: Callable[[Products], None], parts: Sequence[Products] | None = None
@@ -155,24 +211,32 @@ class PanelNest(Nest):
         fits = left <= part.tile.vectors * self.tile.lanes
         self.f.choose(fits, lambda: run(part), lambda: self._fitting(left, run, larger))
 
-    def _rewrite(self, at: PanelTile, mod: Value, left: Value, count: Value) -> None:
-        """Apply a mod, if there is one, to the scores of a tile."""
-        f, scratch = self.f, self.scratch
-        q_idx, kv_idx = at.queries.q_idx + at.q, at.block.origin + at.range.first
+    def rewrite(
+        self,
+        at: PanelTile,
+        mod: Value,
+        scores: Value,
+        signature: Signature = REWRITE,
+        **more: Value,
+    ) -> None:
+        """Apply a mod, if there is one, to the scores or weights of a tile."""
+        f, queries = self.f, at.queries
         with f.when(mod.differs(f.null())):
-            panel = {"scores": scratch["scores"], "maxima": scratch["maxima"]}
-            head = {"b": at.queries.b, "h": at.queries.h}
-            where = {"q_idx": q_idx, "queries": left, "kv_idx": kv_idx, "keys": count}
-            f.call_pointer(mod, REWRITE, arguments=self.arg["arguments"], **panel, **head, **where)
+            panel = {"scores": scores, "maxima": self.scratch["maxima"], **more}
+            where = {"b": queries.b, "h": queries.h, "q_idx": queries.q_idx + at.q}
+            where |= {"queries": queries.q_count - at.q, "kv_idx": at.block.origin + at.range.first}
+            size = {"keys": at.range.end - at.range.first, "arguments": self.arg["arguments"]}
+            f.call_pointer(mod, signature, **panel, **where, **size)
 
     def _observe(self, at: PanelTile, running_sum: Value, count: Value) -> None:
         """Show the scores of a tile to `observe`, if it is there."""
         f = self.f
         with f.when(self.wanted("observe")):
             first = at.block.origin + at.range.first - at.queries.kv_begin
+            keys = {"first": first, "keys": count, "lead": at.range.first & (CHAINS - 1)}
             state = {"running_sum": running_sum, **self.observed(at.q)._asdict()}
-            scores, function = self.scratch["scores"], self.arg["observe"]
-            f.call_pointer(function, OBSERVE, scores=scores, **state, first=first, keys=count)
+            panel = {name: self.scratch[name] for name in ("chains", "scores")}
+            f.call_pointer(self.arg["observe"], OBSERVE, **panel, **state, **keys)
 
     def _odd(self, maxima: Value, queries: Value) -> Value:
         """Whether the maximum of one of the first `queries` queries is +inf or NaN."""

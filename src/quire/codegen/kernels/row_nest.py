@@ -1,7 +1,12 @@
-"""What the decode kernel does with one block of keys: all rows of a piece, lanes over columns."""
+"""What the decode kernel does with a few blocks of keys, for all rows of a piece.
+
+Scores of a row begin with its first block, so that vectors of scores begin at multiples of their
+size. Where a block has no key the score is -inf.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -12,10 +17,17 @@ from quire.codegen.kernels.visits import KeyBlock
 from quire.codegen.llvm.builder import Function, Module, Value
 from quire.codegen.llvm.types import I8, I64, PTR
 from quire.codegen.phases import observe
-from quire.codegen.phases.row_keys import set_sizes, write_multiply_keys
-from quire.codegen.phases.row_softmax import write_exponentiate, write_merge, write_scale_weights
+from quire.codegen.phases.merge import write_merge
+from quire.codegen.phases.row_keys import (
+    SQUARES,
+    set_sizes,
+    write_multiply_kept,
+    write_multiply_keys,
+)
+from quire.codegen.phases.row_softmax import write_exponentiate, write_scale_weights
 from quire.codegen.phases.row_stream import (
     ASKED,
+    ASKED_IN_SQUARE,
     LINE,
     MOST_AHEAD,
     write_copy,
@@ -28,11 +40,9 @@ from quire.codegen.phases.row_values import (
     write_multiply_values,
 )
 from quire.codegen.phases.staging import storage, write_gather, write_scatter
-from quire.codegen.scratch import Regions, row_regions, row_stride
+from quire.codegen.scratch import BLOCKS_TOGETHER, MOST_SQUARES, Regions, row_regions, row_stride
 
-READERS = 1  # sets that read a block from memory; all later ones find it in the caches
-KEYS_AGAIN = 48  # keys that stay in the L1 cache while all later sets use them
-COLUMNS_AGAIN = 32  # the same for columns of the values of a block
+COLUMNS_AGAIN = 64  # columns of the values of a block that stay in the L1 cache for all later sets
 
 
 class RowPhases:
@@ -43,25 +53,27 @@ class RowPhases:
         key, value = storage(spec.key), storage(spec.value)
         read = {stored.name: stored for stored in (key, value)}
 
-        def multiply_keys(rows: int, *, again: bool = False) -> Function:
-            return write_multiply_keys(module, tile, key, rows, spec.head_dim, again=again)
-
         careful = write_add_read_values(module, tile, value)
         self.gather = write_gather(module, tile, storage(spec.query))
         self.points = {name: write_point(module, tile, stored) for name, stored in read.items()}
         self.copies = {name: write_copy(module, tile, stored) for name, stored in read.items()}
         self.scatter = write_scatter(module, tile, storage(spec.out))
-        self.multiply_keys = {rows: multiply_keys(rows) for rows in sizes}
+        self.multiply_keys = {
+            rows: write_multiply_keys(module, tile, key, rows, spec.head_dim) for rows in sizes
+        }
+        self.keep_keys = write_multiply_keys(module, tile, key, sizes[0], spec.head_dim, keep=True)
+        self.multiply_kept = {rows: write_multiply_kept(module, tile, key, rows) for rows in sizes}
         self.multiply_values = {
             rows: write_multiply_values(module, tile, value, rows, careful, width=spec.value_dim)
             for rows in sizes
         }
-        self.multiply_keys_again = multiply_keys(sizes[0], again=True)
         self.multiply_columns = write_multiply_columns(module, tile, value, sizes[0], careful)
         self.gather_scales = write_gather_scales(module, tile)
         self.scale_weights = write_scale_weights(module, tile)
-        self.exponentiate = write_exponentiate(module, tile, value, spec.value_dim)
-        self.merge = write_merge(module, tile)
+        self.exponentiate = write_exponentiate(
+            module, tile, value, spec.value_dim, weighted=spec.weighted
+        )
+        self.merge = write_merge(module, tile, tile.lanes, weighted=spec.weighted)
 
 
 class Row(NamedTuple):
@@ -94,14 +106,15 @@ class RowNest(Nest):
         widths: dict[str, Value | int] = {
             "queries": self.stride["key"],
             "out": self.stride["value"],
+            "merged_out": self.stride["value"],
             "scores": row_stride(self.tile),
         }
         width = widths.get(region, self.tile.lanes)
         return self.f.offset(self.scratch[region], row * width, self.tile.element)
 
-    def observed(self, row: Value) -> observe.State:
+    def observed(self, row: Value, which: str = "") -> observe.State:
         """What a row of scratch has for the argmax and the entropy."""
-        return observe.State(*(self.at(name, row) for name in observe.State._fields))
+        return observe.State(*(self.at(which + name, row) for name in observe.State._fields))
 
     def each_head(self, queries: QueryBlock, body: Callable[[Value, Value], None]) -> None:
         """`body(head, row)` for every head of an item; the row is that of its first query."""
@@ -117,82 +130,91 @@ class RowNest(Nest):
 
         self.each_head(queries, each_query)
 
-    def each_set(
-        self,
-        piece: Piece,
-        first_time: Callable[[Value, int], None],
-        again: Callable[[Value, Value], None],
-    ) -> None:
-        """`first_time(row, size)` for sets that read keys or values from memory: first row, size.
-
-        All later sets of the largest size find them in a cache: `again(begin, end)`, by rows.
-        """
-        f, count = self.f, self.count(piece)
+    def each_set(self, begin: Value, end: Value, body: Callable[[Value, int], None]) -> None:
+        """`body(row, size)` for sets of the rows [begin, end): first row and size."""
+        f = self.f
         most, *fewer = set_sizes(self.tile)
-        done = (count + most // 4) & -most  # three rows are computed as four: the last is zero
-        readers = f.minimum(done, READERS * most)
-        with f.range(0, readers, most) as first:
-            first_time(first, most)
-        again(readers, done)
+        done = begin + ((end - begin + most // 4) & -most)  # three are computed as four
+        with f.range(begin, done, most) as first:
+            body(first, most)
         for size in fewer:
-            stop = count & -size
+            stop = begin + ((end - begin) & -size)
             with f.range(done, stop, size) as first:
-                first_time(first, size)
+                body(first, size)
             done = f.maximum(done, stop)
 
-    # --- one block of keys
+    # --- a few blocks of keys
 
     def attend_block(self, piece: Piece, block: KeyBlock) -> None:
-        """Compute all rows of a piece with one block of keys."""
+        """Compute all rows of a piece with a few blocks of keys."""
         f = self.f
         count, keys = block.end - block.begin, self.scratch["rows"]
-        values = f.offset(keys, count, PTR)
         self._stage(block, "key", keys)
-        self._stage(block, "value", values)
+        self._stage(block, "value", f.offset(keys, count, PTR))
         self._read_on(piece.queries, block)
-        self._multiply_keys(piece, keys, count)
+        self._multiply_keys(piece, block)
         with self.items.members_of(piece) as member:
             self.each_row(member.queries, lambda row: self._weigh(member, block, row))
-        self._multiply_values(piece, values, count)
+        with f.range(0, block.end, self.spec.target.block_kv) as start:
+            self._multiply_values(piece, block, start)
 
-    def _multiply_keys(self, piece: Piece, keys: Value, count: Value) -> None:
-        """Scores of all rows and `count` keys."""
+    def _multiply_keys(self, piece: Piece, block: KeyBlock) -> None:
+        """Scores of all rows; if they are several sets, keys are transposed for the first one."""
         f, element, most = self.f, self.tile.element, set_sizes(self.tile)[0]
+        rows, count = self.count(piece), block.end - block.begin
+        size = MOST_SQUARES * self.tile.lanes  # so many stay in the L1 cache for all sets
 
-        def multiply(function: Function, first: Value, j: Value | int, some: Value) -> None:
-            f.call(
-                function,
-                keys=f.offset(keys, j, PTR),
-                scales=f.offset(self.scratch["key_scales"], j, element),
-                queries=self.at("queries", first),
-                query_stride=self.stride["key"],
-                depth=self.depth["key"],
-                scores=f.offset(self.at("scores", first), j, element),
-                count=some,
-            )
+        def operands(first: Value, j: Value, some: Value) -> dict[str, Value]:
+            return {
+                "scales": f.offset(self.scratch["key_scales"], j, element),
+                "queries": self.at("queries", first),
+                "query_stride": self.stride["key"],
+                "depth": (self.arg["head_dim"] + 3) & -4,  # as in panels
+                "scores": f.offset(self.at("scores", first), block.begin + j, element),
+                "count": some,
+            }
 
-        def first_time(first: Value, size: int) -> None:
-            multiply(self.phases.multiply_keys[size], first, 0, count)
+        def one_set() -> None:
+            nothing, keys = f.value(0, I64), self.scratch["rows"]
 
-        def again(begin: Value, end: Value) -> None:
-            with f.range(0, count, KEYS_AGAIN) as j, f.range(begin, end, most) as first:
-                some = f.minimum(count - j, KEYS_AGAIN)
-                multiply(self.phases.multiply_keys_again, first, j, some)
+            def multiply(first: Value, size: int) -> None:
+                given = operands(first, nothing, count)
+                f.call(self.phases.multiply_keys[size], keys=keys, **given)
 
-        self.each_set(piece, first_time, again)
+            self.each_set(nothing, rows, multiply)
 
-    def _multiply_values(self, piece: Piece, values: Value, count: Value) -> None:
-        """What `count` values add to the results of all rows."""
-        f, most, columns = self.f, set_sizes(self.tile)[0], self.depth["value"]
+        def several_sets() -> None:
+            with f.range(0, count, size) as j:
+                some = f.minimum(count - j, size)
+                kept, keys = self.scratch["kept"], f.offset(self.scratch["rows"], j, PTR)
+                given = operands(f.value(0, I64), j, some)
+                f.call(self.phases.keep_keys, keys=keys, kept=kept, **given)
+
+                def multiply(first: Value, size: int) -> None:
+                    again = operands(first, j, some)
+                    f.call(self.phases.multiply_kept[size], kept=kept, **again)
+
+                self.each_set(f.value(most, I64), rows, multiply)
+
+        f.choose(rows <= most, one_set, several_sets)
+
+    def _multiply_values(self, piece: Piece, block: KeyBlock, start: Value) -> None:
+        """What the values of one block, which begins at `start`, add to the results of all rows."""
+        f, element, columns = self.f, self.tile.element, self.depth["value"]
+        most, size = set_sizes(self.tile)[0], self.spec.target.block_kv
+        begin = f.maximum(start, block.begin)
+        count = f.minimum(block.end, start + size) - begin
+        values = f.offset(self.scratch["rows"], block.end - block.begin, PTR)
 
         def operands(first: Value) -> dict[str, Value]:
+            alpha = first * BLOCKS_TOGETHER + start.udiv(size)
             return {
-                "values": values,
-                "weights": self.at("scores", first),
+                "values": f.offset(values, begin - block.begin, PTR),
+                "weights": f.offset(self.at("scores", first), begin, element),
                 "sums": self.scratch["sums"],
                 "out": self.at("out", first),
                 "out_stride": self.stride["value"],
-                "alpha": self.at("alpha", first),
+                "alpha": self.at("alpha", alpha),
                 "count": count,
                 "columns": columns,
             }
@@ -200,39 +222,66 @@ class RowNest(Nest):
         def first_time(first: Value, size: int) -> None:
             f.call(self.phases.multiply_values[size], **operands(first))
 
-        def again(begin: Value, end: Value) -> None:
-            with f.range(0, columns, COLUMNS_AGAIN) as d, f.range(begin, end, most) as first:
-                stop = f.minimum(d + COLUMNS_AGAIN, columns)
-                f.call(self.phases.multiply_columns, **operands(first), begin=d, end=stop)
-
-        self.each_set(piece, first_time, again)
+        nothing, rows = f.value(0, I64), self.count(piece)
+        later = f.maximum((rows + most // 4) & -most, most)  # the end of whole sets
+        self.each_set(nothing, f.minimum(rows, most), first_time)
+        with f.range(0, columns, COLUMNS_AGAIN) as d, f.range(most, later, most) as first:
+            stop = f.minimum(d + COLUMNS_AGAIN, columns)
+            f.call(self.phases.multiply_columns, **operands(first), begin=d, end=stop)
+        self.each_set(later, f.maximum(rows, later), first_time)
 
     def _weigh(self, member: Member, block: KeyBlock, row: Row) -> None:
-        """From the scores of one row and one block of keys to its weights."""
+        """From the scores of one row and a few blocks of keys to its weights."""
         f, arg, queries = self.f, self.arg, member.queries
-        count, place = block.end - block.begin, member.first_row + row.place
+        place, size = member.first_row + row.place, self.spec.target.block_kv
         scores = self.at("scores", place)
 
         def rewrite(mod: Value) -> None:
-            where = {"q_idx": queries.q_idx + row.q, "kv_idx": block.origin + block.begin}
+            where = {"q_idx": queries.q_idx + row.q, "kv_idx": block.origin}
+            keys = {"keys": block.end, "skipped": block.begin}
             with f.when(mod.differs(f.null())):
                 head = {"arguments": arg["arguments"], "b": queries.b, "h": row.h}
-                f.call_pointer(mod, ROW_REWRITE, scores=scores, **head, **where, keys=count)
+                f.call_pointer(mod, ROW_REWRITE, scores=scores, **head, **where, **keys)
 
+        self._fill(scores, block)
         rewrite(self.visits.mod(block.kind))
-        running = {name: self.at(name, place) for name in ("running_max", "running_sum")}
-        with f.when(self.wanted("observe")):
-            first = block.origin + block.begin - queries.kv_begin
-            state = {"running_sum": running["running_sum"], **self.observed(place)._asdict()}
-            function = arg["observe"]
-            f.call_pointer(function, OBSERVE, scores=scores, **state, first=first, keys=count)
-        alpha = self.at("alpha", place)
-        rows = self._not_asked_for(count, place)
-        state = {"scores": scores, **running, "alpha": alpha}
-        f.call(self.phases.exponentiate, **state, count=count, rows=rows)
+        with f.range(0, block.end, size) as start:
+            self._weigh_block(block, place, start, queries.kv_begin)
         rewrite(arg["weights_mod"])
         if storage(self.spec.value).has_scales:
-            f.call(self.phases.scale_weights, scores, self.scratch["value_scales"], count)
+            scales = self.scratch["value_scales"]
+            f.call(self.phases.scale_weights, scores, scales, block.begin, block.end)
+
+    def _weigh_block(self, block: KeyBlock, place: Value, start: Value, kv_begin: Value) -> None:
+        """From scores to weights, for the row `place` and the block that begins at `start`."""
+        f, size = self.f, self.spec.target.block_kv
+        scores = f.offset(self.at("scores", place), start, self.tile.element)
+        running = {name: self.at(name, place) for name in ("running_max", "running_sum")}
+        with f.when(self.wanted("observe")):
+            begin = f.maximum(start, block.begin)
+            where = {"first": block.origin + begin - kv_begin, "lead": begin - start}
+            where |= {"keys": f.minimum(block.end - start, size)}
+            state = {"running_sum": running["running_sum"], **self.observed(place)._asdict()}
+            given = {"chains": f.null(), "scores": scores}  # chains stay in registers
+            f.call_pointer(self.arg["observe"], OBSERVE, **given, **state, **where)
+        alpha = self.at("alpha", place * BLOCKS_TOGETHER + start.udiv(size))
+        rows = self._not_asked_for(block, place, start)
+        f.call(self.phases.exponentiate, scores, **running, alpha=alpha, rows=rows)
+
+    def _fill(self, scores: Value, block: KeyBlock) -> None:
+        """The scores of keys that do not exist are -inf, up to whole blocks."""
+        f, tile, size = self.f, self.tile, self.spec.target.block_kv
+        numbers = tile.element.as_int.vector(tile.lanes)
+
+        def below(limit: Value) -> Value:
+            return f.iota(numbers) < f.splat(f.convert(limit, numbers.scalar), numbers)
+
+        with f.range(0, block.begin, tile.lanes) as j:
+            score = tile.load(f, scores, j)
+            tile.store(f, f.select(below(block.begin - j), -math.inf, score), scores, j)
+        with f.range(block.end & -tile.lanes, (block.end + (size - 1)) & -size, tile.lanes) as j:
+            score = tile.load(f, scores, j)
+            tile.store(f, f.select(below(block.end - j), score, -math.inf), scores, j)
 
     # --- where keys and values are, and prefetching them
 
@@ -249,7 +298,10 @@ class RowNest(Nest):
             into = {"into": self.scratch[f"{name}s"], "stride": self.stride[name]}
             f.call(self.phases.copies[dtype], **copy, **into)
         if storage(dtype).has_scales:
+            # Those of keys begin with the first key, those of values with the block, like weights.
             scales = self.scratch[f"{name}_scales"]
+            if name == "value":
+                scales = f.offset(scales, block.begin, self.tile.element)
             f.call(self.phases.gather_scales, record, begin, end, scales)
 
     def _read_on(self, queries: QueryBlock, block: KeyBlock) -> None:
@@ -277,18 +329,22 @@ class RowNest(Nest):
             with f.range(0, row_bytes, LINE) as at:
                 f.prefetch(f.offset(row, at, I8))
 
-    def _not_asked_for(self, count: Value, place: Value) -> Value:
+    def _not_asked_for(self, block: KeyBlock, place: Value, start: Value) -> Value:
         """The table of addresses from the first value on that has not been prefetched yet.
 
-        The products with keys prefetch some values, and so does the softmax of every earlier row.
+        The products with keys prefetch some values, and so does the softmax of every earlier row
+        and block, a line with each vector of scores.
         """
-        f = self.f
+        f, count = self.f, block.end - block.begin
         values = f.offset(self.scratch["rows"], count, PTR)
         if not self.spec.value_dim:
             return values
-        lines = (count + (self.tile.lanes - 1)).udiv(self.tile.lanes)  # prefetched with each row
-        asked = (ASKED[0] + place * lines * LINE).udiv(self._row_bytes("value"))
-        return f.offset(values, f.minimum(asked, count + MOST_AHEAD - lines), PTR)
+        each = self.spec.target.block_kv // self.tile.lanes
+        blocks = (block.end + (self.spec.target.block_kv - 1)).udiv(self.spec.target.block_kv)
+        lines = place * blocks * each + start.udiv(self.tile.lanes)
+        behind = SQUARES * self.tile.lanes * self._row_bytes("key")
+        asked = (behind + ASKED_IN_SQUARE[0] + lines * LINE).udiv(self._row_bytes("value"))
+        return f.offset(values, f.minimum(asked, count + MOST_AHEAD - each), PTR)
 
     def _row_bytes(self, name: str) -> Value:
         """The bytes of a row of keys or values, at least 1."""

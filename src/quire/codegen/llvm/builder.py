@@ -18,7 +18,7 @@ that made it, every block ends once. A violation raises a `CodegenError`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from quire.codegen.llvm.blocks import Blocks
@@ -81,6 +81,12 @@ class Function(Blocks):
             raise CodegenError(f"expected a type as wide as {value!r}, got {target}")
         return self.emit(f"bitcast {value!r} to {target}", target, value)
 
+    def reinterpret(self, value: Value, to: Type) -> Value:
+        """All bits of a vector read as a vector of other lanes; the first lane is the lowest."""
+        if to.bits * max(1, to.lanes) != value.type.bits * max(1, value.type.lanes):
+            raise CodegenError(f"expected a type with as many bits as {value!r}, got {to}")
+        return self.emit(f"bitcast {value!r} to {to}", to, value)
+
     def select(self, condition: Value, yes: Operand, no: Operand) -> Value:
         """`yes if condition else no`, lane by lane where the condition is a vector."""
         type = next((x.type for x in (yes, no) if isinstance(x, Value)), F64)
@@ -106,6 +112,10 @@ class Function(Blocks):
         """An LLVM intrinsic whose result has the type of its operands: fma, sqrt, fabs, ..."""
         type = operands[0].type
         return self._library(f"{name}.{type.suffix}", (type,) * len(operands), type, operands)
+
+    def instruction(self, name: str, returns: Type, *operands: Value) -> Value:
+        """An instruction that only some processors have, by LLVM's name: x86.avx2.pmadd.wd, ..."""
+        return self._library(name, [x.type for x in operands], returns, operands)
 
     def leading_zeros(self, x: Value) -> Value:
         """How many zero bits an integer has before its first one bit."""
@@ -234,6 +244,20 @@ class Function(Blocks):
         if not self._module.knows(signature):
             raise CodegenError(f"expected a function of this module, got {signature.name}")
         return self._call(f"@{signature.name}", signature, signature.in_order(arguments, named))
+
+    def helper(
+        self,
+        name: str,
+        parameters: Mapping[str, Type],
+        returns: Type,
+        write: Callable[[Function], None],
+    ) -> Signature:
+        """A function of this module that many places call; written when it is first wanted."""
+        signature = Signature(name, parameters, returns)
+        if not self._module.knows(signature):
+            with self._module.function(name, parameters, returns, internal=True) as helper:
+                write(helper)
+        return signature
 
     def call_pointer(
         self, pointer: Value, signature: Signature, /, *arguments: Value, **named: Value

@@ -16,9 +16,11 @@ from torch import Tensor
 
 from quire.codegen.llvm.builder import Function, Value
 from quire.codegen.llvm.types import F64, I64, PTR
-from quire.codegen.mods.loads import Captured
+from quire.codegen.mods.loads import Captured, fixed_index
 from quire.codegen.mods.rules import REGISTER
-from quire.ir.graph import Node, constants
+from quire.errors import CapturedIndexError
+from quire.ir.graph import Node, constants, walk
+from quire.ir.vector import LONGEST
 
 
 class CaptureShape(NamedTuple):
@@ -45,16 +47,27 @@ class ModArguments:
 
     Each entry takes eight bytes: the address of the mistake flag, the constants (integers as they
     are, floats as doubles), then for each captured tensor its address, sizes and strides.
+
+    `least` has the least size of the last dimension of captured tensors, for those of which code
+    reads elements at fixed places.
     """
 
     constants: tuple[Node, ...]
     captures: tuple[CaptureShape, ...]
+    least: tuple[tuple[int, int], ...] = ()
 
     @staticmethod
     def of(roots: Sequence[Node], captures: Sequence[CaptureShape]) -> ModArguments:
         """The record for some graphs over one list of captured tensors."""
-        variable = tuple(node for node in constants(*roots) if not is_literal(node))
-        return ModArguments(variable, tuple(captures))
+        written = set(literals(*roots))
+        variable = tuple(node for node in constants(*roots) if node not in written)
+        least: dict[int, int] = {}
+        for node in walk(*roots):
+            fixed = fixed_index(node)
+            if fixed is not None:
+                assert isinstance(node.payload, int)
+                least[node.payload] = max(fixed + 1, least.get(node.payload, 0))
+        return ModArguments(variable, tuple(captures), tuple(least.items()))
 
     @functools.cached_property
     def size(self) -> int:
@@ -72,6 +85,12 @@ class ModArguments:
         head = flag.to_bytes(8, sys.byteorder) + self._numbers
         if not captures:
             return head
+        for slot, size in self.least:
+            if captures[slot].shape[-1] < size:
+                raise CapturedIndexError(
+                    f"index {size - 1} is outside of the last dimension of a captured tensor of "
+                    f"shape {list(captures[slot].shape)}. Give a tensor that has this element."
+                )
         tensors = [number for tensor in captures for number in _describe(tensor)]
         return head + struct.pack(f"={len(tensors)}q", *tensors)
 
@@ -101,10 +120,18 @@ def _describe(tensor: Tensor) -> tuple[int, ...]:
     return (address, *tensor.shape, *tensor.stride())
 
 
-_NOWHERE = ctypes.create_string_buffer(8)
-"""A load with a wrong index from an empty tensor reads this."""
+_NOWHERE = ctypes.create_string_buffer(8 * LONGEST)
+"""A load with a wrong index from an empty tensor reads this, at a fixed place or at 0."""
 
 
-def is_literal(node: Node) -> bool:
-    """Whether a constant is written into the code: truth values, 0, 1, -1 and infinities are."""
+def literals(*roots: Node) -> list[Node]:
+    """The constants that are written into the code.
+
+    These are truth values, 0, 1, -1 and infinities, and the fixed indices of loads.
+    """
+    fixed = {node.args[-1] for node in walk(*roots) if fixed_index(node) is not None}
+    return [node for node in constants(*roots) if node in fixed or _is_common(node)]
+
+
+def _is_common(node: Node) -> bool:
     return node.dtype == torch.bool or node.payload in (0, 1, -1, math.inf, -math.inf)

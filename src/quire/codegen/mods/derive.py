@@ -12,6 +12,7 @@ With P the weight before dropout, z the factor of dropout and dP the incoming sl
 
     dS = P (dP z - delta)          slope = dS d mod / d score          captured += dS d mod / d load
 
+If the mod returns weights, `shift` is a factor: P = mod(score) shift, dS = shift (dP z - delta).
 All of them are 0 if the query does not read the key.
 """
 
@@ -41,7 +42,7 @@ class Derived:
     """A score_mod with its derivatives, the masks, and dropout.
 
     `slope` is the derivative by the score; None means 1. `loads` are those with a gradient, each
-    with the derivative by it.
+    with the derivative by it. If it is `weighted`, the score_mod returns weights.
     """
 
     score: Node | None
@@ -49,6 +50,7 @@ class Derived:
     loads: tuple[tuple[Node, Node], ...]
     masks: tuple[Node, ...]
     drop: Node | None
+    weighted: bool = False
 
     @property
     def roots(self) -> list[Node]:
@@ -74,14 +76,18 @@ class _Derive:
         self.f, self.tile, self.derived = f, tile, derived
         self.given = f.given
         rows, _ = scopes_of_rows(f, tile, arguments, queries_of_panel(f, tile))
-        self.panel = Panel(f, tile, rows, masks=derived.masks, score=derived.score, unit=LOG4_E)
+        unit = 1.0 if derived.weighted else LOG4_E
+        self.panel = Panel(f, tile, rows, masks=derived.masks, score=derived.score, unit=unit)
         self.panel.compute_rows()
         for row in rows:
             row.lower_all([*derived.roots, *self._index_roots], [UNIFORM, ROW])
         self.exists = existing(f, tile)
         self.shift = tile.load_row(f, self.given["shift"])
         self.delta = tile.load_row(f, self.given["delta"])
-        self.sums = [self._sums(number, load) for number, (load, _) in enumerate(derived.loads)]
+        self.sums: dict[object, Captured] = {}
+        for number, (load, _) in enumerate(derived.loads):
+            if load.payload not in self.sums:
+                self.sums[load.payload] = self._sums(number, load)
 
     @property
     def _index_roots(self) -> list[Node]:
@@ -105,7 +111,7 @@ class _Derive:
         return rate
 
     def _sums(self, number: int, load: Node) -> Captured:
-        """The sums of a load's gradient in this share."""
+        """The sums of the gradient of a load's tensor in this share."""
         f, given, scope = self.f, self.given, self.panel.rows[0]
         record = f.offset(given["captured"], number * CAPTURED_GRADIENT.size, I8)
         base, batch, head, slice = (
@@ -118,12 +124,12 @@ class _Derive:
 
     def _add(self, load: Node, scopes: Sequence[Scope], amounts: Sequence[Value]) -> None:
         """Add the amounts of all vectors of the panel to the gradient of a load."""
-        number = [each for each, _ in self.derived.loads].index(load)
+        sums = self.sums[load.payload]
         if self._rate(load) & ROW:
             for scope, amount in zip(scopes, amounts, strict=True):
-                add(scope, load, self.sums[number], [amount])
+                add(scope, load, sums, [amount])
         else:
-            add(scopes[0], load, self.sums[number], amounts)
+            add(scopes[0], load, sums, amounts)
 
     def _key(self, j: Value, totals: list[Value]) -> list[Value]:
         """Compute one key of the panel; `totals` are sums over keys."""
@@ -134,23 +140,32 @@ class _Derive:
         scores, live = self._scores(scopes, before)
         weights, slopes, by_load = [], [], []
         for v, scope in enumerate(scopes):
-            below = f.minimum(
-                f.value(0.0, tile.vector), scores[v] - self.shift[v]
-            )  # above 0 only by rounding
-            weight = vecmath.exp4_nonpositive(f, below)
+            weight, by_score = self._weight(scores[v], self.shift[v])
             product, kept = products[v], weight
             if derived.drop is not None:
                 # The factor of dropout is what it makes of the weight 1.
                 one = scope.inside({"score": Lanes(vector=f.value(1.0, tile.vector))}, ELEMENT)
                 factor = one.as_vector(one.lower(derived.drop))
                 product, kept = product * factor, weight * factor
-            slope = weight * (product - self.delta[v])
+            slope = by_score * (product - self.delta[v])
             by_load.append([self._times(scope, slope, node, live[v]) for _, node in derived.loads])
             weights.append(self._times(scope, kept, None, live[v]))
             slopes.append(self._times(scope, slope, derived.slope, live[v]))
         tile.store_row(f, weights, given["scores"], j, step)
         tile.store_row(f, slopes, given["slopes"], j, step)
         return self._gather(scopes, by_load, totals)
+
+    def _weight(self, score: Value, shift: Value) -> tuple[Value, Value]:
+        """The weight of a score, divided as in the forward pass, and its derivative by the score.
+
+        If scores are weights, `shift` is the factor by which they are divided.
+        """
+        if self.derived.weighted:
+            return score * shift, shift
+        nothing = self.f.value(0.0, self.tile.vector)
+        below = self.f.minimum(nothing, score - shift)  # above 0 only by rounding
+        weight = vecmath.exp4_nonpositive(self.f, below)
+        return weight, weight
 
     def _scores(
         self, scopes: Sequence[Scope], before: Sequence[Value]

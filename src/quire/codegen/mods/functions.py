@@ -12,7 +12,9 @@ A mod function rewrites one panel of scores in place, after keys and queries wer
 
 A row function does the same for one query; its lanes run over keys:
 
-    rewrite_row(scores, arguments, b, h, q_idx, kv_idx, keys)
+    rewrite_row(scores, arguments, b, h, q_idx, kv_idx, keys, skipped)
+
+where the first `skipped` keys do not exist.
 
 An extent function tells which keys of a panel are read at all, before anything is multiplied:
 
@@ -31,6 +33,7 @@ are multiplied by log4(e) at the end, since the kernel computes powers of four.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -41,7 +44,7 @@ from quire.codegen.llvm.types import I1, I64
 from quire.codegen.mods.arguments import ModArguments
 from quire.codegen.mods.loads import Lanes
 from quire.codegen.mods.lower import ELEMENT, KEY, ROW, UNIFORM, Scope
-from quire.codegen.mods.proofs import proof, provable
+from quire.codegen.mods.proofs import distinct, proof, provable
 from quire.codegen.phases.softmax import LOG4_E
 from quire.codegen.phases.tiles import TileShape
 from quire.ir.graph import Node
@@ -76,7 +79,7 @@ def write_rewrite(
         ends = Lanes(kv_idx), Lanes(kv_idx + (keys - 1))
         carried = panel.choose(ends, lambda: f.loop(0, keys, rewrite_key, carry=carry))
         tile.store_row(f, carried[: len(rows)], f.given["maxima"])
-        _report(f, flag, wrong_at_once, carried[len(rows) :])
+        report(f, flag, wrong_at_once, carried[len(rows) :])
 
 
 def write_row_rewrite(
@@ -92,22 +95,24 @@ def write_row_rewrite(
     """Write the same function for the scores of one query."""
     with module.function(name, ROW_REWRITE.parameters) as f:
         scores, kv_idx, keys = (f.given[name] for name in ("scores", "kv_idx", "keys"))
+        skipped = f.given["skipped"]
         rows, flag = scopes_of_rows(f, tile, arguments, [Lanes(f.given["q_idx"])])
         panel = Panel(f, tile, rows, masks=tuple(masks), score=score, unit=unit)
         wrong_at_once = panel.compute_rows()
 
         def rewrite_keys(j: Value, wrong: list[Value]) -> list[Value]:
-            exists = _lanes_below(f, tile, keys - j)
+            exists = _lanes_below(f, tile, keys - j) & ~_lanes_below(f, tile, skipped - j)
             before = [tile.load(f, scores, j)]
             after, wrong = panel.rewrite(Lanes(kv_idx + j, 1), before, [exists], wrong)
             tile.store(f, f.select(exists, after[0], -math.inf), scores, j)
             return wrong
 
         nothing, step = panel.nothing_wrong(), tile.lanes
-        last = (keys - 1).udiv(step) * step
-        ends = Lanes(kv_idx, 1), Lanes(kv_idx + last, 1)
-        wrong = panel.choose(ends, lambda: f.loop(0, keys, rewrite_keys, carry=nothing, step=step))
-        _report(f, flag, wrong_at_once, wrong)
+        first, last = skipped & -step, (keys - 1) & -step
+        ends = Lanes(kv_idx + first, 1), Lanes(kv_idx + last, 1)
+        loop = functools.partial(f.loop, first, keys, rewrite_keys, carry=nothing, step=step)
+        wrong = panel.choose(ends, loop)
+        report(f, flag, wrong_at_once, wrong)
 
 
 def write_extent(
@@ -178,7 +183,7 @@ def _lanes_below(f: Function, tile: TileShape, count: Value) -> Value:
     return f.iota(lanes) < f.splat(limit, lanes)
 
 
-def _report(f: Function, flag: Value, at_once: Sequence[Value], in_lanes: Sequence[Value]) -> None:
+def report(f: Function, flag: Value, at_once: Sequence[Value], in_lanes: Sequence[Value]) -> None:
     """Set the mistake flag if something went wrong."""
     wrong = f.value(False, I1)
     for condition in (*at_once, *(f.any_lane(lanes.differs(0)) for lanes in in_lanes)):
@@ -201,6 +206,7 @@ class Panel:
     masks: tuple[Node, ...]
     score: Node | None = None
     unit: float = 1.0
+    tangent: Node | None = None
     _mask_mistakes: list[int] = field(default_factory=list)
     _proven: frozenset[Node] = frozenset()
 
@@ -214,7 +220,7 @@ class Panel:
 
     @property
     def _scores(self) -> list[Node]:
-        return [] if self.score is None else [self.score]
+        return [node for node in (self.score, self.tangent) if node is not None]
 
     def nothing_wrong(self) -> list[Value]:
         """No mistake in any lane."""
@@ -228,7 +234,7 @@ class Panel:
             for row in self.rows
             for end in ends
         ]
-        proofs = [proof(scope, node) for scope in scopes for node in nodes]
+        proofs = [proof(scope, node) for scope in scopes for node in distinct(nodes)]
         safe = self.f.value(True, I1)
         for each in proofs:
             if each is None:
@@ -253,8 +259,17 @@ class Panel:
         wrong: Sequence[Value],
     ) -> tuple[list[Value], list[Value]]:
         """The scores after the mods, and the lanes with mistakes so far."""
+        return self.rewritten(list(self.at_key(kv_idx, before)), before, exists, wrong)
+
+    def rewritten(
+        self,
+        scopes: Sequence[Scope],
+        before: Sequence[Value],
+        exists: Sequence[Value],
+        wrong: Sequence[Value],
+    ) -> tuple[list[Value], list[Value]]:
+        """The same, given the scope of each vector at a key."""
         f = self.f
-        scopes = list(self.at_key(kv_idx, before))
         live = self.mask(scopes, exists)
         wrong = self._with_mistakes(wrong, scopes, self._mask_mistakes, exists)
         after = list(before)
@@ -285,16 +300,22 @@ class Panel:
                 some, unread = some | mistake, unread | self._lane_mask(mistake)
         return f.any_lane(some), unread
 
-    def at_key(self, kv_idx: Lanes, scores: Sequence[Value] | None) -> Iterator[Scope]:
-        """The scope of each vector at one key; they share what depends on the key alone."""
+    def at_key(
+        self, kv_idx: Lanes, scores: Sequence[Value] | None, **more: Sequence[Value]
+    ) -> Iterator[Scope]:
+        """The scope of each vector at one key; they share what depends on the key alone.
+
+        The inputs of each vector are its scores, and whatever else is given by name.
+        """
+        given = more if scores is None else {"score": scores, **more}
         shared: Scope | None = None
         for v, row in enumerate(self.rows):
-            inputs = {"kv_idx": kv_idx}
-            if scores is not None:
-                inputs["score"] = Lanes(vector=scores[v])
+            inputs = {name: Lanes(vector=vectors[v]) for name, vectors in given.items()}
+            inputs["kv_idx"] = kv_idx
             here = replace(row.inside(inputs, KEY, ELEMENT), proven=self._proven)
             if shared is not None:
                 here.values[KEY], here.mistakes[KEY] = shared.values[KEY], shared.mistakes[KEY]
+                here.places[KEY] = shared.places[KEY]
             shared = here
             yield here
 
@@ -319,6 +340,12 @@ class Panel:
         assert self.score is not None, "there is a score_mod"
         score = scope.as_vector(scope.lower(self.score))
         return score if self.unit == 1.0 else score * self.unit
+
+    def pushed(self, scope: Scope) -> Value:
+        """The tangent of a score after the score_mod, times `unit` like the score."""
+        assert self.tangent is not None, "there is a tangent"
+        moved = self.f.convert(scope.as_vector(scope.lower(self.tangent)), self.tile.element)
+        return moved if self.score is None or self.unit == 1.0 else moved * self.unit
 
     def _with_mistakes(
         self,

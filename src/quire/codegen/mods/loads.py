@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from quire.codegen.llvm.builder import Function, Value
-from quire.codegen.llvm.types import F32, I1, I16, I64, Type
+from quire.codegen.llvm.types import F32, I1, I16, I64, PTR, Type
+from quire.codegen.llvm.values import Signature
 from quire.codegen.mods.rules import MEMORY
 from quire.codegen.phases.staging import storage
 from quire.ir.graph import Node
+from quire.ir.vector import LONGEST
 
 if TYPE_CHECKING:
     from quire.codegen.mods.lower import Scope
@@ -51,26 +53,128 @@ class Captured(NamedTuple):
         return Captured(self.pointer, sizes, strides, None)
 
 
+class Address(NamedTuple):
+    """Where a load reads: an offset for all lanes or one for each, and which indices are wrong."""
+
+    offset: Value
+    wrong: Value
+
+
 def load(scope: Scope, node: Node) -> Lanes:
     """captured[i, j, ...], for every lane at its own indices."""
     assert isinstance(node.payload, int)
-    captured = scope.captures[node.payload]
-    indices = [scope.lower(arg) for arg in node.args]
     memory = MEMORY[node.dtype]
+    captured, args = column(scope.f, scope.captures[node.payload], node, memory)
+    indices = [scope.lower(arg) for arg in args]
     moving = [dim for dim, index in enumerate(indices) if not index.is_uniform]
     if node in scope.proven:
-        value, wrong = _proven(scope, captured, indices, memory), None
-    elif not moving:
-        offset, wrong = uniform_offset(scope, captured, indices)
-        value = scope.f.load(memory, captured.pointer, offset)
+        value = _proven(scope, captured, indices, memory)
     elif moving == [captured.unit] and indices[moving[0]].step in (1, -1):
         value, wrong = _contiguous(scope, captured, indices, moving[0], memory)
-    else:
-        value, wrong = _gather(scope, captured, indices, memory)
-    if node.args and wrong is not None:
         scope.mistakes[scope.rate(node)].append(wrong)
+    else:
+        value = _from_place(scope, captured, node, indices, memory)
     number = widened(scope.f, value, node.dtype)
     return Lanes(vector=number) if moving else Lanes(number)
+
+
+def fixed_index(node: Node) -> int | None:
+    """The last index of a load, if it is one of few constants, as those of a vector are.
+
+    It is written into the code. So other code must see that the tensor is as long as that.
+    """
+    if node.op != "load" or len(node.args) < 2:
+        return None
+    index = node.args[-1].payload if node.args[-1].op == "const" else None
+    return index if isinstance(index, int) and 0 <= index < LONGEST else None
+
+
+def row_of(node: Node) -> tuple[Node, ...]:
+    """The indices of a load that have to be computed: without the last one if that is fixed."""
+    return node.args if fixed_index(node) is None else node.args[:-1]
+
+
+def column(
+    f: Function, captured: Captured, node: Node, memory: Type
+) -> tuple[Captured, tuple[Node, ...]]:
+    """The tensor that a load reads, and its indices; without the last one if that is known.
+
+    The elements of a row then differ only in where the tensor begins, and share all other code.
+    """
+    fixed = fixed_index(node)
+    if fixed is None:
+        return captured, node.args
+    last = len(node.args) - 1
+    offset = fixed if captured.unit == last or not fixed else captured.strides[last] * fixed
+    pointer = f.offset(captured.pointer, offset, memory)
+    unit = None if captured.unit == last else captured.unit
+    rest = Captured(pointer, captured.sizes[:last], captured.strides[:last], unit)
+    return rest, row_of(node)
+
+
+def _from_place(
+    scope: Scope, captured: Captured, node: Node, indices: Sequence[Lanes], memory: Type
+) -> Value:
+    """A load that may be wrong: from one place, or lane by lane."""
+    key = (node.payload, node.args[: len(indices)])
+    known = scope.places[scope.rate(node)]
+    if key not in known:
+        known[key] = place_of(scope, captured, indices)
+        if node.args:
+            scope.mistakes[scope.rate(node)].append(known[key].wrong)
+    pointer, offset = captured.pointer, known[key].offset
+    if offset.type.lanes and is_of_row(scope, node):
+        return scope.f.call(_gather(scope.f, memory, scope.lanes), pointer, offset)
+    return _read(scope.f, pointer, offset, memory)
+
+
+def is_of_row(scope: Scope, node: Node) -> bool:
+    """Whether a load is one of many like it, outside of loops, so that code is best shared."""
+    return fixed_index(node) is not None and not scope.differs_by_key(node)
+
+
+def place_of(scope: Scope, captured: Captured, indices: Sequence[Lanes]) -> Address:
+    """Where the lanes read; a wrong index is taken for 0."""
+    f, wide = scope.f, scope.vector_type(I64)
+    moving = [dim for dim, index in enumerate(indices) if not index.is_uniform]
+    rest = [dim for dim in range(len(indices)) if dim not in moving]
+    offset, wrong = uniform_offset(scope, captured.only(rest), [indices[dim] for dim in rest])
+    if not moving:
+        return Address(offset, wrong)
+    offsets, wrong = (
+        (f.splat(offset, wide), f.splat(wrong, scope.vector_type(I1)))
+        if rest
+        else (f.value(0, wide), f.value(False, scope.vector_type(I1)))
+    )
+    for dim in moving:
+        position = f.convert(scope.as_vector(indices[dim]), I64)
+        position, outside = wrapped(f, position, f.splat(captured.sizes[dim], wide))
+        offsets = offsets + position * f.splat(captured.strides[dim], wide)
+        wrong = wrong | outside
+    return Address(offsets, wrong)
+
+
+def _read(f: Function, pointer: Value, offset: Value, memory: Type) -> Value:
+    """One number, or one for each lane of the offsets."""
+    lanes = offset.type.lanes
+    if not lanes:
+        return f.load(memory, pointer, offset)
+    result = f.value(0, memory.vector(lanes))
+    for lane in range(lanes):
+        element = f.load(memory, pointer, f.extract(offset, lane))
+        result = f.insert(result, element, lane)
+    return result
+
+
+def _gather(f: Function, memory: Type, lanes: int) -> Signature:
+    """A function that reads lane by lane."""
+    parameters = {"pointer": PTR, "offsets": I64.vector(lanes)}
+
+    def write(g: Function) -> None:
+        pointer, offsets = g.parameters
+        g.give_back(_read(g, pointer, offsets, memory))
+
+    return f.helper(f"gather_{memory}", parameters, memory.vector(lanes), write)
 
 
 def widened(f: Function, value: Value, dtype: torch.dtype) -> Value:
@@ -134,7 +238,11 @@ def _contiguous(
             vector = f.shuffle(vector, vector, list(reversed(range(lanes))))
         return [vector, f.splat(wrong, condition)]
 
-    vector, mistaken = f.choose(inside, at_once, lambda: _gather(scope, captured, indices, memory))
+    def one_by_one() -> list[Value]:
+        place = place_of(scope, captured, indices)
+        return [_read(f, captured.pointer, place.offset, memory), place.wrong]
+
+    vector, mistaken = f.choose(inside, at_once, one_by_one)
     return vector, mistaken
 
 
@@ -163,20 +271,3 @@ def _proven(scope: Scope, captured: Captured, indices: Sequence[Lanes], memory: 
         element = f.load(memory, captured.pointer, offset + stride * lane)
         result = f.insert(result, element, lane)
     return result
-
-
-def _gather(
-    scope: Scope, captured: Captured, indices: Sequence[Lanes], memory: Type
-) -> tuple[Value, Value]:
-    """Load each lane by itself."""
-    f, wide = scope.f, scope.vector_type(I64)
-    offsets, wrong = f.value(0, wide), f.value(False, scope.vector_type(I1))
-    for index, size, stride in zip(indices, captured.sizes, captured.strides, strict=True):
-        position = f.convert(scope.as_vector(index), I64)
-        position, outside = wrapped(f, position, f.splat(size, wide))
-        offsets, wrong = offsets + position * f.splat(stride, wide), wrong | outside
-    result = f.value(0, memory.vector(scope.lanes))
-    for lane in range(scope.lanes):
-        element = f.load(memory, captured.pointer, f.extract(offsets, lane))
-        result = f.insert(result, element, lane)
-    return result, wrong

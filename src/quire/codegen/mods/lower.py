@@ -24,14 +24,16 @@ import torch
 
 from quire.codegen.llvm.builder import Function, Value
 from quire.codegen.llvm.types import F16, F32, I32, I64, Type
-from quire.codegen.mods.loads import Captured, Lanes, load
+from quire.codegen.mods.loads import Address, Captured, Lanes, load
 from quire.codegen.mods.rules import REGISTER, RULES
 from quire.codegen.phases.staging import storage
 from quire.errors import UnsupportedOpError
 from quire.ir.graph import Node, inputs, walk
 
 RATES = UNIFORM, ROW, KEY, ELEMENT = 0, 1, 2, 3
-_INPUT_RATE = {"q_idx": ROW, "kv_idx": KEY, "score": ELEMENT}  # all others are UNIFORM
+_INPUT_RATE = {"q_idx": ROW, "kv_idx": KEY, "score": ELEMENT, "tangent": ELEMENT}
+_INPUT_RATE |= {"row": ROW, "block": KEY, "column": KEY, "value": ELEMENT, "other": ELEMENT}
+"""All other inputs are UNIFORM."""
 
 FASTEST = (
     2**16
@@ -57,6 +59,7 @@ class Scope:
     `mistakes` are conditions, by rate: an index into a captured tensor is out of range, or an
     integer is divided by 0. Each is an i1 for all lanes, or one for each lane. Then the load uses
     index 0 and the division divisor 1. Loads in `proven` are in range; clamps in it do nothing.
+    `places` are where loads read, by rate: all elements of a row share one.
     """
 
     f: Function
@@ -69,11 +72,18 @@ class Scope:
         default_factory=lambda: {rate: {} for rate in RATES}
     )
     mistakes: dict[int, list[Value]] = field(default_factory=lambda: {rate: [] for rate in RATES})
+    places: dict[int, dict[object, Address]] = field(
+        default_factory=lambda: {rate: {} for rate in RATES}
+    )
     proven: frozenset[Node] = frozenset()
 
     def rate(self, node: Node) -> int:
         """How often a node has to be computed."""
         return rate(node, self.rates)
+
+    def differs_by_key(self, node: Node) -> bool:
+        """Whether a node is computed in the loop over keys."""
+        return bool(self.rate(node) & KEY)
 
     def inside(self, inputs: Mapping[str, Lanes], *anew: int) -> Scope:
         """A scope with more inputs, in which nodes of some rates are computed anew."""
@@ -82,6 +92,7 @@ class Scope:
             inputs={**self.inputs, **inputs},
             values={r: ({} if r in anew else known) for r, known in self.values.items()},
             mistakes={r: ([] if r in anew else known) for r, known in self.mistakes.items()},
+            places={r: ({} if r in anew else known) for r, known in self.places.items()},
         )
 
     # --- shapes

@@ -14,7 +14,7 @@ import torch
 
 from quire.codegen.llvm.builder import Value
 from quire.codegen.llvm.types import I1, I64
-from quire.codegen.mods.loads import Lanes
+from quire.codegen.mods.loads import Lanes, row_of
 from quire.codegen.mods.lower import FASTEST, KEY, Scope, clamped, depends_on_key, rate
 from quire.ir.graph import Node, walk
 
@@ -37,6 +37,11 @@ def provable(roots: Sequence[Node]) -> list[Node]:
             found.update(dict.fromkeys(below for below in clamps if depends_on_key(below)))
             found[node] = None
     return list(found)
+
+
+def distinct(nodes: Sequence[Node]) -> list[Node]:
+    """One node for each proof that is needed: the elements of a row need a single one."""
+    return list({(node.op, node.payload, row_of(node)): node for node in nodes}.values())
 
 
 def _pace(node: Node, known: dict[Node, float]) -> float:
@@ -75,7 +80,7 @@ def proof(scope: Scope, node: Node) -> Value | None:
         bound = f.convert(limit.scalar, I64)
         return high <= bound if node.op == "min" else low >= bound
     assert isinstance(node.payload, int)
-    for size, arg in zip(scope.captures[node.payload].sizes, node.args, strict=True):
+    for size, arg in zip(scope.captures[node.payload].sizes, row_of(node), strict=False):
         index = scope.lower(arg)
         if index.scalar is None:
             return None

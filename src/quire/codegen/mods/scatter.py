@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.codegen.llvm.builder import Value
-from quire.codegen.llvm.types import I64, Type
-from quire.codegen.mods.loads import Captured, Lanes, neighbours, uniform_offset, wrapped
+from quire.codegen.llvm.builder import Function, Value
+from quire.codegen.llvm.types import I64, PTR, VOID, Type
+from quire.codegen.llvm.values import Signature
+from quire.codegen.mods.loads import Captured, Lanes, column, is_of_row, neighbours, place_of
 from quire.codegen.mods.lower import Scope
 from quire.codegen.phases.tiles import across
 from quire.ir.graph import Node
@@ -33,21 +34,27 @@ def add(scope: Scope, node: Node, into: Captured, amounts: Sequence[Value]) -> N
     If all lanes have the same indices, there may be several vectors of amounts.
     """
     f, element = scope.f, amounts[0].type.scalar
-    indices = [scope.lower(arg) for arg in node.args]
+    into, args = column(f, into, node, element)
+    indices = [scope.lower(arg) for arg in args]
     moving = [dim for dim, index in enumerate(indices) if not index.is_uniform]
-    if not moving:
-        offset, _ = uniform_offset(scope, into, indices)
-        total = amounts[0]
-        for other in amounts[1:]:
-            total = total + other
-        total = f.extract(across(f, total, lambda a, b: a + b), 0)
-        f.store(f.load(element, into.pointer, offset) + total, into.pointer, offset)
+    if moving and moving == [into.unit] and indices[moving[0]].step in (1, -1):
+        _add_contiguously(scope, into, indices, moving[0], amounts[0])
         return
-    (amount,) = amounts
-    if moving == [into.unit] and indices[moving[0]].step in (1, -1):
-        _add_contiguously(scope, into, indices, moving[0], amount)
-    else:
-        _add_lanes(scope, into, indices, amount, element)
+    places, key = scope.places[scope.rate(node)], ("gradient", node.payload, args)
+    if key not in places:
+        places[key] = place_of(scope, into, indices)
+    if moving:
+        (amount,) = amounts
+        if is_of_row(scope, node):
+            f.call(_scatter(f, amount.type), into.pointer, places[key].offset, amount)
+        else:
+            _add_lanes(f, into.pointer, places[key].offset, amount)
+        return
+    total = amounts[0]
+    for other in amounts[1:]:
+        total = total + other
+    total, offset = f.extract(across(f, total, lambda a, b: a + b), 0), places[key].offset
+    f.store(f.load(element, into.pointer, offset) + total, into.pointer, offset)
 
 
 def _add_contiguously(
@@ -65,22 +72,20 @@ def _add_contiguously(
         f.store(old + vector, into.pointer, base + low)
 
     def one_by_one() -> None:
-        _add_lanes(scope, into, indices, amount, amount.type.scalar)
+        _add_lanes(f, into.pointer, place_of(scope, into, indices).offset, amount)
 
     f.choose(inside, at_once, one_by_one)
 
 
-def _add_lanes(
-    scope: Scope, into: Captured, indices: Sequence[Lanes], amount: Value, element: Type
-) -> None:
+def _add_lanes(f: Function, pointer: Value, offsets: Value, amount: Value) -> None:
     """Add each lane by itself."""
-    f, wide = scope.f, scope.vector_type(I64)
-    offsets = f.value(0, wide)
-    for index, size, stride in zip(indices, into.sizes, into.strides, strict=True):
-        position = f.convert(scope.as_vector(index), I64)
-        position, _ = wrapped(f, position, f.splat(size, wide))
-        offsets = offsets + position * f.splat(stride, wide)
-    for lane in range(scope.lanes):
+    for lane in range(amount.type.lanes):
         offset = f.extract(offsets, lane)
-        old = f.load(element, into.pointer, offset)
-        f.store(old + f.extract(amount, lane), into.pointer, offset)
+        old = f.load(amount.type.scalar, pointer, offset)
+        f.store(old + f.extract(amount, lane), pointer, offset)
+
+
+def _scatter(f: Function, vector: Type) -> Signature:
+    """A function that adds lane by lane."""
+    parameters = {"pointer": PTR, "offsets": I64.vector(vector.lanes), "amount": vector}
+    return f.helper("scatter", parameters, VOID, lambda g: _add_lanes(g, *g.parameters))

@@ -1,10 +1,12 @@
 """The function that computes the argmax and the entropy of each row, tile by tile.
 
-    observe(scores, running_sum, best, place, surprise, first, keys)
+    observe(chains, scores, running_sum, best, place, surprise, first, keys, lead)
 
 A kernel calls it through a pointer, if the caller wants an argmax or an entropy: after the mods and
 before scores become weights. Scores are multiplied by log4(e). `first` is the number of the tile's
-first key, counted from the first key of the row. The rest is the state of a row:
+first key, counted from the first key of the row. `chains` is memory for the chains of a panel, and
+`lead` is the chain of the first key (`order.py`). In the decode kernel scores begin with a block:
+the first `lead` of `keys` numbers belong to no key. The rest is the state of a row:
 
     running_sum   the sum of the weights exp4(score - best) of the tiles before
     best, place   the largest score so far and the number of its key, the first of equals; NaN
@@ -12,7 +14,7 @@ first key, counted from the first key of the row. The rest is the state of a row
     surprise      the sum of weight * (score - best), from which the entropy is computed
 
 In a panel every vector of queries has a vector of state. In the decode kernel lanes run over keys,
-and each lane has its own state; `first_of_best` combines them at the end.
+and a row's state is the same in all lanes.
 
 A key that is not read adds 0, so results do not depend on which tiles are skipped.
 """
@@ -27,8 +29,9 @@ from quire.codegen.convention import OBSERVE, Form
 from quire.codegen.llvm import vecmath
 from quire.codegen.llvm.builder import Function, Module, Value
 from quire.codegen.llvm.types import I64
+from quire.codegen.phases.order import over_chains, sum_of_block
 from quire.codegen.phases.softmax import LN_4, Closed
-from quire.codegen.phases.tiles import TileShape, across
+from quire.codegen.phases.tiles import TileShape
 
 
 def write_observe(form: Form, tile: TileShape) -> Module:
@@ -41,76 +44,75 @@ def write_observe(form: Form, tile: TileShape) -> Module:
 
 
 def _write_panel(f: Function, tile: TileShape) -> None:
-    *pointers, first, keys = f.parameters
-
+    chains, *pointers, first, keys, lead = f.parameters
     with f.range(0, tile.width, tile.lanes) as at:
         scores, *state = (f.offset(pointer, at, tile.element) for pointer in pointers)
 
         def score(j: Value) -> Value:
             return tile.load(f, scores, j * tile.width)
 
-        def number(j: Value) -> Value:
+        def look(j: Value, best: list[Value]) -> list[Value]:
             place = f.convert(first + j, tile.element.as_int)
-            return f.splat(place, tile.vector.as_int)
+            return _higher(f, best, score(j), f.splat(place, tile.vector.as_int))
 
-        _observe(f, tile, state, score, number, keys=keys)
+        def surprise(shift: Value) -> Value:
+            def terms(places: list[Value]) -> list[Value]:
+                return [_surprise(f, score(j) - shift) for j in places]
+
+            return over_chains(f, tile, chains, count=keys, lead=lead, terms=terms)
+
+        seen = f.loop(0, keys, look, carry=_best(f, tile, state))
+        _update(f, tile, state, seen, surprise)
 
 
 def _write_row(f: Function, tile: TileShape) -> None:
-    scores, *state, first, keys = f.parameters
+    """Scores are those of a whole block of keys, -inf where there is no key."""
+    _, scores, *state, first, keys, lead = f.parameters
 
-    def score(j: Value) -> Value:
-        return tile.load(f, scores, j)
+    def look(j: Value, best: list[Value]) -> list[Value]:
+        place = f.convert(first + j - lead, tile.element.as_int)
+        numbers = f.splat(place, tile.vector.as_int) + f.iota(tile.vector.as_int)
+        return _higher(f, best, tile.load(f, scores, j), numbers)
 
-    def number(j: Value) -> Value:
-        place = f.convert(first + j, tile.element.as_int)
-        return f.splat(place, tile.vector.as_int) + f.iota(tile.vector.as_int)
+    def surprise(shift: Value) -> Value:
+        return sum_of_block(f, tile, lambda j: _surprise(f, tile.load(f, scores, j) - shift))
 
-    def best_of_row(best: Value) -> Value:
-        return across(f, best, f.maximum)
-
-    _observe(f, tile, state, score, number, keys=keys, step=tile.lanes, of_softmax=best_of_row)
+    start, step = _best(f, tile, state), tile.lanes
+    seen = f.loop(lead & -step, keys, look, carry=start, step=step)
+    _update(f, tile, state, _first_of_best(f, tile, seen), surprise)
 
 
-def _observe(
+def _higher(f: Function, best: list[Value], score: Value, number: Value) -> list[Value]:
+    """The larger of the best scores so far and some others, and the numbers of their keys."""
+    higher = (score > best[0]) | (f.is_nan(score) & ~f.is_nan(best[0]))
+    return [f.select(higher, score, best[0]), f.select(higher, number, best[1])]
+
+
+def _surprise(f: Function, above: Value) -> Value:
+    """exp4(x) * x; 0 where that power is 0."""
+    weight = vecmath.exp4(f, above)
+    return weight * f.select(weight.equals(0.0), 0.0, above)
+
+
+def _best(f: Function, tile: TileShape, state: list[Value]) -> list[Value]:
+    return [tile.load(f, state[1]), _load_places(f, tile, state[2])]
+
+
+def _update(
     f: Function,
     tile: TileShape,
     state: list[Value],
-    score: Callable[[Value], Value],
-    number: Callable[[Value], Value],
-    *,
-    keys: Value,
-    step: int = 1,
-    of_softmax: Callable[[Value], Value] = lambda best: best,
+    seen: list[Value],
+    surprise_of: Callable[[Value], Value],
 ) -> None:
-    """Update the state of one vector by the scores of some keys.
-
-    `score(j)` and `number(j)` are those of the keys from j on. `of_softmax` turns the largest score
-    of each lane into the maximum that the softmax subtracts.
-    """
+    """Store what has been `seen`: the best scores and their places, and the surprise."""
     running_sum, best, place, surprise = state
-
-    def look(j: Value, carried: list[Value]) -> list[Value]:
-        here, (best, place) = score(j), carried
-        higher = (here > best) | (f.is_nan(here) & ~f.is_nan(best))
-        return [f.select(higher, here, best), f.select(higher, number(j), place)]
-
-    old = tile.load(f, best)
-    start = [old, _load_places(f, tile, place)]
-    new, at = f.loop(0, keys, look, carry=start, step=step)
-    before, after = of_softmax(old), of_softmax(new)
+    before, (after, at) = tile.load(f, best), seen
     shift = f.select(f.intrinsic("fabs", after).equals(math.inf), 0.0, after)
-
-    def add(j: Value, sums: list[Value]) -> list[Value]:
-        above = score(j) - shift
-        weight = vecmath.exp4(f, above)
-        return [f.fma(weight, f.select(weight.equals(0.0), 0.0, above), sums[0])]
-
-    nothing = f.value(0.0, tile.vector)
-    (terms,) = f.loop(0, keys, add, carry=[nothing], step=step)
+    terms = surprise_of(shift)
     alpha = vecmath.exp4(f, before - shift)
     moved = alpha * f.fma(tile.load(f, running_sum), before - shift, tile.load(f, surprise))
-    tile.store(f, new, best)
+    tile.store(f, after, best)
     tile.store(f, at, place)
     tile.store(f, f.select(alpha.equals(0.0), 0.0, moved) + terms, surprise)
 
@@ -175,9 +177,9 @@ def position(f: Function, number: Value, kv_begin: Value) -> Value:
     return f.select(wide < 0, wide, wide + kv_begin)
 
 
-def first_of_best(f: Function, tile: TileShape, state: State) -> Value:
-    """The number of the key with the largest score of all lanes; the first of equals."""
-    best, place = tile.load(f, state.best), _load_places(f, tile, state.place)
+def _first_of_best(f: Function, tile: TileShape, seen: list[Value]) -> list[Value]:
+    """The largest score of all lanes and the number of its key, in all lanes; first of equals."""
+    best, place = seen
     step = 1
     while step < tile.lanes:
         picks = [lane ^ step for lane in range(tile.lanes)]
@@ -188,4 +190,4 @@ def first_of_best(f: Function, tile: TileShape, state: State) -> Value:
         take = higher | (equal & (there < place))
         best, place = f.select(take, other, best), f.select(take, there, place)
         step *= 2
-    return f.extract(place, 0)
+    return [best, place]

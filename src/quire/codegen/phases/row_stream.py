@@ -22,8 +22,9 @@ from quire.codegen.phases.staging import (
 )
 from quire.codegen.phases.tiles import TileShape
 
-ASKED = (3072, 1536, 768)  # how many bytes ahead a line is prefetched: three times
-MOST_AHEAD = 32  # rows of the next block that the table has after those of a block
+ASKED = (10240, 1536)  # how many bytes ahead a line is prefetched: twice
+ASKED_IN_SQUARE = (6144, 2048)  # the same behind a square of keys
+MOST_AHEAD = 80  # rows of the next block that the table has after those of a block
 LINE = 64  # bytes of a cache line
 
 Index: TypeAlias = Value | int
@@ -86,56 +87,46 @@ def columns_of_line(tile: TileShape, stored: Storage) -> int:
     return max(2 * tile.lanes, LINE // stored.memory.size)
 
 
-def fold_row(f: Function, tile: TileShape, stored: Storage, row: Value, width: Value) -> None:
-    """Reorder the columns of a row in scratch as `read_pair` gives them: even, then odd."""
-    low = [2 * lane for lane in range(tile.lanes)]
-    picks = low, [lane + 1 for lane in low]
-    _reorder(f, tile, stored, row, width=width, picks=picks)
-
-
 def unfold_row(f: Function, tile: TileShape, stored: Storage, row: Value, width: Value) -> None:
-    """Undo `fold_row`."""
-    pairs = [x for lane in range(tile.lanes) for x in (lane, tile.lanes + lane)]
-    picks = pairs[: tile.lanes], pairs[tile.lanes :]
-    _reorder(f, tile, stored, row, width=width, picks=picks)
-
-
-def _reorder(
-    f: Function,
-    tile: TileShape,
-    stored: Storage,
-    row: Value,
-    *,
-    width: Value,
-    picks: tuple[list[int], list[int]],
-) -> None:
+    """Put the columns of a row in order that are as `read_pair` gives them: even, then odd."""
     if not stored.folds(tile.element):
         return
+    pairs = [x for lane in range(tile.lanes) for x in (lane, tile.lanes + lane)]
     with f.range(0, width & -columns_of_line(tile, stored), 2 * tile.lanes) as d:
         here, there = tile.load(f, row, d), tile.load(f, row, d + tile.lanes)
-        tile.store(f, f.shuffle(here, there, picks[0]), row, d)
-        tile.store(f, f.shuffle(here, there, picks[1]), row, d + tile.lanes)
+        tile.store(f, f.shuffle(here, there, pairs[: tile.lanes]), row, d)
+        tile.store(f, f.shuffle(here, there, pairs[tile.lanes :]), row, d + tile.lanes)
 
 
 class Ahead:
     """Prefetches rows that will be read, line by line, while `together` rows are being read.
 
-    A processor may ignore a prefetch while many lines are on their way. So every line is prefetched
-    again at half the distance, and if numbers are not narrow again at a quarter.
+    The rows of a `square` are all read before one of them is left, so what is prefetched lies
+    behind them. A processor may ignore a prefetch while many lines are on their way. So every line
+    is prefetched again at a shorter distance.
     """
 
     def __init__(
-        self, f: Function, rows: Value, stored: Storage, width: Index, together: int = 1
+        self,
+        f: Function,
+        rows: Value,
+        stored: Storage,
+        width: Index,
+        together: int = 1,
+        *,
+        square: bool = False,
     ) -> None:
         self._f, self._rows, self._together = f, rows, together
         most, row_bytes = MOST_AHEAD - together, width * stored.memory.size
-        asked = ASKED[:2] if stored.is_narrow else ASKED
+        asked = ASKED_IN_SQUARE if square else ASKED
+        behind = together if square else 0
         if isinstance(row_bytes, int):
             self._whole = max(row_bytes & -LINE, LINE)
-            self._away = [min(distance, most * self._whole) for distance in asked]
+            ends = [behind * self._whole + distance for distance in asked]
+            self._away = [min(distance, most * self._whole) for distance in ends]
         else:
             some = f.maximum(row_bytes, 1)
-            far = [f.value(distance, I64).udiv(some) for distance in asked]
+            far = [f.value(distance, I64).udiv(some) + behind for distance in asked]
             self._rows_away = [f.minimum(f.maximum(count, 1), most) for count in far]
 
     def ask(self, j: Value, at: Index, size: int) -> None:
@@ -186,7 +177,7 @@ def over_columns(
 
 
 def write_gather_scales(module: Module, tile: TileShape) -> Function:
-    """The function that copies the factors of int8 rows at [begin, end) to scratch."""
+    """The function that copies the scales of int8 rows at [begin, end) to scratch."""
     parameters = typed("ptr rows, i64 begin end, ptr into")
     with module.function("gather_scales", parameters, internal=True) as f:
         rows, begin, end, into = f.parameters

@@ -13,7 +13,7 @@ from quire.codegen.llvm.types import PTR, typed
 from quire.codegen.phases.row_stream import Ahead, Index, columns_of_line, over_columns
 from quire.codegen.phases.staging import Storage
 from quire.codegen.phases.tiles import UNREAD, TileShape
-from quire.codegen.scratch import row_stride
+from quire.codegen.scratch import BLOCKS_TOGETHER, row_stride
 
 WEIGHTS = 8  # weights of a set that are held at once: rows times keys
 WEIGHTS_OF_NARROW = 16  # the same for numbers that are quick to load
@@ -40,10 +40,12 @@ class _ValueProducts:
         return [f.splat(f.load(tile.element, weights, at), tile.vector) for at in places]
 
     def read(self, row: Value, d: Index, vectors: int) -> list[Value]:
-        """One vector or two of a row of values, from column d on."""
+        """One vector of a row of values from column d on, or a few pairs of vectors."""
         if vectors == 1:
             return [self.stored.read_columns(self.f, row, d, self.tile.vector)]
-        return list(self.stored.read_pair(self.f, row, d, self.tile.vector))
+        step = 2 * self.tile.lanes
+        pairs = (d + pair * step for pair in range(vectors // 2))
+        return [x for at in pairs for x in self.stored.read_pair(self.f, row, at, self.tile.vector)]
 
     def add(self, values: list[Value], weights: list[Value], sums: list[Value]) -> list[Value]:
         """`sums` plus every vector of values times the weight of every row."""
@@ -74,7 +76,7 @@ class _ValueProducts:
         found = f.choose(f.any_lane(odd.differs(0.0)), carefully, lambda: found)
         for r, total in enumerate(found):
             into = f.offset(given["out"], r * given["out_stride"] + d, tile.element)
-            scale = tile.load(f, given["alpha"], r * tile.lanes)
+            scale = tile.load(f, given["alpha"], r * BLOCKS_TOGETHER * tile.lanes)
             tile.store(f, f.fma(tile.load(f, into), scale, total), into)
 
 
@@ -185,7 +187,11 @@ def write_multiply_columns(
                 tile.store(f, total, of.sums_at(d), place * tile.lanes)
 
         whole = f.minimum(end, of.columns & -columns_of_line(tile, stored))
-        with f.range(begin, whole, 2 * tile.lanes) as d:
+        most = tile.target.vectors
+        twice = begin + ((whole - begin) & -(most * tile.lanes))
+        with f.range(begin, twice, most * tile.lanes) as d:
+            add_all(d, most)
+        with f.range(f.maximum(begin, twice), whole, 2 * tile.lanes) as d:
             add_all(d, 2)
         with f.range(f.maximum(begin, whole), end, tile.lanes) as d:
             add_all(d, 1)

@@ -36,14 +36,46 @@ class Closed(NamedTuple):
     share: Value  # the factor from weights to probabilities
     kept: Value  # the factor of the running sum; below 1 if the sink is above the maximum
     log_share: Value  # log4 of the largest probability
+    sunk: Value  # the probability of the sink
 
 
-def close(f: Function, best: Value, total: Value, sink: Value) -> Closed:
-    """From the maximum and sum of weights; a sink is one more score, without a value."""
+def close(
+    f: Function,
+    best: Value,
+    total: Value,
+    sink: Value,
+    *,
+    stays_open: Value | None = None,
+    weighted: bool = False,
+) -> Closed:
+    """From the maximum and sum of weights; a sink is one more score, without a value.
+
+    With `stays_open`, out is not divided, and lse and peak are `total` and `best` as they are. If
+    scores are `weighted`, they always are, and there is no sink.
+    """
+    closed = _closed_weights(f, best, total) if weighted else _closed_softmax(f, best, total, sink)
+    if stays_open is None:
+        return closed
+    as_it_is = {"lse": total, "peak": best, "share": f.value(1.0, best.type)}
+    chosen = {
+        name: f.select(stays_open.differs(0), x, getattr(closed, name))
+        for name, x in as_it_is.items()
+    }
+    return closed._replace(**chosen)
+
+
+def _closed_weights(f: Function, best: Value, total: Value) -> Closed:
+    one, nothing = f.value(1.0, best.type), f.value(0.0, best.type)
+    share = f.select(total.equals(0.0), 0.0, one / total)
+    return Closed(total, best, share, kept=one, log_share=nothing, sunk=nothing)
+
+
+def _closed_softmax(f: Function, best: Value, total: Value, sink: Value) -> Closed:
     top = f.maximum(best, sink)
     shift = f.select(f.intrinsic("fabs", top).equals(math.inf), 0.0, top)
     kept = vecmath.exp4(f, best - shift)
-    whole = f.fma(total, kept, vecmath.exp4(f, sink - shift))
+    sunk = vecmath.exp4(f, sink - shift)
+    whole = f.fma(total, kept, sunk)
     log_sum = vecmath.log2(f, whole) * 0.5
     return Closed(
         lse=in_nats(f, shift + log_sum),
@@ -51,6 +83,7 @@ def close(f: Function, best: Value, total: Value, sink: Value) -> Closed:
         share=f.select(whole.equals(0.0), 0.0, kept / whole),
         kept=kept,
         log_share=best - shift - log_sum,
+        sunk=f.select(whole.equals(0.0), 0.0, sunk / whole),
     )
 
 

@@ -21,6 +21,7 @@ from typing import NamedTuple, TypeVar
 from quire.codegen.llvm.builder import Function, Module, Value
 from quire.codegen.llvm.types import F16, F32, F64, I1, I8, I16, I32, I64, PTR, Layout, Type, typed
 from quire.codegen.phases.tiles import SMALL_ROWS, TileShape
+from quire.codegen.phases.transpose import transpose
 from quire.errors import CodegenError
 
 PLACEMENT = Layout(
@@ -65,7 +66,7 @@ class Storage(NamedTuple):
 
     @property
     def has_scales(self) -> bool:
-        """Whether every row has a factor, as int8 has."""
+        """Whether every row has a scale, as rows of int8 have."""
         return self.memory == I8
 
     @property
@@ -148,8 +149,14 @@ def each_run(
     f.repeat(lambda carried: carried[0] < end, one, [begin])
 
 
-def write_gather(module: Module, tile: TileShape, stored: Storage) -> Function:
-    """The function that copies the rows at positions [begin, end) to scratch."""
+def write_gather(
+    module: Module, tile: TileShape, stored: Storage, *, scaled: bool = True
+) -> Function:
+    """The function that copies the rows at positions [begin, end) to scratch.
+
+    With `scaled`, rows of int8 are multiplied by their factors.
+    """
+    scaled = scaled and stored.has_scales
     parameters = typed("ptr rows, i64 begin end, ptr into, i64 stride")
     with module.function(f"gather_{stored.name}", parameters, internal=True) as f:
         rows, begin, end, into, stride = f.parameters
@@ -161,7 +168,7 @@ def write_gather(module: Module, tile: TileShape, stored: Storage) -> Function:
         def copy(source: Value, target: Value, column: Value, type: Type, scale: Value) -> None:
             raw = f.load(stored.memory.like(type), source, column * column_stride)
             number = stored.read(f, raw, tile.element)
-            if stored.has_scales:
+            if scaled:
                 number = number * (f.splat(scale, type) if type.lanes else scale)
             f.store(number, target, column)
 
@@ -177,12 +184,12 @@ def write_gather(module: Module, tile: TileShape, stored: Storage) -> Function:
 
         def copy_run(run: Run) -> None:
             source = page_start(f, stored, rows, run.page)
-            scales = scale_start(f, rows, run.page) if stored.has_scales else f.null()
+            scales = scale_start(f, rows, run.page) if scaled else f.null()
             with f.range(run.begin, run.end) as p:
                 place = p - run.begin + run.offset
                 row = f.offset(source, place * row_stride, stored.memory)
                 scale = f.value(1.0, tile.element)
-                if stored.has_scales:
+                if scaled:
                     step = f.field(PLACEMENT, rows, "scale_row_stride")
                     scale = f.convert(f.load(F32, scales, place * step), tile.element)
                 copy_row(row, f.offset(into, (p - begin) * stride, tile.element), scale)
@@ -192,7 +199,7 @@ def write_gather(module: Module, tile: TileShape, stored: Storage) -> Function:
 
 
 def scale_start(f: Function, rows: Value, page: Value) -> Value:
-    """The address of the factors of a page's rows."""
+    """The address of the scales of a page's rows."""
     number = _page_number(f, rows, page)
     scales = f.field(PLACEMENT, rows, "scales")
     return f.offset(scales, number * f.field(PLACEMENT, rows, "scale_page_stride"), F32)
@@ -257,21 +264,6 @@ def write_scatter(module: Module, tile: TileShape, stored: Storage) -> Function:
                 x = stored.write(f, f.load(tile.element, row, c))
                 f.store(x, target, c * column_stride)
     return f
-
-
-def transpose(f: Function, rows: Sequence[Value]) -> list[Value]:
-    """The transpose of a square of vectors, by swapping ever smaller corners."""
-    result, size = list(rows), len(rows)
-    half = size // 2
-    while half:
-        low = [lane if not lane & half else size + lane - half for lane in range(size)]
-        high = [lane + half if not lane & half else size + lane for lane in range(size)]
-        for r in range(size):
-            if not r & half:
-                a, b = result[r], result[r + half]
-                result[r], result[r + half] = f.shuffle(a, b, low), f.shuffle(a, b, high)
-        half //= 2
-    return result
 
 
 def write_pack(module: Module, tile: TileShape) -> Function:

@@ -12,8 +12,8 @@ block with fewer keys runs shorter loops. All operands lie in scratch memory, pa
 need no remainder. Keys and values may also lie in the user's tensors if these look the same.
 `staging.py` reads and writes the user's tensors.
 
-Leaving out keys that no query reads does not change the bits: a weight of 0 adds nothing, sums run
-over keys in ascending order, and each starts at zero in every tile.
+`order.py` says in which order everything is added. Leaving out keys that no query reads does not
+change the bits: a weight of 0 adds nothing.
 
 If something is not finite, a second, careful form of the last two phases runs. There a weight of
 -0.0 marks a key that is not read (its score is -inf), and its value is left out, not multiplied
@@ -30,6 +30,7 @@ from quire.codegen.llvm import vecmath
 from quire.codegen.llvm.builder import Function, Module, Operand, Value
 from quire.codegen.llvm.target import Target
 from quire.codegen.llvm.types import I64, Type, typed
+from quire.codegen.phases.order import exp4_carefully, over_chains
 
 SMALL_ROWS = 4  # rows of the small micro kernel, which takes what the large one leaves over
 NARROW_ROWS = 8  # rows of the large micro kernel in narrow tiles
@@ -57,6 +58,11 @@ class TileShape(NamedTuple):
     def lanes(self) -> int:
         """Queries in one vector."""
         return self.target.vector_bits // self.element.bits
+
+    @property
+    def in_128_bits(self) -> int:
+        """Numbers in 128 bits, the part of a vector in which most shuffles work."""
+        return 128 // self.element.bits
 
     @property
     def width(self) -> int:
@@ -171,13 +177,20 @@ def large_rows(tile: TileShape, count: Value) -> Value:
 
 
 def write_multiply_keys(
-    module: Module, tile: TileShape, *, maxima: bool = True, row_stride: int = 0
+    module: Module,
+    tile: TileShape,
+    *,
+    maxima: bool = True,
+    scaled: bool = False,
+    row_stride: int = 0,
 ) -> Function:
     """The function that gives scores[key] = keys[key] . queries, and each query's maximum.
 
-    Without `maxima` the maximum is left out.
+    Without `maxima` the maximum is left out. With `scaled`, the scores of a key are multiplied by
+    its entry of `scales`.
     """
     parameters = typed("ptr keys, i64 stride, ptr queries, i64 depth, ptr scores maxima, i64 count")
+    parameters |= typed("ptr scales") if scaled else {}
     with module.function(tile.named("multiply_keys"), parameters, internal=True) as f:
         given, count = f.given, f.given["count"]
         last = count - 1
@@ -188,6 +201,9 @@ def write_multiply_keys(
                 places = [f.minimum(place, last) for place in places]
             starts = [f.offset(given["keys"], at * given["stride"], tile.element) for at in places]
             for r, row in enumerate(tile.rows(_multiply_rows(f, tile, starts))):
+                if scaled:
+                    scale = f.splat(f.load(tile.element, given["scales"], places[r]), tile.vector)
+                    row = [score * scale for score in row]
                 tile.store_row(f, row, given["scores"], first + r, row_stride)
                 if maxima:
                     best = [f.maximum(a, b) for a, b in zip(best, row, strict=True)]
@@ -230,34 +246,19 @@ def _multiply_rows(f: Function, tile: TileShape, starts: Sequence[Value]) -> lis
     return product(f.value(0, I64), depth, nothing)
 
 
-def write_exponentiate(module: Module, tile: TileShape, *, careful: bool = False) -> Function:
-    """The function that turns scores into weights and updates each query's maximum and sum."""
-    parameters = typed("ptr scores maxima running_max running_sum alpha, i64 count")
+def write_exponentiate(
+    module: Module, tile: TileShape, *, careful: bool = False, weighted: bool = False
+) -> Function:
+    """The function that turns scores into weights and updates each query's maximum and sum.
+
+    If scores are `weighted`, they are weights already. `lead` is the chain of the first key, and
+    `chains` is memory for all chains, see `order.py`.
+    """
+    parameters = typed("ptr chains scores maxima running_max running_sum alpha, i64 count lead")
     name = "exponentiate_carefully" if careful else "exponentiate"
-    exp4 = vecmath.exp4 if careful else vecmath.exp4_nonpositive
+    exp4 = exp4_carefully if careful else vecmath.exp4_nonpositive
     with module.function(tile.named(name), parameters, internal=True) as f:
-        *pointers, count = f.parameters  # the names are those of the loop below
-
-        def weigh(scores: Value, j: Value, total: Value, shift: Value) -> Value:
-            at = f.offset(scores, j * tile.width, tile.element)
-            score = tile.load(f, at)
-            weight = exp4(f, score - shift)
-            marked = f.select(score.equals(-math.inf), UNREAD, weight) if careful else weight
-            tile.store(f, marked, at)
-            return total + weight
-
-        def sum_weights(scores: Value, shift: Value) -> Value:
-            def two(j: Value, sums: list[Value]) -> list[Value]:
-                return [weigh(scores, j + 1, weigh(scores, j, sums[0], shift), shift)]
-
-            def one(j: Value, sums: list[Value]) -> list[Value]:
-                return [weigh(scores, j, sums[0], shift)]
-
-            start, sums = f.value(0, I64), [f.value(0.0, tile.vector)]
-            if not careful:
-                start = count & -2
-                sums = f.loop(0, start, two, carry=sums, step=2)
-            return f.loop(start, count, one, carry=sums)[0]
+        chains, *pointers, count, lead = f.parameters
 
         # One vector of the panel at a time: the constants of exp4 need most of the registers.
         with f.range(0, tile.vectors * tile.lanes, tile.lanes) as place:
@@ -269,10 +270,45 @@ def write_exponentiate(module: Module, tile: TileShape, *, careful: bool = False
             # If no key was read yet, or a score is +inf, subtract 0: infinities stay as they are.
             shift = f.select(f.intrinsic("fabs", after).equals(math.inf), 0.0, after)
             tile.store(f, after, running_max)
-            tile.store(f, exp4(f, before - shift), alpha)
-            total = sum_weights(scores, shift)
+            shrink = f.value(1.0, tile.vector) if weighted else exp4(f, before - shift)
+            tile.store(f, shrink, alpha)
+
+            def weigh(keys: list[Value]) -> list[Value]:
+                places = [f.offset(scores, j * tile.width, tile.element) for j in keys]
+                found = [tile.load(f, at) for at in places]
+                weights = [
+                    given_weight(f, score) if weighted else exp4(f, score - shift)
+                    for score in found
+                ]
+                for at, score, weight in zip(places, found, weights, strict=True):
+                    unread = score.equals(-math.inf)
+                    tile.store(f, f.select(unread, UNREAD, weight) if careful else weight, at)
+                return weights
+
+            total = over_chains(f, tile, chains, count=count, lead=lead, terms=weigh)
             moved = f.fma(tile.load(f, running_sum), tile.load(f, alpha), total)
             tile.store(f, moved, running_sum)
+    return f
+
+
+def given_weight(f: Function, score: Value) -> Value:
+    """A score that is a weight; -inf is the weight 0. No result is -0.0, as UNREAD is."""
+    return f.select(score.equals(-math.inf), 0.0, score + 0.0)
+
+
+def write_scale_weights(module: Module, tile: TileShape) -> Function:
+    """The function that multiplies weights by the factors of values; UNREAD stays UNREAD."""
+    parameters = typed("ptr weights scales, i64 count")
+    with module.function("scale_weights", parameters, internal=True) as f:
+        weights, scales, count = f.parameters
+        bits = tile.element.as_int
+        unread = f.bitcast(f.value(UNREAD, tile.vector), bits)
+        with f.range(0, count) as j:
+            scale = f.splat(f.load(tile.element, scales, j), tile.vector)
+            row = tile.load_row(f, weights, j)
+            kept = [f.bitcast(weight, bits).equals(unread) for weight in row]
+            scaled = [f.select(k, w, w * scale) for k, w in zip(kept, row, strict=True)]
+            tile.store_row(f, scaled, weights, j)
     return f
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from transformers.masking_utils import causal_mask_function
 
 from quire import mods
 from quire.api.attention import attention
+from quire.aux_outputs import AuxRequest
 from quire.errors import ArgumentError
 from quire.integrations.transformers.cache import NewStates
 from quire.integrations.transformers.mask import TokenMask, of_tensor
@@ -19,7 +21,7 @@ from quire.support.dynamo import never_traced
 from quire.support.warn import warn
 
 ATTRIBUTE = "quire_mods"
-"""The attribute of a module that has the mods which `enable` gave to its model."""
+"""The attribute of a module in which `enable` stores the mods."""
 
 
 class Mods(NamedTuple):
@@ -30,7 +32,11 @@ class Mods(NamedTuple):
 
 
 class AttentionWeightsWarning(UserWarning):
-    """The model was asked for the matrix of attention weights, which quire never computes."""
+    """The model was asked for more attention weights than quire gives."""
+
+
+MOST_WEIGHTS = 2**26
+"""The most attention weights of a layer: 256 MB in float32."""
 
 
 def attend(
@@ -40,17 +46,17 @@ def attend(
     value: Tensor | NewStates,
     attention_mask: TokenMask | Tensor | None,
     **options: Any,
-) -> tuple[Tensor, None]:
-    """Compute attention as transformers calls it: a part of the graph, if one is made of a layer.
+) -> tuple[Tensor, Tensor | None]:
+    """Compute attention as transformers calls it. torch.compile puts it into the graph.
 
-    Pages are written and read between graphs, since Python numbers say which ones.
+    With a `PagedCache` the graph breaks here, since Python code decides which pages are written.
     """
     call = _between_graphs if isinstance(key, NewStates) else layer_attention
     return call(module, query, key, value, attention_mask, **options)
 
 
 @never_traced
-def _between_graphs(*args: Any, **options: Any) -> tuple[Tensor, None]:
+def _between_graphs(*args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
     return layer_attention(*args, **options)
 
 
@@ -69,18 +75,12 @@ def layer_attention(
     position_bias: Tensor | None = None,
     output_attentions: bool = False,
     **_: Any,
-) -> tuple[Tensor, None]:
-    """Return the output of a layer's attention [B, L, Hq, Dv], and None for weights.
+) -> tuple[Tensor, Tensor | None]:
+    """Return the output of a layer's attention [B, L, Hq, Dv], and weights [B, Hq, L, S] or None.
 
     query [B, Hq, L, D]. key [B, Hkv, S, D] and value [B, Hkv, S, Dv] are tensors, or `NewStates` of
     a `PagedCache`. `position_bias` is [B, H, L, S], and `s_aux` [Hq] is a sink.
     """
-    if output_attentions:
-        warn(
-            'output_attentions=True: attn_implementation="quire" never computes the matrix of '
-            'weights and returns None. Load the model with "eager" to look at it.',
-            AttentionWeightsWarning,
-        )
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     mask, bias = read_mask(attention_mask, query, key, is_causal)
@@ -91,7 +91,8 @@ def layer_attention(
         assert isinstance(value, Tensor), "keys and values come from one cache"
         place = in_tensors(query, key, value, mask)
     by_model, by_token = place.by_transformers, place.by_first_token
-    out = attention(
+    call = partial(
+        attention,
         place.query,
         place.memory,
         mask=all_of(*place.masks, shift(added.mask, "mask", by_token, by_token)),
@@ -108,9 +109,31 @@ def layer_attention(
         q_offsets=place.q_offsets,
         q_lengths=place.q_lengths,
     )
+    if output_attentions and _can_show_weights(place):
+        out, aux = call(return_aux=AuxRequest(weights=range(query.shape[2])))
+        return out.transpose(1, 2).contiguous(), aux.weights.to(query.dtype)
+    out = call()
     if out.dim() == 3:
         return out.reshape(query.shape[0], query.shape[2], *out.shape[1:]), None
     return out.transpose(1, 2).contiguous(), None
+
+
+def _can_show_weights(place: Place) -> bool:
+    """Return whether a layer can give its weights; warn if not."""
+    batch, heads, q_len = place.query.shape[:3]
+    if isinstance(place.memory, Dense):
+        count = batch * heads * q_len * place.memory.key.shape[2]
+        if count <= MOST_WEIGHTS:
+            return True
+        reason = f"{count:,} weights of a layer are more than {MOST_WEIGHTS:,}"
+    else:
+        reason = "keys are in pages"
+    warn(
+        f'output_attentions=True: attn_implementation="quire" returns None, since {reason}. Give '
+        f"fewer tokens and a cache of tensors, or ask quire.attention for single rows.",
+        AttentionWeightsWarning,
+    )
+    return False
 
 
 class Place(NamedTuple):

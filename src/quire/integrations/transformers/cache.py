@@ -114,7 +114,7 @@ class PagedLayer(CacheLayerMixin):
         return -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the number of keys and the position of the first: 0, even behind a window."""
+        """Return the number of keys and the position of the first: 0, also if there is a window."""
         return self.seen + query_length, 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -147,7 +147,10 @@ class PagedCache(Cache):
         return None if self._rows is None else self._rows.pages
 
     def rows_for(self, key: Tensor, value: Tensor) -> CachedRows:
-        """Return the rows of the batch. The first keys and values give the sizes of pages."""
+        """Return the rows of the batch.
+
+        The first call makes the pages, with the sizes of `key` and `value` [B, Hkv, L, D].
+        """
         if self._rows is None:
             windows = [layer.window for layer in self.layers]
             groups = [
@@ -182,7 +185,10 @@ class PagedCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[NewStates, NewStates]:
-        """Return new keys and values as one object, which `attend` gets as key and as value."""
+        """Return an object with the new keys and values, which `attend` gets as key and as value.
+
+        `key_states` and `value_states` are [B, Hkv, L, D].
+        """
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             raise ArgumentError(
                 "keys and values in a PagedCache must not require grad, since no gradient passes "
@@ -214,11 +220,11 @@ class PagedCache(Cache):
             layer.seen = max(0, layer.seen + tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Continue with these beams. Copies of a beam share its pages."""
+        """Continue with the beams `beam_idx` [B]. Copies of a beam share its pages."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only these rows, in this order."""
+        """Keep only the rows `indices` [n], in this order."""
         if self._rows is not None:
             chosen = torch.arange(len(self._rows.sequences))[indices]
             self._rows.select(chosen.tolist())

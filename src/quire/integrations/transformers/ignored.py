@@ -2,7 +2,7 @@
 
 transformers accepts any registered name, and layers look the function up. Layers that were written
 before its attention interface do not look it up. Some of these models still ask for a mask, and
-cannot use quire's. So their implementation is set to "eager", which is what they do.
+cannot use quire's. So their implementation is set to "eager", which describes what they do.
 """
 
 from __future__ import annotations

@@ -24,7 +24,10 @@ from quire.support.torch_private import is_in_a_graph
 
 @dataclass(frozen=True, eq=False)
 class Padding:
-    """The tokens of each row lie in starts[b] : ends[b]. `real` [B, S] is given if some do not."""
+    """The tokens of row b have the positions from starts[b] up to ends[b].
+
+    If some positions between them are padding, `real` [B, S] is True for tokens.
+    """
 
     starts: Tensor
     ends: Tensor
@@ -93,7 +96,7 @@ class TokenMask:
 
 
 def _is_known(tensor: Tensor) -> bool:
-    """Return whether the values of a tensor may be read: not where a graph is made of the model."""
+    """Return whether the values of a tensor can be read. They cannot while a graph is made."""
     return not torch.compiler.is_compiling() and not is_in_a_graph(tensor)
 
 

@@ -198,7 +198,7 @@ def unsupported_operator(operator: Any) -> Exception:
 
 
 def is_in_a_graph(tensor: Tensor) -> bool:
-    """Return whether a tensor stands for another while PyTorch makes a graph: fake, functional."""
+    """Return whether a tensor is fake or functional, since PyTorch is making a graph."""
     if type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__:
         return False
     functional = named("torch._subclasses.functional_tensor", "FunctionalTensor")
@@ -208,9 +208,13 @@ def is_in_a_graph(tensor: Tensor) -> bool:
 _is_profiling: Callable[[], bool] = _function("torch", "_C._autograd._profiler_enabled")
 
 
+is_jit_tracing: Callable[[], bool] = _function("torch", "_C._is_tracing")
+"""Return whether torch.jit.trace records, which sees no kernel, but sees operators."""
+
+
 def is_watched() -> bool:
-    """Return whether a mode sees the operators that are called, or a profiler records them."""
-    return _num_modes() > 0 or _is_profiling()
+    """Return whether a mode, a profiler or torch.jit.trace sees the operators that are called."""
+    return _num_modes() > 0 or _is_profiling() or is_jit_tracing()
 
 
 def profiled(named: object, before: str = "") -> AbstractContextManager[object]:

@@ -143,7 +143,7 @@ class DynamoTrace:
     def break_graph(self, reason: str) -> NoReturn:
         """Break the graph here; where that is not allowed, Dynamo raises with this reason."""
         named("torch._dynamo.exc", "unimplemented")(
-            gb_type="quire: a mod that cannot be part of a graph",
+            gb_type="quire: a call that cannot be part of a graph",
             context="",
             explanation=reason,
             hints=["Compile without fullgraph=True to have the call run between graphs."],
@@ -237,6 +237,10 @@ class DynamoTrace:
     def _captured(self, proxy: Any, captured: dict[int, Variable]) -> Any:
         """Return the fake tensor of a value from outside; a number becomes a tensor."""
         example = proxy.node.meta["example_value"]
+        if isinstance(example, torch.SymFloat):
+            return float(
+                example
+            )  # no dtype of a tensor promotes as a number does; another compiles
         if isinstance(example, torch.SymInt):
             number = self._translator.output.create_proxy(
                 "call_function", torch.scalar_tensor, (proxy,), {"dtype": torch.int64}

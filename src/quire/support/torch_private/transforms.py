@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from quire.support.torch_private import is_dual, is_wrapped, named, unwrapped
+from quire.support.torch_private import (
+    in_transform,
+    is_dual,
+    is_wrapped,
+    named,
+    outside_transforms,
+    unwrapped,
+)
 
 
 def innermost(tensor: Tensor) -> Tensor:
@@ -19,9 +27,52 @@ def innermost(tensor: Tensor) -> Tensor:
     return tensor
 
 
+class Duals(NamedTuple):
+    """Plain tensors, and the tangent of each; None if there is none."""
+
+    tensors: tuple[Tensor | None, ...]
+    tangents: tuple[Tensor | None, ...]
+
+
+def only_duals(tensors: Sequence[Tensor | None]) -> Duals | None:
+    """Return tensors without their wrappers, if all that is active is one level of forward mode.
+
+    Return None if another transform is active, if autograd records one of the tensors, or if none
+    has a tangent.
+    """
+    if not is_dual() or not _jvp_alone():
+        return None
+    pairs = [(None, None) if x is None else forward_ad.unpack_dual(x) for x in tensors]
+    plain, tangents = zip(*(map(_plain, pair) for pair in pairs), strict=True)
+    records = torch.is_grad_enabled()
+    recorded = records and any(x is not None and x.requires_grad for x in (*plain, *tangents))
+    moves = any(x is not None for x in tangents)
+    return Duals(plain, tangents) if moves and not recorded else None
+
+
+def _jvp_alone() -> bool:
+    """Return whether no transform of torch.func is active, or only torch.func.jvp, once."""
+    if not in_transform():
+        return True
+    every = named("torch", "_C._functorch.get_interpreter_stack")()
+    return len(every) == 1 and every[0].key() == named("torch", "_C._functorch.TransformType.Jvp")
+
+
+def _plain(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else innermost(tensor)
+
+
+@contextmanager
+def on_plain_tensors() -> Iterator[None]:
+    """Compute on plain tensors: no transform, no forward mode and no autograd is active."""
+    forward_mode = named("torch.autograd.forward_ad", "_set_fwd_grad_enabled")
+    with outside_transforms(), forward_mode(False), torch.no_grad():
+        yield
+
+
 @contextmanager
 def forward_mode() -> Iterator[None]:
-    """Let tensors have tangents, also in the middle of a Function, where PyTorch says no."""
+    """Let tensors have tangents, also inside a Function, where PyTorch forbids it."""
     with named("torch.autograd.forward_ad", "_set_fwd_grad_enabled")(True):
         if is_dual():  # there is one level for all, and each tensor has one tangent at most
             yield

@@ -1,0 +1,363 @@
+"""y = x @ W^T with packed weights, at any number of rows with the same bits.
+
+    record      LINEAR, see below
+    items       first every tile of rows is staged (`phases/activations.py`), then every few panels
+                of weights are multiplied with all rows
+
+Threads take items off a counter. A thread that takes panels waits until all rows are staged; the
+threads that stage them never wait. It takes the item after the next one early, so that it can ask
+for its memory in time.
+
+    for each cut, a few blocks of k, which stay in the cache:
+        for some of the panels of the item:
+            decode them to floats, if there are many rows and they are not floats yet
+            for each tile of rows: multiply, and add to sums in working memory
+    then the epilogue (`kernels/epilogue.py`) makes results of the sums, and stores them
+
+Every number is a chain of multiply-adds for each cut, and the sum of these chains in order. How k
+is cut depends on the layer alone, so bits do not depend on the number of rows or threads. One chain
+over all k would be less exact.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from quire.codegen.llvm.builder import Function, Module, Signature, Value
+from quire.codegen.llvm.target import Target
+from quire.codegen.llvm.types import F32, F64, I8, I64, PTR, Layout, typed
+from quire.codegen.phases.activations import Activations, Stager
+from quire.codegen.phases.linear_tiles import TileSizes, write_tile
+from quire.codegen.phases.norm import Norm, write_norm
+from quire.codegen.phases.staging import storage
+from quire.codegen.phases.weights import BLOCK, FLOAT32, FORMATS, PANEL, Loader, WeightFormat
+
+NAME = "linear"
+LINEAR = Layout(
+    "linear",
+    {
+        # Counters that threads share:
+        **typed("i64 next slots staged"),
+        # Of the call:
+        **typed("ptr x, i64 x_row x_column, ptr y, i64 y_row, i64 rows first_row, ptr arguments"),
+        # How it is cut:
+        **typed("i64 tiles tile_panels item_panels items decodes cut ask_bytes"),
+        # Working memory: of all threads, and of each
+        **typed("ptr staged_rows scratch, i64 scratch_bytes sums_bytes"),
+        # Of the layer:
+        **typed("ptr weights columns, i64 panels depth blocks"),
+        **typed("ptr gain bias finish"),
+        "epsilon": F64,
+    },
+)
+"""What a kernel is told. Sizes count numbers, unless they are called bytes.
+
+    tiles, tile_panels      rows are cut into `tiles` as even as possible, panels into these
+    item_panels, items      panels that a thread takes at once, and how often it can
+    decodes                 1 if panels are decoded once for all tiles
+    cut                     blocks of a cut of k
+    ask_bytes               bytes of a panel that one turn of a tile reads
+    columns                 what the epilogue knows of each panel (`kernels/epilogue.py`)
+    blocks                  depth in blocks of 64
+    gain, bias, epsilon     of a norm of the rows of x
+    finish, arguments       the epilogue, and what it is given
+"""
+
+FINISH = Signature(
+    "finish", typed("ptr record arguments sums, i64 panel count rows, i64 sums_pitch")
+)
+"""Makes results of sums [row][panel][16]: `count` panels from `panel` on, for `rows` rows."""
+
+
+class LinearSpec(NamedTuple):
+    """What a kernel is compiled for: formats by name, and the norm of the rows of x."""
+
+    target: Target
+    weights: str
+    x: str
+    integers: bool = False
+    norm: Norm = "none"
+
+    @property
+    def format(self) -> WeightFormat:
+        """Return the format of the weights."""
+        return FORMATS[self.weights]
+
+    @property
+    def staged(self) -> Activations:
+        """Return how rows are staged."""
+        return Activations.integers(self.target) if self.integers else Activations()
+
+    @property
+    def tiling(self) -> TileSizes:
+        """Return the sizes of tiles."""
+        return TileSizes.of(self.target, self.format, self.staged)
+
+
+def write_linear(spec: LinearSpec) -> Module:
+    """Return a module with the kernel NAME: void(LINEAR record)."""
+    module = Module()
+    stage = _write_stage(module, spec)
+    decode = _write_decode(module, spec)
+    few, many = spec.tiling.few, spec.tiling.sizes[len(spec.tiling.few) :]
+    tile_format = spec.format if spec.integers else FLOAT32
+    tiles = [write_tile(module, spec.target, spec.format, spec.staged, size) for size in few]
+    tiles += [write_tile(module, spec.target, tile_format, spec.staged, size) for size in many]
+    with module.function(NAME, {"record": PTR}) as f:
+        nest = _Nest(f, spec, stage, decode)
+        nest.tiles = list(zip((*few, *many), tiles, strict=True))
+        nest.write()
+    return module
+
+
+class _Nest:
+    """Writes the loops of the kernel."""
+
+    tiles: list[tuple[tuple[int, int], Function]]
+
+    def __init__(self, f: Function, spec: LinearSpec, stage: Function, decode: Function) -> None:
+        self.f, self.spec, self.stage, self.decode = f, spec, stage, decode
+        self.record = f.parameters[0]
+        slot = f.atomic_add(self._counter("slots"), 1)
+        self.scratch = f.offset(self["scratch"], slot * self["scratch_bytes"], I8)
+        self.decoded = f.offset(self.scratch, self["sums_bytes"], I8)
+        self.pitch = self["item_panels"] * PANEL  # of sums
+        self.panel_bytes = self["blocks"] * spec.format.block_bytes
+        self.last = self["tiles"] + self["items"]
+
+    def __getitem__(self, name: str) -> Value:
+        """A field of the record."""
+        return self.f.field(LINEAR, self.record, name)
+
+    def _counter(self, name: str) -> Value:
+        return self.f.offset(self.record, LINEAR.index(name), I64)
+
+    def write(self) -> None:
+        """Write the loop over items."""
+        f = self.f
+
+        def take() -> Value:
+            return f.atomic_add(self._counter("next"), 1)
+
+        def one(carried: list[Value]) -> list[Value]:
+            (place,) = carried
+            following = take()
+            f.choose(
+                place < self["tiles"],
+                lambda: self._stage(place),
+                lambda: self._multiply(place - self["tiles"], following - self["tiles"]),
+            )
+            return [following]
+
+        f.repeat(lambda carried: carried[0] < self.last, one, [take()])
+
+    def _stage(self, tile: Value) -> None:
+        f = self.f
+        f.call(self.stage, self.record, tile, self.decoded)
+        f.atomic_add(self._counter("staged"), 1, publish=True)
+
+    def _multiply(self, item: Value, following: Value) -> None:
+        """An item of panels, all rows."""
+        f = self.f
+        ready = self._counter("staged")
+        f.repeat(lambda _: f.atomic_load(ready) < self["tiles"], lambda _: [], [])
+        f.atomic_add(ready, 0, publish=True)  # from here on, this thread sees what others staged
+        item_panels, blocks = self["item_panels"], self["blocks"]
+        panel = item * item_panels
+        count = f.minimum(item_panels, self["panels"] - panel)
+        next_panel = f.minimum(following * item_panels, self["panels"] - item_panels)
+        next_panel = f.maximum(next_panel, 0)
+        last_cut = (blocks - 1).udiv(self["cut"]) * self["cut"]
+
+        def some_blocks(carried: list[Value]) -> list[Value]:
+            (block,) = carried
+            end = f.minimum(block + self["cut"], blocks)
+
+            def some_panels(carried: list[Value]) -> list[Value]:
+                (sub,) = carried
+                after = sub + self["tile_panels"]
+                ask_block = f.select(block < last_cut, end, 0)
+                elsewhere = f.select(block < last_cut, panel, next_panel)
+                ask_panel = f.select(after < count, panel + after, elsewhere)
+                ask_block = f.select(after < count, block, ask_block)
+                ask = self._weights_at(ask_panel, ask_block)
+                self._panels(panel, sub, count - sub, (block, end), ask)
+                return [after]
+
+            f.repeat(lambda carried: carried[0] < count, some_panels, [f.value(0, I64)])
+            return [end]
+
+        f.repeat(lambda carried: carried[0] < blocks, some_blocks, [f.value(0, I64)])
+        self._finish(panel, count)
+
+    def _weights_at(self, panel: Value, block: Value) -> Value:
+        at = panel * self.panel_bytes + block * self.spec.format.block_bytes
+        return self.f.offset(self["weights"], at, I8)
+
+    def _panels(
+        self, panel: Value, sub: Value, available: Value, cut: tuple[Value, Value], ask: Value
+    ) -> None:
+        """Some panels of an item, from `sub` on, and a cut of k: all tiles of rows."""
+        f = self.f
+        block, end = cut
+        source = self._weights_at(panel + sub, block)
+        count = end - block
+        decoded_pitch = self["cut"] * FLOAT32.block_bytes
+
+        def decoded() -> list[Value]:
+            f.call(
+                self.decode,
+                source=source,
+                pitch=self.panel_bytes,
+                available=f.minimum(available, self["tile_panels"]),
+                blocks=count,
+                into=self.decoded,
+                into_pitch=decoded_pitch,
+            )
+            return [self.decoded, decoded_pitch]
+
+        decodes = self["decodes"].equals(1)
+        w, pitch = f.choose(decodes, decoded, lambda: [source, self.panel_bytes])
+        bytes_ = self.spec.format.block_bytes
+        share = (count * bytes_).udiv(self["tiles"])
+        with f.range(0, self["tiles"]) as tile:
+            first, rows = self._rows(tile)
+            self._call_tile(
+                rows,
+                x=self._staged_at(first, rows, block),
+                w=w,
+                pitch=pitch,
+                available=available,
+                blocks=count,
+                first=f.select(block.equals(0), f.value(1, I64), 0),
+                sums=f.offset(self.scratch, first * self.pitch + sub * PANEL, F32),
+                sums_pitch=self.pitch,
+                ask=f.offset(ask, share * tile, I8),
+                ask_pitch=self.panel_bytes,
+                ask_step=f.maximum(self["ask_bytes"].udiv(self["tiles"]), 1),
+            )
+
+    def _call_tile(self, rows: Value, **given: Value) -> None:
+        """Call the function for this number of rows and panels."""
+        f = self.f
+        for size, function in self.tiles:
+            chosen = rows.equals(size[0]) & self["tile_panels"].equals(size[1])
+            with f.when(chosen):
+                f.call(function, **given)
+
+    def _rows(self, tile: Value) -> tuple[Value, Value]:
+        """The first row of a tile, and its number of rows."""
+        return rows_of_tile(self["rows"], self["tiles"], tile)
+
+    def _staged_at(self, first: Value, rows: Value, block: Value) -> Value:
+        words = self.spec.staged.group_words * 2  # of a row in a block
+        at = (first * self["blocks"] + rows * block) * words
+        return self.f.offset(self["staged_rows"], at, F32)
+
+    def _finish(self, panel: Value, count: Value) -> None:
+        f = self.f
+        f.call_pointer(
+            self["finish"],
+            FINISH,
+            record=self.record,
+            arguments=self["arguments"],
+            sums=self.scratch,
+            panel=panel,
+            count=count,
+            rows=self["rows"],
+            sums_pitch=self.pitch,
+        )
+
+
+def rows_of_tile(rows: Value, tiles: Value, tile: Value) -> tuple[Value, Value]:
+    """The first row of a tile, and its number of rows: as even as possible."""
+    first = (rows * tile).udiv(tiles)
+    return first, (rows * (tile + 1)).udiv(tiles) - first
+
+
+def _write_stage(module: Module, spec: LinearSpec) -> Function:
+    """Write the function that stages one tile of rows; `line` has room for a row of floats."""
+    with module.function("stage", typed("ptr record, i64 tile, ptr line"), internal=True) as f:
+        record, tile, line = f.parameters
+
+        def get(name: str) -> Value:
+            return f.field(LINEAR, record, name)
+
+        first, rows = rows_of_tile(get("rows"), get("tiles"), tile)
+        blocks, depth = get("blocks"), get("depth")
+        words = spec.staged.group_words * 2
+        out = f.offset(get("staged_rows"), first * blocks * words, F32)
+        stored = storage(spec.x)
+        stager = Stager(f, spec.staged)
+        with f.range(0, rows) as row:
+            source = f.offset(get("x"), (first + row) * get("x_row"), stored.memory)
+            _copy_row(f, spec, source, step=get("x_column"), depth=depth, line=line)
+            with f.range(depth, blocks * BLOCK) as k:
+                f.store(f.value(0.0, F32), line, k)
+            if spec.norm != "none":
+                _norm_row(f, spec, record, line)
+            stager.scatter(line, blocks * BLOCK, f.offset(out, row, F32), rows)
+    return f
+
+
+def _copy_row(
+    f: Function, spec: LinearSpec, source: Value, *, step: Value, depth: Value, line: Value
+) -> None:
+    """Copy a row of x as floats: vectors if its numbers are neighbours."""
+    stored, lanes = storage(spec.x), spec.target.lanes(F32)
+
+    def copy(k: Value, at: Value, count: int) -> None:
+        number = f.load(stored.memory.vector(count), source, at)
+        f.store(stored.read(f, number, F32), line, k)
+
+    def neighbours() -> None:
+        whole = depth & -lanes
+        with f.range(0, whole, lanes) as k:
+            copy(k, k, lanes)
+        with f.range(whole, depth) as k:
+            copy(k, k, 0)
+
+    def apart() -> None:
+        with f.range(0, depth) as k:
+            copy(k, k * step, 0)
+
+    f.choose(step.equals(1), neighbours, apart)
+
+
+def _norm_row(f: Function, spec: LinearSpec, record: Value, line: Value) -> None:
+    names = ("gain", "bias", "depth", "epsilon")
+    gain, bias, depth, epsilon = (f.field(LINEAR, record, name) for name in names)
+    write_norm(f, spec.norm, line, depth, gain=gain, bias=bias, epsilon=f.convert(epsilon, F32))
+
+
+def _write_decode(module: Module, spec: LinearSpec) -> Function:
+    """Write the function that turns panels into panels of floats."""
+    parameters = typed("ptr source, i64 pitch available blocks, ptr into, i64 into_pitch")
+    with module.function("decode", parameters, internal=True) as f:
+        given, format = f.given, spec.format
+        loader = Loader(f, spec.target, format)
+        with f.range(0, given["available"]) as panel:
+            start = f.offset(given["source"], panel * given["pitch"], I8)
+            target = f.offset(given["into"], panel * given["into_pitch"], I8)
+            with f.range(0, given["blocks"]) as block:
+                place = loader.place(start, block)
+                out = f.offset(target, block * FLOAT32.block_bytes, I8)
+                _decode_block(loader, place, out)
+    return f
+
+
+def _decode_block(loader: Loader, place: Value, out: Value) -> None:
+    f, format = loader.f, loader.format
+    groups = 2
+    with f.range(0, groups) as group:
+        scales = loader.scales(place, group) if format.scaled else [None] * len(loader.parts)
+        turns = BLOCK // groups // format.step
+        with f.range(0, turns) as turn:
+            word = group * turns + turn
+            at = word * format.step_bytes + format.header_bytes
+            words = loader.words(f.offset(place, at, I8))
+            row = f.offset(out, word * (format.step * PANEL), F32)
+            for j in range(format.step):
+                for part, raw, scale in zip(loader.parts, words, scales, strict=True):
+                    number = loader.decode(raw, j, scale)
+                    f.store(number, row, j * PANEL + part)

@@ -1,0 +1,187 @@
+"""A packed model in a file of safetensors, which processes map into memory and share.
+
+    save(model, "model.safetensors")
+    load(skeleton, "model.safetensors")      # the same model before it was packed, without weights
+
+    tensors             the state dict of the model and its other buffers; of tied weights, one copy
+    metadata "quire"    as JSON: the shape of every packed layer, what is tied, what was fused
+
+Packed weights come first, at multiples of 64 bytes from the start of the file, so that a vector of
+a mapped file is in one line of the cache. The header is filled up with spaces for that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quire.errors import MissingFileError, PackedFileError
+from quire.linear.epilogues import epilogue_name, epilogue_of_name
+from quire.linear.families import GatedMLP, place_attention, place_mlp
+from quire.linear.models import packed_layers, set_module
+from quire.linear.module import TENSORS, PackedEmbedding, PackedLinear, Shape
+
+_VERSION = 1
+_ALIGNED = 64
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_DTYPE_OF = {name: dtype for dtype, name in _DTYPES.items()}
+
+
+def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Write a packed model to a file as a whole, or raise and leave no part of it behind."""
+    everything = {**dict(model.named_buffers()), **model.state_dict()}
+    tensors = {name: each.detach().contiguous() for name, each in everything.items()}
+    names = sorted(tensors, key=lambda name: (not name.endswith("packed"), name))
+    header: dict[str, Any] = {"__metadata__": {"quire": json.dumps(_description(model))}}
+    end = 0
+    for name in names:
+        tensor = tensors[name]
+        begin, end = end, end + tensor.nbytes
+        kind, shape = _DTYPES[tensor.dtype], list(tensor.shape)
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-(len(text) + 8) % _ALIGNED)
+    file = Path(path)
+    draft = file.with_name(f".{file.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        with open(draft, "wb") as out:
+            out.write(len(text).to_bytes(8, "little") + text)
+            for name in names:
+                out.write(memoryview(tensors[name].flatten().view(torch.uint8).numpy()))
+        os.replace(draft, file)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise PackedFileError(
+            f"path must be a place for a file, but {str(path)!r} cannot be written: {error}. Make "
+            f"the directory, or free space."
+        ) from error
+
+
+def _description(model: nn.Module) -> dict[str, Any]:
+    layers = {
+        name: {**layer.shape._asdict(), "epilogue": epilogue_name(layer.epilogue)}
+        for name, layer in packed_layers(model)
+    }
+    names = {id(layer): name for name, layer in packed_layers(model)}
+    modules = list(model.named_modules())
+    return {
+        "version": _VERSION,
+        "layers": layers,
+        "embeddings": {
+            name: [names[id(module.layer)], module.padding_idx]
+            for name, module in modules
+            if isinstance(module, PackedEmbedding)
+        },
+        "attentions": {
+            name: module.packed_heads for name, module in modules if hasattr(module, "packed_heads")
+        },
+        "mlps": [name for name, module in modules if isinstance(module, GatedMLP)],
+        "buffers": sorted(dict(model.named_buffers()).keys() - model.state_dict().keys()),
+    }
+
+
+def load(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
+    """Fill a model with what `save` has written, in place, and return it.
+
+    `model` is of the class that was packed. Its own weights are not used, so make it without:
+
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+
+    Weights are mapped: they are read when they are used, and processes share them.
+    """
+    tensors, description = _read(path)
+    try:
+        _build(model, tensors, description)
+        missing, unexpected = model.load_state_dict(tensors, strict=False, assign=True)
+    except (KeyError, AttributeError, TypeError, RuntimeError) as error:
+        raise _refusal(path, f"it is of another model: {error}") from error
+    if missing or unexpected:
+        raise _refusal(path, f"missing are {missing[:3]}, unknown are {unexpected[:3]}")
+    return model.requires_grad_(False)
+
+
+def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the mapped tensors of a file, and its description."""
+    try:
+        size = os.path.getsize(path)
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 0 < length <= size - 8:
+                raise ValueError("it has no header")
+            header = json.loads(file.read(length))
+        description = json.loads(header.pop("__metadata__")["quire"])
+        if description["version"] != _VERSION:
+            raise ValueError(f"its version is {description['version']}, not {_VERSION}")
+        first = length + 8
+        whole = torch.from_file(os.fspath(path), shared=False, size=size, dtype=torch.uint8)
+        tensors = {name: _tensor(whole[first:], entry) for name, entry in header.items()}
+    except FileNotFoundError as error:
+        raise MissingFileError(
+            f"path must be a file that quire.linear.save has written, but there is none at "
+            f"{str(path)!r}. Give the path that the model was saved under."
+        ) from error
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise _refusal(path, str(error)) from error
+    return tensors, description
+
+
+def _tensor(data: Tensor, entry: Mapping[str, Any]) -> Tensor:
+    begin, end = entry["data_offsets"]
+    if not 0 <= begin <= end <= len(data):
+        raise ValueError("it ends too early")
+    dtype = _DTYPE_OF[entry["dtype"]]
+    piece = data[begin:end]
+    if piece.data_ptr() % dtype.itemsize:
+        piece = piece.clone()
+    return piece.view(dtype).view(entry["shape"])
+
+
+def _build(model: nn.Module, tensors: dict[str, Tensor], description: Mapping[str, Any]) -> None:
+    """Give a model the structure of the packed one."""
+    layers = {}
+    for name, fields in description["layers"].items():
+        fields = dict(fields)
+        epilogue = epilogue_of_name(fields.pop("epilogue"))
+        own = {each: tensors[f"{name}.{each}"] for each in TENSORS if f"{name}.{each}" in tensors}
+        layers[name] = PackedLinear(Shape(**fields), own, epilogue)
+    for name, heads in description["attentions"].items():
+        attention: Any = model.get_submodule(name)
+        for each in ("q_proj", "k_proj", "v_proj"):
+            delattr(attention, each)
+        attention.qkv = layers.pop(f"{name}.qkv")
+        place_attention(model.get_submodule(name.rpartition(".")[0]), heads)
+    for name in description["mlps"]:
+        layer = model.get_submodule(name.rpartition(".")[0])
+        place_mlp(layer, GatedMLP(layers.pop(f"{name}.gate_up"), model.get_submodule(name)))
+    for name, packed in layers.items():
+        model.get_submodule(name)  # which must be there
+        set_module(model, name, packed)
+    for name, (tied, padding) in description["embeddings"].items():
+        set_module(model, name, PackedEmbedding(layers[tied], padding))
+    for name in description["buffers"]:  # that are in no state dict
+        home, _, last = name.rpartition(".")
+        model.get_submodule(home).register_buffer(last, tensors.pop(name), persistent=False)
+
+
+def _refusal(path: str | os.PathLike[str], reason: str) -> PackedFileError:
+    return PackedFileError(
+        f"path must be a file that quire.linear.save has written for a model like this one, but "
+        f"{str(path)!r} is not: {reason}. Save the model again."
+    )

@@ -1,0 +1,113 @@
+"""Weights of a GGUF file as they lie there: Q8_0, Q4_0 and Q4_1.
+
+    Q8_0   32 weights: scale (float16), 32 x int8
+    Q4_0   32 weights: scale, then 16 bytes; byte i has weight i in its low half and i + 16 in its
+           high half; 8 stands for 0
+    Q4_1   32 weights: scale, offset (float16), 16 bytes as above
+
+Q8_0 becomes int8, the others int4. A file of the Llama family stores the rows of q and k in another
+order than transformers, two halves of a head interleaved; they are put in order.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quire.codegen.phases.weights import FORMATS, GROUP
+from quire.errors import MissingPackageError, PackedFileError
+from quire.linear.packing import IntegerWeight, quantised_weight
+
+_NAMES = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def integer_weights(path: str | os.PathLike[str], model: nn.Module) -> dict[str, IntegerWeight]:
+    """Return the weights of a file by the names of a model's layers.
+
+    Raise if they are not the weights of this model.
+    """
+    found = {}
+    for name, layer, tensor in _layers(path, model):
+        weight = from_blocks(tensor.tensor_type.name, torch.from_numpy(tensor.data.copy()))
+        if weight is None:
+            continue
+        for each in (weight, _in_order(weight, model)):
+            if torch.equal(quantised_weight(each), layer.weight.float()):
+                found[name] = each
+                break
+        else:
+            raise PackedFileError(
+                f"gguf must be the file that the model was loaded from, but {tensor.name} in "
+                f"{str(path)!r} is not {name}. Give the file of this model, or leave it out."
+            )
+    return found
+
+
+def _layers(path: str | os.PathLike[str], model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the layers of a model that a file has, by name, and what it has of them."""
+    try:
+        gguf = importlib.import_module("gguf")
+    except ImportError as error:
+        raise MissingPackageError(
+            "the package gguf must be installed to read such files, but cannot be found. Install: "
+            "pip install 'quire[models]'"
+        ) from error
+    modules = dict(model.named_modules())
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    head = tensors.get("output.weight", tensors.get("token_embd.weight"))
+    if "lm_head" in modules and head is not None:
+        yield "lm_head", modules["lm_head"], head
+    for name, tensor in tensors.items():
+        part = name.split(".")
+        if part[0] == "blk" and part[2] in _NAMES and part[-1] == "weight":
+            ours = f"model.layers.{part[1]}.{_NAMES[part[2]]}"
+            if ours in modules:
+                yield ours, modules[ours], tensor
+
+
+def from_blocks(kind: str, rows: Tensor) -> IntegerWeight | None:
+    """Return rows of blocks, uint8 [N, bytes], as integers; None if they are of another kind."""
+    if kind == "Q8_0":
+        blocks = rows.view(len(rows), -1, 2 + GROUP)
+        numbers = blocks[..., 2:] ^ 0x80  # + 128
+        return _weight("int8", numbers, _halves(blocks[..., :2]))
+    if kind not in ("Q4_0", "Q4_1"):
+        return None
+    parts = 2 if kind == "Q4_1" else 1
+    blocks = rows.view(len(rows), -1, 2 * parts + GROUP // 2)
+    header, nibbles = _halves(blocks[..., : 2 * parts]), blocks[..., 2 * parts :]
+    if parts == 1:
+        header = torch.cat((header, header * -8), 2)  # exact
+    return _weight("int4", torch.cat((nibbles & 15, nibbles >> 4), 2), header)
+
+
+def _halves(bytes_: Tensor) -> Tensor:
+    return bytes_.contiguous().view(torch.float16)
+
+
+def _weight(name: str, numbers: Tensor, header: Tensor) -> IntegerWeight:
+    return IntegerWeight(FORMATS[name], numbers.flatten(1).contiguous(), header)
+
+
+def _in_order(weight: IntegerWeight, model: nn.Module) -> IntegerWeight:
+    """Return rows of q or k in the order of transformers."""
+    config: Any = model.config
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rows = torch.arange(len(weight.numbers))
+    if len(rows) % width:
+        return weight
+    rows = rows.view(-1, width // 2, 2).transpose(1, 2).flatten()
+    return weight._replace(numbers=weight.numbers[rows], header=weight.header[rows])

@@ -1,0 +1,424 @@
+"""`PackedLinear`, whose rows do not know each other, and an embedding that is tied to one."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
+
+import torch
+from torch import Tensor, nn
+
+from quire.checks.arguments import dtype_name
+from quire.codegen.phases.norm import Norm
+from quire.codegen.phases.weights import FORMATS
+from quire.config import config
+from quire.errors import (
+    ArgumentError,
+    CapturedIndexError,
+    DeviceError,
+    DtypeError,
+    PackedTrainingError,
+    ShapeError,
+    TensorKindError,
+)
+from quire.ir.trace import trace
+from quire.linear.packing import IntegerWeight, pack_weights, panels_of, unpack_weights
+from quire.runtime.linear import Epilogue, LinearLaunch, PackedWeights, Prologue
+from quire.support.dynamo import never_traced
+
+Weights: TypeAlias = Literal["float32", "bfloat16", "float16", "int8", "int4", "w8a8", "w4a8"]
+"""How weights are stored; "w8a8" and "w4a8" are int8 and int4 whose activations are int8, too."""
+
+Mod: TypeAlias = Callable[..., Any]
+
+_ACTIVATIONS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Shape(NamedTuple):
+    """What a packed layer is, besides its tensors; all of it is written to files."""
+
+    weights: Weights
+    in_features: int
+    out_features: int  # of the weights; a layer that merges pairs returns half as many
+    half: int = 0
+    merges: bool = False
+    norm: Norm = "none"
+    epsilon: float = 0.0
+    dtype: str = "float32"  # of the layer that was packed
+
+    @property
+    def width(self) -> int:
+        """Return how many numbers a row of the result has."""
+        return self.out_features // 2 if self.merges else self.out_features
+
+
+class PackedLinear(nn.Module):
+    """A linear layer for inference, whose weights are packed for the processor.
+
+        layer = PackedLinear.from_linear(linear, weights="int8")
+        y = layer(x)                     # x [..., K], y [..., N]
+
+    A row of the result depends on its own row of x alone, to the last bit: not on the other rows,
+    the number of threads, or how a prompt is cut. `norm` is computed before, and `epilogue` after
+    the product, in the same pass over memory.
+
+        layer = PackedLinear.from_linear(linear, norm=rms_norm, epilogue=add)
+
+        def add(value, row, column, *, residual):     # residual is given by the call
+            return value + residual[row, column]
+
+        y = layer(x, residual=x)
+    """
+
+    packed: Tensor
+    bias: Tensor | None
+    norm_weight: Tensor | None
+    norm_bias: Tensor | None
+
+    def __init__(
+        self,
+        shape: Shape,
+        tensors: Mapping[str, Tensor],
+        epilogue: Mod | None = None,
+    ) -> None:
+        super().__init__()
+        self.shape, self.epilogue = shape, epilogue
+        self.in_features, self.out_features = shape.in_features, shape.width
+        self.given = given_tensors(epilogue)
+        for name in TENSORS:
+            self.register_buffer(name, tensors.get(name))
+        self._ready: dict[tuple[object, ...], _Ready] = {}
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        weights: Weights = "float32",
+        *,
+        norm: nn.Module | None = None,
+        epilogue: Mod | None = None,
+    ) -> PackedLinear:
+        """Return a layer that computes what `linear` does."""
+        return cls.from_weight(
+            linear.weight, linear.bias, weights=weights, norm=norm, epilogue=epilogue
+        )
+
+    @classmethod
+    def from_weight(
+        cls,
+        weight: Tensor | IntegerWeight,
+        bias: Tensor | None = None,
+        *,
+        weights: Weights = "float32",
+        norm: nn.Module | None = None,
+        epilogue: Mod | None = None,
+        half: int = 0,
+        merges: bool = False,
+    ) -> PackedLinear:
+        """Return a layer of weights [N, K] and a bias [N].
+
+        With `half`, columns i and i + half are partners, in blocks of 2 * half, and the epilogue is
+        a function of (value, other, row, block, column). If it `merges`, each pair has one result.
+        """
+        if isinstance(weight, IntegerWeight):
+            weights = kept_as(weight, weights)
+        else:
+            _check_weight(weight, weights, half)
+        kind, epsilon, norm_tensors = norm_of(norm, weight.shape[1])
+        out_features, in_features = weight.shape
+        shape = Shape(
+            weights=weights,
+            in_features=in_features,
+            out_features=out_features,
+            half=half,
+            merges=merges,
+            norm=kind,
+            epsilon=epsilon,
+            dtype=dtype_name(weight.dtype),
+        )
+        name, integers = stored_as(weights)
+        packed = pack_weights(weight, name, integers=integers, half=half, merges=merges)
+        tensors = {"packed": packed.data, **norm_tensors}
+        if bias is not None:
+            tensors["bias"] = bias.detach().float().clone()
+        return cls(shape, tensors, epilogue)
+
+    # --- what it holds
+
+    @property
+    def packed_weights(self) -> PackedWeights:
+        """Return the weights as the kernel takes them."""
+        shape = self.shape
+        name, integers = stored_as(shape.weights)
+        columns = panels_of(shape.out_features, shape.half, merges=shape.merges).columns
+        return PackedWeights(
+            data=self.packed,
+            columns=columns,
+            format=FORMATS[name],
+            depth=shape.in_features,
+            width=shape.out_features,
+            half=shape.half,
+            integers=integers,
+        )
+
+    @property
+    def weight(self) -> Tensor:
+        """Return the float32 weights [N, K] that the layer multiplies by, unpacked anew."""
+        return unpack_weights(self.packed_weights)
+
+    def extra_repr(self) -> str:
+        """Return what is shown of the layer."""
+        shape = self.shape
+        parts = [f"{shape.in_features}, {shape.width}, weights={shape.weights!r}"]
+        parts += [f"bias={self.bias is not None}"]
+        parts += [f"norm={shape.norm!r}"] if shape.norm != "none" else []
+        return ", ".join(parts)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_ready": {}}
+
+    # --- the call
+
+    def forward(self, x: Tensor, **given: Tensor) -> Tensor:
+        """Return the results [..., N] of rows [..., K]; `given` are tensors of the epilogue."""
+        return self._multiply(x, given)
+
+    @never_traced
+    def _multiply(self, x: Tensor, given: Mapping[str, Tensor]) -> Tensor:
+        depth = self.shape.in_features
+        plain = type(x) in (Tensor, nn.Parameter)
+        if not (plain and x.dtype in _ACTIVATIONS and x.is_cpu and x.shape[-1:] == (depth,)):
+            _refuse(x, depth)
+        if x.requires_grad and torch.is_grad_enabled():
+            raise PackedTrainingError(
+                "x must not require a gradient where a layer has packed weights, but it does. Run "
+                "inference under torch.no_grad(), or train the model before it is packed."
+            )
+        key = (x.dtype, config().target)
+        ready = self._ready.get(key)
+        if ready is None or ready.launch.weights.data is not self.packed:
+            ready = self._ready[key] = self._prepare(x.dtype)
+        rows = x if x.dim() == 2 else x.reshape(-1, depth)
+        width = self.out_features
+        y = torch.empty((rows.shape[0], width), dtype=x.dtype)
+        captures: Sequence[Tensor] = ready.captures
+        if given or ready.given:
+            captures = self._with_given(ready, given, y)
+        if rows.shape[0] and width and ready.launch.run(rows, y, captures):
+            raise CapturedIndexError(
+                "indices of an epilogue must be inside of its tensors, but one is not. Compare "
+                "their shapes with the rows and columns of the result."
+            )
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], width)
+
+    def _with_given(self, ready: _Ready, given: Mapping[str, Tensor], y: Tensor) -> list[Tensor]:
+        """Return the captured tensors, with those of this call in their places."""
+        if given.keys() != set(self.given):
+            raise ArgumentError(
+                f"the call must give the tensors of the epilogue, {sorted(self.given)}, but gives "
+                f"{sorted(given)}. Name each of them."
+            )
+        captures = list(ready.captures)
+        for name, place in ready.given.items():
+            tensor, kind = given[name], ready.captures[place]
+            if tensor.dtype != kind.dtype or not tensor.is_cpu:
+                raise DtypeError(
+                    f"{name} must be {dtype_name(kind.dtype)} on the CPU as x is, but is "
+                    f"{dtype_name(tensor.dtype)} on {tensor.device}. Convert it."
+                )
+            flat = tensor.reshape(-1, tensor.shape[-1])
+            captures[place] = flat if flat.stride(-1) == 1 else flat.contiguous()
+        return captures
+
+    def _prepare(self, dtype: torch.dtype) -> _Ready:
+        """Return what a call needs for rows of a dtype."""
+        placeholders = {name: torch.zeros(2, 2, dtype=dtype) for name in self.given}
+        mod = self._whole_mod(placeholders)
+        epilogue = Epilogue(merges=self.shape.merges)
+        if mod is not None:
+            traced = trace(mod, "pair" if self.shape.half else "epilogue")
+            epilogue = epilogue._replace(graph=traced.output, captures=traced.captures)
+        known = {id(tensor): place for place, tensor in enumerate(epilogue.captures)}
+        given = {name: known[id(each)] for name, each in placeholders.items() if id(each) in known}
+        gain, bias = (_as_floats(each) for each in (self.norm_weight, self.norm_bias))
+        prologue = Prologue(self.shape.norm, gain, bias, self.shape.epsilon)
+        launch = LinearLaunch(self.packed_weights, prologue, epilogue, dtype)
+        return _Ready(launch, epilogue.captures, given)
+
+    def _whole_mod(self, placeholders: Mapping[str, Tensor]) -> Mod | None:
+        """Return the epilogue with the bias before it."""
+        bias, half = _as_floats(self.bias), self.shape.half
+        epilogue = self.epilogue
+        if epilogue is not None and placeholders:
+            epilogue = functools.partial(epilogue, **placeholders)
+        if bias is None:
+            return epilogue
+        if not half:
+
+            def with_bias(value: Any, row: Any, column: Any) -> Any:
+                value = value + bias[column]
+                return value if epilogue is None else epilogue(value, row, column)
+
+            return with_bias
+
+        blocks = bias.unflatten(0, (-1, 2 * half))
+        partners = blocks.unflatten(1, (2, half)).flip(1).flatten(1).contiguous()
+
+        def pair_with_bias(value: Any, other: Any, row: Any, block: Any, column: Any) -> Any:
+            value, other = value + blocks[block, column], other + partners[block, column]
+            return value if epilogue is None else epilogue(value, other, row, block, column)
+
+        return pair_with_bias
+
+
+TENSORS = ("packed", "bias", "norm_weight", "norm_bias")
+"""The buffers of a packed layer."""
+
+
+class _Ready(NamedTuple):
+    """A launch, the tensors of its epilogue, and which of them a call gives."""
+
+    launch: LinearLaunch
+    captures: tuple[Tensor, ...]
+    given: dict[str, int]
+
+
+class PackedEmbedding(nn.Module):
+    """An embedding whose rows are those of a packed layer, to which it is tied."""
+
+    def __init__(self, layer: PackedLinear, padding_idx: int | None = None) -> None:
+        super().__init__()
+        self._tied = (layer,)  # a tuple, so that its weights are saved once
+        self.padding_idx = padding_idx
+        self.num_embeddings, self.embedding_dim = layer.out_features, layer.in_features
+
+    @property
+    def layer(self) -> PackedLinear:
+        """Return the layer that holds the weights."""
+        return self._tied[0]
+
+    @property
+    def weight(self) -> Tensor:
+        """Return the float32 weights [N, K], unpacked anew."""
+        return self.layer.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the rows [..., K] of some ids."""
+        rows = unpack_weights(self.layer.packed_weights, ids.flatten())
+        dtype: torch.dtype = getattr(torch, self.layer.shape.dtype)
+        embedded: Tensor = rows.to(dtype).unflatten(0, ids.shape)
+        return embedded
+
+    def extra_repr(self) -> str:
+        """Return what is shown of the embedding."""
+        weights = self.layer.shape.weights
+        return f"{self.num_embeddings}, {self.embedding_dim}, weights={weights!r}, tied"
+
+
+def matmul(x: Tensor, packed: PackedLinear) -> Tensor:
+    """Return x @ packed.weight.T, with neither norm, bias nor epilogue."""
+    shape = packed.shape._replace(norm="none", epsilon=0.0)
+    if shape.half:
+        raise ArgumentError("packed must have plain columns, but they are in pairs. Pack it anew.")
+    plain: PackedLinear = packed.__dict__.setdefault(
+        "_plain", PackedLinear(shape, {"packed": packed.packed})
+    )
+    return plain.forward(x)
+
+
+# --- arguments ------------------------------------------------------------------------------------
+
+
+def stored_as(weights: str) -> tuple[str, bool]:
+    """Return the format of weights, and whether activations are integers, too."""
+    if weights not in get_args(Weights):
+        raise ArgumentError(
+            f"weights must be one of {', '.join(get_args(Weights))}, but is {weights!r}. Take "
+            f"float32 for the numbers of the layer as they are."
+        )
+    return {"w8a8": ("int8", True), "w4a8": ("int4", True)}.get(weights, (weights, False))
+
+
+def kept_as(weight: IntegerWeight, weights: Weights) -> Weights:
+    """Return how integers are stored that were given; `weights` says if activations are, too."""
+    own = cast(Weights, weight.format.name)
+    quantised: dict[Weights, Weights] = {"int8": "w8a8", "int4": "w4a8"}
+    return quantised[own] if stored_as(weights)[1] else own
+
+
+def norm_of(norm: nn.Module | None, depth: int) -> tuple[Norm, float, dict[str, Tensor]]:
+    """Return the kind of a norm, its epsilon and its tensors."""
+    if norm is None:
+        return "none", 0.0, {}
+    layer = isinstance(norm, nn.LayerNorm)
+    epsilon = getattr(norm, "eps", getattr(norm, "variance_epsilon", None))
+    weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
+    if not layer and "RMSNorm" not in type(norm).__name__:
+        raise ArgumentError(
+            f"norm must be an RMSNorm or a LayerNorm, but is {type(norm).__name__}. Leave it out, "
+            f"and call it before the layer."
+        )
+    for tensor in (weight, bias):
+        if tensor is not None and tensor.shape != (depth,):
+            raise ShapeError(
+                f"norm must be of {depth} numbers, as the rows of x are, but is of "
+                f"{list(tensor.shape)}. Give the norm of this layer."
+            )
+    if epsilon is None:  # torch.nn.RMSNorm takes that of the dtype
+        epsilon = torch.finfo(torch.float32).eps
+    found = {"norm_weight": weight, "norm_bias": bias}
+    tensors = {
+        name: each.detach().float().clone() for name, each in found.items() if each is not None
+    }
+    return "layer" if layer else "rms", float(epsilon), tensors
+
+
+def given_tensors(epilogue: Mod | None) -> tuple[str, ...]:
+    """Return the names of the tensors that a call gives to an epilogue."""
+    if epilogue is None:
+        return ()
+    parameters = inspect.signature(epilogue).parameters.values()
+    return tuple(each.name for each in parameters if each.kind is each.KEYWORD_ONLY)
+
+
+def _as_floats(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().float().contiguous()
+
+
+def _check_weight(weight: Tensor, weights: str, half: int) -> None:
+    stored_as(weights)
+    if weight.dim() != 2 or (half and weight.shape[0] % (2 * half)):
+        raise ShapeError(
+            f"the weight must be [N, K], and N a multiple of two halves, but has the shape "
+            f"{list(weight.shape)} and half is {half}. Give the weight of a linear layer."
+        )
+    if not weight.is_cpu:
+        raise DeviceError(
+            f"the weight must be on the CPU, but is on {weight.device}. Move the model there."
+        )
+    if weight.dtype not in (*_ACTIVATIONS, torch.float64):
+        raise DtypeError(
+            f"the weight must be of floats, but is {dtype_name(weight.dtype)}. Convert it."
+        )
+
+
+def _refuse(x: Tensor, depth: int) -> None:
+    """Raise for rows that a layer cannot multiply."""
+    if type(x) not in (Tensor, nn.Parameter):
+        raise TensorKindError(
+            f"x must be a plain tensor, but is a {type(x).__name__}. Unpack the layer."
+        )
+    if not x.is_cpu:
+        raise DeviceError(
+            f"x must be on the CPU where a layer has packed weights, but is on {x.device}. Move it."
+        )
+    if x.dtype not in _ACTIVATIONS:
+        raise DtypeError(
+            f"x must be float32, bfloat16 or float16, but is {dtype_name(x.dtype)}. Convert it."
+        )
+    raise ShapeError(
+        f"x must end with {depth} numbers in a row, but has the shape {list(x.shape)}. Give the "
+        f"rows that the layer was made for."
+    )

@@ -1,0 +1,222 @@
+"""Weights [N, K] to packed weights, and back.
+
+    packed = pack_weights(weight, "int8")
+    unpack_weights(packed)               # float32 [N, K]: what the kernel multiplies by
+
+Integers have one scale for 32 weights of a row, in float16. The scale of int8 is the largest
+magnitude / 127; int4 has 16 steps from the smallest weight, its offset, to the largest. These are
+the rules of GGUF's Q8_0 and Q4_1, so weights that were stored like that are packed unchanged.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.codegen.phases.weights import BLOCK, FORMATS, GROUP, GROUPS, PANEL, WeightFormat
+from quire.runtime.linear import PackedWeights
+
+_HUGE_PAGE = 2 << 20
+_NARROW = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class IntegerWeight(NamedTuple):
+    """Weights as integers [N, K] from 0 on, and float16 scales and offsets [N, K / 32, 1 or 2]."""
+
+    format: WeightFormat
+    numbers: Tensor  # uint8
+    header: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """Return N and K."""
+        return self.numbers.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of the weights that it stands for."""
+        return torch.float32
+
+    @staticmethod
+    def joined(parts: Sequence[IntegerWeight]) -> IntegerWeight:
+        """Return the rows of several weights of one format."""
+        return IntegerWeight(
+            parts[0].format,
+            torch.cat([part.numbers for part in parts]),
+            torch.cat([part.header for part in parts]),
+        )
+
+    def chosen(self, rows: Tensor) -> IntegerWeight:
+        """Return some rows in whole blocks; a row of zeros for -1."""
+        groups = -(-self.shape[1] // BLOCK) * GROUPS
+        numbers = self.numbers.new_full((len(rows), groups * GROUP), self.format.zero)
+        header = self.header.new_zeros(len(rows), groups, self.format.header)
+        exists = rows >= 0
+        numbers[exists, : self.shape[1]] = self.numbers[rows[exists]]
+        header[exists, : self.header.shape[1]] = self.header[rows[exists]]
+        return IntegerWeight(self.format, numbers, header)
+
+
+def quantised_weight(weight: IntegerWeight) -> Tensor:
+    """Return the float32 weights [N, K] that integers stand for."""
+    numbers = (weight.numbers.float() - weight.format.zero).unflatten(1, (-1, GROUP))
+    header = weight.header.float()
+    exact: Tensor = numbers * header[..., :1]  # so that adding an offset rounds once
+    return (exact + header[..., 1:] if weight.format.shifted else exact).flatten(1)
+
+
+def quantise(weight: Tensor, format: WeightFormat) -> IntegerWeight:
+    """Return weights [N, K] as integers; K is a multiple of 32."""
+    groups = weight.unflatten(1, (-1, GROUP))
+    if format.shifted:
+        least, most = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
+        scale, offset = (most - least) / 15, least.half()
+        header = torch.cat((scale.half(), offset), 2)
+        groups = groups - offset.float()
+    else:
+        header = (groups.abs().amax(2, keepdim=True) / 127).half()
+    wide = header[..., :1].float()
+    ratio = torch.where((wide != 0) & wide.isfinite(), groups / wide, 0).nan_to_num()
+    low, high = (0, 15) if format.shifted else (-127, 127)
+    numbers = ratio.round().clamp(low, high) + format.zero
+    return IntegerWeight(format, numbers.to(torch.uint8).flatten(1), header)
+
+
+class PanelRows(NamedTuple):
+    """Which rows of the weights are in which panel, [panels, 16], -1 for none; and COLUMNS."""
+
+    rows: Tensor
+    columns: Tensor
+
+
+def panels_of(width: int, half: int = 0, *, merges: bool = False) -> PanelRows:
+    """Return the panels of `width` columns, plain or in pairs (`codegen/kernels/epilogue.py`)."""
+    size = half or width  # of columns that lie side by side
+    inner = torch.arange(0, size, PANEL)
+    count = (size - inner).clamp(max=PANEL)
+    block = torch.arange(width // size // (2 if half else 1) if size else 0)
+    part = torch.arange(2 if half else 1)
+    grid = torch.meshgrid(block, torch.arange(len(inner)), part, indexing="ij")
+    block, place, part = (each.flatten() for each in grid)
+    inner, count = inner[place], count[place]
+    column = part * size + inner
+    first = (block * len(grid[2].unique()) * size if half else 0) + column
+    into = block * size + inner if merges else first
+    lanes = torch.arange(PANEL)
+    rows = torch.where(lanes < count[:, None], first[:, None] + lanes, -1)
+    return PanelRows(rows, torch.stack((into, count, block, column), 1))
+
+
+def pack_weights(
+    weight: Tensor | IntegerWeight,
+    name: str,
+    *,
+    integers: bool = False,
+    half: int = 0,
+    merges: bool = False,
+) -> PackedWeights:
+    """Return weights [N, K] in a format; if they are integers, in the format that they have."""
+    format = FORMATS[name]
+    width, depth = weight.shape
+    panels = panels_of(width, half, merges=merges)
+    data = empty_panels(len(panels.rows), format.panel_bytes(depth))
+    for first in range(0, len(panels.rows), _PANELS_AT_ONCE):  # so that little memory is needed
+        rows = panels.rows[first : first + _PANELS_AT_ONCE].flatten()
+        if isinstance(weight, IntegerWeight):
+            panel = _pack_integers(weight.chosen(rows))
+        else:
+            panel = _panels(_chosen(weight.detach(), rows, repeats=format.scaled), format)
+        data[first : first + _PANELS_AT_ONCE] = panel
+    return PackedWeights(
+        data.flatten(), panels.columns, format, depth, width, half=half, integers=integers
+    )
+
+
+_PANELS_AT_ONCE = 256
+
+
+def _chosen(weight: Tensor, rows: Tensor, *, repeats: bool) -> Tensor:
+    """Return some rows as floats in whole blocks; a row of zeros for -1.
+
+    x is 0 where a block goes beyond the weights. There, either the last weight is repeated, so that
+    the scale of its group is that of real weights, or weights are 0.
+    """
+    depth = weight.shape[1]
+    chosen = torch.zeros(len(rows), -(-depth // BLOCK) * BLOCK)
+    exists = rows >= 0
+    chosen[exists, :depth] = weight[rows[exists]].float()
+    if repeats and depth:
+        chosen[:, depth:] = chosen[:, depth - 1 : depth]
+    return chosen
+
+
+def _panels(weight: Tensor, format: WeightFormat) -> Tensor:
+    """Return weights of whole panels and blocks as bytes [panels, bytes]."""
+    if format.scaled:
+        return _pack_integers(quantise(weight, format))
+    numbers = weight.to(_NARROW[format.name]).view(-1, PANEL, weight.shape[1])
+    if format.step == 1:
+        return _bytes(numbers.transpose(1, 2))
+    return _bytes(numbers.unflatten(2, (-1, format.step)).transpose(1, 2))
+
+
+def _pack_integers(weight: IntegerWeight) -> Tensor:
+    """Return integers of whole panels and blocks as bytes [panels, bytes]."""
+    format, numbers, header = weight
+    panels, blocks = numbers.shape[0] // PANEL, numbers.shape[1] // BLOCK
+    # [panel, block, word, column, k of the word]
+    words = numbers.view(panels, PANEL, blocks, -1, format.step).permute(0, 2, 3, 1, 4)
+    if format.bits == 4:
+        words = words[..., :4] | words[..., 4:] << 4
+    header = header.view(panels, PANEL, blocks, GROUPS, -1).permute(0, 2, 3, 4, 1)
+    parts = [_bytes(part.flatten(0, 1)) for part in (header, words)]
+    return torch.cat(parts, 1).view(panels, -1)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor, one row for each entry of its first dimension."""
+    return tensor.contiguous().view(torch.uint8).flatten(1)
+
+
+def empty_panels(panels: int, size: int) -> Tensor:
+    """Return memory for panels, [panels, size]: in large pages where the system has them."""
+    count = panels * size
+    if not count:
+        return torch.empty(panels, size, dtype=torch.uint8)
+    block = mmap.mmap(-1, count + _HUGE_PAGE)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        block.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(block, dtype=torch.uint8)
+    return whole[-whole.data_ptr() % _HUGE_PAGE :][:count].view(panels, size)
+
+
+def unpack_weights(packed: PackedWeights, rows: Tensor | None = None) -> Tensor:
+    """Return the float32 weights [N, K] that the kernel multiplies by, or some rows of them."""
+    places = torch.empty(packed.width, dtype=torch.int64)
+    known = panels_of(packed.width, packed.half).rows.flatten()
+    places[known[known >= 0]] = torch.arange(len(known))[known >= 0]
+    if rows is not None:
+        places = places[rows]
+    return _rows_at(packed, places)[:, : packed.depth]
+
+
+def _rows_at(packed: PackedWeights, places: Tensor) -> Tensor:
+    """Return rows of weights by panel * 16 + lane, in whole blocks."""
+    format, blocks = packed.format, -(-packed.depth // BLOCK)
+    panel, lane = places // PANEL, places % PANEL
+    data = packed.data.view(-1, blocks, format.block_bytes)
+    if not format.scaled:
+        loads = blocks * BLOCK // format.step
+        floats = data.view(_NARROW[format.name]).view(-1, loads, PANEL, format.step)
+        return floats[panel, :, lane].float().flatten(1)
+    header, body = data[..., : format.header_bytes], data[..., format.header_bytes :]
+    parts = header.view(torch.float16).unflatten(2, (GROUPS, format.header, PANEL))
+    scales = parts[panel, ..., lane].flatten(1, 2)  # [row, group, scale or offset]
+    words = body.unflatten(2, (-1, PANEL, 4))[panel, :, :, lane]  # [row, block, word, byte]
+    if format.bits == 4:
+        words = torch.cat((words & 15, words >> 4), 3)
+    return quantised_weight(IntegerWeight(format, words.flatten(1), scales))

@@ -1,0 +1,218 @@
+"""Linear layers on packed weights: which code runs, how rows are cut, and the launch.
+
+    layer = LinearLaunch(weights, Prologue(), NO_EPILOGUE)
+    layer.run(x, y)                     # x [M, K], y [M, N], any strides but the last of y
+
+All that does not depend on the number of rows is done when a launch is made, and what depends on it
+is kept by number of rows. Rows are computed in chunks, so that what is staged stays in the cache.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.checks.arguments import dtype_name
+from quire.codegen.kernels.epilogue import EpilogueSpec, write_epilogue
+from quire.codegen.kernels.linear import FINISH, LINEAR, NAME, LinearSpec, write_linear
+from quire.codegen.llvm import jit
+from quire.codegen.llvm.target import Target
+from quire.codegen.mods.arguments import CaptureShape, ModArguments
+from quire.codegen.phases.linear_tiles import UNROLLED
+from quire.codegen.phases.norm import Norm
+from quire.codegen.phases.weights import BLOCK, FLOAT32, PANEL, WeightFormat
+from quire.errors import BackendError
+from quire.ir.graph import Node, text
+from quire.runtime import launch as launcher
+from quire.runtime.cache import cache_key, code_of, processor_obstacle
+from quire.runtime.interrupt import LONG_WORK, launch_stoppable
+
+ROWS_OF_CHUNK = 128
+BLOCKS_OF_CUT = 4
+"""The most blocks of a cut of k. It decides about bits: each cut has a sum of its own."""
+SMALL_WORK = 2**17
+"""The most multiplications of a call for which starting threads costs more than it saves."""
+
+
+class PackedWeights(NamedTuple):
+    """Weights as `codegen/phases/weights.py` draws them."""
+
+    data: Tensor  # uint8, panel after panel
+    columns: Tensor  # int64 [panels, 4], an entry of COLUMNS for each panel
+    format: WeightFormat
+    depth: int  # K
+    width: int  # N of the weights
+    half: int = 0  # columns i and i + half are pairs, in blocks of 2 * half; 0 if there are none
+    integers: bool = False  # whether x is quantised, too
+
+
+class Prologue(NamedTuple):
+    """The norm of a row of x before it is multiplied."""
+
+    norm: Norm = "none"
+    gain: Tensor | None = None  # float32 [K], contiguous
+    bias: Tensor | None = None
+    epsilon: float = 0.0
+
+
+class Epilogue(NamedTuple):
+    """What becomes of a sum (`codegen/kernels/epilogue.py`)."""
+
+    graph: Node | None = None
+    captures: tuple[Tensor, ...] = ()
+    merges: bool = False
+
+
+class RowCut(NamedTuple):
+    """How a number of rows is computed; see LINEAR."""
+
+    tiles: int
+    tile_panels: int
+    item_panels: int
+    items: int
+    decodes: int
+    cut: int
+    ask_bytes: int
+    staged_bytes: int
+    scratch_bytes: int
+    sums_bytes: int
+    threads: int
+    products: int
+
+
+class LinearLaunch:
+    """A layer that is ready to run."""
+
+    def __init__(
+        self, weights: PackedWeights, prologue: Prologue, epilogue: Epilogue, dtype: torch.dtype
+    ) -> None:
+        self.weights, self.prologue = weights, prologue
+        self._spec = LinearSpec(
+            Target.host(),
+            weights.format.name,
+            dtype_name(dtype),
+            integers=weights.integers,
+            norm=prologue.norm,
+        )
+        shapes = tuple(CaptureShape.of(tensor) for tensor in epilogue.captures)
+        roots = [] if epilogue.graph is None else [epilogue.graph]
+        self._arguments = ModArguments.of(roots, shapes)
+        finish = EpilogueSpec(
+            epilogue.graph,
+            self._arguments,
+            dtype_name(dtype),
+            pairs=weights.half > 0,
+            merges=epilogue.merges,
+        )
+        self._code, self._finish = kernel_of(self._spec), epilogue_of(finish, self._spec.target)
+        self._kernel = self._code.address(NAME)
+        self._blocks = -(-weights.depth // BLOCK)
+        pointers = [_address(x) for x in (weights.data, weights.columns)]
+        norm = [_address(x) for x in (prologue.gain, prologue.bias)]
+        sizes = [len(weights.columns), weights.depth, self._blocks]
+        self._of_layer = (*pointers, *sizes, *norm, self._finish.address(FINISH.name))
+        self._cuts: dict[tuple[int, int], RowCut] = {}
+
+    def run(self, x: Tensor, y: Tensor, captures: Sequence[Tensor] = ()) -> bool:
+        """Fill y. Return whether the epilogue used an index out of range."""
+        rows = x.shape[0]
+        if rows <= ROWS_OF_CHUNK:
+            return self._chunk(x, y, captures, 0)
+        wrong = False
+        for first in range(0, rows, ROWS_OF_CHUNK):
+            some = slice(first, first + ROWS_OF_CHUNK)
+            wrong |= self._chunk(x[some], y[some], captures, first)
+        return wrong
+
+    def _chunk(self, x: Tensor, y: Tensor, captures: Sequence[Tensor], first: int) -> bool:
+        """Compute some rows; the first of them is row `first` of the call."""
+        rows, most = x.shape[0], launcher.num_threads()
+        cut = self._cuts.get((rows, most))
+        if cut is None:
+            cut = self._cuts[rows, most] = self._cut(rows, most)
+        arguments = self._arguments
+        block = ctypes.create_string_buffer(LINEAR.size + 8 + arguments.size)
+        start = ctypes.addressof(block)
+        flag = start + LINEAR.size
+        threads = cut.threads
+        with launcher.Scratch(threads, cut.scratch_bytes, cut.staged_bytes, 0) as scratch:
+            fields = (
+                0, 0, 0,
+                x.data_ptr(), *x.stride(), y.data_ptr(), y.stride(0), rows, first, flag + 8,
+                *cut[:7],
+                scratch.partials, scratch.address, scratch.each, cut.sums_bytes,
+                *self._of_layer, self.prologue.epsilon,
+            )  # fmt: skip
+            packed = arguments.pack(captures, flag)
+            content = b"".join((LINEAR.pack_in_order(*fields), _NO_FLAG, packed))
+            ctypes.memmove(start, content, len(content))
+            if cut.products > LONG_WORK:
+                counter = ctypes.c_int64.from_buffer(block)
+                run = functools.partial(launcher.launch, self._kernel, start, threads)
+                launch_stoppable(run, counter)
+            else:
+                launcher.launch(self._kernel, start, threads)
+        return block[LINEAR.size] != b"\0"
+
+    def _cut(self, rows: int, most: int) -> RowCut:
+        """Return how to compute some rows with at most so many threads."""
+        tiling, format, blocks = self._spec.tiling, self.weights.format, self._blocks
+        panels, depth = len(self.weights.columns), self.weights.depth
+        tiles, size = 1, tiling.many
+        cut = -(-blocks // max(1, -(-blocks // BLOCKS_OF_CUT)))  # as even as possible
+        if rows <= len(tiling.few):
+            size, decodes = tiling.few[rows - 1], False
+        else:
+            tiles = -(-rows // tiling.many.rows)
+            decodes = format is not FLOAT32 and not self.weights.integers
+        turn = UNROLLED if decodes else max(UNROLLED, format.step)
+        item = size.panels * {0: 1, 1: 2}[size.panels % 2] * (2 if size.panels == 1 else 1)
+        items = -(-panels // item)
+        sums = rows * item * PANEL * 4
+        line = blocks * BLOCK * 4
+        decoded = size.panels * cut * FLOAT32.block_bytes if decodes else 0
+        products = rows * depth * panels * PANEL
+        return RowCut(
+            tiles=tiles,
+            tile_panels=size.panels,
+            item_panels=item,
+            items=items,
+            decodes=int(decodes),
+            cut=cut,
+            ask_bytes=format.block_bytes * turn // BLOCK,
+            staged_bytes=rows * blocks * 2 * self._spec.staged.group_words * 4,
+            scratch_bytes=-(-(sums + max(line, decoded)) // 64) * 64,
+            sums_bytes=sums,
+            threads=min(most, tiles + items) if products > SMALL_WORK else 1,
+            products=products,
+        )
+
+
+_NO_FLAG = bytes(8)
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+@functools.cache
+def kernel_of(spec: LinearSpec) -> jit.Code:
+    """Return the kernel of a kind of layers, which is compiled or loaded once."""
+    obstacle = processor_obstacle()
+    if obstacle is not None:
+        raise BackendError(f"a packed layer must be compiled, but cannot be: {obstacle}")
+    key = cache_key("linear", repr(spec))
+    return code_of(key, spec.target, lambda: write_linear(spec), [NAME])
+
+
+@functools.cache
+def epilogue_of(spec: EpilogueSpec, target: Target) -> jit.Code:
+    """Return the code of an epilogue."""
+    graph = "" if spec.graph is None else text(spec.graph, values=False)
+    key = cache_key("epilogue", graph, repr(spec._replace(graph=None)), repr(target))
+    return code_of(key, target, lambda: write_epilogue(spec), [FINISH.name])

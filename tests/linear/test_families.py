@@ -1,0 +1,100 @@
+"""Decoder layers of known families: fused, they say what they said before."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+import transformers as hf
+
+from quire.linear import PackedLinear, pack, unpack
+from quire.linear.families import GatedMLP
+
+IDS = torch.randint(1, tiny_models.VOCABULARY, (3, 12), generator=torch.Generator().manual_seed(0))
+FUSED = ("llama", "qwen2", "mistral")
+
+
+def tiny(family: str) -> Any:
+    torch.manual_seed(0)
+    model = hf.AutoModelForCausalLM.from_config(tiny_models.DECODERS[family]).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or "bias" in name:
+                parameter.uniform_(0.5, 1.5)
+    return model
+
+
+def logits(model: Any, ids: torch.Tensor = IDS, **options: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(ids, **options).logits  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa", "quire"])
+@pytest.mark.parametrize("family", FUSED)
+def test_a_fused_model_says_the_same(family: str, attention: str) -> None:
+    model = tiny(family)
+    expected = logits(model)
+    packed = pack(copy.deepcopy(model))
+    assert isinstance(packed.model.layers[1].mlp, GatedMLP)
+    assert isinstance(packed.model.layers[1].self_attn.qkv, PackedLinear)
+    packed.set_attn_implementation(attention)
+    assert torch.allclose(logits(packed), expected, **tiny_models.CLOSE)
+    new = {"max_new_tokens": 8, "do_sample": False}
+    assert torch.equal(packed.generate(IDS, **new), model.generate(IDS, **new))
+
+
+@pytest.mark.parametrize("family", FUSED)
+def test_unpacked_it_is_the_model_that_it_was(family: str) -> None:
+    model = tiny(family)
+    again = unpack(pack(copy.deepcopy(model)))
+    assert str(again).replace("(o_proj)", "") and torch.equal(logits(again), logits(model))
+    assert {*again.state_dict()} == {*model.state_dict()}
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gemma3"])
+def test_other_families_get_plain_layers(family: str) -> None:
+    model = tiny(family)
+    packed = pack(copy.deepcopy(model))
+    assert not any(isinstance(module, GatedMLP) for module in packed.modules())
+    assert torch.allclose(logits(packed), logits(model), atol=5e-5)
+
+
+@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8", "w8a8"])
+def test_a_sequence_does_not_depend_on_its_neighbours(weights: Any) -> None:
+    packed = pack(tiny("llama"), weights)
+    packed.set_attn_implementation("quire")
+    whole = logits(packed)
+    for first, last in ((0, 1), (1, 3), (2, 3)):
+        assert torch.equal(logits(packed, IDS[first:last]), whole[first:last])
+
+
+def test_fusing_can_be_left_out_or_chosen() -> None:
+    plain = pack(tiny("llama"), fused=False)
+    assert isinstance(plain.model.layers[0].self_attn.q_proj, PackedLinear)
+    some = pack(tiny("llama"), only=["*.mlp.*"])
+    assert isinstance(some.model.layers[0].mlp, GatedMLP)
+    assert type(some.model.layers[0].self_attn.q_proj) is torch.nn.Linear
+    assert torch.allclose(logits(some), logits(plain), **tiny_models.CLOSE)
+
+
+def test_fused_models_are_copied_pickled_and_watched() -> None:
+    packed = pack(tiny("llama"), "int8")
+    expected = logits(packed)
+    for other in (copy.deepcopy(packed), pickle.loads(pickle.dumps(packed))):
+        del_other = logits(other)
+        assert torch.equal(del_other, expected)
+        assert other.model.layers[0].self_attn.forward.args[0] is other.model.layers[0].self_attn
+    with torch.no_grad():
+        seen = packed(IDS, output_hidden_states=True)
+    assert len(seen.hidden_states) == 3
+
+
+def test_in_bfloat16() -> None:
+    model = tiny("llama").to(torch.bfloat16)
+    packed = pack(copy.deepcopy(model), "bfloat16")
+    assert torch.allclose(logits(packed).float(), logits(model).float(), atol=0.2)
+    assert unpack(packed).model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16

@@ -1,0 +1,97 @@
+"""A real language model on packed layers: its logits, its answers, and rows that stay the same."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from quire.errors import PackedFileError
+from quire.integrations import smollm2
+from quire.linear import pack, packed_layers
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+class Plain(NamedTuple):
+    model: Any
+    tokenizer: Any
+    ids: torch.Tensor
+    logits: torch.Tensor
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Plain]:
+    if absent := smollm2.missing():
+        pytest.skip(f"{' and '.join(absent)} not installed: {smollm2.HOW_TO_INSTALL}")
+    model, tokenizer = smollm2.load("sdpa")
+    ids = tokenizer("The capital of France is a city that", return_tensors="pt").input_ids
+    with torch.no_grad():
+        yield Plain(model, tokenizer, ids, model(ids).logits)
+
+
+@pytest.fixture
+def scores(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("linear")
+
+
+def packed(plain: Plain, **options: Any) -> Any:
+    return pack(copy.deepcopy(plain.model), **options)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_float32_has_the_logits_of_transformers(plain: Plain, fused: bool) -> None:
+    logits = packed(plain, fused=fused)(plain.ids).logits
+    assert (logits - plain.logits).abs().max() < 1e-4
+
+
+def test_blocks_of_its_file_have_the_bits_of_float32(plain: Plain) -> None:
+    """The file has Q4_1 and Q8_0 blocks, which transformers decodes to float32."""
+    model = packed(plain, gguf=smollm2.weights())
+    assert {layer.shape.weights for _, layer in packed_layers(model)} == {"int4", "int8"}
+    assert sum(layer.packed.nbytes for _, layer in packed_layers(model)) < 97e6
+    assert torch.equal(model(plain.ids).logits, packed(plain)(plain.ids).logits)
+
+
+def test_another_file_is_refused(plain: Plain) -> None:
+    other = copy.deepcopy(plain.model)
+    with torch.no_grad():
+        other.model.layers[3].mlp.up_proj.weight[0, 0] += 1
+    with pytest.raises(PackedFileError, match=r"is not model\.layers\.3\.mlp\.up_proj"):
+        pack(other, gguf=smollm2.weights())
+
+
+@pytest.mark.parametrize("weights", ["bfloat16", "int8"])
+def test_narrow_weights_go_on_as_float32_does(
+    plain: Plain, scores: ModuleType, weights: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few of the 50 questions of `benchmarks/linear.py --only answers`."""
+    monkeypatch.setattr(scores, "QUESTIONS", scores.QUESTIONS[:6])
+    share = scores.agreement(plain.model, packed(plain, weights=weights), plain.tokenizer, new=16)
+    assert share >= 0.95
+
+
+@pytest.mark.parametrize("weights", ["float32", "int8", "w8a8"])
+def test_perplexity_hardly_changes(plain: Plain, scores: ModuleType, weights: Any) -> None:
+    text = (BENCHMARKS.parent / "docs" / "kv.md").read_text()
+    ids = plain.tokenizer(text, return_tensors="pt").input_ids[:, :256]
+    before = scores.surprise(plain.model, ids)
+    after = scores.surprise(packed(plain, weights=weights), ids)
+    assert abs(after / before - 1) < (1e-4 if weights == "float32" else 0.03)
+
+
+@pytest.mark.parametrize("weights", ["float32", "int8"])
+def test_a_token_does_not_depend_on_the_batch(plain: Plain, weights: Any) -> None:
+    model = packed(plain, weights=weights)
+    model.set_attn_implementation("quire")
+    alone = model(plain.ids).logits
+    many = torch.randint(100, 40_000, (9, plain.ids.shape[1]))
+    many[4] = plain.ids[0]
+    assert torch.equal(model(many).logits[4:5], alone)

@@ -1,0 +1,204 @@
+"""Holes in paged memory: positions that do not exist, at no cost and without a trace in results."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from compare import assert_as_good_as
+from torch import Tensor
+
+from quire import AuxRequest, Paged, attention, reference
+from quire.config import Backend
+from quire.memory.tables import close_up
+
+PAGE, HQ, HKV, D = 16, 4, 2, 24
+EVERYTHING = AuxRequest(*[True] * len(AuxRequest._fields))
+BACKENDS: tuple[Backend, ...] = ("jit", "eager")
+LENGTHS = [190, 100, 70, 33]
+HOLES = ([0, 3, 4, 7], [1, 6], [], [0, 1, 2])  # in the middle, at the end, nowhere, everywhere
+
+
+def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return q_idx >= kv_idx
+
+
+def slanted(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score + 0.1 * b - 0.01 * (h + 1) * (q_idx - kv_idx)
+
+
+def memory(dtype: torch.dtype = torch.float32) -> Paged:
+    """Four sequences with holes. What no sequence reads is NaN."""
+    torch.manual_seed(0)
+    table = torch.randperm(60)[:48].view(4, 12).int()
+    for row, holes in zip(table, HOLES, strict=True):
+        row[holes] = -1
+    key, value = torch.randn(2, 60, HKV, PAGE, D, dtype=dtype)
+    unread = torch.ones(60, dtype=torch.bool)
+    for row, length in zip(table.tolist(), LENGTHS, strict=True):
+        unread[[page for page in row[: -(-length // PAGE)] if page >= 0]] = False
+    key[unread] = value[unread] = math.nan
+    return Paged(key, value, table, LENGTHS)
+
+
+def expected(query: Tensor, pages: Paged, b: int, dtype: torch.dtype) -> reference.Reference:
+    """What the reference gives for one sequence, with a mask that hides its holes."""
+    length, row = LENGTHS[b], pages.page_table[b]
+    there = (row >= 0).repeat_interleave(PAGE)[:length]
+    key, value = (
+        torch.where(
+            there[:, None], x[row.long().clamp(min=0)].transpose(0, 1).flatten(1, 2)[:, :length], 0
+        ).unsqueeze(0)
+        for x in (pages.key, pages.value)
+    )
+    q_len = query.shape[2]
+    return reference.attention(
+        query[b : b + 1].to(dtype),
+        key.to(dtype),
+        value.to(dtype),
+        score_mod=slanted,
+        mask_mod=lambda b, h, q, kv: (q >= kv) & there[kv],
+        q_start=max(0, length - q_len),
+        b_start=b,
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("q_len", [1, 3, 9, 70])
+def test_the_reference(q_len: int, backend: Backend) -> None:
+    pages = memory()
+    query = torch.randn(4, HQ, q_len, D)
+    options: dict[str, Any] = {"score_mod": slanted, "mask": causal, "backend": backend}
+    out, aux = attention(query, pages, return_aux=EVERYTHING, **options)
+    assert aux.key_mass.shape == (4, HQ, max(LENGTHS))
+    for b, length in enumerate(LENGTHS):
+        truth, peer = (expected(query, pages, b, t) for t in (torch.float64, torch.float32))
+        found = {name: x[b : b + 1] for name, x in aux._asdict().items()} | {"out": out[b : b + 1]}
+        found["key_mass"] = found["key_mass"][..., :length]
+        for name in ("out", "lse", "max_scores", "entropy", "key_mass"):
+            assert_as_good_as(found[name], getattr(peer, name), getattr(truth, name), name)
+        assert torch.equal(found["argmax"], truth.argmax)
+
+
+@pytest.mark.parametrize("q_len", [1, 9])
+def test_a_sequence_of_holes_reads_nothing(q_len: int) -> None:
+    out, aux = attention(torch.randn(4, HQ, q_len, D), memory(), return_aux=EVERYTHING)
+    assert not out[3].any() and not aux.key_mass[3].any()
+    assert (aux.lse[3] == -math.inf).all() and (aux.argmax[3] == -1).all()
+    nowhere = Paged(memory().key[:0], memory().value[:0], torch.full((4, 12), -1), LENGTHS)
+    assert not attention(torch.randn(4, HQ, q_len, D), nowhere).any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("q_len", [1, 9])
+def test_the_bits_of_a_sequence_of_just_those_pages(q_len: int, backend: Backend) -> None:
+    pages = memory()
+    query = torch.randn(1, HQ, q_len, D)
+    row = pages.page_table[0, : -(-190 // PAGE)]
+    places = torch.arange(len(row))[row >= 0]
+    just = Paged(pages.key, pages.value, row[row >= 0][None], [190 - 4 * PAGE])
+
+    def moved(mod: Any) -> Any:
+        def at(*args: Any) -> Any:
+            *others, kv_idx = args
+            return mod(*others, places[kv_idx // PAGE] * PAGE + kv_idx % PAGE)
+
+        return at
+
+    def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return moved(causal)(b, h, q_idx, kv_idx)
+
+    def score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return moved(slanted)(score, b, h, q_idx, kv_idx)
+
+    alone = replace(pages, page_table=pages.page_table[:1], lengths=[190])
+    options: dict[str, Any] = {"backend": backend, "q_start": 190 - q_len}
+    found = attention(query, alone, score_mod=slanted, mask=causal, **options)
+    assert torch.equal(found, attention(query, just, score_mod=score, mask=mask, **options))
+    found = attention(query, alone, **options)
+    assert torch.equal(found, attention(query, just, **options))
+
+
+@pytest.mark.parametrize("q_len", [1, 9])
+def test_neither_the_batch_nor_threads_change_a_bit(q_len: int) -> None:
+    pages, query = memory(), torch.randn(4, HQ, q_len, D)
+    options: dict[str, Any] = {"mask": causal}
+    whole = attention(query, pages, **options)
+    torch.set_num_threads(1)
+    assert torch.equal(attention(query, pages, **options), whole)
+    for b, length in enumerate(LENGTHS):
+        one = replace(pages, page_table=pages.page_table[b : b + 1], lengths=[length])
+        assert torch.equal(attention(query[b : b + 1], one, **options), whole[b : b + 1])
+
+
+def test_holes_at_the_ends_are_released_pages_and_shorter_sequences() -> None:
+    pages, query = memory(), torch.randn(1, HQ, 1, D)
+    row = pages.page_table[2:3].clone()
+    row[0, :2] = row[0, 4] = -1
+    found = attention(query, Paged(pages.key, pages.value, row, [70]), mask=causal)
+    released = Paged(pages.key, pages.value, pages.page_table[2:3], [64], first_page=[2])
+    assert torch.equal(found, attention(query, released, mask=causal, q_start=69))
+
+
+def test_long_sequences_that_choose_the_same_pages() -> None:
+    torch.manual_seed(0)
+    key, value = torch.randn(2, 160, HKV, PAGE, D)
+    table = torch.arange(160).expand(3, -1).clone().int()
+    table[:, 1::8] = -1  # 2,240 keys are left: two whole pieces, which are read once for all
+    table[2, 150] = -1
+    query, lengths = torch.randn(3, HQ, 1, D), [2560, 2550, 2560]
+    whole = attention(query, Paged(key, value, table, lengths), mask=causal)
+    for b in range(3):
+        one = Paged(key, value, table[b : b + 1], lengths[b : b + 1])
+        assert torch.equal(attention(query[b : b + 1], one, mask=causal), whole[b : b + 1])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("q_len", [2, 9])
+def test_gradients(q_len: int, backend: Backend) -> None:
+    pages = memory()
+    query = torch.randn(4, HQ, q_len, D, requires_grad=True)
+    learned = replace(pages, key=pages.key.requires_grad_(), value=pages.value.requires_grad_())
+    above = torch.randn(4, HQ, q_len, D)
+    options: dict[str, Any] = {"score_mod": slanted, "mask": causal, "backend": backend}
+    operands = (query, learned.key, learned.value)
+    found = torch.autograd.grad(attention(query, learned, **options), operands, above)
+    by_dtype = {}
+    for dtype in (torch.float64, torch.float32):
+        outs = [expected(query, learned, b, dtype).out for b in range(4)]
+        by_dtype[dtype] = torch.autograd.grad(torch.cat(outs), operands, above.to(dtype))
+    for name, grad, peer, truth in zip(
+        ("query", "key", "value"),
+        found,
+        by_dtype[torch.float32],
+        by_dtype[torch.float64],
+        strict=True,
+    ):
+        assert_as_good_as(grad, peer, truth.double(), name, size=8.0)
+
+
+def test_holes_may_change_from_step_to_step() -> None:
+    pages, query = memory(), torch.randn(4, HQ, 1, D)
+    pages = replace(pages, key=pages.key.nan_to_num(), value=pages.value.nan_to_num())
+    for hole in (5, 2, 8):
+        table = pages.page_table.clone()
+        table[0, hole] = -1
+        fresh = replace(pages, page_table=table)
+        pages.page_table[0, 5] = table[0, 5]
+        assert torch.equal(
+            attention(query, fresh, mask=causal),
+            attention(query, replace(fresh, page_table=table.long()), mask=causal),
+        )
+
+
+def test_pages_move_together() -> None:
+    table = torch.tensor([[4, -1, 7, 2, -1], [1, 2, 3, -1, 5], [-1, 6, 8, -1, -1]]).int()
+    ends = torch.tensor([64, 48, 80]).numpy()
+    closed = close_up(table, 0 * ends, ends, 16)
+    assert closed.table[0, :3].tolist() == [4, 7, 2] and closed.ends.tolist() == [48, 48, 48]
+    assert closed.places is not None and closed.places.length == 80
+    assert closed.places.table[:, :3].tolist() == [[0, 2, 3], [0, 1, 2], [0, 1, 2]]
+    assert closed.begins.tolist() == [0, 0, 16]
