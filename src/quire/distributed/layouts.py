@@ -6,9 +6,9 @@
     paired        each rank has heavy neighbours, as at the end of a long document, and light ones
     greedy        rank after rank takes the blocks that need the fewest new keys, heavy and light
 
-Every rank gets as many blocks as every other, give or take one: memory and all other layers of a
-model depend on that. A layout decides which ones. That decides the work of each rank, and which
-keys it must receive.
+Every rank gets as many blocks as every other, give or take one; the greedy layout counts units of a
+few blocks. Memory and all other layers of a model depend on that. A layout decides which blocks,
+and so the work of each rank and the keys it must receive.
 """
 
 from __future__ import annotations
