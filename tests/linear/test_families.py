@@ -51,7 +51,7 @@ def test_a_fused_model_says_the_same(family: str, attention: str) -> None:
 def test_unpacked_it_is_the_model_that_it_was(family: str) -> None:
     model = tiny(family)
     again = unpack(pack(copy.deepcopy(model)))
-    assert str(again).replace("(o_proj)", "") and torch.equal(logits(again), logits(model))
+    assert torch.equal(logits(again), logits(model))
     assert {*again.state_dict()} == {*model.state_dict()}
 
 
@@ -85,8 +85,8 @@ def test_fused_models_are_copied_pickled_and_watched() -> None:
     packed = pack(tiny("llama"), "int8")
     expected = logits(packed)
     for other in (copy.deepcopy(packed), pickle.loads(pickle.dumps(packed))):
-        del_other = logits(other)
-        assert torch.equal(del_other, expected)
+        again = logits(other)
+        assert torch.equal(again, expected)
         assert other.model.layers[0].self_attn.forward.args[0] is other.model.layers[0].self_attn
     with torch.no_grad():
         seen = packed(IDS, output_hidden_states=True)

@@ -3,10 +3,11 @@
 model = quire.linear.pack(model, weights="int8")
 """
 
+from quire.linear.arguments import Weights
 from quire.linear.epilogues import Rotary, add, gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from quire.linear.files import load, save
 from quire.linear.models import pack, packed_layers, unpack
-from quire.linear.module import PackedEmbedding, PackedLinear, Weights, matmul
+from quire.linear.module import PackedEmbedding, PackedLinear, matmul
 
 __all__ = [
     "PackedEmbedding",

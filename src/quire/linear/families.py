@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from quire.linear.arguments import Weights
 from quire.linear.epilogues import (
     EpilogueMod,
     Rotary,
@@ -26,7 +27,7 @@ from quire.linear.epilogues import (
     gelu_tanh_and_mul,
     silu_and_mul,
 )
-from quire.linear.module import PackedLinear, Weights
+from quire.linear.module import PackedLinear
 from quire.linear.packing import IntegerWeight
 
 ATTENTIONS = ("LlamaAttention", "Qwen2Attention", "MistralAttention")

@@ -13,8 +13,9 @@ from torch import nn
 
 from quire.errors import ArgumentError
 from quire.linear import families
+from quire.linear.arguments import Weights, stored_as
 from quire.linear.gguf import integer_weights
-from quire.linear.module import PackedEmbedding, PackedLinear, Weights, stored_as
+from quire.linear.module import PackedEmbedding, PackedLinear
 from quire.linear.packing import IntegerWeight
 
 Choice = Sequence[str] | Callable[[str, nn.Module], bool]

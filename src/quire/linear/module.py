@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,26 +13,23 @@ from quire.checks.arguments import dtype_name
 from quire.codegen.phases.norm import Norm
 from quire.codegen.phases.weights import FORMATS
 from quire.config import config
-from quire.errors import (
-    ArgumentError,
-    CapturedIndexError,
-    DeviceError,
-    DtypeError,
-    PackedTrainingError,
-    ShapeError,
-    TensorKindError,
-)
+from quire.errors import ArgumentError, CapturedIndexError, DtypeError, PackedTrainingError
 from quire.ir.trace import trace
+from quire.linear.arguments import (
+    ACTIVATIONS,
+    Weights,
+    as_floats,
+    check_weight,
+    given_tensors,
+    kept_as,
+    norm_of,
+    refuse,
+    stored_as,
+)
+from quire.linear.epilogues import EpilogueMod
 from quire.linear.packing import IntegerWeight, pack_weights, panels_of, unpack_weights
 from quire.runtime.linear import Epilogue, LinearLaunch, PackedWeights, Prologue
 from quire.support.dynamo import never_traced
-
-Weights: TypeAlias = Literal["float32", "bfloat16", "float16", "int8", "int4", "w8a8", "w4a8"]
-"""How weights are stored; "w8a8" and "w4a8" are int8 and int4 whose activations are int8, too."""
-
-Mod: TypeAlias = Callable[..., Any]
-
-_ACTIVATIONS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Shape(NamedTuple):
@@ -81,7 +77,7 @@ class PackedLinear(nn.Module):
         self,
         shape: Shape,
         tensors: Mapping[str, Tensor],
-        epilogue: Mod | None = None,
+        epilogue: EpilogueMod | None = None,
     ) -> None:
         super().__init__()
         self.shape, self.epilogue = shape, epilogue
@@ -98,7 +94,7 @@ class PackedLinear(nn.Module):
         weights: Weights = "float32",
         *,
         norm: nn.Module | None = None,
-        epilogue: Mod | None = None,
+        epilogue: EpilogueMod | None = None,
     ) -> PackedLinear:
         """Return a layer that computes what `linear` does."""
         return cls.from_weight(
@@ -113,7 +109,7 @@ class PackedLinear(nn.Module):
         *,
         weights: Weights = "float32",
         norm: nn.Module | None = None,
-        epilogue: Mod | None = None,
+        epilogue: EpilogueMod | None = None,
         half: int = 0,
         merges: bool = False,
     ) -> PackedLinear:
@@ -125,7 +121,7 @@ class PackedLinear(nn.Module):
         if isinstance(weight, IntegerWeight):
             weights = kept_as(weight, weights)
         else:
-            _check_weight(weight, weights, half)
+            check_weight(weight, weights, half)
         kind, epsilon, norm_tensors = norm_of(norm, weight.shape[1])
         out_features, in_features = weight.shape
         shape = Shape(
@@ -189,8 +185,8 @@ class PackedLinear(nn.Module):
     def _multiply(self, x: Tensor, given: Mapping[str, Tensor]) -> Tensor:
         depth = self.shape.in_features
         plain = type(x) in (Tensor, nn.Parameter)
-        if not (plain and x.dtype in _ACTIVATIONS and x.is_cpu and x.shape[-1:] == (depth,)):
-            _refuse(x, depth)
+        if not (plain and x.dtype in ACTIVATIONS and x.is_cpu and x.shape[-1:] == (depth,)):
+            refuse(x, depth)
         if x.requires_grad and torch.is_grad_enabled():
             raise PackedTrainingError(
                 "x must not require a gradient where a layer has packed weights, but it does. Run "
@@ -242,14 +238,14 @@ class PackedLinear(nn.Module):
             epilogue = epilogue._replace(graph=traced.output, captures=traced.captures)
         known = {id(tensor): place for place, tensor in enumerate(epilogue.captures)}
         given = {name: known[id(each)] for name, each in placeholders.items() if id(each) in known}
-        gain, bias = (_as_floats(each) for each in (self.norm_weight, self.norm_bias))
+        gain, bias = (as_floats(each) for each in (self.norm_weight, self.norm_bias))
         prologue = Prologue(self.shape.norm, gain, bias, self.shape.epsilon)
         launch = LinearLaunch(self.packed_weights, prologue, epilogue, dtype)
         return _Ready(launch, epilogue.captures, given)
 
-    def _whole_mod(self, placeholders: Mapping[str, Tensor]) -> Mod | None:
+    def _whole_mod(self, placeholders: Mapping[str, Tensor]) -> EpilogueMod | None:
         """Return the epilogue with the bias before it."""
-        bias, half = _as_floats(self.bias), self.shape.half
+        bias, half = as_floats(self.bias), self.shape.half
         epilogue = self.epilogue
         if epilogue is not None and placeholders:
             epilogue = functools.partial(epilogue, **placeholders)
@@ -326,99 +322,3 @@ def matmul(x: Tensor, packed: PackedLinear) -> Tensor:
         "_plain", PackedLinear(shape, {"packed": packed.packed})
     )
     return plain.forward(x)
-
-
-# --- arguments ------------------------------------------------------------------------------------
-
-
-def stored_as(weights: str) -> tuple[str, bool]:
-    """Return the format of weights, and whether activations are integers, too."""
-    if weights not in get_args(Weights):
-        raise ArgumentError(
-            f"weights must be one of {', '.join(get_args(Weights))}, but is {weights!r}. Take "
-            f"float32 for the numbers of the layer as they are."
-        )
-    return {"w8a8": ("int8", True), "w4a8": ("int4", True)}.get(weights, (weights, False))
-
-
-def kept_as(weight: IntegerWeight, weights: Weights) -> Weights:
-    """Return how integers are stored that were given; `weights` says if activations are, too."""
-    own = cast(Weights, weight.format.name)
-    quantised: dict[Weights, Weights] = {"int8": "w8a8", "int4": "w4a8"}
-    return quantised[own] if stored_as(weights)[1] else own
-
-
-def norm_of(norm: nn.Module | None, depth: int) -> tuple[Norm, float, dict[str, Tensor]]:
-    """Return the kind of a norm, its epsilon and its tensors."""
-    if norm is None:
-        return "none", 0.0, {}
-    layer = isinstance(norm, nn.LayerNorm)
-    epsilon = getattr(norm, "eps", getattr(norm, "variance_epsilon", None))
-    weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
-    if not layer and "RMSNorm" not in type(norm).__name__:
-        raise ArgumentError(
-            f"norm must be an RMSNorm or a LayerNorm, but is {type(norm).__name__}. Leave it out, "
-            f"and call it before the layer."
-        )
-    for tensor in (weight, bias):
-        if tensor is not None and tensor.shape != (depth,):
-            raise ShapeError(
-                f"norm must be of {depth} numbers, as the rows of x are, but is of "
-                f"{list(tensor.shape)}. Give the norm of this layer."
-            )
-    if epsilon is None:  # torch.nn.RMSNorm takes that of the dtype
-        epsilon = torch.finfo(torch.float32).eps
-    found = {"norm_weight": weight, "norm_bias": bias}
-    tensors = {
-        name: each.detach().float().clone() for name, each in found.items() if each is not None
-    }
-    return "layer" if layer else "rms", float(epsilon), tensors
-
-
-def given_tensors(epilogue: Mod | None) -> tuple[str, ...]:
-    """Return the names of the tensors that a call gives to an epilogue."""
-    if epilogue is None:
-        return ()
-    parameters = inspect.signature(epilogue).parameters.values()
-    return tuple(each.name for each in parameters if each.kind is each.KEYWORD_ONLY)
-
-
-def _as_floats(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.detach().float().contiguous()
-
-
-def _check_weight(weight: Tensor, weights: str, half: int) -> None:
-    stored_as(weights)
-    if weight.dim() != 2 or (half and weight.shape[0] % (2 * half)):
-        raise ShapeError(
-            f"the weight must be [N, K], and N a multiple of two halves, but has the shape "
-            f"{list(weight.shape)} and half is {half}. Give the weight of a linear layer."
-        )
-    if not weight.is_cpu:
-        raise DeviceError(
-            f"the weight must be on the CPU, but is on {weight.device}. Move the model there."
-        )
-    if weight.dtype not in (*_ACTIVATIONS, torch.float64):
-        raise DtypeError(
-            f"the weight must be of floats, but is {dtype_name(weight.dtype)}. Convert it."
-        )
-
-
-def _refuse(x: Tensor, depth: int) -> None:
-    """Raise for rows that a layer cannot multiply."""
-    if type(x) not in (Tensor, nn.Parameter):
-        raise TensorKindError(
-            f"x must be a plain tensor, but is a {type(x).__name__}. Unpack the layer."
-        )
-    if not x.is_cpu:
-        raise DeviceError(
-            f"x must be on the CPU where a layer has packed weights, but is on {x.device}. Move it."
-        )
-    if x.dtype not in _ACTIVATIONS:
-        raise DtypeError(
-            f"x must be float32, bfloat16 or float16, but is {dtype_name(x.dtype)}. Convert it."
-        )
-    raise ShapeError(
-        f"x must end with {depth} numbers in a row, but has the shape {list(x.shape)}. Give the "
-        f"rows that the layer was made for."
-    )
