@@ -30,7 +30,6 @@ from quire.backends.eager import per_sequence as eager
 from quire.backends.recheck import recheck
 from quire.block_mask import BlockMask, BlockRows
 from quire.codegen.convention import FEW_ROWS, MANY_KEYS
-from quire.codegen.llvm.target import Target
 from quire.codegen.mods.arguments import CaptureShape
 from quire.config import Backend as BackendName
 from quire.config import config
@@ -42,7 +41,6 @@ from quire.results import Above, Gradients, Moved, Result, Tangents, Wanted
 from quire.runtime import tangent as compiled
 from quire.runtime.backward import BackwardPlans
 from quire.runtime.forward import ForwardPlan
-from quire.runtime.work import flops_of
 from quire.support.bounded import BoundedDict
 from quire.support.torch_private import is_ordinary, is_transformed, is_watched, is_zero_tensor
 
@@ -273,41 +271,20 @@ class Candidates(NamedTuple):
 
 def choose(call: Call) -> BackendName:
     """Return the backend that the request names, or for 'auto' the first that can run the call."""
-    candidates = _candidates(call.request.backend)
+    chosen = candidates(call.request.backend)
     reasons = []
-    for name in candidates.names:
+    for name in chosen.names:
         reason = OBSTACLES[name](call)
         if reason is None:
             return name
         reasons.append(f"  {name}: {reason}.\n")
     raise BackendError(
-        f"{candidates.words} cannot run this call:\n{''.join(reasons)}"
+        f"{chosen.words} cannot run this call:\n{''.join(reasons)}"
         f"Call quire.explain(...) to see what could, or change the call."
     )
 
 
-def explain_call(call: Call) -> str:
-    """Describe which backend would run `call`, what it costs, and why not the others."""
-    candidates = _candidates(call.request.backend)
-    obstacles = {name: obstacle(call) for name, obstacle in OBSTACLES.items()}
-    able = [name for name in candidates.names if obstacles[name] is None]
-    used = able[0] if able else None
-    lines = [f"{candidates.words} uses {used or 'nothing: it raises a BackendError'}."]
-    if used == "jit":
-        lines += [f"jit generates code for {Target.host()}.", f"jit takes {flops_of(call)}."]
-        unread = jit.computed_unread(call)
-        if unread is not None:
-            lines.append(f"jit computes {unread}.")
-    for name, reason in obstacles.items():
-        if reason is None:
-            first = "comes first" if name in able else "was asked for"
-            reason = f"{used or candidates.names[0]} {first}; it could run this call"
-        if name != used:
-            lines.append(f"{name} not used because {reason}.")
-    return "\n".join(lines)
-
-
-def _candidates(name: BackendName) -> Candidates:
+def candidates(name: BackendName) -> Candidates:
     """Return the backends to try for `name`. QUIRE_BACKEND takes the place of 'auto'."""
     where, words, remedy = "backend", f"backend={name!r}", "Leave it out"
     if name == "auto" and config().backend != "auto":

@@ -18,10 +18,13 @@ from quire.api.flex import FlexOptions, aux_request, check_gqa, checked_masks, f
 from quire.api.kernel_options import FlexKernelOptions, check_kernel_options
 from quire.api.weighting import WeightOptions, passes
 from quire.aux_outputs import NO_AUX, AuxRequest, checked_request
+from quire.backends import jit
+from quire.codegen.llvm.target import Target
 from quire.ir.trace import Mod
 from quire.memory import TOP_LEFT, Dense, Memory, Queries
-from quire.plans import explain_call
-from quire.request import Request, checked_call
+from quire.plans import OBSTACLES, candidates
+from quire.request import Call, Request, checked_call
+from quire.runtime.work import flops_of
 
 
 @overload
@@ -116,3 +119,24 @@ def _of_attention(asked: SimpleNamespace) -> Request:
 def _common(asked: SimpleNamespace) -> dict[str, Any]:
     names = ("score_mod", "scale", "dropout_p", "sink", "backend", "generator")
     return {name: getattr(asked, name) for name in names}
+
+
+def explain_call(call: Call) -> str:
+    """Return which backend would run `call`, what it costs, and why not the others, as text."""
+    chosen = candidates(call.request.backend)
+    obstacles = {name: obstacle(call) for name, obstacle in OBSTACLES.items()}
+    able = [name for name in chosen.names if obstacles[name] is None]
+    used = able[0] if able else None
+    lines = [f"{chosen.words} uses {used or 'nothing: it raises a BackendError'}."]
+    if used == "jit":
+        lines += [f"jit generates code for {Target.host()}.", f"jit takes {flops_of(call)}."]
+        unread = jit.computed_unread(call)
+        if unread is not None:
+            lines.append(f"jit computes {unread}.")
+    for name, reason in obstacles.items():
+        if reason is None:
+            first = "comes first" if name in able else "was asked for"
+            reason = f"{used or chosen.names[0]} {first}; it could run this call"
+        if name != used:
+            lines.append(f"{name} not used because {reason}.")
+    return "\n".join(lines)

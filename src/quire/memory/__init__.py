@@ -7,7 +7,7 @@ same layout have passed it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from quire import checks
 from quire.errors import ArgumentError, ShapeError
+from quire.memory.positions import TOP_LEFT, Integers, One, Queries
 from quire.memory.tables import (
     KNOWN,
     Numbers,
@@ -30,37 +31,6 @@ from quire.memory.tables import (
     spans,
 )
 from quire.results import Result, working_dtype
-
-Integers: TypeAlias = Tensor | Sequence[int]
-
-
-class Queries(NamedTuple):
-    """Which rows of the query belong to each sequence, and the position of its first query.
-
-    The arguments q_start, q_offsets [B + 1] and q_lengths [B] of `attention`.
-    """
-
-    start: int | Integers | None = None
-    offsets: Integers | None = None
-    lengths: Integers | None = None
-
-
-TOP_LEFT = Queries(start=0)
-"""The first query and the first key have the same position."""
-
-
-class One(NamedTuple):
-    """The positions of a dense call, the same in every batch entry.
-
-    Queries have the positions q_start, q_start + 1, ... and keys [kv_begin, kv_end). Mods get the
-    batch indices b, b + 1, ...
-    """
-
-    q_len: int
-    q_start: int
-    kv_begin: int
-    kv_end: int
-    b: int = 0
 
 
 class Placed(NamedTuple):
@@ -418,3 +388,6 @@ class Paged:
 
 Memory: TypeAlias = Dense | Ragged | Paged
 """The second argument of `attention`."""
+
+__all__ = ["TOP_LEFT", "Dense", "Integers", "Memory", "One", "Paged", "Placed", "Queries"]
+__all__ += ["Ragged", "longest"]
