@@ -54,7 +54,7 @@ def gathered(divided: ContextPlan) -> float:
 
 def plan(table: Table, seconds: float, threads: int) -> None:
     """Bytes, balance and time of a plan for a million tokens over 64 ranks."""
-    wanted = {"documents causal": ("0.1", "1.05"), "window 4,096": ("0.01", "1.02")}
+    wanted = {"documents causal": ("<= 0.1", "<= 1.05"), "window 4,096": ("<= 0.01", "<= 1.02")}
     for name, (keys, balance) in wanted.items():
         mask = masks(MILLION)[name]
         start = time.perf_counter()
@@ -67,7 +67,7 @@ def plan(table: Table, seconds: float, threads: int) -> None:
         table.add(f"{case}, keys of a rank at most", most, "all-gather", keys, layout=made.layout)
         table.add(f"{case}, keys of a rank on average", mean, "all-gather", keys)
         table.add(f"{case}, balance", made.balance, "x mean", balance, contiguous=worst)
-        table.add(f"{case}, time to plan", took, "s", "2")
+        table.add(f"{case}, time to plan", took, "s", "<= 2")
 
 
 def ranks(table: Table, seconds: float, threads: int) -> None:
@@ -174,7 +174,7 @@ def compared(count: int, mask: str, learns: bool, seconds: float) -> tuple[float
 def speed(table: Table, seconds: float, threads: int) -> None:
     """As many processes of one thread as there are threads, against one process."""
     for mask in ("causal", "documents causal"):
-        for learns, must in ((False, "0.85"), (True, "0.8")):
+        for learns, must in ((False, ">= 0.85"), (True, ">= 0.8")):
             figure, busy = compared(threads, mask, learns, seconds)
             case = f"{threads} processes, N {LENGTH:,}, {mask}{', backward' * learns}"
             table.add(case, figure, "x 1 process", must, busy=round(busy, 3))
@@ -184,7 +184,7 @@ def waste(table: Table, seconds: float, threads: int) -> None:
     """Twice as many processes as threads: the sum of their busy times."""
     for mask in ("causal", "documents causal"):
         _, busy = compared(2 * threads, mask, False, seconds)
-        table.add(f"{2 * threads} processes, {mask}, busy times", busy, "x 1 process", "1.1")
+        table.add(f"{2 * threads} processes, {mask}, busy times", busy, "x 1 process", "<= 1.1")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import quire
 from quire.distributed import ContextPlan, plan
 from quire.distributed.layouts import LAYOUTS, Division
 from quire.distributed.reads import Reads, choose_block
-from quire.errors import ArgumentError, DistributedError, RankError, ShapeError
+from quire.errors import ArgumentError, DistributedError, OptionError, RankError, ShapeError
 from quire.ir.trace import trace
 from quire.mods import causal, document, sliding_window
 
@@ -290,10 +290,15 @@ def test_what_attention_refuses() -> None:
         attend(x, quire.Dense(x[:, :, 1:], x[:, :, 1:]), plan=alone)
     with pytest.raises(ArgumentError, match=r"memory must be Dense\(key, value\) without a start"):
         attend(x, quire.Dense(x, x, start=3), plan=alone)
-    with pytest.raises(
-        quire.errors.OptionError, match=r"key_mass must not be asked for over ranks"
-    ):
+    with pytest.raises(OptionError, match=r"key_mass must not be asked for over ranks"):
         attend(x, dense, plan=alone, return_aux=quire.AuxRequest(key_mass=True))
+    with pytest.raises(OptionError, match=r"AuxRequest.weights must be None over ranks"):
+        attend(x, dense, plan=alone, return_aux=quire.AuxRequest(weights=[0]))
+    with (
+        quire.distributed.context_parallel(alone),
+        pytest.raises(OptionError, match=r"weights must be None inside of context_parallel"),
+    ):
+        quire.attention(x, dense, return_aux=quire.AuxRequest(weights=[0]))
     with pytest.raises(ShapeError, match=r"query must have batch 3, as the plan has, but has 1"):
         attend(x, dense, plan=plan(by_batch, length=32, batch=3))
     (part,) = made().shard(torch.randn(1, 2, 64, 8), dim=2)

@@ -113,7 +113,6 @@ def test_the_example_trains_as_one_process_does(ranks: Ranks, size: int) -> None
         assert max(abs(x - y) for x, y in zip(together, alone, strict=True)) < 1e-4
 
 
-@pytest.mark.xfail(reason="up to four queries have a kernel of their own, with other bits")
 @pytest.mark.parametrize("length", [33, 34, 36])
 def test_a_chunk_of_few_rows_has_the_bits_of_one_process(ranks: Ranks, length: int) -> None:
     few = Example(length=length, layout="contiguous", block_size=16, width=(64, 64))

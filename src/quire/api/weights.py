@@ -9,6 +9,7 @@ from torch import Tensor
 
 from quire.backends.eager.weights import weights
 from quire.errors import ArgumentError, OptionError
+from quire.plans import over_ranks
 from quire.request import Request, call_of
 from quire.support.dynamo import never_traced
 from quire.support.torch_private import is_transformed
@@ -20,6 +21,11 @@ def weights_of(request: Request, rows: Sequence[int] | Tensor) -> Tensor:
 
     They are [B, Hq, rows, S], or [rows, Hq, S] for a query [total, Hq, D].
     """
+    if over_ranks.get() is not None:
+        raise OptionError(
+            "AuxRequest.weights must be None inside of context_parallel, where each rank has a "
+            "part of the keys, but rows are given. Gather the keys, and ask outside of it."
+        )
     if is_transformed():
         raise OptionError(
             "AuxRequest.weights must be None inside of torch.func, but is given. Call attention "
