@@ -51,6 +51,8 @@ def test_tied_weights_stay_tied_and_are_stored_once() -> None:
     sizes = [tensor.nbytes for tensor in model.state_dict().values()]
     assert sum(sizes) < 1.3 * (100 * 64 + 80 * 64 + 48 * 128) * 17 / 16 + 80 * 4 + 7000
     assert torch.equal(model.embed(IDS)[0, 2], model.head.weight[99])
+    with pytest.raises(ArgumentError, match="ids must be from 0 to 99, but are from -1 to 5"):
+        model.embed(torch.tensor([5, -1]))
     unpack(model)
     assert model.embed.weight is model.head.weight
 

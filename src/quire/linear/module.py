@@ -302,6 +302,11 @@ class PackedEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return the rows [..., K] of some ids."""
+        if ids.numel() and not (ids.min() >= 0 and ids.max() < self.num_embeddings):
+            raise ArgumentError(
+                f"ids must be from 0 to {self.num_embeddings - 1}, but are from {ids.min()} to "
+                f"{ids.max()}. Give the tokens of this model."
+            )
         rows = unpack_weights(self.layer.packed_weights, ids.flatten())
         dtype: torch.dtype = getattr(torch, self.layer.shape.dtype)
         embedded: Tensor = rows.to(dtype).unflatten(0, ids.shape)

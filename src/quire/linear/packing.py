@@ -10,6 +10,7 @@ the rules of GGUF's Q8_0 and Q4_1, so weights that were stored like that are pac
 
 from __future__ import annotations
 
+import functools
 import mmap
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -93,6 +94,7 @@ class PanelRows(NamedTuple):
     columns: Tensor
 
 
+@functools.lru_cache(maxsize=256)  # layers of one size share the table
 def panels_of(width: int, half: int = 0, *, merges: bool = False) -> PanelRows:
     """Return the panels of `width` columns, plain or in pairs (`codegen/kernels/epilogue.py`)."""
     size = half or width  # of columns that lie side by side
@@ -196,11 +198,12 @@ def empty_panels(panels: int, size: int) -> Tensor:
 
 def unpack_weights(packed: PackedWeights, rows: Tensor | None = None) -> Tensor:
     """Return the float32 weights [N, K] that the kernel multiplies by, or some rows of them."""
-    places = torch.empty(packed.width, dtype=torch.int64)
-    known = panels_of(packed.width, packed.half).rows.flatten()
-    places[known[known >= 0]] = torch.arange(len(known))[known >= 0]
-    if rows is not None:
-        places = places[rows]
+    places = torch.arange(packed.width) if rows is None else rows  # of plain columns
+    if packed.half:
+        known = panels_of(packed.width, packed.half).rows.flatten()
+        place = torch.empty(packed.width, dtype=torch.int64)
+        place[known[known >= 0]] = torch.arange(len(known))[known >= 0]
+        places = place[places]
     return _rows_at(packed, places)[:, : packed.depth]
 
 
