@@ -37,6 +37,7 @@ from quire.support.torch_private import (
     is_watched,
 )
 from quire.support.torch_private.tracing import know_entries
+from quire.support.torch_private.transforms import unrecorded
 
 
 class Parts(NamedTuple):
@@ -205,7 +206,8 @@ def _ready(request: Request) -> dict[str, Traced] | None:
 
 def _read_for_a_graph(mod: Mod, kind: Kind, query: Tensor) -> Traced:
     try:
-        return trace(mod, kind, score_dtype=working_dtype(query.dtype), device=query.device)
+        with unrecorded():
+            return trace(mod, kind, score_dtype=working_dtype(query.dtype), device=query.device)
     except UnsupportedOpError as error:
         reason = str(error).partition(". ")[0]  # names the user's line
         raise UnsupportedOpError(

@@ -1,4 +1,4 @@
-"""Private names of PyTorch for torch.func and forward-mode AD."""
+"""Private names of PyTorch for torch.func, forward-mode AD and torch.jit.trace."""
 
 from __future__ import annotations
 
@@ -107,3 +107,15 @@ def tangent_of(tensor: Tensor) -> Tensor:
     """Return the tangent of a tensor; zeros if it has none."""
     tangent = forward_ad.unpack_dual(tensor).tangent
     return torch.zeros_like(tensor) if tangent is None else tangent
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Stop torch.jit.trace from recording. Where it records, the sizes of tensors are tensors."""
+    state = named("torch", "_C._get_tracing_state")()
+    pause = named("torch", "_C._set_tracing_state")
+    pause(None)
+    try:
+        yield
+    finally:
+        pause(state)
