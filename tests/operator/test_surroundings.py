@@ -80,7 +80,7 @@ def test_a_graph_breaks_at_a_transform(function: Callable[..., Tensor]) -> None:
 @pytest.mark.parametrize("function", TRANSFORMS[:3])
 def test_a_transform_is_refused_if_the_graph_may_not_break(function: Callable[..., Tensor]) -> None:
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
-    with pytest.raises(Exception, match="inside of torch.func or forward_ad cannot be part of a graph"):
+    with pytest.raises(Exception, match="cannot be part of a graph"):
         compiled(*operands())
 
 
