@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import quire
-from quire import config, plans
+from quire import config
+from quire.api.explain import explain_call
 from quire.errors import ArgumentError, BackendError
 from quire.memory import Dense, One, Placed
-from quire.plans import OBSTACLES, choose, explain_call
+from quire.plans import OBSTACLES, choose
 from quire.request import Call, Problem, Request, checked_call
 
 
@@ -176,4 +177,4 @@ def test_asking_draws_no_random_number() -> None:
 
 def test_explain_and_choose_agree() -> None:
     for call in (cpu_call(), cpu_call(dropout_p=0.5), call_on("cuda"), call_on("mps")):
-        assert f"uses {choose(call)}." in plans.explain_call(call)
+        assert f"uses {choose(call)}." in explain_call(call)

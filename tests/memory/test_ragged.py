@@ -17,6 +17,7 @@ from torch import Tensor
 
 import quire
 from quire import AuxRequest, Dense, Ragged, attention, create_block_mask, reference
+from quire.api.explain import explain_call
 from quire.config import Backend
 from quire.errors import (
     ArgumentError,
@@ -31,7 +32,6 @@ from quire.errors import (
     TensorKindError,
 )
 from quire.mods.dropout import Dropout
-from quire.plans import explain_call
 from quire.request import Request, checked_call
 
 EVERYTHING = AuxRequest(*[True] * len(AuxRequest._fields))

@@ -12,6 +12,7 @@ the transforms that are left.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Sequence
@@ -20,9 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.autograd.folding import mapped
+from quire.autograd.folding import Change, Role, mapped
 from quire.autograd.steps import (
-    AttentionStep,
+    DRAWN,
+    HEADS,
+    KEYS,
+    ROWS,
     GradientStep,
     Passes,
     Pulled,
@@ -30,6 +34,7 @@ from quire.autograd.steps import (
     Step,
     TangentStep,
     Tensors,
+    captured_roles,
 )
 from quire.checks import check_held
 from quire.errors import TensorKindError
@@ -52,12 +57,39 @@ from quire.support.torch_private.transforms import (
 _EMPTY = torch.empty(0, device="cpu")
 
 
+class AttentionStep(Step):
+    """Takes query, key, value, sink, the seed of dropout, *captures; returns a Result's fields."""
+
+    def __init__(self, passes: Passes, call: Call) -> None:
+        self.passes, self.call, self.shell = passes, call, call.placed
+
+    @functools.cached_property
+    def inputs(self) -> tuple[Role, ...]:  # type: ignore[override]
+        """Return the roles, which only torch.vmap asks for."""
+        return ROWS, KEYS, KEYS, HEADS, DRAWN, *captured_roles(len(self.call.captures))
+
+    outputs = (ROWS,) * len(Result._fields)
+
+    def changed(self, change: Change) -> AttentionStep:
+        """Return the step of another problem."""
+        call = self.call._replace(problem=change.problem(self.call.problem))
+        return AttentionStep(self.passes.changed(change), call)
+
+    def compute(self, *tensors: Tensor | None) -> Tensors:
+        """Compute on plain tensors, without autograd."""
+        query, key, value, sink, _, *captures = tensors
+        assert query is not None and key is not None and value is not None
+        loaded = tuple([x for x in captures if x is not None])
+        return tuple(self.passes.forward(self.call.on((query, key, value), sink, loaded)))
+
+
 def recorded(passes: Passes, call: Call) -> Result:
     """Compute a call, and let autograd record it."""
     sink, dropout = call.request.sink, call.problem.dropout
-    duals = only_duals((*call.placed[:3], sink, *call.captures))
-    if duals is not None:
-        return _with_tangents(passes, call, duals)
+    if is_dual():
+        duals = only_duals((*call.placed[:3], sink, *call.captures))
+        if duals is not None:
+            return _with_tangents(passes, call, duals)
     apply: Any = Attention.apply
     step, drawn = AttentionStep(passes, call), None if dropout is None else dropout.drawn
     return Result(*apply(step, *call.placed[:3], sink, drawn, *call.captures))

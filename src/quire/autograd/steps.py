@@ -1,8 +1,7 @@
 """The functions that autograd differentiates, of every order. Each is a value.
 
-    AttentionStep          query, key, value, ... -> out, lse, ...
-    GradientStep           its reverse derivative: also gradients of the results -> those of inputs
-    TangentStep            its forward derivative: also tangents of the inputs -> those of results
+    GradientStep           gradients of attention: also those of its results -> those of its inputs
+    TangentStep            its tangents: also those of its inputs -> those of its results
     Pulled(step)           the reverse derivative of any step but the first
     Pushed(step)           the forward derivative of any step but the first
 
@@ -13,7 +12,6 @@ of torch, which can be recorded. The role of each tensor says how torch.vmap map
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -100,32 +98,6 @@ class Step:
 # --- the first order ------------------------------------------------------------------------------
 
 
-class AttentionStep(Step):
-    """Takes query, key, value, sink, the seed of dropout, *captures; returns a Result's fields."""
-
-    def __init__(self, passes: Passes, call: Call) -> None:
-        self.passes, self.call, self.shell = passes, call, call.placed
-
-    @functools.cached_property
-    def inputs(self) -> tuple[Role, ...]:  # type: ignore[override]
-        """Return the roles, which only torch.vmap asks for."""
-        return ROWS, KEYS, KEYS, HEADS, DRAWN, *_captured(len(self.call.captures))
-
-    outputs = (ROWS,) * len(Result._fields)
-
-    def changed(self, change: Change) -> AttentionStep:
-        """Return the step of another problem."""
-        call = self.call._replace(problem=change.problem(self.call.problem))
-        return AttentionStep(self.passes.changed(change), call)
-
-    def _run(self, tensors: Tensors, *, in_torch: bool) -> Tensors:
-        assert not in_torch, "attention has derivatives of its own"
-        query, key, value, sink, _, *captures = tensors
-        assert query is not None and key is not None and value is not None
-        call = self.call.on((query, key, value), sink, _present(captures))
-        return tuple(self.passes.forward(call))
-
-
 class Operands(NamedTuple):
     """What every derivative reads: results of the forward pass, operands and captures."""
 
@@ -148,7 +120,7 @@ class Operands(NamedTuple):
     @staticmethod
     def roles(num_captures: int) -> tuple[Role, ...]:
         """Return the roles of those tensors."""
-        return ROWS, ROWS, ROWS, KEYS, KEYS, HEADS, DRAWN, *_captured(num_captures)
+        return ROWS, ROWS, ROWS, KEYS, KEYS, HEADS, DRAWN, *captured_roles(num_captures)
 
 
 class GradientStep(Step):
@@ -166,7 +138,7 @@ class GradientStep(Step):
         wants: tuple[bool, bool, bool, bool],
         learned: tuple[bool, ...],
     ) -> None:
-        captured = _captured(len(learned))
+        captured = captured_roles(len(learned))
         inputs = (*Operands.roles(len(learned)), ROWS, ROWS)
         super().__init__(passes, shell, inputs, (ROWS, KEYS, KEYS, ROWS, ROWS, *captured))
         self.wants, self.learned = wants, learned
@@ -196,7 +168,7 @@ class TangentStep(Step):
     """
 
     def __init__(self, passes: Passes, shell: Placed, num_captures: int) -> None:
-        moved = (ROWS, KEYS, KEYS, HEADS, *_captured(num_captures))
+        moved = (ROWS, KEYS, KEYS, HEADS, *captured_roles(num_captures))
         super().__init__(passes, shell, (*Operands.roles(num_captures), *moved), (ROWS, ROWS))
         self.num_given = len(self.inputs) - len(moved)
 
@@ -297,7 +269,8 @@ def _columns(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list
     return [x for x, _ in pairs], [y for _, y in pairs]
 
 
-def _captured(count: int) -> tuple[Role, ...]:
+def captured_roles(count: int) -> tuple[Role, ...]:
+    """Return the roles of captured tensors."""
     return tuple(Role("captured", number) for number in range(count))
 
 

@@ -118,7 +118,8 @@ class BackwardPlans:
         above: Above,
     ) -> Gradients | None:
         """Return the gradients; None if the eager backend has to compute them."""
-        above = above.of_weights(problem.weighting)
+        if problem.weighting != "softmax":
+            above = above.of_weights(problem.weighting)
         out, lse, *given = above[:4]
         grads = [None if x is None else x.resolve_neg() for x in given]
         query, key, value = (x.resolve_neg() for x in placed[:3])
