@@ -62,7 +62,7 @@ class ModArguments:
         written = set(literals(*roots))
         variable = tuple(node for node in constants(*roots) if node not in written)
         least: dict[int, int] = {}
-        for node in walk(*roots):
+        for node in _loads(*roots):
             fixed = fixed_index(node)
             if fixed is not None:
                 assert isinstance(node.payload, int)
@@ -129,8 +129,12 @@ def literals(*roots: Node) -> list[Node]:
 
     These are truth values, 0, 1, -1 and infinities, and the fixed indices of loads.
     """
-    fixed = {node.args[-1] for node in walk(*roots) if fixed_index(node) is not None}
+    fixed = {node.args[-1] for node in _loads(*roots) if fixed_index(node) is not None}
     return [node for node in constants(*roots) if node in fixed or _is_common(node)]
+
+
+def _loads(*roots: Node) -> list[Node]:
+    return [node for node in walk(*roots) if node.op == "load"]
 
 
 def _is_common(node: Node) -> bool:
