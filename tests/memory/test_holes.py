@@ -12,11 +12,12 @@ from compare import assert_as_good_as
 from torch import Tensor
 
 from quire import AuxRequest, Paged, attention, reference
+from quire.aux_outputs import OF_KERNELS
 from quire.config import Backend
 from quire.memory.tables import close_up
 
 PAGE, HQ, HKV, D = 16, 4, 2, 24
-EVERYTHING = AuxRequest(*[True] * len(AuxRequest._fields))
+EVERYTHING = AuxRequest(*[True] * len(OF_KERNELS))
 BACKENDS: tuple[Backend, ...] = ("jit", "eager")
 LENGTHS = [190, 100, 70, 33]
 HOLES = ([0, 3, 4, 7], [1, 6], [], [0, 1, 2])  # in the middle, at the end, nowhere, everywhere
@@ -76,7 +77,9 @@ def test_the_reference(q_len: int, backend: Backend) -> None:
     assert aux.key_mass.shape == (4, HQ, max(LENGTHS))
     for b, length in enumerate(LENGTHS):
         truth, peer = (expected(query, pages, b, t) for t in (torch.float64, torch.float32))
-        found = {name: x[b : b + 1] for name, x in aux._asdict().items()} | {"out": out[b : b + 1]}
+        found = {name: x[b : b + 1] for name, x in zip(OF_KERNELS, aux, strict=False)} | {
+            "out": out[b : b + 1]
+        }
         found["key_mass"] = found["key_mass"][..., :length]
         for name in ("out", "lse", "max_scores", "entropy", "key_mass"):
             assert_as_good_as(found[name], getattr(peer, name), getattr(truth, name), name)

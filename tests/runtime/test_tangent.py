@@ -12,6 +12,7 @@ from compare import assert_as_good_as
 from torch import Tensor, func
 
 from quire import AuxRequest, Dense, Paged, Ragged, attention, create_block_mask, plans, reference
+from quire.aux_outputs import OF_KERNELS
 from quire.mods import causal
 
 pytestmark = [
@@ -20,7 +21,7 @@ pytestmark = [
 ]
 
 HQ, HKV, D, DV = 4, 2, 24, 20
-EVERYTHING = AuxRequest(*[True] * len(AuxRequest._fields))._replace(key_mass=False)
+EVERYTHING = AuxRequest(*[True] * len(OF_KERNELS))._replace(key_mass=False)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
