@@ -44,7 +44,7 @@ def mass_of(tensors: tuple[Tensor, ...], backend: Backend, **options: Any) -> Te
     _, aux = quire.flex_attention(
         *tensors, **options, enable_gqa=True, return_aux=MASS, backend=backend
     )
-    assert aux.key_mass is not None and [*map(type, aux)].count(type(None)) == 4
+    assert aux.key_mass is not None and [*map(type, aux)].count(type(None)) == 5
     return aux.key_mass
 
 

@@ -69,13 +69,14 @@ def test_the_parameters_of_torch_are_a_prefix_of_ours(name: str) -> None:
 def test_what_comes_after_the_parameters_of_torch() -> None:
     count = len(inspect.signature(torch_flex.flex_attention).parameters)
     ours = list(inspect.signature(quire.flex_attention).parameters)
-    assert ours[count:] == ["mask_mod", "dropout_p", "generator", "sink", "backend"]
+    added = ["mask_mod", "dropout_p", "generator", "sink", "weight", "normalise", "prob_mod"]
+    assert ours[count:] == [*added, "backend"]
 
 
 @pytest.mark.parametrize("name", ["AuxRequest", "AuxOutput"])
 def test_aux_types_begin_with_those_of_torch(name: str) -> None:
     ours, theirs = getattr(quire, name), getattr(torch_flex, name)
-    assert ours._fields == (*theirs._fields, "argmax", "entropy", "key_mass")
+    assert ours._fields == (*theirs._fields, "argmax", "entropy", "key_mass", "weights")
     assert ours._field_defaults.items() >= theirs._field_defaults.items()
 
 

@@ -27,13 +27,14 @@ from quire.ir.vector import LONGEST, filled_array
 class PartialLoad(Recorded):
     """A captured tensor of which some dimensions have been indexed by symbols.
 
-    `indices` has for each dimension its index, or the range of positions that are left of it.
+    `indices` has for each dimension its index, or the range of positions that are left of it; None
+    if all are. In a graph of torch.compile a size may be a symbol, which a range would fix.
     """
 
     __slots__ = ("indices", "tensor")
 
     def __init__(
-        self, tensor: Tensor, indices: tuple[Node | range, ...], recorder: Recorder
+        self, tensor: Tensor, indices: tuple[Node | range | None, ...], recorder: Recorder
     ) -> None:
         self.tensor = tensor
         self.indices = indices
@@ -42,7 +43,7 @@ class PartialLoad(Recorded):
     @staticmethod
     def whole(tensor: Tensor, recorder: Recorder) -> PartialLoad:
         """A captured tensor without any index."""
-        return PartialLoad(tensor, tuple(range(size) for size in tensor.shape), recorder)
+        return PartialLoad(tensor, (None,) * tensor.dim(), recorder)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -57,7 +58,9 @@ class PartialLoad(Recorded):
     @property
     def shape(self) -> torch.Size:
         """The sizes of the dimensions that have no index yet."""
-        return torch.Size([len(index) for index in self.indices if isinstance(index, range)])
+        sizes = zip(self.indices, self.tensor.shape, strict=True)
+        free = [(left, size) for left, size in sizes if not isinstance(left, Node)]
+        return torch.Size([size if left is None else len(left) for left, size in free])
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -68,10 +71,10 @@ class PartialLoad(Recorded):
     def __getitem__(self, index: object) -> Symbol | PartialLoad:
         items = index if isinstance(index, tuple) else (index,)
         indices = list(self.indices)
-        free = [dim for dim, left in enumerate(indices) if isinstance(left, range)]
+        free = [dim for dim, left in enumerate(indices) if not isinstance(left, Node)]
         for dim, item in _match_dimensions(items, free):
             left = indices[dim]
-            assert isinstance(left, range), "only free dimensions are matched"
+            assert not isinstance(left, Node), "only free dimensions are matched"
             indices[dim] = self._indexed(dim, left, item)
         nodes = tuple(left for left in indices if isinstance(left, Node))
         if len(nodes) < len(indices):
@@ -82,10 +85,11 @@ class PartialLoad(Recorded):
         slot = self.recorder.slot(self.tensor)
         return self.recorder.symbol("load", indices, self.tensor.dtype, slot)
 
-    def _indexed(self, dim: int, left: range, item: object) -> Node | range:
+    def _indexed(self, dim: int, left: range | None, item: object) -> Node | range:
         """What an index or a slice leaves of the positions of a dimension."""
+        size = self.tensor.shape[dim] if left is None else len(left)
         if isinstance(item, slice):
-            return left[item]
+            return (range(size) if left is None else left)[item]
         value = self.recorder.lift(item)
         dtype = promote([value])
         # In PyTorch a bool or uint8 index is a mask, whose result can have any number of elements.
@@ -96,13 +100,13 @@ class PartialLoad(Recorded):
             )
         node = self.recorder.node(value, torch.int64)
         place = node.payload if node.op == "const" else None
-        if isinstance(place, int) and not -len(left) <= place < len(left):
+        if isinstance(place, int) and not -size <= place < size:
             raise CapturedIndexError(
-                f"index {place} is out of bounds for dimension {dim} with size {len(left)} of a "
+                f"index {place} is out of bounds for dimension {dim} with size {size} of a "
                 f"captured tensor of shape {list(self.tensor.shape)}{here()}. Count from 0, or "
                 f"from -1 at the end."
             )
-        if len(left) == self.tensor.shape[dim]:
+        if left is None or size == self.tensor.shape[dim]:
             return node
         if not isinstance(place, int):  # some positions were cut off by a slice
             raise unsupported("a slice of a captured tensor at a traced index")
@@ -119,8 +123,12 @@ class PartialLoad(Recorded):
             )
         places = itertools.product(
             *(
-                [const(place, torch.int64) for place in left] if isinstance(left, range) else [left]
-                for left in self.indices
+                [left]
+                if isinstance(left, Node)
+                else [
+                    const(place, torch.int64) for place in (range(size) if left is None else left)
+                ]
+                for left, size in zip(self.indices, self.tensor.shape, strict=True)
             )
         )
         return filled_array(map(self._load, places), self.shape)

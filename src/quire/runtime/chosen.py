@@ -238,6 +238,7 @@ def choose(call: Call) -> Chosen | None:
 def _can_choose(mask: BlockMask, problem: Problem, placed: Placed) -> bool:
     return (
         placed.is_dense
+        and mask.BLOCK_SIZE[0] < MOST_ROWS  # larger ones have the bits of a mask without blocks
         and mask._runs is None
         and mask.kv_indices.dim() == 4
         and not mask.is_endless

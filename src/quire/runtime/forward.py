@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.codegen.convention import Form
+from quire.codegen.convention import MOST_ROWS, Form
 from quire.codegen.llvm.target import Target
 from quire.config import config
 from quire.errors import TensorKindError
@@ -17,7 +17,7 @@ from quire.request import Call, Problem
 from quire.results import NOWHERE, Result, output_layout
 from quire.runtime.backward import key_mass
 from quire.runtime.blocks import NO_LISTS, TileLists, gather, read_lists
-from quire.runtime.chosen import TILE, Chosen, choose
+from quire.runtime.chosen import Chosen, choose
 from quire.runtime.launch import Launcher, Records
 from quire.runtime.mods import ORIGIN, graphs_of
 from quire.runtime.prepare import (
@@ -103,7 +103,8 @@ class ForwardPlan(NamedTuple):
         results, rows, chosen = layout.make(), placed.rows, None
         # Gathered and chosen keys have other positions, which would be wrong in an argmax.
         if problem.block_mask is not None and not request.aux.argmax:
-            chosen = choose(call) if min(problem.block_mask.BLOCK_SIZE) < TILE else None
+            few = problem.block_mask.BLOCK_SIZE[0] < MOST_ROWS
+            chosen = choose(call) if few else None
             if chosen is None:
                 problem, placed = gather(problem, placed)
             else:

@@ -41,7 +41,7 @@ from quire.support.torch_private import has_memory, is_zero_tensor
 def moved(call: Call, blocks: BlockRows | None, along: Tangents) -> Moved | None:
     """Return the results of a call and their tangents; None if one launch cannot give both."""
     request, placed, problem = call.request, call.placed, call.problem
-    if request.aux.key_mass or config().check_rows:
+    if request.aux.key_mass or config().check_rows or problem.weighting != "softmax":
         return None
     if blocks is not None and not request.aux.argmax and gather(problem, placed)[1] is not placed:
         return None

@@ -30,7 +30,7 @@ from quire.checks import DTYPES
 from quire.checks.arguments import dtype_name
 from quire.errors import ArgumentError
 from quire.ir.source import describe
-from quire.ir.trace import INPUTS, Mod, mod_kind
+from quire.ir.trace import Mod, mod_kind
 from quire.mods.objects import Bound
 from quire.runtime.mods import COLUMN
 from quire.tools.colour import coloured
@@ -42,7 +42,7 @@ def run(
     console: Console, place: str, kind: str | None, dtype: str, target: str, stage: str
 ) -> None:
     """Print the mod that `place` names, and its stages."""
-    _check("--kind", kind or "mask", INPUTS)
+    _check("--kind", kind or "mask", ("score", "mask"))
     _check("--dtype", dtype, _DTYPES)
     _check("--stage", stage, (*NAMES, "all"))
     with contextlib.redirect_stdout(sys.stderr):  # the user's code runs here, and only here
