@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from quire import flex_attention
+from quire.config import config
 from quire.tools.show import load
 from quire.tools.walk import walk
 
@@ -21,6 +22,13 @@ def calls() -> dict[str, Any]:
     query = torch.randn(1, 2, 9, 8, requires_grad=True)
     flex_attention(query, query, query).sum().backward()
     return {name: load(f"{WALKS}:{name}") for name in ("paged_decode", "flex_training")}
+
+
+@pytest.mark.parametrize(("name", "most"), [("paged_decode", 16), ("flex_training", 20)])
+def test_a_first_call_enters_few_files(name: str, most: int, calls: dict[str, Any]) -> None:
+    config()  # reads the environment once
+    first = walk(calls[name])
+    assert len(first.files) <= most, "\n".join(first.files)
 
 
 @pytest.mark.parametrize(("name", "most"), [("paged_decode", 9), ("flex_training", 12)])
