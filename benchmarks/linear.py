@@ -185,9 +185,7 @@ def overhead(table: Table, seconds: float, threads: int) -> None:
     layer = PackedLinear.from_linear(linear)
     best = race({"torch": lambda: linear(x), "ours": lambda: layer(x)}, seconds)
     more = (best["ours"] - best["torch"]) * 1e6
-    table.add(
-        "a call, more than nn.Linear", more, "us", "<= 5", ours=f"{best['ours'] * 1e6:.1f}"
-    )
+    table.add("a call, more than nn.Linear", more, "us", "<= 5", ours=f"{best['ours'] * 1e6:.1f}")
 
 
 def bits(table: Table, seconds: float, threads: int) -> None:
