@@ -96,8 +96,10 @@ def training(table: Table, seconds: float, threads: int) -> None:
         contestants[kind] = functools.partial(step, compiled, learned, TOKENS)
         contestants[f"{kind}, eager"] = functools.partial(step, model, learned, TOKENS)
     best = race(contestants, seconds)
-    table.add("training step, compiled", best["sdpa"] / best["quire"], "x SDPA", "1.0")
-    for kind, must in (("quire", "1.1"), ("sdpa", "")):
+    table.add(
+        "training step, compiled", best["sdpa"] / best["quire"], "x as fast as SDPA", ">= 1.0"
+    )
+    for kind, must in (("quire", ">= 1.1"), ("sdpa", "")):
         gain = best[f"{kind}, eager"] / best[kind]
         table.add(f"training step, compiled, {kind}", gain, "x eager", must)
 
@@ -120,7 +122,11 @@ def compile_time(table: Table, seconds: float, threads: int) -> None:
             best[kind] = min(best[kind], float(done.stdout))
     said = " and ".join(f"{best[kind]:.1f} s" for kind in best)
     table.add(
-        "time to compile", best["quire"] / best["sdpa"], "x SDPA's", "at most 1.3", seconds=said
+        "time to compile",
+        best["quire"] / best["sdpa"],
+        "x the time with SDPA",
+        "<= 1.3",
+        seconds=said,
     )
 
 
