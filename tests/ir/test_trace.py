@@ -29,6 +29,7 @@ from quire.errors import (
     UnsupportedOpError,
 )
 from quire.ir.graph import Node, const, inputs, key, text, walk
+from quire.ir.source import reading, user_location
 from quire.ir.trace import Traced, call_name, check_signature, mod_kind, mod_name, trace
 from quire.ir.vectorise import evaluate
 
@@ -948,6 +949,28 @@ def test_threads_trace_apart() -> None:
     for name, table in enumerate(tables):
         assert all(traced.captures[0] is table for traced in found[name])
     assert len({traced.output for traces in found.values() for traced in traces}) == 1
+
+
+def test_threads_give_lines_apart() -> None:
+    """Threads whose `reading` overlaps without one being inside of the other."""
+    entered, left = threading.Event(), threading.Event()
+    found: list[object] = []
+
+    def other() -> None:
+        with reading(("other.py", 2)):
+            entered.set()
+            left.wait(timeout=60)
+            found.append(user_location())
+
+    thread = threading.Thread(target=other)
+    with reading(("mine.py", 1)):
+        thread.start()
+        entered.wait(timeout=60)
+        assert user_location() == ("mine.py", 1)
+    left.set()
+    thread.join()
+    assert found == [("other.py", 2)]
+    assert user_location()[0] != "mine.py"
 
 
 def test_a_mod_that_fails_leaves_torch_as_it_was() -> None:

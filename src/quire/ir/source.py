@@ -7,9 +7,9 @@ import functools
 import linecache
 import os
 import sys
-import threading
 import traceback
 from collections.abc import Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TypeAlias
 
@@ -22,25 +22,24 @@ _OURS = {str(path) for path in Path(__file__).parent.glob("*.py")} | {functools.
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
-_given: tuple[int, Location] | None = None
+_given: ContextVar[Location | None] = ContextVar("_given", default=None)
 
 
 @contextlib.contextmanager
 def reading(location: Location | None) -> Iterator[None]:
     """Give this line to all nodes that this thread traces meanwhile: they come from a graph."""
-    global _given
-    before, _given = _given, location and (threading.get_ident(), location)
+    token = _given.set(location)
     try:
         yield
     finally:
-        _given = before
+        _given.reset(token)
 
 
 def user_location() -> Location:
     """The line of the innermost frame outside of this package and PyTorch."""
-    given = _given
-    if given is not None and given[0] == threading.get_ident():
-        return given[1]
+    given = _given.get()
+    if given is not None:
+        return given
     frame = sys._getframe(2)
     filename = frame.f_code.co_filename
     while (filename in _OURS or filename.startswith(_TORCH)) and frame.f_back is not None:
