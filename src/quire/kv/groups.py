@@ -148,6 +148,17 @@ def checked_groups(layers: int | None, groups: Iterable[Group] | None) -> list[G
     return made
 
 
+def prefix_cache(groups: Sequence[LayerGroup]) -> PrefixCache:
+    """Return an empty prefix cache, if there is one group without a window."""
+    if len(groups) > 1 or groups[0].table.window is not None:
+        raise ArgumentError(
+            "prefix=True must have one group of layers without a window, since pages before a "
+            "window are released, but there are several groups, or a window. Leave prefix out, "
+            "or put all layers into one group."
+        )
+    return PrefixCache(groups[0].pool, groups[0].table.page_size)
+
+
 class Budget:
     """The limits of a cache: pages of each group, and bytes of all groups."""
 
