@@ -123,7 +123,9 @@ def answers(table: Table, seconds: float, threads: int) -> None:
     tokens = sum(ids.shape[1] - prompt for ids, prompt in expected)
     for name, model in packed_models(plain):
         wanted = ">= 0.95" if name in ("float32", "bfloat16", "int8") else ""
-        table.add(f"{name}, tokens as in float32", agreement(model, expected), "", wanted, tokens=tokens)
+        table.add(
+            f"{name}, tokens as in float32", agreement(model, expected), "", wanted, tokens=tokens
+        )
 
 
 def perplexity(table: Table, seconds: float, threads: int) -> None:
