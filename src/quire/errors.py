@@ -13,6 +13,8 @@
     ├── PackedTrainingError      a gradient through packed weights                 NotImplementedError, RuntimeError
     ├── PackedFileError          a file without packed layers, or a damaged one    OSError, ValueError
     ├── DistributedError         ranks that disagree, fail or are gone             RuntimeError
+    ├── SamplingError            logits that no token can be drawn from            RuntimeError, ValueError
+    ├── GrammarError             a grammar that cannot be compiled or followed     RuntimeError, ValueError
     ├── CodegenError             generated code is malformed: a bug of quire       RuntimeError
     ├── KernelMismatchError      a kernel's result is wrong (QUIRE_CHECK=1)        RuntimeError
     ├── MissingModelError        a model that is not installed, or a wrong file    ImportError
@@ -104,6 +106,14 @@ class PackedFileError(QuireError, OSError, ValueError):
 
 class DistributedError(QuireError, RuntimeError):
     """The ranks of a group do not agree, or one of them raised an error or is gone."""
+
+
+class SamplingError(QuireError, RuntimeError, ValueError):
+    """The logits of a request are NaN or infinite, so that no token can be drawn from them."""
+
+
+class GrammarError(QuireError, RuntimeError, ValueError):
+    """A grammar for structured output cannot be compiled, or an answer cannot follow it."""
 
 
 class CodegenError(QuireError, RuntimeError):

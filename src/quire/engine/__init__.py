@@ -1,0 +1,1 @@
+"""The engine: many requests in one batch, each with the bits that it has alone."""
