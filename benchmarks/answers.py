@@ -4,10 +4,11 @@
 
 SmolLM2-135M, in every format of weights, beside transformers' own float32 with SDPA.
 
-`answers`: transformers answers 50 prompts greedily, with 20 tokens at most. A packed model then reads each
-prompt with that answer, and says at each place of the answer which token it would choose. A token
-counts as the same if that is transformers' token. So every token of an answer, with the one that
-ends it, counts once, and a difference does not change the text that later tokens are read after.
+`answers`: transformers answers 50 prompts greedily, with 20 tokens at most. A packed model then
+reads each prompt with that answer, and says at each place of the answer which token it would
+choose. A token counts as the same if that is transformers' token. So every token of an answer, with
+the one that ends it, counts once, and a difference does not change the text that later tokens are
+read after.
 """
 
 from __future__ import annotations
