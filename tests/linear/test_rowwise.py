@@ -27,10 +27,14 @@ IDS = torch.randint(1, tiny_models.VOCABULARY, (65, 7), generator=torch.Generato
 WIDTHS = (1, 3, 16, 33, 63, 100, 576, 577)
 
 
+def untrained(family: str) -> Any:
+    config = copy.deepcopy(CONFIGS[family])
+    return hf.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
 def tiny(family: str, dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(0)
-    config = copy.deepcopy(CONFIGS[family])
-    model = hf.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model = untrained(family)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name or "bias" in name or ".ln_" in name:
@@ -114,7 +118,7 @@ def test_files_copies_and_pickles(family: str, tmp_path: Path) -> None:
     expected = states(packed, IDS[:2])
     save(packed, tmp_path / "model.safetensors")
     with torch.device("meta"):
-        empty = hf.AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[family])).eval()
+        empty = untrained(family)
     loaded = load(empty, tmp_path / "model.safetensors")
     for other in (loaded, *others):
         assert_equal(states(other, IDS[:2]), expected, "another")

@@ -145,9 +145,9 @@ def _as_before(module: Any, columns: Tensor, *, gated: bool) -> Tensor:
 
 def is_router(module: Any) -> bool:
     """Return whether a module multiplies by its own weight to choose experts."""
-    weight = module._parameters.get("weight")
+    weight = getattr(module, "weight", None)
     named = type(module).__name__.endswith("Router")
-    return named and weight is not None and weight.dim() == 2
+    return named and isinstance(weight, nn.Parameter) and weight.dim() == 2
 
 
 def _pack_router(router: Any) -> None:
