@@ -48,8 +48,9 @@ class PagedKVCache:
     Give `layers`, or `groups` if some layers have windows. Each token has `heads` key heads of
     `head_dim` numbers; those of values have `value_dim`, by default the same. `n_pages` limits the
     pages of each group, and `max_bytes` the memory of all groups. Memory is allocated when it is
-    needed, `growth` times as much each time. With `prefix=True`, `keep` remembers full pages by
-    their tokens, and `sequence(tokens)` finds them again.
+    needed, `growth` times as much each time. Rows of int8 and float8 have a scale each; with
+    `scales=False`, numbers of float8 are as `.to(dtype)` makes them. With `prefix=True`, `keep`
+    remembers full pages by their tokens, and `sequence(tokens)` finds them again.
     """
 
     def __init__(
@@ -64,11 +65,13 @@ class PagedKVCache:
         max_bytes: int | None = None,
         growth: float = 2.0,
         dtype: torch.dtype = torch.float32,
+        scales: bool | None = None,
         groups: Iterable[Group] | None = None,
         prefix: bool = False,
     ) -> None:
         self.shape = PageShape.checked(
             dtype,
+            scales,
             heads=heads,
             head_dim=head_dim,
             page_size=page_size,
@@ -307,12 +310,12 @@ class PagedKVCache:
     def dense(self, layer: int, sequence: SequenceHandle) -> Dense:
         """Return a copy of the rows that a layer holds: key [1, Hkv, S, D], value [1, Hkv, S, Dv].
 
-        Rows of int8 are returned as float32.
+        Rows that have scales are returned as float32.
         """
         row, group = self._roster.row(sequence), self._group(layer)
         held = group.layers[layer].read(group.held_slots(row, int(self._roster.lengths[row])))
         key, value = held["key"], held["value"]
-        if self.shape.dtype == torch.int8:
+        if self.shape.scaled:
             key, value = dequantise(key, held["key_scale"]), dequantise(value, held["value_scale"])
         start = group.table.start(row)
         return Dense(key.transpose(0, 1)[None], value.transpose(0, 1)[None], start)

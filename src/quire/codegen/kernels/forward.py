@@ -35,7 +35,8 @@ from quire.codegen.llvm.builder import Module, Value
 from quire.codegen.llvm.types import I1, I64
 from quire.codegen.phases import observe
 from quire.codegen.phases.softmax import Closed, close, sink_of
-from quire.codegen.phases.staging import PLACEMENT, storage
+from quire.codegen.phases.staging import PLACEMENT
+from quire.codegen.phases.storage import storage
 
 
 def write_forward(spec: KernelSpec) -> Module:
@@ -159,10 +160,12 @@ class ForwardNest(PanelNest):
         half = queries.q_count <= self.tile.width // 2
         where = self.f.select(half, where, self.f.null())
         rows = self._read(name, begin, end, where, self.scratch[f"{name}s"])
-        if not storage(self.spec.dtype_of(name)).has_scales:
+        dtype = self.spec.dtype_of(name)
+        if not storage(dtype).has_scales:
             return rows
         scales = self.scratch[f"{name}_scales"]
-        self.f.call(self.phases.gather_scales, self.placements[name], begin, end, scales)
+        gather = self.phases.gather_scales[dtype]
+        self.f.call(gather, self.placements[name], begin, end, scales)
         return rows._replace(scales=scales)
 
     def _read(self, name: str, begin: Value, end: Value, where: Value, scratch: Value) -> Strided:

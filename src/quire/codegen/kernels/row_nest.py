@@ -39,7 +39,8 @@ from quire.codegen.phases.row_values import (
     write_multiply_columns,
     write_multiply_values,
 )
-from quire.codegen.phases.staging import storage, write_gather, write_scatter
+from quire.codegen.phases.staging import write_gather, write_scatter
+from quire.codegen.phases.storage import storage
 from quire.codegen.scratch import BLOCKS_TOGETHER, MOST_SQUARES, Regions, row_regions, row_stride
 
 COLUMNS_AGAIN = 64  # columns of the values of a block that stay in the L1 cache for all later sets
@@ -68,7 +69,9 @@ class RowPhases:
             for rows in sizes
         }
         self.multiply_columns = write_multiply_columns(module, tile, value, sizes[0], careful)
-        self.gather_scales = write_gather_scales(module, tile)
+        self.gather_scales = {
+            name: write_gather_scales(module, tile, stored) for name, stored in read.items()
+        }
         self.scale_weights = write_scale_weights(module, tile)
         self.exponentiate = write_exponentiate(
             module, tile, value, spec.value_dim, weighted=spec.weighted
@@ -302,7 +305,7 @@ class RowNest(Nest):
             scales = self.scratch[f"{name}_scales"]
             if name == "value":
                 scales = f.offset(scales, block.begin, self.tile.element)
-            f.call(self.phases.gather_scales, record, begin, end, scales)
+            f.call(self.phases.gather_scales[dtype], record, begin, end, scales)
 
     def _read_on(self, queries: QueryBlock, block: KeyBlock) -> None:
         """Append the addresses of the next block's first keys, so that prefetching can run ahead.
