@@ -238,16 +238,18 @@ def judge(one: Asked, sample: int, answer: Answer, expected: Any) -> None:
         assert (error, len(tokens)) == (right_error, len(right))
 
 
+@pytest.mark.timeout(600)
 @given(traces)
 @FEW
 def test_nobody_notices_the_others(trace: Trace) -> None:
     check("llama", trace)
 
 
-@given(traces)
-@settings(FEW, max_examples=60)
-def test_nobody_notices_the_others_behind_a_window(trace: Trace) -> None:
-    check("mistral", trace)
+@pytest.mark.timeout(600)
+@given(traces, st.sampled_from(["gpt2", "gpt_oss", "gemma3", "mistral", "qwen3"]))
+@settings(FEW, max_examples=80)
+def test_nobody_notices_the_others_in_other_families(trace: Trace, family: str) -> None:
+    check(family, trace)
 
 
 @pytest.mark.exhaustive

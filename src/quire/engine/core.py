@@ -287,9 +287,10 @@ class Scheduled:
 def _drafts(job: Job) -> list[int]:
     """Return guesses of the next tokens of a job that answers.
 
-    While others wait to fork its sequence, it must hold no guesses.
+    While others wait to fork its sequence, it must hold no guesses. If a token may see later ones,
+    it would see guesses, too.
     """
-    if job.drafter is None or job.left != 1 or job.followers:
+    if job.drafter is None or job.left != 1 or job.followers or job.whole:
         return []
     room = job.sampler.options.max_tokens - len(job.sampler.tokens) - 1
     return job.drafter(job.tokens)[: max(0, room)]
