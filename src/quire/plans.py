@@ -355,7 +355,8 @@ class CallPlan:
         if self.backend == "jit" and not in_torch:
             self._backward = self._backward or BackwardPlans()
             found = self._backward.run(problem, placed, self._blocks, wanted, above)
-        return found or eager.backward(problem, placed, self._blocks, wanted, above)
+        found = found or eager.backward(problem, placed, self._blocks, wanted, above)
+        return found.of_scaled(placed.key_scale, placed.value_scale)
 
     def tangent(
         self,

@@ -129,9 +129,9 @@ def test_what_a_kernel_was_compiled_for() -> None:
     with pytest.raises(CodegenError, match="expected a head_dim of 64, as compiled, got 20"):
         contract.check("row", WIDE, record("row", WIDE))
     fields = record("row", INT8)
-    with pytest.raises(CodegenError, match="expected an address of key_scale for int8"):
+    with pytest.raises(CodegenError, match="expected an address of key_scale for rows of 8 bits"):
         contract.check("row", INT8, fields)
-    with pytest.raises(CodegenError, match="expected an address of value_scale for int8"):
+    with pytest.raises(CodegenError, match="expected an address of value_scale for rows of 8 bits"):
         contract.check("row", INT8, fields | {"key_scale": 64})
     contract.check("row", INT8, fields | {"key_scale": 64, "value_scale": 64})
 

@@ -111,7 +111,9 @@ def test_keys_that_no_query_reads_may_be_missing(first: int, length: int) -> Non
     assert torch.equal(whole, attention(query, fewer, **options))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2]
+)
 @pytest.mark.parametrize("page", [16, 48])
 def test_pages(page: int, dtype: torch.dtype) -> None:
     query, key, value = operands(20, 1200, 64, 64)

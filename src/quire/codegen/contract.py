@@ -21,7 +21,8 @@ from quire.codegen.convention import (
     KernelSpec,
     gradient_columns,
 )
-from quire.codegen.phases.staging import ENDLESS, storage
+from quire.codegen.phases.staging import ENDLESS
+from quire.codegen.phases.storage import storage
 from quire.codegen.scratch import scratch_bytes
 from quire.errors import CodegenError
 
@@ -139,10 +140,10 @@ class Terms:
             raise _broken("an address of counters", counters)
 
     def _check_scales(self, *sides: tuple[int, int]) -> None:
-        """Keys and values of int8 need scales."""
+        """Keys and values of 8 bits need scales."""
         for name, (rows, scales) in zip(("key", "value"), sides, strict=True):
             if rows and not scales and storage(self.spec.dtype_of(name)).has_scales:
-                raise _broken(f"an address of {name}_scale for int8", scales)
+                raise _broken(f"an address of {name}_scale for rows of 8 bits", scales)
 
     def _check_members(self, members: int, partials: int, arrivals: int) -> None:
         """Pieces of several members need slots."""

@@ -161,7 +161,7 @@ CALL = {
     "num_sequences": I64,
     "num_items": I64,
     "page_table": PTR,  # i32 [sequence, page], or null
-    "key_scale": PTR,  # float32, a scale for each row of int8 pages
+    "key_scale": PTR,  # float32, a scale for each row of 8 bits
     "value_scale": PTR,
     "tile_offsets": PTR,  # the tile list, see above, or null
     "tile_entries": PTR,

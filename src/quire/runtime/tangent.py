@@ -49,7 +49,7 @@ def tangent(
 ) -> Result | None:
     """Return the tangents of out and lse; None if the eager backend has to compute them.
 
-    That is so for int8 pages, numbers that are not finite, and an index out of range.
+    That is so for numbers of 8 bits, numbers that are not finite, and an index out of range.
     """
     moving = _Moving.of(problem, placed, above.sink, along)
     results = Result(torch.empty_like(above.out), torch.empty_like(above.lse))
@@ -88,7 +88,8 @@ class _Moving(NamedTuple):
             loaded = (*mod.captures, *(x for x in own if x is not None))
             problem = problem._replace(score_mod=replace(mod, captures=loaded))
         tensors = (*placed.operands, *tangents.values(), *problem.captures)
-        readable = placed.key_scale is None and all(map(has_memory, tensors))
+        wide = all(x.dtype.itemsize > 1 for x in placed.operands)
+        readable = wide and all(map(has_memory, tensors))
         return _Moving(problem, placed, sink, tangents, captured) if readable else None
 
     def launched(self, blocks: BlockRows | None, results: Result) -> Moved | None:

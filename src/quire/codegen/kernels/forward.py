@@ -35,7 +35,8 @@ from quire.codegen.llvm.builder import Module, Value
 from quire.codegen.llvm.types import I1, I64
 from quire.codegen.phases import observe
 from quire.codegen.phases.softmax import Closed, close, sink_of
-from quire.codegen.phases.staging import PLACEMENT, storage
+from quire.codegen.phases.staging import PLACEMENT
+from quire.codegen.phases.storage import storage
 
 
 def write_forward(spec: KernelSpec) -> Module:
@@ -158,6 +159,7 @@ class ForwardNest(PanelNest):
         begin, end = block.origin + block.begin, block.origin + block.end
         placement, gather = self.placements[name], self.phases.gather[name]
         stride, scales = self.stride[name], self.scratch[f"{name}_scales"]
+        dtype = self.spec.dtype_of(name)
 
         def together() -> list[Value]:
             half = queries.q_count <= self.tile.width // 2
@@ -176,10 +178,10 @@ class ForwardNest(PanelNest):
         def copy_scales(part: KeyPart) -> None:
             stop = part.position + (part.end - part.first)
             into = f.offset(scales, part.first - block.begin, element)
-            f.call(self.phases.gather_scales, placement, part.position, stop, into)
+            f.call(self.phases.gather_scales[dtype], placement, part.position, stop, into)
 
         rows = Strided(*f.choose(block.runs.equals(0), together, apart))
-        if not storage(self.spec.dtype_of(name)).has_scales:
+        if not storage(dtype).has_scales:
             return rows
         self.visits.each_part(block, copy_scales)
         return rows._replace(scales=scales)

@@ -28,15 +28,14 @@ from quire.codegen.phases.merge import write_merge
 from quire.codegen.phases.order import CHAINS
 from quire.codegen.phases.row_stream import write_gather_scales
 from quire.codegen.phases.staging import (
-    Storage,
     scratch_stride,
-    storage,
     write_gather,
     write_pack,
     write_place,
     write_scatter,
     write_unpack,
 )
+from quire.codegen.phases.storage import Storage, storage
 from quire.codegen.scratch import Regions, panel_regions
 
 READ = ("query", "key", "value")
@@ -74,7 +73,10 @@ class PanelPhases:
         self.unpack = write_unpack(module, tile)
         self.whole = Products(module, tile, spec)
         self.parts = [Products(module, part, spec) for part in tile.parts()]
-        self.gather_scales = write_gather_scales(module, tile)
+        self.gather_scales = {
+            each.name: write_gather_scales(module, tile, each)
+            for each in distinct(("key", "value"))
+        }
         self.scale_weights = tiles.write_scale_weights(module, tile)
         self.find_maxima = tiles.write_find_maxima(module, tile)
         self.merge = write_merge(module, tile, tile.width, weighted=spec.weighted)
@@ -85,7 +87,7 @@ class PanelPhases:
 
 
 class Strided(NamedTuple):
-    """Rows of keys, values or queries: where they begin, their stride, and factors of int8."""
+    """Rows of keys, values or queries: where they begin, their stride, and perhaps scales."""
 
     start: Value
     stride: Value

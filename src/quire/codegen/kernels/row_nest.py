@@ -40,7 +40,8 @@ from quire.codegen.phases.row_values import (
     write_multiply_columns,
     write_multiply_values,
 )
-from quire.codegen.phases.staging import storage, write_gather, write_scatter
+from quire.codegen.phases.staging import write_gather, write_scatter
+from quire.codegen.phases.storage import storage
 from quire.codegen.scratch import BLOCKS_TOGETHER, MOST_SQUARES, Regions, row_regions, row_stride
 
 COLUMNS_AGAIN = 64  # columns of the values of a block that stay in the L1 cache for all later sets
@@ -69,7 +70,9 @@ class RowPhases:
             for rows in sizes
         }
         self.multiply_columns = write_multiply_columns(module, tile, value, sizes[0], careful)
-        self.gather_scales = write_gather_scales(module, tile)
+        self.gather_scales = {
+            name: write_gather_scales(module, tile, stored) for name, stored in read.items()
+        }
         self.scale_weights = write_scale_weights(module, tile)
         self.exponentiate = write_exponentiate(
             module, tile, value, spec.value_dim, weighted=spec.weighted
@@ -311,7 +314,7 @@ class RowNest(Nest):
                 # Those of keys begin with the first key, those of values with the block.
                 at = part.first if name == "value" else before
                 scales = f.offset(self.scratch[f"{name}_scales"], at, self.tile.element)
-                f.call(self.phases.gather_scales, record, begin, end, scales)
+                f.call(self.phases.gather_scales[dtype], record, begin, end, scales)
 
         self.visits.each_part(block, stage)
 
