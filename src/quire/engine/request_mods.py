@@ -53,7 +53,7 @@ def hides_later_keys(mask: MaskMod, heads: int, length: int) -> bool:
 
     Bounds decide nearly all blocks of positions; elements are evaluated in the others.
     """
-    ahead = create_block_mask(and_masks(mask, _is_later), 1, heads, length, length, "cpu")
+    ahead = create_block_mask(and_masks(mask, _is_later), 1, heads, length, length, device="cpu")
     return ahead.sparsity() == 100
 
 
