@@ -243,7 +243,7 @@ def _with_blocks(key: Key, call: Call, mask: BlockMask) -> Key | None:
     # A block mask counts from the first query: with q_start, each step would have another graph.
     if placed.rows.q_start != 0 or mask.device != placed.query.device or mask.nbytes > MOST_BYTES:
         return None
-    return (*key, mask.content(), placed.key.shape[2])
+    return (*key, mask.content(), mask.lists_pages, placed.key.shape[2])
 
 
 # --- backends ------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from quire.codegen.convention import KEYS_OF_PIECE, MOST_ROWS
 from quire.kv import PagedKVCache
 from quire.memory import Memory
 from quire.mods import alibi, causal, sliding_window, softcap
-from quire.runtime import prepare
+from quire.runtime import division
 
 pytestmark = pytest.mark.every_width
 
@@ -168,8 +168,8 @@ def with_kernel(form: str, query: Tensor, memory: Memory, **options: Any) -> lis
     """All results, computed by one kernel however many queries there are."""
     most = 0 if form == "panel" else 1000
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare, "FEW_ROWS", most)
-        patch.setattr(prepare, "MOST_ROWS", most)
+        patch.setattr(division, "FEW_ROWS", most)
+        patch.setattr(division, "MOST_ROWS", most)
         return in_chunks(query, memory, (query.shape[2],), **options)
 
 

@@ -35,9 +35,11 @@ def panel_regions(
 ) -> Regions[Number]:
     """The scratch of the forward kernel: one block of queries, one block of keys, one panel."""
     block_kv = tile.target.block_kv
+    block_q = (block_q + (tile.width - 1)) & -tile.width  # whole panels
     sizes = (
         ("records", _placements(tile, 8)),  # of query, key, value and out, and their tangents
         ("maxima", tile.width),  # of one tile, for each query
+        ("maxima_of_parts", tile.width),  # of the parts of a tile so far
         ("alpha", tile.width),  # the factor by which earlier sums shrink
         ("chains", CHAINS * tile.lanes),  # of the sums of weights, see `phases/order.py`
         ("scores", (block_kv + SMALL_ROWS) * tile.width),

@@ -17,14 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from quire.engine.request_mods import NO_MODS
 from quire.errors import ArgumentError
 from quire.integrations.transformers import enable
 from quire.integrations.transformers.cache import LayerStates, windows_of
 from quire.integrations.transformers.packed import PackedCache, PackedPart, PackedStep
 from quire.integrations.transformers.user_mods import Mods
 from quire.kv import Group, PagedKVCache, SequenceHandle
-
-NO_MODS = Mods()
 
 
 class Chunk(NamedTuple):
@@ -170,17 +169,25 @@ class Runner:
         return logits.float()
 
 
-def _part_key(chunk: Chunk, place: int) -> tuple[int, int, bool]:
+def _part_key(chunk: Chunk, place: int) -> tuple[int, ...]:
     """Chunks with equal keys are computed by one call of attention."""
+    mask, score_mod, causal = chunk.mods
     apart = place if chunk.apart else -1
-    return apart, 0 if chunk.mods is NO_MODS else id(chunk.mods), len(chunk.tokens) > 1
+    many = len(chunk.tokens) > 1
+    return (
+        apart,
+        0 if mask is None else id(mask),
+        0 if score_mod is None else id(score_mod),
+        causal,
+        many,
+    )
 
 
 def parts_of(chunks: Sequence[Chunk]) -> list[PackedPart]:
     """Return the parts of a packed row: neighbours with the same mods, decoding or not."""
     parts, first, token = [], 0, 0
     keyed = [(_part_key(chunk, place), chunk) for place, chunk in enumerate(chunks)]
-    for (_, _, many), group in groupby(keyed, key=lambda each: each[0]):
+    for (*_, many), group in groupby(keyed, key=lambda each: each[0]):
         members = [chunk for _, chunk in group]
         ends = [0, *accumulate(len(chunk.tokens) for chunk in members)]
         parts.append(

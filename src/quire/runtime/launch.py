@@ -129,7 +129,8 @@ class Launcher(NamedTuple):
                 0 if page_table is None else page_table.data_ptr(),
                 _ONE_ADDRESS if key_scale is None else key_scale.data_ptr(),
                 _ONE_ADDRESS if value_scale is None else value_scale.data_ptr(),
-                lists.offsets_address, lists.entries_address, start + sequences + len(table),
+                lists.offsets_address, lists.entries_address, lists.runs_address,
+                start + sequences + len(table),
                 scratch.address, scratch.each, members, scratch.partials, scratch.arrivals,
                 start + counters,
             )  # fmt: skip

@@ -23,18 +23,13 @@ from quire.memory import One, Placed
 from quire.memory.tables import Sequences
 from quire.request import Call, Problem
 from quire.results import Above, Moved, Result, Tangents
-from quire.runtime.blocks import NO_LISTS, TileLists, gather, tile_lists
+from quire.runtime.blocks import NO_LISTS, TileLists, tile_lists
+from quire.runtime.division import heads_of_item, queries_of_item
 from quire.runtime.forward import ResultLayout, fill_holes
+from quire.runtime.gather import gather
 from quire.runtime.launch import Launcher
 from quire.runtime.mods import ORIGIN, ModGraphs, graphs_of
-from quire.runtime.prepare import (
-    heads_of_item,
-    make_launcher,
-    memory_strides,
-    queries_of_item,
-    records_of,
-    row_strides,
-)
+from quire.runtime.prepare import make_launcher, memory_strides, records_of, row_strides
 from quire.support.torch_private import has_memory, is_zero_tensor
 
 

@@ -194,7 +194,7 @@ class PackedStates(LayerStates):
             given = part.mods
             options: dict[str, Any] = {
                 "mask": all_of(
-                    model_mask(seen, part, given.causal), of_one(by_model.mask), of_one(given.mask)
+                    self._model_mask(seen, part), of_one(by_model.mask), of_one(given.mask)
                 ),
                 "score_mod": chain(
                     None if softcap is None else mods.softcap(softcap),
@@ -212,14 +212,17 @@ class PackedStates(LayerStates):
                 raise PartFailure(part) from error
         return (outs[0] if len(outs) == 1 else torch.cat(outs)).unsqueeze(0)
 
+    def _model_mask(self, seen: MaskMod | None, part: PackedPart) -> MaskMod | None:
+        """Return the model's own mask for a part. A single query reads all keys of a causal mask.
 
-def model_mask(seen: MaskMod | None, part: PackedPart, causal: bool) -> MaskMod | None:
-    """Return the model's own mask for a part. A single query reads all keys of a causal mask."""
-    if seen is None or not causal:
-        return None
-    if seen is causal_mask_function or seen is mods.causal:
-        return None if part.offsets is None else mods.causal
-    return of_one(seen)
+        If the mods of the part take its place, a window still holds: keys before it are gone.
+        """
+        if not part.mods.causal:
+            window = self.cache.layers[self.layer].window
+            return None if window is None else lambda b, h, q_idx, kv_idx: q_idx - kv_idx < window
+        if seen is causal_mask_function or seen is mods.causal:
+            return None if part.offsets is None else mods.causal
+        return of_one(seen)
 
 
 def of_one(mod: MaskMod | None) -> MaskMod | None:
