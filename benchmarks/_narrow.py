@@ -78,3 +78,29 @@ def latent(table: Table, seconds: float, threads: int) -> None:
                 ms=round(times["once"] * 1e3, 2),
                 gflops=round(work / times["once"] / 1e9),
             )
+
+
+def errors(table: Table, seconds: float, threads: int) -> None:
+    """How wrong the output becomes, against float64: one new token over 4,096 of random numbers."""
+    for name, large in (("numbers of one size", 1.0), ("two of 128 columns of keys x 10", 10.0)):
+        wrong = dict.fromkeys(
+            (torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2), 0.0
+        )
+        total = 0.0
+        for seed in range(8):
+            torch.manual_seed(seed)
+            key, value = torch.randn(2, 1, KEYS, 8, 128)
+            key[..., :2] *= large
+            query = torch.randn(1, 32, 1, 128)
+            wide = (x.transpose(1, 2).double() for x in (key, value))
+            exact = quire.attention(query.double(), quire.Dense(*wide))
+            total += float(exact.square().mean())
+            for dtype in wrong:
+                cache = PagedKVCache(1, heads=8, head_dim=128, n_pages=KEYS // 16, dtype=dtype)
+                sequence = cache.sequence()
+                cache.append([sequence], key, value)
+                out = quire.attention(query, cache.memory(0, [sequence]))
+                wrong[dtype] += float((out - exact).square().mean())
+        for dtype, error in wrong.items():
+            figure = 100 * (error / total) ** 0.5
+            table.add(f"error of {dtype_name(dtype)}, {name}", figure, "% of the output")

@@ -163,6 +163,7 @@ PARTS = (
     _chosen.pages,
     _narrow.float8,
     _narrow.latent,
+    _narrow.errors,
 )
 
 if __name__ == "__main__":
