@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import json
+import os
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,8 @@ from quire.tools.doctor import report
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("quire", "torch", "numpy", "llvmlite")
+CHOICES = ("QUIRE_TARGET", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
+"""Variables that make quire, PyTorch or its libraries leave instructions of a processor unused."""
 
 
 def conditions(threads: int, seconds: float) -> dict[str, object]:
@@ -29,6 +32,7 @@ def conditions(threads: int, seconds: float) -> dict[str, object]:
         "commit": commit(),
         "threads": threads,
         "seconds": seconds,
+        "environment": {name: os.environ[name] for name in CHOICES if name in os.environ},
         "versions": {"python": platform.python_version(), **versions},
     }
 

@@ -72,7 +72,7 @@ def test_figures_are_kept_by_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 
 def test_the_pages_name_parts_that_exist() -> None:
-    pages = "".join(page.read_text() for page in [ROOT / "README.md", *ROOT.glob("docs/*.md")])
+    pages = "".join(page.read_text() for page in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
     named = re.findall(r"(\w+\.py) --only (\w+)", pages)
     assert len(named) > 5
     for script, part in named:
