@@ -14,7 +14,7 @@ from builder import source
 from builder.examples import examples
 
 MODULES = """
-    quire quire.mods quire.weights quire.kv quire.linear quire.distributed
+    quire quire.mods quire.weights quire.kv quire.linear quire.distributed quire.engine
     quire.integrations.transformers
 """
 """The modules whose `__all__` is public."""

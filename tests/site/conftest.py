@@ -62,4 +62,5 @@ def page(browser: Any) -> Iterator[Any]:
     opened.on("pageerror", lambda error: errors.append(str(error)))
     yield opened
     opened.close()
-    assert not errors
+    # Of a page that is opened as a file, the search cannot fetch summaries, and shows titles alone.
+    assert not [error for error in errors if error != "Failed to fetch"]
