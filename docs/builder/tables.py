@@ -67,7 +67,7 @@ SHOWN = (
         "masked",
         r"causal N \d+ D \d+ threads 2",
     ),
-    ("18 masks, against SDPA with a dense mask", "gallery", "masks", r".*"),
+    ("the masks of the gallery, against SDPA with a dense mask", "gallery", "masks", r".*"),
     ("a bias read from a tensor [L, S], against SDPA with it", "gallery", "scores", "table_bias"),
     (
         "64 sequences of 16 to 2,048 tokens, packed, against SDPA in a loop",
