@@ -23,9 +23,9 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from quire.codegen.llvm.builder import Function, Module, Value
-from quire.codegen.llvm.types import F16, F32, I16, I32, PTR, typed
+from quire.codegen.llvm.types import F32, I32, PTR, typed
 from quire.codegen.phases.row_stream import Ahead, Index
-from quire.codegen.phases.staging import Storage
+from quire.codegen.phases.storage import Storage
 from quire.codegen.phases.tiles import TileShape
 from quire.codegen.phases.transpose import transpose_parts
 from quire.codegen.scratch import row_stride
@@ -73,7 +73,7 @@ def write_multiply_keys(
 ) -> Function:
     """The function that multiplies `count` keys with a set of `rows` rows.
 
-    Keys of int8 are multiplied by their scales. `width` is the number of columns if it is known,
+    Keys of 8 bits are multiplied by their scales. `width` is the number of columns if it is known,
     else 0. With `keep`, transposed columns are left in `kept`. Scores are written for whole squares
     of keys, past the last key too, so the table has addresses for the rest of a square.
     """
@@ -118,9 +118,11 @@ class _KeyProducts:
         self._change(lambda j, score: nothing)
         with f.range(0, count, together) as first:
             end = f.minimum(first + together, count)
-            pairs = first + ((end - first) & -(self.turns.pair * lanes))
+            several = self.turns.pair
+            pairs = first + ((end - first) & -(several * lanes)) if several > 1 else end
+            sets = ((first, pairs, several), (pairs, end, 1))[:several]
             with f.range(0, whole, step) as d:
-                for begin, stop, number in ((first, pairs, self.turns.pair), (pairs, end, 1)):
+                for begin, stop, number in sets:
                     with f.range(begin, stop, number * lanes) as j:
                         ahead.ask_step(j, d, step, number * lanes)
                         self._add(j, number, d, part, packed=self.packs)
@@ -173,22 +175,7 @@ class _KeyProducts:
             return stored.read_columns(f, key, d, tile.element.vector(part))
 
         for column in transpose_parts(f, read, tile.lanes, part, tile.in_128_bits):
-            yield from self._unpacked(column) if packed else (column,)
-
-    def _unpacked(self, words: Value) -> Iterator[Value]:
-        """The columns of words of 32 bits, in ascending order."""
-        f, memory, element = self.f, self.stored.memory, self.tile.element
-        if self.stored.name == "bfloat16":
-            yield f.bitcast(words << 16, F32)
-            yield f.bitcast(words & ~0xFFFF, F32)
-        elif self.stored.has_scales:
-            for low in range(0, 32, memory.bits):
-                up = 32 - memory.bits - low
-                yield f.convert((words << up if up else words) >> (32 - memory.bits), element)
-        else:
-            for low in (0, 16):
-                bits = f.convert(words.logical_shift(low) if low else words, I16)
-                yield f.convert(f.bitcast(bits, F16), element)
+            yield from stored.read_words(f, column, tile.element) if packed else (column,)
 
 
 def write_multiply_kept(module: Module, tile: TileShape, stored: Storage, rows: int) -> Function:
