@@ -64,12 +64,12 @@ class RowPhases:
         self.copies = {name: write_copy(module, tile, stored) for name, stored in read.items()}
         self.scatter = write_scatter(module, tile, storage(spec.out))
         self.multiply_keys = {
-            (rows, turns): write_multiply_keys(module, tile, key, rows, spec.head_dim, turns)
+            (rows, turns): write_multiply_keys(module, tile, key, rows, spec.head_dim, turns=turns)
             for rows in sizes
             for turns in (NEAR, STREAM)
         }
         self.keep_keys = write_multiply_keys(
-            module, tile, key, sizes[0], spec.head_dim, NEAR, keep=True
+            module, tile, key, sizes[0], spec.head_dim, turns=NEAR, keep=True
         )
         self.multiply_kept = {rows: write_multiply_kept(module, tile, key, rows) for rows in sizes}
         self.multiply_values = {

@@ -67,8 +67,8 @@ def write_multiply_keys(
     stored: Storage,
     rows: int,
     width: int,
-    turns: Turns,
     *,
+    turns: Turns,
     keep: bool = False,
 ) -> Function:
     """The function that multiplies `count` keys with a set of `rows` rows.
@@ -81,7 +81,7 @@ def write_multiply_keys(
     parameters |= typed("ptr kept") if keep else {}
     name = f"multiply_keys_{stored.name}_{rows}_{turns.name}" + "_keep" * keep
     with module.function(name, parameters, internal=True) as f:
-        _KeyProducts(f, tile, stored, rows, width or f.given["depth"], turns).write()
+        _KeyProducts(f, tile, stored, rows, width or f.given["depth"], turns=turns).write()
     return f
 
 
@@ -95,6 +95,7 @@ class _KeyProducts:
         stored: Storage,
         rows: int,
         columns: Index,
+        *,
         turns: Turns,
     ) -> None:
         self.f, self.tile, self.stored, self.columns, self.turns = f, tile, stored, columns, turns
