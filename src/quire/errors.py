@@ -12,6 +12,9 @@
     ├── BackendError             the chosen backend cannot run this call           NotImplementedError
     ├── PackedTrainingError      a gradient through packed weights                 NotImplementedError, RuntimeError
     ├── PackedFileError          a file without packed layers, or a damaged one    OSError, ValueError
+    ├── EngineError              an engine cannot do this                          RuntimeError
+    │   ├── RequestTooLong       more tokens than the model or the pages hold      ValueError
+    │   └── EngineClosed         the engine was closed                             (as above)
     ├── DistributedError         ranks that disagree, fail or are gone             RuntimeError
     ├── SamplingError            logits that no token can be drawn from            RuntimeError, ValueError
     ├── GrammarError             a grammar that cannot be compiled or followed     RuntimeError, ValueError
@@ -103,6 +106,18 @@ class PackedTrainingError(QuireError, NotImplementedError, RuntimeError):
 
 class PackedFileError(QuireError, OSError, ValueError):
     """A file holds no packed layers, is damaged, or was made for another model."""
+
+
+class EngineError(QuireError, RuntimeError):
+    """An engine cannot do what it is asked for."""
+
+
+class RequestTooLong(EngineError, ValueError):
+    """A request needs more positions than the model has, or more pages than the cache may take."""
+
+
+class EngineClosed(EngineError):
+    """The engine was closed, and takes no more requests."""
 
 
 class DistributedError(QuireError, RuntimeError):

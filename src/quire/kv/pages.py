@@ -70,6 +70,15 @@ class PageShape:
         check_kind(side, tensor)
         check_unmapped(side, tensor)
 
+    def expect_layers(self, side: str, tensor: Tensor, layers: int, like: Tensor) -> None:
+        """Raise unless `tensor` [layers, tokens, Hkv, width] has the tokens of `like`."""
+        if tensor.dim() != 4 or len(tensor) != layers:
+            raise ShapeError(
+                f"{side} must be [layers, tokens, Hkv, width] of {layers} layers, but has shape "
+                f"{list(tensor.shape)}. Stack the layers, or write one by one."
+            )
+        self.expect_rows(side, tensor, tensor.shape[1:], like.shape[1])
+
     @property
     def parts(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """The tensors of a page by name: the shape of one row (() for a scale) and the dtype."""
