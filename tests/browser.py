@@ -129,7 +129,7 @@ def browser() -> Iterator[Tab]:
         options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
         options += ["--remote-debugging-pipe", "--no-first-run", f"--user-data-dir={profile}"]
         # The browser reads commands from descriptor 3 and writes replies to descriptor 4.
-        script = f"exec \"$0\" \"$@\" 3<&{commands} 4>&{replies}"
+        script = f'exec "$0" "$@" 3<&{commands} 4>&{replies}'
         process = subprocess.Popen(
             ["bash", "-c", script, path, *options],
             pass_fds=(commands, replies),

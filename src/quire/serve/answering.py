@@ -7,7 +7,6 @@ context that cancels what is unfinished.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import secrets
 import time
@@ -20,7 +19,7 @@ from quire.errors import ApiError, QuireError
 from quire.serve import problems
 from quire.serve.asking import Asked
 from quire.serve.metrics import Metrics
-from quire.serve.shapes import Json, Shape, usage
+from quire.serve.shapes import AnswerShape, Json, usage
 
 DONE = b"data: [DONE]\n\n"
 
@@ -28,7 +27,9 @@ DONE = b"data: [DONE]\n\n"
 class Reply:
     """The answers to one request while they are written."""
 
-    def __init__(self, asked: Asked, shapes: Sequence[Shape], model: str, metrics: Metrics) -> None:
+    def __init__(
+        self, asked: Asked, shapes: Sequence[AnswerShape], model: str, metrics: Metrics
+    ) -> None:
         self._asked = asked
         self._shapes = shapes  # one for each answer
         self._metrics = metrics
@@ -99,13 +100,15 @@ class Reply:
                 completions[place] = found
                 for piece in self._shapes[place].closing(found):
                     yield self._event(place, piece)
-            elif (piece := self._shapes[place].piece(found)) is not None:
-                yield self._event(place, piece)
+            elif (said := self._shapes[place].piece(found)) is not None:
+                yield self._event(place, said)
         finished = [completions[place] for place in sorted(completions)]
         self._count(finished)
         if with_usage:
             counted = usage(finished, self._asked.n)
-            yield _line(self._head | {"object": self._shapes[0].chunk, "choices": [], "usage": counted})
+            yield _line(
+                self._head | {"object": self._shapes[0].chunk, "choices": [], "usage": counted}
+            )
         yield DONE
 
     async def _merged(self) -> AsyncIterator[tuple[int, Token | Completion]]:
@@ -146,15 +149,14 @@ class Reply:
     async def _tokens(self, answer: Answer) -> AsyncIterator[Token]:
         """Return the tokens of an answer as they come. Tell the time of the first."""
         first = True
-        async with contextlib.aclosing(answer.__aiter__()) as tokens:
-            try:
-                async for token in tokens:
-                    if first:
-                        self._metrics.first_token.observe(time.perf_counter() - self._began)
-                        first = False
-                    yield token
-            except QuireError as error:  # of its grammar, or its logits: nobody else's
-                raise problems.of_request(error) from None
+        try:
+            async for token in answer:
+                if first:
+                    self._metrics.first_token.observe(time.perf_counter() - self._began)
+                    first = False
+                yield token
+        except QuireError as error:  # of its grammar, or its logits: nobody else's
+            raise problems.of_request(error) from None
 
     def _event(self, place: int, piece: Json) -> bytes:
         choice = {"index": place, "finish_reason": None, **piece}

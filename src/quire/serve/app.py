@@ -1,7 +1,7 @@
 """The routes of the server.
 
-    POST /v1/completions  /v1/chat/completions  /v1/embeddings
-    GET  /v1/models  /health  /metrics  /live  /  /page/...
+POST /v1/completions  /v1/chat/completions  /v1/embeddings
+GET  /v1/models  /health  /metrics  /live  /  /page/...
 """
 
 from __future__ import annotations
@@ -10,15 +10,13 @@ import asyncio
 import base64
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
-from starlette.routing import Mount, Route
+from starlette.routing import Mount, Route, Router
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
@@ -27,17 +25,17 @@ from quire.errors import ApiError, QuireError
 from quire.serve import asking, embedding, problems
 from quire.serve.answering import Reply
 from quire.serve.asking import Asked
-from quire.serve.bodies import AnyBody, ChatBody, CompletionBody, EmbeddingBody, Sampled, parsed
+from quire.serve.bodies import AnyBody, ChatBody, CompletionBody, EmbeddingBody, TextBody, parsed
 from quire.serve.embedding import Embedder
 from quire.serve.gate import Gate
 from quire.serve.guard import Guard
 from quire.serve.live import Live
 from quire.serve.metrics import Metrics
 from quire.serve.settings import Settings
-from quire.serve.shapes import ChatShape, Shape, TextShape
+from quire.serve.shapes import AnswerShape, ChatShape, TextShape
 
 PAGE = Path(__file__).parent / "page"
-AnySampled = TypeVar("AnySampled", bound=Sampled)
+AnyText = TypeVar("AnyText", bound=TextBody)
 
 
 class Service:
@@ -76,7 +74,7 @@ class Service:
         return parsed(kind, request.state.body)
 
     async def _asked(
-        self, read: Callable[[AnySampled, Engine, Settings], Asked], body: AnySampled
+        self, read: Callable[[AnyText, Engine, Settings], Asked], body: AnyText
     ) -> Asked:
         if body.model != self.settings.model:
             raise _no_model(body.model, self.settings.model)
@@ -88,7 +86,7 @@ class Service:
             raise problems.of_request(error) from None
 
     async def _reply(
-        self, request: Request, body: Sampled, asked: Asked, shapes: list[Shape]
+        self, request: Request, body: TextBody, asked: Asked, shapes: Sequence[AnswerShape]
     ) -> Response:
         stack = contextlib.AsyncExitStack()
         try:
@@ -172,12 +170,15 @@ class Service:
         texts = [given] if isinstance(given, str) or isinstance(given[0], int) else given
         most = self.settings.max_texts
         if len(texts) > most:
-            raise ApiError(f"input must be at most {most} texts, but is {len(texts)}.", param="input")
+            raise ApiError(
+                f"input must be at most {most} texts, but is {len(texts)}.", param="input"
+            )
         with self.gate.admit(1):
             vectors, tokens = await asyncio.to_thread(self.embedder.embed, texts)  # type: ignore[arg-type]
         if body.dimensions not in (None, vectors.shape[1]):
             raise ApiError(
-                f"dimensions must be {vectors.shape[1]}, but is {body.dimensions}.", param="dimensions"
+                f"dimensions must be {vectors.shape[1]}, but is {body.dimensions}.",
+                param="dimensions",
             )
         rows: list[object] = vectors.tolist()
         if body.encoding_format == "base64":
@@ -195,8 +196,10 @@ class Service:
 
     async def health(self, _: Request) -> Response:
         """Say whether the engine works."""
-        return JSONResponse({"status": "ok"} if self.engine.is_alive else {"status": "failed"},
-                            200 if self.engine.is_alive else 503)
+        return JSONResponse(
+            {"status": "ok"} if self.engine.is_alive else {"status": "failed"},
+            200 if self.engine.is_alive else 503,
+        )
 
     async def numbers(self, _: Request) -> Response:
         """Return the numbers for Prometheus."""
@@ -206,7 +209,9 @@ class Service:
     async def watch(self, _: Request) -> Response:
         """Return the live map of pages."""
         return StreamingResponse(
-            self.live.frames(), media_type="text/event-stream", headers={"cache-control": "no-cache"}
+            self.live.frames(),
+            media_type="text/event-stream",
+            headers={"cache-control": "no-cache"},
         )
 
     async def page(self, _: Request) -> Response:
@@ -227,14 +232,7 @@ class Service:
             Route("/", self.page),
             Mount("/page", StaticFiles(directory=PAGE)),
         ]
-        app = Starlette(routes=routes, exception_handlers={HTTPException: _plain})
-        return Guard(app, self.settings, self.metrics)
-
-
-def _plain(_: Request, error: Exception) -> Response:
-    """Return what Starlette raises, such as 404, in OpenAI's shape."""
-    assert isinstance(error, HTTPException)
-    return problems.response(ApiError(f"{error.detail}.", status=error.status_code))
+        return Guard(Router(routes), self.settings, self.metrics)
 
 
 async def _left(request: Request) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from quire.engine import Engine
 from quire.engine.sampling import Grammar, Sampling
 from quire.errors import ApiError
-from quire.serve.bodies import ChatBody, CompletionBody, Message, Sampled
+from quire.serve.bodies import ChatBody, CompletionBody, Message, TextBody
 from quire.serve.settings import Settings
 from quire.serve.tools import Toolbox
 
@@ -30,9 +30,13 @@ def completion(body: CompletionBody, engine: Engine, settings: Settings) -> Aske
     """Return what a request for completions asks for."""
     n = _check_counts(body, settings)
     if body.suffix:
-        raise ApiError("suffix must be left out, since the model only continues a text.", param="suffix")
+        raise ApiError(
+            "suffix must be left out, since the model only continues a text.", param="suffix"
+        )
     if body.best_of not in (None, n):
-        raise ApiError(f"best_of must be n, {n}, or left out, but is {body.best_of}.", param="best_of")
+        raise ApiError(
+            f"best_of must be n, {n}, or left out, but is {body.best_of}.", param="best_of"
+        )
     if body.echo and body.logprobs is not None:
         raise ApiError("echo must not be asked for with logprobs.", param="echo")
     prompts = _prompts(body, engine)
@@ -53,7 +57,8 @@ def chat(body: ChatBody, engine: Engine, settings: Settings) -> Asked:
     template = getattr(tokenizer, "chat_template", None)
     if not template:
         raise ApiError(
-            "the model must have a chat template, but has none. Use /v1/completions.", param="messages"
+            "the model must have a chat template, but has none. Use /v1/completions.",
+            param="messages",
         )
     toolbox = Toolbox.of(body, str(template))
     tokens = _rendered(tokenizer, body.messages, toolbox)
@@ -71,7 +76,7 @@ def chat(body: ChatBody, engine: Engine, settings: Settings) -> Asked:
     return Asked([tokens], sampling, n, body.priority, toolbox)
 
 
-def _check_counts(body: Sampled, settings: Settings) -> int:
+def _check_counts(body: TextBody, settings: Settings) -> int:
     """Return the number of answers to a prompt."""
     n = 1 if body.n is None else body.n
     if n > settings.max_answers:
@@ -85,11 +90,8 @@ def _prompts(body: CompletionBody, engine: Engine) -> list[list[int]]:
     if isinstance(given, str):
         return [engine.vocabulary.encode(given)]
     if isinstance(given[0], int):
-        return [given]  # type: ignore[list-item]
-    return [
-        engine.vocabulary.encode(each) if isinstance(each, str) else each  # type: ignore[misc]
-        for each in given
-    ]
+        return [given]
+    return [engine.vocabulary.encode(each) if isinstance(each, str) else each for each in given]
 
 
 def _rendered(tokenizer: Any, messages: list[Message], toolbox: Toolbox | None) -> list[int]:
@@ -135,7 +137,7 @@ def _plain_call(call: dict[str, Any]) -> dict[str, Any]:
     return call | {"function": call["function"] | {"arguments": arguments}}
 
 
-def _grammar(body: Sampled) -> Grammar | None:
+def _grammar(body: TextBody) -> Grammar | None:
     wanted = body.structured_outputs
     if wanted is None:
         return None
@@ -167,13 +169,14 @@ def _response_format(body: ChatBody) -> Grammar | None:
         return Grammar.json()
     if wanted.json_schema is None:
         raise ApiError(
-            "response_format must have json_schema if its type is json_schema.", param="response_format"
+            "response_format must have json_schema if its type is json_schema.",
+            param="response_format",
         )
     return Grammar.json_schema(wanted.json_schema.schema_ or {})
 
 
 def _sampling(
-    body: Sampled,
+    body: TextBody,
     engine: Engine,
     default: int | None,
     longest: int,
@@ -204,7 +207,7 @@ def _sampling(
     )
 
 
-def _bias(body: Sampled) -> dict[int, float]:
+def _bias(body: TextBody) -> dict[int, float]:
     """Return what is added to the logits of tokens. JSON has their ids as strings."""
     try:
         return {int(token): bias for token, bias in (body.logit_bias or {}).items()}

@@ -1,6 +1,6 @@
 """The JSON of requests, as types. What has another type, or an unknown name, is refused.
 
-Names and meanings are OpenAI's. `Sampled` has a few more that vLLM's server has as well: top_k,
+Names and meanings are OpenAI's. `TextBody` has a few more that vLLM's server has as well: top_k,
 min_p, repetition_penalty, ignore_eos, stop_token_ids and structured_outputs.
 """
 
@@ -39,7 +39,7 @@ class Structure(Body):
     choice: Annotated[list[Word], Field(min_length=1, max_length=256)] | None = None
 
 
-class Sampled(Body):
+class TextBody(Body):
     """What requests for text have in common."""
 
     model: Annotated[str, Field(max_length=256)]
@@ -68,7 +68,7 @@ class Sampled(Body):
     priority: Annotated[int, Field(ge=-8, le=8)] = 0
 
 
-class CompletionBody(Sampled):
+class CompletionBody(TextBody):
     """POST /v1/completions."""
 
     prompt: (
@@ -119,7 +119,7 @@ class Message(Body):
     annotations: list[Any] | None = None
 
 
-class Function(Body):
+class ToolFunction(Body):
     """A function that the model may call."""
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
@@ -132,7 +132,7 @@ class Tool(Body):
     """A tool that the model may use."""
 
     type: Literal["function"]
-    function: Function
+    function: ToolFunction
 
 
 class FunctionName(Body):
@@ -164,7 +164,7 @@ class ResponseFormat(Body):
     json_schema: Schema | None = None
 
 
-class ChatBody(Sampled):
+class ChatBody(TextBody):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
@@ -207,7 +207,8 @@ AnyBody = TypeVar("AnyBody", bound=Body)
 def parsed(kind: type[AnyBody], raw: bytes) -> AnyBody:
     """Return the body of a request. Raise an ApiError that names what is wrong."""
     try:
-        return kind.model_validate_json(raw)
+        body: AnyBody = kind.model_validate_json(raw)
+        return body
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         places = [str(part) for part in first["loc"]]

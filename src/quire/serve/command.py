@@ -44,7 +44,7 @@ class Options:
         local = _is_loopback(self.host)
         hosts = (*LOOPBACK, self.host, *self.allowed_hosts)
         if not local and not self.api_keys:
-            print("quire: everybody who can reach this address may ask. Give --api-key to change that.")
+            print("quire: all who can reach this address may ask. Give --api-key to change that.")
         return Settings(
             model=self.name or Path(model).name,
             api_keys=self.api_keys,
@@ -77,7 +77,10 @@ def serve(model: str, options: Options) -> None:
     )
     host, port = bound.getsockname()[:2]
     at = f"[{host}]" if ":" in host else host
-    print(f"{settings.model} at http://{at}:{port} (OpenAI's interface: /v1). Ctrl-C ends.", flush=True)
+    print(
+        f"{settings.model} at http://{at}:{port} (OpenAI's interface: /v1). Ctrl-C ends.",
+        flush=True,
+    )
     process.run(engine, settings, bound)
 
 
@@ -89,7 +92,7 @@ def read_keys(given: Sequence[str], file: Path | None) -> tuple[str, ...]:
             keys += [line.strip() for line in file.read_text().splitlines() if line.strip()]
         except OSError as error:
             raise ArgumentError(
-                f"--api-keys must be a file that can be read, but: {error.strerror}. Check its name."
+                f"--api-keys must be a file that can be read, but: {error.strerror}. Check it."
             ) from None
     if any(not key.isascii() or not key.isprintable() or not key or " " in key for key in keys):
         raise ArgumentError(
@@ -119,4 +122,3 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-

@@ -38,7 +38,7 @@ class Embedder:
         return minilm.missing()
 
     def embed(self, given: Sequence[str] | Sequence[Sequence[int]]) -> tuple[Tensor, int]:
-        """Return vectors of length 1 [texts, 384], and the number of tokens. Texts may be tokens."""
+        """Return vectors of length 1 [texts, 384], and the number of tokens of all texts."""
         with self._lock:
             if self._loaded is None:
                 self._loaded = _load()

@@ -4,7 +4,7 @@
              by a name that points there
     keys     a bearer token for all but the page itself and /health
     JSON     a body must say that it is JSON: browsers ask first before they send that elsewhere
-    sizes    of the body; uvicorn limits headers and connections
+    sizes    of headers and body; uvicorn limits connections
     times    until a body has arrived, and until a client has read what it was sent
 
 The body is read here, whole, and is in `scope["state"]` with the tenant. No answer says anything
@@ -18,6 +18,7 @@ import sys
 import traceback
 from typing import Any
 
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.errors import ApiError
@@ -43,6 +44,7 @@ class Guard:
         self._app, self._settings, self._metrics = app, settings, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Check a request, and pass it on."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
@@ -51,24 +53,35 @@ class Guard:
             await send({"type": "websocket.close", "code": 1008})
 
     async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["app"] = self  # with it, Starlette raises what it does not find
         sender = _Sender(send, self._settings.write_limit)
         try:
             await self._check(scope, receive)
             await self._app(scope, receive, sender.send)
-        except ApiError as problem:
+        except ApiError as refusal:
+            await sender.problem(refusal, scope, receive)
+        except HTTPException as error:  # Starlette's own: no such path, or not with this method
+            problem = ApiError(f"{error.detail}.", status=error.status_code)
             await sender.problem(problem, scope, receive)
         except _Gone:
             self._metrics.disconnected.inc()
             sender.status = sender.status or 499
         except Exception:
             traceback.print_exc(file=sys.stderr)
-            problem = ApiError("the server has failed.", status=500, code="internal_error")
-            await sender.problem(problem, scope, receive)
+            failure = ApiError("the server has failed.", status=500, code="internal_error")
+            await sender.problem(failure, scope, receive)
         finally:
             route = getattr(scope.get("route"), "path", "other")
             self._metrics.requests.labels(route, str(sender.status or 499)).inc()
 
     async def _check(self, scope: Scope, receive: Receive) -> None:
+        size = len(scope["raw_path"]) + len(scope["query_string"])
+        size += sum(len(name) + len(value) for name, value in scope["headers"])
+        most = self._settings.max_header
+        if size > most:
+            raise ApiError(
+                f"the headers must have at most {most} bytes, but have {size}.", status=431
+            )
         headers = {name.decode("latin-1"): value for name, value in scope["headers"]}
         self._check_host(headers.get("host", b"").decode("latin-1"))
         state = scope.setdefault("state", {})
@@ -147,7 +160,7 @@ class _Sender:
         """Send a part of a response."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            message = message | {"headers": [*message["headers"], *HEADERS]}
+            message = {**message, "headers": [*message["headers"], *HEADERS]}
         try:
             async with asyncio.timeout(self._limit):
                 await self._send(message)

@@ -58,7 +58,6 @@ class Live:
         seen = self._engine.look()
         now: dict[str, Any] = {
             "page_size": seen.page_size,
-            "limit": seen.limit,
             "owners": seen.owners,
             "answers": [each._asdict() for each in seen.answers],
             "preempted": [event.answer for event in self._recent()],
@@ -78,4 +77,3 @@ class Live:
         while self._events:
             found.append(self._events.popleft())
         return found
-

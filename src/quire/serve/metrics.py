@@ -38,10 +38,10 @@ class Metrics:
     def __init__(self, engine: Engine) -> None:
         self.registry = CollectorRegistry()
         common: dict[str, Any] = {"registry": self.registry}
-        self.requests = Counter(
-            "quire_http_requests", "Responses", ["route", "status"], **common
+        self.requests = Counter("quire_http_requests", "Responses", ["route", "status"], **common)
+        self.answers = Counter(
+            "quire_answers", "Answers that were sent whole", ["reason"], **common
         )
-        self.answers = Counter("quire_answers", "Answers that were sent whole", ["reason"], **common)
         self.ongoing = Gauge("quire_ongoing_answers", "Answers that run or wait", **common)
         self.refused = Counter("quire_refused", "Requests that found a full queue", **common)
         self.disconnected = Counter(
@@ -57,7 +57,8 @@ class Metrics:
 
     def text(self) -> bytes:
         """Return all numbers in Prometheus' format."""
-        return generate_latest(self.registry)
+        text: bytes = generate_latest(self.registry)
+        return text
 
 
 class _EngineCollector:

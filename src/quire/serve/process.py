@@ -7,6 +7,7 @@ On SIGTERM or Ctrl-C the server accepts nothing more, answers that are being wri
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 from typing import Any
 
@@ -26,7 +27,7 @@ class _Protocol(H11Protocol):
 
     patience = 30.0
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:
         """Close the connection if no request has come after a while."""
         super().connection_made(transport)
         self.loop.call_later(self.patience, self._close_if_silent)
@@ -79,7 +80,11 @@ def run(engine: Engine, settings: Settings, bound: socket.socket) -> None:
     }
     config = uvicorn.Config(service.app(), **options)
     server = _Server(config, service)
+    # uvicorn raises the signals that it has caught once more, when it has ended gracefully.
+    signal.signal(signal.SIGTERM, lambda *_: None)
     try:
         server.run(sockets=[bound])
+    except KeyboardInterrupt:
+        pass
     finally:
         engine.close()

@@ -12,7 +12,7 @@ from quire.serve.tools import Toolbox
 Json = dict[str, Any]
 
 
-class Shape(Protocol):
+class AnswerShape(Protocol):
     """How answers are written."""
 
     whole: str
@@ -113,9 +113,7 @@ class ChatShape:
         if self._toolbox is not None:
             delta = {"content": message["content"]} if message["content"] else {}
             if calls := message.get("tool_calls"):
-                delta["tool_calls"] = [
-                    {"index": place, **call} for place, call in enumerate(calls)
-                ]
+                delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(calls)]
             pieces.append({"delta": delta, "logprobs": None})
         return [*pieces, {"delta": {}, "logprobs": None, "finish_reason": reason}]
 

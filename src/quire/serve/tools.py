@@ -1,8 +1,8 @@
 """Tools that a model may call, for templates that write them as Hermes and Qwen do.
 
-    <tool_call>
-    {"name": "weather", "arguments": {"city": "Berlin"}}
-    </tool_call>
+<tool_call>
+{"name": "weather", "arguments": {"city": "Berlin"}}
+</tool_call>
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ class Toolbox:
 
     def shown(self) -> list[dict[str, Any]]:
         """Return the tools as templates read them."""
-        return [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in self.tools]
+        return [
+            tool.model_dump(exclude_none=True, exclude={"function": {"strict"}})
+            for tool in self.tools
+        ]
 
     def grammar(self) -> Grammar:
         """Return the grammar of one call."""

@@ -209,8 +209,7 @@ function draw() {
   const held = owners.filter((owner) => owner >= 0).length;
   const shared = owners.filter((owner) => owner === SHARED).length;
   const kept = owners.filter((owner) => owner === KEPT).length;
-  const limit = frame.limit ? ` of at most ${frame.limit}` : "";
-  const text = `${owners.length}${limit}, ${frame.page_size} tokens each: ${held} held by one request, ` +
+  const text = `${owners.length}, ${frame.page_size} tokens each: ${held} held by one request, ` +
     `${shared} shared, ${kept} kept`;
   $("summary").textContent = text;
   canvas.setAttribute("aria-label", `Pages of the cache: ${text}`);
