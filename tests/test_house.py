@@ -246,7 +246,9 @@ def private_names(tree: ast.AST) -> tuple[set[str], set[str]]:
     defined, used = set(), set()
     for node in ast.walk(tree):
         match node:
-            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                defined.add(name)
+            case ast.ClassDef(name=name):
                 defined.add(name)
             case ast.Attribute(attr=name, ctx=ast.Store()) | ast.Name(id=name, ctx=ast.Store()):
                 defined.add(name)

@@ -28,7 +28,7 @@ COLUMNS = 64
 class PageMap:
     """The state of each page of a pool at one time: `owners` [pages] is FREE, KEPT, SHARED, ...
 
-    `held` has the pages of each sequence, by its number, in the order of positions.
+    `held` has the pages [n] of each sequence, by its number, in the order of positions.
     """
 
     owners: NDArray[np.int64]

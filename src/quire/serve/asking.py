@@ -46,7 +46,9 @@ def completion(body: CompletionBody, engine: Engine, settings: Settings) -> Aske
             param="prompt",
         )
     longest = max(map(len, prompts))
-    sampling = _sampling(body, engine, 16, longest, body.logprobs, _grammar(body))
+    sampling = _sampling(
+        body, engine, 16, longest=longest, logprobs=body.logprobs, grammar=_grammar(body)
+    )
     return Asked(prompts, sampling, n, body.priority)
 
 
@@ -72,7 +74,9 @@ def chat(body: ChatBody, engine: Engine, settings: Settings) -> Asked:
                 "response_format must be left out if a tool must be called.", param="tool_choice"
             )
         grammar = toolbox.grammar()
-    sampling = _sampling(body, engine, None, len(tokens), logprobs, grammar)
+    sampling = _sampling(
+        body, engine, None, longest=len(tokens), logprobs=logprobs, grammar=grammar
+    )
     return Asked([tokens], sampling, n, body.priority, toolbox)
 
 
@@ -179,6 +183,7 @@ def _sampling(
     body: TextBody,
     engine: Engine,
     default: int | None,
+    *,
     longest: int,
     logprobs: int | None,
     grammar: Grammar | None,
