@@ -55,8 +55,9 @@ class KeyShape(NamedTuple):
 
     heads: int
     head_dim: int
-    value_dim: int
+    value_dim: int | None
     dtype: torch.dtype
+    latent: int | None = None  # how many numbers of keys are values, if they are a part of keys
 
 
 class Runner:
@@ -214,19 +215,29 @@ class _Probe(PackedCache):
         """Note the shapes of keys and values [1, Hkv, 1, D]."""
         heads, width = key_states.shape[1], key_states.shape[3]
         self.seen[layer_idx] = KeyShape(heads, width, value_states.shape[3], key_states.dtype)
-        return (_Noted(value_states),) * 2
+        return (_Noted(self, layer_idx, key_states, value_states),) * 2
 
 
 class _Noted(LayerStates):
     """The states of a layer that is only probed."""
 
-    def __init__(self, value: Tensor) -> None:
-        self.value = value
+    def __init__(self, cache: _Probe, layer: int, key: Tensor, value: Tensor) -> None:
+        self.cache, self.layer, self.key, self.value = cache, layer, key, value
 
     @property
     def shape(self) -> torch.Size:
         """The shape of the new keys."""
-        return self.value.shape
+        return self.key.shape
+
+    def joined(self) -> _Noted:
+        """Note that each token is stored once: a latent, and the rotated part of the key."""
+        whole = torch.cat((self.key, self.value), -1)
+        noted = _Noted(self.cache, self.layer, whole, self.key)
+        noted.latent = self.key.shape[3]
+        self.cache.seen[self.layer] = KeyShape(
+            whole.shape[1], whole.shape[3], None, whole.dtype, noted.latent
+        )
+        return noted
 
     def attend(self, module: Any, query: Tensor, mask: Any, **options: Any) -> Tensor:
         """Return zeros [1, T, Hq, Dv]."""

@@ -274,7 +274,8 @@ class RowNest(Nest):
             f.call_pointer(self.arg["observe"], OBSERVE, **given, **state, **where)
         alpha = self.at("alpha", place * BLOCKS_TOGETHER + start.udiv(size))
         rows = self._not_asked_for(block, place, start)
-        f.call(self.phases.exponentiate, scores, **running, alpha=alpha, rows=rows)
+        count = (f.minimum(block.end - start, size) + (CHAINS - 1)) & -CHAINS
+        f.call(self.phases.exponentiate, scores, **running, alpha=alpha, rows=rows, count=count)
 
     def _fill(self, scores: Value, block: KeyBlock) -> None:
         """The scores of keys that do not exist are -inf, up to whole blocks."""

@@ -25,7 +25,7 @@ from transformers.masking_utils import causal_mask_function
 from quire import mods
 from quire.api.attention import attention
 from quire.errors import ArgumentError
-from quire.integrations.transformers.cache import LayerStates, windows_of
+from quire.integrations.transformers.cache import LayerStates, joined_latents, windows_of
 from quire.integrations.transformers.mask import TokenMask
 from quire.integrations.transformers.user_mods import ATTRIBUTE, Mods
 from quire.kv import PagedKVCache, Rows, SequenceHandle
@@ -149,7 +149,12 @@ class PackedStates(LayerStates):
     cache: PackedCache
     layer: int
     key: Tensor
-    value: Tensor
+    value: Tensor | None
+    latent: int | None = None
+
+    def joined(self) -> PackedStates:
+        """Return states whose keys are the latents and what follows them, without values."""
+        return replace(self, **joined_latents(self.key, self.value))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -179,8 +184,8 @@ class PackedStates(LayerStates):
             )
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         seen = (mods.causal if causal else None) if mask is None else mask.seen
-        key, value = (states[0].transpose(0, 1) for states in (self.key, self.value))
-        step.pages.write(self.layer, step.rows, key, value)
+        new = [x[0].transpose(0, 1) for x in (self.key, self.value) if x is not None]
+        step.pages.write(self.layer, step.rows, *new)
         by_model = getattr(module, ATTRIBUTE, Mods())
         rows = query[0].transpose(0, 1)
         call = partial(attention, scale=scaling, sink=s_aux)
