@@ -20,8 +20,16 @@ IMAGE = re.compile(r'(<img src=")([^"]+)(")')
 PICTURES = ("*.svg", "*.png")
 SCRIPTS = ("examples", "benchmarks")
 LISTED = ("reference/index", "reference/modules/index", "source/index")
-ALONE = "---\norphan: true\n---\n\n"
-"""Begins a page that the list of pages at the side does not have: that list is on every page."""
+
+
+def head(name: str) -> str:
+    """Return the first lines of a page that the list of pages at the side does not have.
+
+    That list is on every page. The text of modules and scripts is not searched, so that a search
+    finds guides and public names.
+    """
+    public = name.startswith("reference/quire")
+    return f"---\norphan: true\n{'' if public else 'nosearch: true' + chr(10)}---\n\n"
 
 
 def stage(folder: Path) -> None:
@@ -44,7 +52,7 @@ def stage(folder: Path) -> None:
     for name, text in added().items():
         write(folder / f"{name}.md", f"{(folder / f'{name}.md').read_text()}\n{text}\n")
     for name, text in (reference.pages() | scripts()).items():
-        write(folder / f"{name}.md", text if name in LISTED else ALONE + text)
+        write(folder / f"{name}.md", text if name in LISTED else head(name) + text)
     for name, text in add_toctrees(folder).items():
         write(folder / f"{name}.md", text)
 

@@ -81,6 +81,13 @@ def test_docstrings_become_markdown() -> None:
     assert "```pycon\n>>> f()\n3\n```" in shown and "See `x`." in shown
 
 
+def test_short_signatures_are_one_line() -> None:
+    def short(x: int, *, y: str = "a") -> bool: ...
+
+    assert reference.signature("short", short) == "short(x: int, *, y: str = 'a') -> bool"
+    assert reference.signature("short", short, "`x` [B, H]").count("\n") == 4
+
+
 def test_shapes_are_found() -> None:
     doc = "`out` and `grad` [B, H] are so; `key` [P, Hkv] in pages. `q_start` may be a tensor [B]."
     assert reference.shapes(doc)["key"] == "[P, Hkv]"
