@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from builder import gallery, reference, results, source, structure, tables
+from builder import gallery, reference, results, source, stage, structure, tables
 from builder.examples import examples
 from builder.symbols import TORCH, public_modules, symbols
 
@@ -136,6 +136,22 @@ def test_every_page_of_docs_has_its_place() -> None:
         for path in structure.DOCS.rglob("*.md")
     }
     assert pages - {"index"} <= listed
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        ("[a](../kv.md#x)", "[a](../kv.md#x)"),
+        ("[a](../../examples/train_gpt.py)", "[a](../source/examples/train_gpt.md)"),
+        ("[a](../../src/quire/ir/ops.py)", "[a](../reference/modules/quire.ir.ops.md)"),
+        ("[`a`](../../tests/test_house.py)", "`a`"),
+        ("[a](https://a.b/c.md)", "[a](https://a.b/c.md)"),
+        ('<img src="../pages.svg" width="9">', '<img src="../pages.svg" width="9">'),
+    ],
+)
+def test_links_lead_to_the_same_things_on_the_site(written: str, shown: str) -> None:
+    path, place = structure.DOCS / "learn" / "page.md", stage.PurePosixPath("learn/page.md")
+    assert stage.rewritten(written, path, place, stage.placed()) == shown
 
 
 def test_search_is_offline(site: Path) -> None:
