@@ -158,6 +158,7 @@ PARTS = (
     distance_learned,
     products,
     _chosen.tokens,
+    _chosen.tokens_backward,
     _chosen.blocks,
     _chosen.pages,
 )
