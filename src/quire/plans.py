@@ -357,6 +357,20 @@ class CallPlan:
             found = self._backward.run(problem, placed, self._blocks, wanted, above)
         return found or eager.backward(problem, placed, self._blocks, wanted, above)
 
+    def gradients_of_slices(
+        self, placed: Placed, wanted: Wanted, above: Above, slice_size: int
+    ) -> Gradients | None:
+        """Return gradients of keys, values and captures for each slice of queries.
+
+        Added up in ascending order, they are the gradients of one call. None if no kernel can
+        compute them.
+        """
+        if self.backend != "jit":
+            return None
+        self._backward = self._backward or BackwardPlans()
+        problem = self.problem.with_captures(wanted.captures)
+        return self._backward.run(problem, placed, self._blocks, wanted, above, slice_size)
+
     def tangent(
         self,
         placed: Placed,

@@ -24,10 +24,12 @@ def ranks() -> Iterator[Ranks]:
         yield running
 
 
-def random_examples(count: int, seed: int) -> list[Example]:
-    """Return calls of every temper. A rank's last chunk has more than four rows."""
+LENGTHS = (5, 37, 128, 200, 333, 517, 1000, 1399, 2300)
+
+
+def random_examples(count: int, seed: int, lengths: tuple[int, ...] = LENGTHS) -> list[Example]:
+    """Return calls of every temper."""
     draw = random.Random(seed)
-    lengths = (5, 37, 128, 200, 333, 517, 1000, 1399)
     return [
         Example(
             mask=draw.choice([*MASKS]),
@@ -67,8 +69,23 @@ def test_gradients(ranks: Ranks, size: int) -> None:
     ranks.run(rank_cases.gradients, size, random_examples(4, seed=10 + size))
 
 
-def test_gradients_of_captured_tensors(ranks: Ranks) -> None:
-    ranks.run(rank_cases.captured_gradients, 3)
+@pytest.mark.parametrize("size", SIZES)
+def test_gradients_have_the_bits_of_one_process(ranks: Ranks, size: int) -> None:
+    lengths = (513, 1100, 1399, 2049)
+    examples = random_examples(12, seed=20 + size, lengths=lengths)
+    ranks.run(rank_cases.gradients, size, [replace(x, same_bits=True) for x in examples])
+
+
+def test_long_sequences_have_the_gradients_of_one_process(ranks: Ranks) -> None:
+    long = Example("causal documents", 8000, heads=(2, 1), batch=1)
+    assert ranks.run(rank_cases.gradients, 2, [long]) and long.plan(None).same_bits
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_gradients_of_captured_tensors(ranks: Ranks, size: int, dtype: str) -> None:
+    for same_bits in (True, False):
+        ranks.run(rank_cases.captured_gradients, size, same_bits, dtype)
 
 
 def test_a_second_derivative(ranks: Ranks) -> None:

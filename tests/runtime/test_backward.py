@@ -64,8 +64,8 @@ def dense_case(batch: int, q_len: int, kv_len: int) -> tuple[Placed, Tensor, Ten
 
 
 def test_slices_depend_on_the_queries_of_a_sequence_alone() -> None:
-    lengths = [0, 1, 512, 513, 1100, 16_384, 16_385, 100_000]
-    sizes, counts = (512, 512, 512, 512, 512, 512, 1024, 4096), (1, 1, 1, 2, 3, 32, 17, 25)
+    lengths = [0, 1, 512, 513, 1100, 32_768, 32_769, 100_000]
+    sizes, counts = (512, 512, 512, 512, 512, 512, 1024, 2048), (1, 1, 1, 2, 3, 64, 33, 49)
     assert Slices.of(lengths) == Slices(sizes, counts)
 
 

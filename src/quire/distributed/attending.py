@@ -8,16 +8,18 @@ import torch
 from torch import Tensor
 
 from quire.api.attention import aux_output
+from quire.autograd import recorded
 from quire.aux_outputs import NO_AUX, AuxOutput, AuxRequest, checked_request
 from quire.config import Backend as BackendName
 from quire.distributed.context_plan import ContextPlan, digest_of
-from quire.distributed.exchange import spread
-from quire.distributed.local import LocalShare, compute_share
+from quire.distributed.exchange import send
+from quire.distributed.local import compute_in_pages
+from quire.distributed.passes import RankPasses
 from quire.errors import ArgumentError, OptionError, ShapeError
 from quire.ir.trace import Mod, Traced
 from quire.memory import Dense, Queries
 from quire.mods.dropout import drawn_seed
-from quire.request import Request, check, ready
+from quire.request import Request, call_of, check, ready
 from quire.results import Result
 from quire.support.dynamo import never_traced
 
@@ -100,10 +102,14 @@ def compute(request: Request, plan: ContextPlan) -> Result:
     except Exception as raised:  # whatever it is, the other ranks must not wait for this one
         error = raised
     seed, *_ = plan.group.agree(facts, error)
-    seeded = request._replace(seed=None if seed is None else tuple(seed), generator=None)
-    assert isinstance(request.memory, Dense), "it was checked"
-    key, value = spread(plan, request.memory.key, request.memory.value)
-    return compute_share(plan, LocalShare(request.query, key, value), seeded)
+    request = request._replace(seed=None if seed is None else tuple(seed), generator=None)
+    call = call_of(request)
+    if call.learns or len(plan.positions) == 0:
+        passes = RankPasses(plan, request, call.problem)
+        result = recorded(passes, call) if call.learns else passes.forward(call)
+        return result._replace(out=result.out.to(call.placed.query.dtype))
+    query, key, value = call.placed[:3]
+    return compute_in_pages(plan, request, query, *send(plan, key, value))
 
 
 def _prepared(request: Request, plan: ContextPlan) -> Request:

@@ -16,8 +16,8 @@ from torch import Tensor
 from quire.block_mask.blocks import ceil_div
 from quire.distributed.group import RankGroup
 from quire.distributed.layouts import Division
-from quire.distributed.reads import Numbers
-from quire.distributed.routes import Route
+from quire.distributed.reads import Flags, Numbers
+from quire.distributed.routes import Route, SliceRoute
 from quire.errors import ArgumentError, ShapeError
 from quire.ir.portable import portable
 from quire.ir.trace import Mod, Traced, mod_name
@@ -35,6 +35,9 @@ class ContextPlan:
     `compared` are the layouts that were compared, the one that is used first. `sizes` are the
     batch entries and heads of the mask, 1 for any number. `bytes_per_key` are the bytes of a key
     and its value in all heads, if they are known.
+
+    If gradients have the bits of one process, ranks have whole slices of `slice_size` tokens, and
+    `slice_needs` [slices, entries, blocks] are the blocks of keys that each reads.
     """
 
     mask: Mod
@@ -45,6 +48,8 @@ class ContextPlan:
     sizes: tuple[int, int] = (1, 1)
     bytes_per_key: int | None = None
     given: object = None  # the mask as it was given
+    slice_size: int = 0
+    slice_needs: Flags | None = None
 
     @property
     def division(self) -> Division:
@@ -137,6 +142,37 @@ class ContextPlan:
         """Return the pages that this rank sends and receives for a batch of `batch` entries."""
         return _route(self, batch)
 
+    def slice_route(self, batch: int) -> SliceRoute | None:
+        """Return the sums of slices that this rank sends and receives in a backward pass, if any.
+
+        None if gradients of keys are sums of what ranks have added up.
+        """
+        return None if self.slice_needs is None else _slice_route(self, batch)
+
+    @property
+    def same_bits(self) -> bool:
+        """Return whether gradients of keys and captured tensors have the bits of one process."""
+        return self.slice_needs is not None
+
+    @property
+    def of_slices(self) -> Numbers:
+        """Return the rank of each slice of queries, if ranks have whole slices."""
+        slices: Numbers = self.division.owner[:: max(1, self.slice_size // self.block)]
+        return slices
+
+    @property
+    def returned(self) -> Numbers:
+        """Return how many gradients of keys [ranks] each rank receives, per batch entry."""
+        if self.slice_needs is None:
+            leaves = self.division.arrives.sum((0, 1))
+        else:
+            foreign = self.of_slices[:, None] != self.division.owner
+            leaves = (self.slice_needs & foreign[:, None]).sum((0, 1))
+        entries = self.division.needs.shape[1]
+        blocks = np.bincount(self.division.owner, leaves, self.num_ranks)
+        keys: Numbers = -(-blocks.astype(np.int64) // entries) * self.block
+        return keys
+
     @property
     def balance(self) -> float:
         """Return the largest work of a rank over the mean."""
@@ -152,7 +188,8 @@ class ContextPlan:
     def digest(self) -> str:
         """Return a number that is the same for equal plans: of layout, mask and all it captures."""
         found = hashlib.sha256()
-        facts = (self.length, self.block, self.num_ranks, self.layout, self.sizes)
+        sizes = (self.length, self.block, self.slice_size, self.sizes)
+        facts = (*sizes, self.num_ranks, self.layout)
         found.update(repr(facts).encode())
         found.update(self.division.owner.tobytes())
         found.update(self.division.needs.tobytes())
@@ -182,6 +219,11 @@ class ContextPlan:
             f"chunk{'s' * (len(self.chunks) != 1)}, receives "
             f"{self._amount(int(received[self.rank]))}"
         )
+        how = "have the bits of one process" if self.same_bits else "agree up to rounding"
+        yield (
+            f"gradients of keys {how}; a rank receives those of {int(self.returned.max()):,} keys "
+            f"at most"
+        )
         most = [self._amount(int(each.received.max()) * self.block) for each in self.compared]
         others = [
             f"{each.layout} {each.balance:.2f} and {amount}"
@@ -202,6 +244,12 @@ class ContextPlan:
 @functools.lru_cache(maxsize=64)
 def _route(plan: ContextPlan, batch: int) -> Route:
     return Route.of(plan.division, plan.rank, batch)
+
+
+@functools.lru_cache(maxsize=64)
+def _slice_route(plan: ContextPlan, batch: int) -> SliceRoute:
+    assert plan.slice_needs is not None
+    return SliceRoute.of(plan.division, plan.of_slices, plan.slice_needs, plan.rank, batch)
 
 
 def digest_of(mod: Mod | None) -> str:

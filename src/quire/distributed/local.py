@@ -5,7 +5,8 @@ their own q_start, and blocks that nobody sent are the page of zeros, which the 
 
 If autograd records, blocks are gathered side by side, and mods find positions in two lookups. The
 gradients of keys then take memory for the keys that the rank has, not for the whole sequence.
-Tiles hold the same keys in both cases, so results have the bits of one process.
+Pieces of keys (`codegen/phases/order.py`) hold the same keys in both cases, so results have the
+bits of one process.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.codegen.llvm.target import Target
+from quire.codegen.convention import KEYS_OF_PIECE
 from quire.distributed.context_plan import ContextPlan
 from quire.distributed.reads import Numbers
 from quire.ir.graph import inputs
@@ -25,34 +26,22 @@ from quire.ir.trace import Kind, Mod, Traced, mod_name, trace
 from quire.memory import Dense, Paged, Queries
 from quire.mods.compose import Mask, ScoreChange
 from quire.mods.dropout import Dropout, keep_mask
-from quire.plans import make
-from quire.request import Request, call_of, check
+from quire.plans import CallPlan, make
+from quire.request import Call, Request, call_of, check
 from quire.results import Result
 
 
-class LocalShare(NamedTuple):
-    """The query [B, Hq, tokens, D] of a rank; its pages [pages, block, Hkv, D] of keys, values."""
+def compute_in_pages(
+    plan: ContextPlan, wanted: Request, query: Tensor, key: Tensor, value: Tensor
+) -> Result:
+    """Return the results of this rank's queries [B, Hq, tokens, D], without autograd.
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
-
-
-def compute_share(plan: ContextPlan, share: LocalShare, wanted: Request) -> Result:
-    """Return the results of this rank's queries; options and mods are those of `wanted`."""
-    if len(plan.positions) == 0:
-        return _nothing(share, wanted)
-    tensors = (*share, *_learned(wanted))
-    learns = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    return _side_by_side(plan, share, wanted) if learns else _in_pages(plan, share, wanted)
-
-
-def _in_pages(plan: ContextPlan, share: LocalShare, wanted: Request) -> Result:
-    """Compute one paged call, a sequence for each chunk of each batch entry."""
-    query, key, value = share
+    Keys and values are pages [pages, block, Hkv, D]; options and mods are those of `wanted`. It is
+    one paged call with a sequence for each chunk of each batch entry.
+    """
     batch, _, count, _ = query.shape
     route, num_chunks = plan.route(batch), len(plan.chunks)
-    starts, stops = np.array(plan.chunks).T
+    starts, stops = np.array(plan.chunks).reshape(num_chunks, 2).T
     ends = np.cumsum(stops - starts)
     offsets = [0, *(np.arange(batch)[:, None] * count + ends).ravel().tolist()]
     table = torch.from_numpy(route.table.astype(np.int32))
@@ -63,58 +52,87 @@ def _in_pages(plan: ContextPlan, share: LocalShare, wanted: Request) -> Result:
         lengths=[plan.length] * (batch * num_chunks),
     )
     entries = torch.arange(batch).repeat_interleave(num_chunks)
-    lookups = Lookups(entries=entries)
     rows = query.transpose(1, 2).flatten(0, 1)
     queries = Queries(starts.tolist() * batch, offsets)
-    result = _computed(wanted._replace(query=rows, memory=memory, queries=queries), lookups)
+    made, call = _made(
+        wanted._replace(query=rows, memory=memory, queries=queries), Lookups(entries=entries)
+    )
     return Result(
         **{
             name: memory.as_given(rows, x).unflatten(0, (batch, count)).transpose(1, 2)
-            for name, x in result.by_query.items()
+            for name, x in made.run(call).by_query.items()
         }
     )
 
 
-def _side_by_side(plan: ContextPlan, share: LocalShare, wanted: Request) -> Result:
-    """Compute one dense call over the blocks that this rank has, in the order of positions."""
-    query, key, value = share
-    route = plan.route(len(query))
-    blocks = _whole_tiles(route.needed, plan)
-    pages = torch.from_numpy(route.table[:, blocks])
-    places = torch.arange(plan.block) + torch.from_numpy(blocks * plan.block).unsqueeze(1)
-    positions = places.flatten()
-    positions = positions[positions < plan.length]
-    key, value = (_gathered(x, pages)[:, :, : len(positions)] for x in (key, value))
-    lookups = Lookups(queries=plan.positions.int(), keys=positions.int())
-    request = wanted._replace(query=query, memory=Dense(key, value), queries=Queries(start=0))
-    result = _computed(request, lookups)
-    if result.argmax is not None and len(positions):
-        found = positions[result.argmax.clamp(min=0)]
-        result = result._replace(argmax=torch.where(result.argmax < 0, -1, found))
-    return result
+class SideBySide(NamedTuple):
+    """The blocks that queries of a rank read, in the order of positions, as dense keys and values.
 
-
-def _gathered(rows: Tensor, pages: Tensor) -> Tensor:
-    """Return the pages with the numbers `pages` [B, n] side by side: [B, H, n * block, D]."""
-    chosen = rows.index_select(0, pages.flatten())
-    return chosen.view(*pages.shape, *rows.shape[1:]).flatten(1, 2).transpose(1, 2)
-
-
-def _whole_tiles(blocks: Numbers, plan: ContextPlan) -> Numbers:
-    """Return the blocks of all tiles of the kernel that hold one of these blocks.
-
-    So tiles hold the same keys as in one process, which makes the same bits.
+    `pages` [B, blocks] is the page of each; its keys have the positions `positions`. Block n of the
+    sequence is the block `columns[n]` here.
     """
-    in_unit = math.lcm(plan.block, Target.host().block_kv) // plan.block
+
+    plan: ContextPlan
+    pages: Tensor
+    positions: Tensor
+    columns: Numbers
+
+    @staticmethod
+    def of(plan: ContextPlan, batch: int) -> SideBySide:
+        """Return the blocks for a batch of `batch` entries."""
+        route = plan.route(batch)
+        blocks = _whole_pieces(route.needed, plan)
+        places = torch.arange(plan.block) + torch.from_numpy(blocks * plan.block).unsqueeze(1)
+        positions = places.flatten()
+        columns = np.zeros(plan.num_blocks, np.int64)
+        columns[blocks] = np.arange(len(blocks))
+        pages = torch.from_numpy(route.table[:, blocks])
+        return SideBySide(plan, pages, positions[positions < plan.length], columns)
+
+    @property
+    def batch(self) -> int:
+        """Return the number of batch entries."""
+        return len(self.pages)
+
+    def gathered(self, pages: Tensor) -> Tensor:
+        """Return pages [pages, block, H, D] side by side: [B, H, keys, D]."""
+        chosen = pages.index_select(0, self.pages.flatten())
+        rows = chosen.view(*self.pages.shape, *pages.shape[1:]).flatten(1, 2).transpose(1, 2)
+        return rows[:, :, : len(self.positions)]
+
+    def scattered(self, rows: Tensor) -> Tensor:
+        """Return rows [B, H, keys, D] as pages: what `gathered` is the transpose of."""
+        route, block = self.plan.route(self.batch), self.plan.block
+        missing = self.pages.shape[1] * block - rows.shape[2]
+        whole = torch.nn.functional.pad(rows, (0, 0, 0, missing)).transpose(1, 2)
+        parts = whole.unflatten(1, (self.pages.shape[1], block)).flatten(0, 1)
+        pages: Tensor = parts.new_zeros((route.zeros + 1, *parts.shape[1:]))
+        return pages.index_add(0, self.pages.flatten(), parts)
+
+    def call(self, wanted: Request, query: Tensor, *pages: Tensor) -> tuple[CallPlan, Call]:
+        """Return the plan and the call of this rank's queries over the blocks."""
+        key, value = (self.gathered(x) for x in pages)
+        lookups = Lookups(queries=self.plan.positions.int(), keys=self.positions.int())
+        request = wanted._replace(query=query, memory=Dense(key, value), queries=Queries(start=0))
+        return _made(request, lookups)
+
+    def with_positions(self, result: Result) -> Result:
+        """Return results whose argmax is a position in the whole sequence."""
+        if result.argmax is None or not len(self.positions):
+            return result
+        found = self.positions[result.argmax.clamp(min=0)]
+        return result._replace(argmax=torch.where(result.argmax < 0, -1, found))
+
+
+def _whole_pieces(blocks: Numbers, plan: ContextPlan) -> Numbers:
+    """Return the blocks of all pieces of the kernel that hold one of these blocks.
+
+    So pieces hold the same keys as in one process, which makes the same bits.
+    """
+    in_unit = math.lcm(plan.block, KEYS_OF_PIECE) // plan.block
     units = np.unique(blocks // in_unit)
     whole: Numbers = (units[:, None] * in_unit + np.arange(in_unit)).ravel()
     return whole[whole < plan.num_blocks]
-
-
-def _nothing(share: LocalShare, wanted: Request) -> Result:
-    """Return the results of no query."""
-    key, value = (x[:1].transpose(1, 2)[:, :, :0] for x in share[1:])
-    return _computed(wanted._replace(query=share.query, memory=Dense(key, value)), Lookups())
 
 
 # --- mods -----------------------------------------------------------------------------------------
@@ -153,8 +171,8 @@ def _at(table: Tensor | None, index: Tensor) -> Tensor:
     return index if table is None else table[index]
 
 
-def _computed(request: Request, lookups: Lookups) -> Result:
-    """Compute a request whose mods look up their indices."""
+def _made(request: Request, lookups: Lookups) -> tuple[CallPlan, Call]:
+    """Return the plan and the call of a request whose mods look up their indices."""
     score_mod, mask = request.score_mod, request.mask_mod
     assert mask is not None, "a plan has a mask"
     request = request._replace(
@@ -168,11 +186,4 @@ def _computed(request: Request, lookups: Lookups) -> Result:
         keep = trace(lookups.mapped(keep_mask(dropout.p, *request.seed), "mask"), "mask")
         dropout = Dropout(dropout.p, request.seed, mask=keep)
         call = call._replace(problem=call.problem._replace(dropout=dropout))
-    plan, call = make(call)
-    return plan.run(call)
-
-
-def _learned(wanted: Request) -> tuple[Tensor, ...]:
-    """Return the sink and the tensors that the score_mod captured."""
-    captures = wanted.score_mod.captures if isinstance(wanted.score_mod, Traced) else ()
-    return captures if wanted.sink is None else (*captures, wanted.sink)
+    return make(call)

@@ -26,7 +26,16 @@ from quire.runtime.capture_sums import SumsOfCapture, direct_inputs
 from quire.runtime.launch import Launcher, Records, num_threads
 from quire.runtime.mods import ORIGIN, graphs_of
 from quire.runtime.prepare import make_launcher, num_products
-from quire.runtime.slices import Division, Part, Round, Shares, Slices, SumsOfRows, Touched
+from quire.runtime.slices import (
+    Division,
+    Part,
+    Round,
+    Shares,
+    Slices,
+    SumsOfRows,
+    Touched,
+    in_pages,
+)
 from quire.support.bounded import BoundedDict
 from quire.support.torch_private import has_memory
 
@@ -87,10 +96,17 @@ class BackwardPlan(NamedTuple):
         )
 
     def run(
-        self, placed: Placed, captures: tuple[Tensor, ...], wanted: Wanted, above: Above
+        self,
+        placed: Placed,
+        captures: tuple[Tensor, ...],
+        wanted: Wanted,
+        above: Above,
+        *,
+        apart: bool = False,
     ) -> Gradients | None:
         """Return the gradients; None if a number is not finite, or lse too far from 0."""
-        return Pass(self, placed, (*captures, *self.added_captures), wanted, above).gradients()
+        captures = (*captures, *self.added_captures)
+        return Pass(self, placed, captures, wanted, above, apart=apart).gradients()
 
 
 class BackwardPlans:
@@ -106,8 +122,12 @@ class BackwardPlans:
         blocks: BlockRows | None,
         wanted: Wanted,
         above: Above,
+        slice_size: int | None = None,
     ) -> Gradients | None:
-        """Return the gradients; None if the eager backend has to compute them."""
+        """Return the gradients; None if the eager backend has to compute them.
+
+        If `slice_size` is given, slices have so many queries, and their sums are kept apart.
+        """
         if problem.weighting != "softmax":
             above = above.of_weights(problem.weighting)
         out, lse, *given = above[:4]
@@ -120,15 +140,15 @@ class BackwardPlans:
         placed = placed.on(query, key, value)
         # Hooks on saved tensors may return them with other strides than in the forward pass.
         saved = (query, key, value, out, lse, *captures)
-        layout = (wanted.learned, *(tensor.stride() for tensor in saved))
+        layout = (slice_size, wanted.learned, *(tensor.stride() for tensor in saved))
         plan = self._known.get(layout)
         if plan is None:
             problem = problem.with_captures(captures)
-            new = BackwardPlan.of(problem, placed, blocks, wanted.learned, Result(out, lse))
+            results = Result(out, lse)
+            new = BackwardPlan.of(problem, placed, blocks, wanted.learned, results, slice_size)
             plan = self._known.keep(layout, new)
-        return plan.run(
-            placed, captures, wanted, above._replace(grad_out=grads[0], grad_lse=grads[1])
-        )
+        above = above._replace(grad_out=grads[0], grad_lse=grads[1])
+        return plan.run(placed, captures, wanted, above, apart=slice_size is not None)
 
 
 def key_mass(problem: Problem, placed: Placed, results: Result) -> Tensor | None:
@@ -275,7 +295,8 @@ class Pass:
             division = Division(whole=False, together=slices.most)
 
         def fits() -> bool:
-            sizes = [each.size(*part, division.together) for each in self.learned.values()]
+            slices = 1 if self.apart else division.together
+            sizes = [each.size(*part, slices) for each in self.learned.values()]
             return sum(sizes) <= LARGEST_SUMS
 
         while division.together > 1 and not self.apart and not fits():
@@ -358,23 +379,10 @@ class Pass:
             return sums.sums[..., : like.shape[3]]
         total = sums.total
         if self.placed.page_table is not None:
-            total = self._to_pages(total, like)
+            total = in_pages(total, self.placed, like)
         elif like.shape[0] != total.shape[0]:  # all batches share one batch of keys
             total = folded(total).unsqueeze(0)
         return total[..., : like.shape[3]].contiguous()
-
-    def _to_pages(self, total: Tensor, like: Tensor) -> Tensor:
-        """Add sums by position [B, Hkv, positions, D] to the pages, which may be shared."""
-        table = self.placed.page_table
-        assert table is not None, "keys must be in pages"
-        num_pages, heads, size, _ = like.shape
-        rows = total.new_zeros(num_pages * size, heads, total.shape[-1])
-        sequences = self.placed.sequences
-        for b, (begin, end) in enumerate(zip(sequences.kv_begin, sequences.kv_end, strict=True)):
-            positions = torch.arange(int(begin), int(end))
-            at = table[b, positions // size].long() * size + positions % size
-            rows.index_add_(0, at, total[b, :, positions].transpose(0, 1))
-        return rows.view(num_pages, size, heads, -1).transpose(1, 2)
 
     def _sums_of_capture(self, index: int) -> SumsOfCapture:
         """Return the sums of one captured tensor.

@@ -22,13 +22,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.codegen.convention import BLOCK_Q
-from quire.memory import One
+from quire.memory import One, Placed
 from quire.memory.tables import Sequences
 from quire.runtime.prepare import record, table_of
 
 Numbers: TypeAlias = NDArray[np.int64]
 
-MOST_SLICES = 32
+MOST_SLICES = 64
 FEWEST_QUERIES = 4 * BLOCK_Q
 EVEN = 1.1
 """Threads are busy alike if the last one ends at most so much later than the mean."""
@@ -200,3 +200,16 @@ class SumsOfRows:
     def total(self) -> Tensor:
         """Return the sums over all slices."""
         return self.sums[0] if self._total is None else self._total
+
+
+def in_pages(total: Tensor, placed: Placed, like: Tensor) -> Tensor:
+    """Return sums by position [B, H, positions, D] added up in pages, which may be shared."""
+    table, sequences = placed.page_table, placed.sequences
+    assert table is not None, "keys must be in pages"
+    num_pages, heads, size, _ = like.shape
+    rows = total.new_zeros(num_pages * size, heads, total.shape[-1])
+    for b, (begin, end) in enumerate(zip(sequences.kv_begin, sequences.kv_end, strict=True)):
+        positions = torch.arange(int(begin), int(end))
+        at = table[b, positions // size].long() * size + positions % size
+        rows.index_add_(0, at, total[b, :, positions].transpose(0, 1))
+    return rows.view(num_pages, size, heads, -1).transpose(1, 2)
