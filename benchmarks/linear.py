@@ -15,7 +15,6 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -251,70 +250,7 @@ def step(found: Any, attention: str, rows: int) -> float:
     return min(times)
 
 
-def answers(table: Table, seconds: float, threads: int) -> None:
-    """Print how many tokens of 50 greedy answers are those of transformers in float32."""
-    if smollm2.missing():
-        return
-    plain, tokenizer = smollm2.load("sdpa")
-    for name in (*FORMATS, "gguf"):
-        options: Any = {"gguf": smollm2.weights()} if name == "gguf" else {"weights": name}
-        share = agreement(plain, pack(copy.deepcopy(plain), **options), tokenizer)
-        must = ">= 0.95" if name in ("bfloat16", "int8") else ""
-        table.add(f"{name}, tokens as in float32", share, "", must)
-
-
-@torch.no_grad()
-def agreement(plain: Any, packed: Any, tokenizer: Any, new: int = 20) -> float:
-    """Return the share of tokens at which a model goes on as `plain` does, along its answers."""
-    same = total = 0
-    for question in QUESTIONS:
-        ids = tokenizer(question, return_tensors="pt").input_ids
-        answer = plain.generate(ids, max_new_tokens=new, do_sample=False, pad_token_id=2)
-        first = ids.shape[1] - 1
-        found = packed(answer[:, :-1]).logits[0, first:].argmax(-1)
-        same += int((found == answer[0, first + 1 :]).sum())
-        total += len(found)
-    return same / total
-
-
-def perplexity(table: Table, seconds: float, threads: int) -> None:
-    """Print the perplexity of a page of the documentation, for each format."""
-    if smollm2.missing():
-        return
-    plain, tokenizer = smollm2.load("sdpa")
-    page = Path(__file__).parent.parent / "docs" / "kv.md"
-    ids = tokenizer(page.read_text(), return_tensors="pt").input_ids[:, :2048]
-    table.add("transformers, perplexity", surprise(plain, ids), "")
-    for name in (*FORMATS, "gguf"):
-        options: Any = {"gguf": smollm2.weights()} if name == "gguf" else {"weights": name}
-        table.add(f"{name}, perplexity", surprise(pack(copy.deepcopy(plain), **options), ids), "")
-
-
-@torch.no_grad()
-def surprise(found: Any, ids: Tensor) -> float:
-    """Return the perplexity of some tokens, in pieces of 512."""
-    losses = [
-        F.cross_entropy(found(piece[:, :-1]).logits[0], piece[0, 1:], reduction="sum")
-        for piece in ids.split(512, 1)
-    ]
-    count = ids.shape[1] - len(losses)
-    return math.exp(float(sum(losses)) / count)
-
-
-_TOPICS = (
-    "the moon", "bread", "a violin", "rain", "the Roman Empire", "photosynthesis", "chess",
-    "a bicycle", "the heart", "gold", "a volcano", "the ocean", "an owl", "coffee", "the internet",
-    "gravity", "a bridge", "winter", "a library", "the number pi", "honey", "a clock", "Paris",
-    "an atom", "silk",
-)  # fmt: skip
-QUESTIONS = [
-    form.format(topic)
-    for topic in _TOPICS
-    for form in ("What is the most important thing about {}?", "Here is a short story about {}:")
-]
-
-
-PARTS = [layers, reading, prefill, scaling, overhead, bits, model, answers, perplexity]
+PARTS = [layers, reading, prefill, scaling, overhead, bits, model]
 
 if __name__ == "__main__":
     run_parts("linear", __doc__, PARTS)

@@ -92,3 +92,23 @@ def test_native_sparse_attention_learns_and_decodes(monkeypatch: pytest.MonkeyPa
     with torch.no_grad():
         whole = model(text)
     torch.testing.assert_close(sparse.decode(model, text), whole, rtol=1e-4, atol=1e-4)
+
+
+def test_curves_of_weights_and_prob_mods(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    curves = importlib.import_module("weight_curves")
+    scores, probs = torch.linspace(-4, 4, 33), torch.linspace(0.1, 0.9, 17)
+    wanted = {
+        "exp": scores.exp(),
+        "squared_relu": scores.relu().square(),
+        "softplus": torch.nn.functional.softplus(scores),
+        "relu": scores.relu(),
+        "sigmoid(0)": scores.sigmoid(),
+    }
+    for name, weight in curves.WEIGHTS.items():
+        torch.testing.assert_close(curves.weight_curve(weight, scores), wanted[name])
+    torch.testing.assert_close(curves.prob_curve(curves.sharpen, probs), probs * probs)
+    curves.main(["--out", str(tmp_path / "a.svg")])
+    words = {text.text for text in ElementTree.parse(tmp_path / "a.svg").findall(".//{*}text")}
+    assert {*wanted, "keep_large", "sharpen", "score", "probability"} <= words

@@ -29,6 +29,7 @@ LAYERS = """
     reference
     cli
     tools
+    engine
     integrations
     __init__
     draw
@@ -168,7 +169,7 @@ def test_nothing_hides_a_module_of_its_name() -> None:
 # Messages
 
 PLAIN = re.compile(
-    r"quire\.(api|block_mask|checks|distributed|draw|integrations|ir|kv|mods|tools)\b.*"
+    r"quire\.(api|block_mask|checks|distributed|draw|engine|integrations|ir|kv|mods|tools)\b.*"
 )
 
 

@@ -243,7 +243,7 @@ def _with_blocks(key: Key, call: Call, mask: BlockMask) -> Key | None:
     # A block mask counts from the first query: with q_start, each step would have another graph.
     if placed.rows.q_start != 0 or mask.device != placed.query.device or mask.nbytes > MOST_BYTES:
         return None
-    return (*key, mask.content(), placed.key.shape[2])
+    return (*key, mask.content(), mask.lists_pages, placed.key.shape[2])
 
 
 # --- backends ------------------------------------------------------------------------------------
@@ -355,7 +355,8 @@ class CallPlan:
         if self.backend == "jit" and not in_torch:
             self._backward = self._backward or BackwardPlans()
             found = self._backward.run(problem, placed, self._blocks, wanted, above)
-        return found or eager.backward(problem, placed, self._blocks, wanted, above)
+        found = found or eager.backward(problem, placed, self._blocks, wanted, above)
+        return found.of_scaled(placed.key_scale, placed.value_scale)
 
     def gradients_of_slices(
         self, placed: Placed, wanted: Wanted, above: Above, slice_size: int

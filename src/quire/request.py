@@ -315,7 +315,8 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     if not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
-    kept = (torch.float64, torch.int8)  # rows of int8 are multiplied by their scales later
+    # Numbers of 8 bits may have scales, and become no more exact.
+    kept = (torch.float64, *checks.SCALED_DTYPES)
     return tuple(t if t.dtype in kept else t.to(dtype) for t in tensors)
 
 

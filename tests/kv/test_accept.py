@@ -72,6 +72,8 @@ CACHES: dict[str, Callable[[], PagedKVCache]] = {
     "large pages": lambda: made(n_pages=40, page_size=64),
     "windows": windows,
     "windows of int8": lambda: windows(dtype=torch.int8),
+    "float8": lambda: made(n_pages=40, dtype=torch.float8_e4m3fn),
+    "float8 without scales": lambda: made(n_pages=40, dtype=torch.float8_e5m2, scales=False),
 }
 
 

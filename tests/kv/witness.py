@@ -51,7 +51,7 @@ def content(tokens: Sequence[int], layer: int, heads: int, width: int) -> Tensor
 def _computed(shape: PageShape, layer: int, tokens: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     key = content(tokens, layer, shape.heads, shape.head_dim)
     value = -content(tokens, layer, shape.heads, shape.value_dim)
-    if shape.dtype == torch.int8:
+    if shape.dtype.itemsize == 1:
         return key, value
     return key.to(shape.dtype), value.to(shape.dtype)
 
@@ -60,11 +60,11 @@ def _computed(shape: PageShape, layer: int, tokens: tuple[int, ...]) -> tuple[Te
 def _stored(shape: PageShape, layer: int, tokens: tuple[int, ...]) -> dict[str, Tensor]:
     """What has to be in the pages, bit for bit."""
     rows = dict(zip(("key", "value"), _computed(shape, layer, tokens), strict=True))
-    if shape.dtype != torch.int8:
-        return rows
+    if not shape.scaled:
+        return {side: floats.to(shape.dtype) for side, floats in rows.items()}
     stored = {}
     for side, floats in rows.items():
-        stored[side], stored[f"{side}_scale"] = quantise(floats)
+        stored[side], stored[f"{side}_scale"] = quantise(floats, shape.dtype)
     return stored
 
 
@@ -299,10 +299,12 @@ class Witness:
             memory, start = self.cache.memory(layer, [sequence]), self.cache.start(layer, sequence)
             held = self.cache.dense(layer, sequence)
             shape = 1, 2 * self.cache.shape.heads, 1, self.cache.shape.head_dim
-            query = torch.full(shape, 1 / 1024, dtype=held.key.dtype)
+            narrow = held.key.dtype.itemsize == 1
+            dtype = torch.float32 if narrow else held.key.dtype
+            query = torch.full(shape, 1 / 1024, dtype=dtype)
             out = quire.attention(query, alone(memory, start), mask=causal)
             expected = quire.attention(query, held, mask=causal)
-            if self.cache.shape.dtype == torch.int8:  # scales are multiplied in another order
+            if self.cache.shape.scaled:  # scales are multiplied in another order
                 torch.testing.assert_close(out, expected)
             else:
                 assert torch.equal(out, expected) and not out.isnan().any()

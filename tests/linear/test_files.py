@@ -76,7 +76,7 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
     header["__metadata__"]["quire"] = json.dumps({"version": 0})
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text)
-    with pytest.raises(PackedFileError, match="its version is 0, not 1"):
+    with pytest.raises(PackedFileError, match="its version is 0, not 2"):
         load(nn.Sequential(nn.Linear(20, 30)), path)
     with pytest.raises(PackedFileError, match="cannot be written"):
         save(model, tmp_path / "none" / "file")

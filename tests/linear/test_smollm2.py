@@ -39,7 +39,7 @@ def plain() -> Iterator[Plain]:
 @pytest.fixture
 def scores(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("linear")
+    return importlib.import_module("answers")
 
 
 def packed(plain: Plain, **options: Any) -> Any:
@@ -68,22 +68,23 @@ def test_another_file_is_refused(plain: Plain) -> None:
         pack(other, gguf=smollm2.weights())
 
 
-@pytest.mark.parametrize("weights", ["bfloat16", "int8"])
+@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8"])
 def test_narrow_weights_go_on_as_float32_does(
-    plain: Plain, scores: ModuleType, weights: Any, monkeypatch: pytest.MonkeyPatch
+    plain: Plain, scores: ModuleType, weights: Any
 ) -> None:
-    """A few of the 50 questions of `benchmarks/linear.py --only answers`."""
-    monkeypatch.setattr(scores, "QUESTIONS", scores.QUESTIONS[:4])
-    share = scores.agreement(plain.model, packed(plain, weights=weights), plain.tokenizer, new=12)
-    assert share >= 0.95
+    """A few of the 50 prompts of `benchmarks/answers.py --only answers`."""
+    prompts = scores.PROMPTS[:4]
+    answers = scores.greedy(plain.model, plain.tokenizer, prompts, new=12)
+    assert all(0 < ids.shape[1] - prompt <= 12 for ids, prompt in answers)
+    share = scores.agreement(packed(plain, weights=weights), answers)
+    assert share == 1.0 if weights == "float32" else share >= 0.95
 
 
 @pytest.mark.parametrize("weights", ["w8a8"])
 def test_perplexity_hardly_changes(plain: Plain, scores: ModuleType, weights: Any) -> None:
-    text = (BENCHMARKS.parent / "docs" / "kv.md").read_text()
-    ids = plain.tokenizer(text, return_tensors="pt").input_ids[:, :256]
-    before = scores.surprise(plain.model, ids)
-    after = scores.surprise(packed(plain, weights=weights), ids)
+    ids = plain.tokenizer(scores.PAGE.read_text(), return_tensors="pt").input_ids[:, :256]
+    before = scores.perplexity_of(plain.model, ids)
+    after = scores.perplexity_of(packed(plain, weights=weights), ids)
     assert abs(after / before - 1) < 0.03
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from quire.checks.arguments import whole_number
 from quire.errors import ArgumentError, ShapeError
 from quire.kv import files, survey
-from quire.kv.groups import Budget, Group, LayerGroup, View, checked_groups
+from quire.kv.groups import Budget, Group, LayerGroup, View, checked_groups, prefix_cache
 from quire.kv.handles import Roster, Rows, SequenceHandle, token_counts
 from quire.kv.page_map import PageMap
 from quire.kv.pages import PageShape
@@ -48,8 +48,9 @@ class PagedKVCache:
     Give `layers`, or `groups` if some layers have windows. Each token has `heads` key heads of
     `head_dim` numbers; those of values have `value_dim`, by default the same. `n_pages` limits the
     pages of each group, and `max_bytes` the memory of all groups. Memory is allocated when it is
-    needed, `growth` times as much each time. With `prefix=True`, `keep` remembers full pages by
-    their tokens, and `sequence(tokens)` finds them again.
+    needed, `growth` times as much each time. Rows of int8 and float8 have a scale each; with
+    `scales=False`, numbers of float8 are as `.to(dtype)` makes them. With `prefix=True`, `keep`
+    remembers full pages by their tokens, and `sequence(tokens)` finds them again.
     """
 
     def __init__(
@@ -64,11 +65,13 @@ class PagedKVCache:
         max_bytes: int | None = None,
         growth: float = 2.0,
         dtype: torch.dtype = torch.float32,
+        scales: bool | None = None,
         groups: Iterable[Group] | None = None,
         prefix: bool = False,
     ) -> None:
         self.shape = PageShape.checked(
             dtype,
+            scales,
             heads=heads,
             head_dim=head_dim,
             page_size=page_size,
@@ -80,18 +83,9 @@ class PagedKVCache:
             layer: place for place, group in enumerate(self._groups) for layer in group.layers
         }
         self._roster = Roster()
-        self._prefix = self._prefix_cache() if prefix else None
+        self._prefix = prefix_cache(self._groups, self.shape.page_size) if prefix else None
         # The last result of `memory` for each group: its other layers ask for the same.
         self._views: dict[int, tuple[list[SequenceHandle], View]] = {}
-
-    def _prefix_cache(self) -> PrefixCache:
-        if len(self._groups) > 1 or self._groups[0].table.window is not None:
-            raise ArgumentError(
-                "prefix=True must have one group of layers without a window, since pages before a "
-                "window are released, but there are several groups, or a window. Leave prefix out, "
-                "or put all layers into one group."
-            )
-        return PrefixCache(self._groups[0].pool, self.shape.page_size)
 
     def __repr__(self) -> str:
         now = self.statistics()
@@ -99,6 +93,11 @@ class PagedKVCache:
             f"PagedKVCache({self.num_layers} layers, {now.sequences} sequences, {now.tokens} "
             f"tokens, {now.free} of {now.pages} pages free)"
         )
+
+    @property
+    def limits(self) -> str:
+        """The limits of the cache in words."""
+        return str(self._budget)
 
     @property
     def num_layers(self) -> int:
@@ -267,15 +266,9 @@ class PagedKVCache:
         sequence come first. `counts` says how many tokens belong to each sequence. By default all
         sequences get equally many.
         """
-        for name, tensor in (("key", key), ("value", value)):
-            if tensor.dim() != 4 or len(tensor) != self.num_layers:
-                raise ShapeError(
-                    f"{name} must be [layers, tokens, Hkv, width] of {self.num_layers} layers, but "
-                    f"has shape {list(tensor.shape)}. Stack the layers, or write one by one."
-                )
-            self.shape.expect_rows(name, tensor, tensor.shape[1:], key.shape[1])
-        tokens = key.shape[1]
-        held = self._roster.rows(sequences)
+        self.shape.expect_layers("key", key, self.num_layers, key)
+        self.shape.expect_layers("value", value, self.num_layers, key)
+        tokens, held = key.shape[1], self._roster.rows(sequences)
         number = token_counts(tokens // max(1, len(held)) if counts is None else counts, len(held))
         if int(number.sum()) != tokens:
             raise ShapeError(
@@ -288,6 +281,16 @@ class PagedKVCache:
         for group in self._groups:
             rows.waiting[next(iter(group.layers))].write_all(key, value)
         rows.all_done()
+
+    def has_room(self, lengths: Sequence[int], step: int, *, alone: bool = False) -> bool:
+        """Return whether new sequences would fit that grow to these lengths by `step` at most.
+
+        With `alone`, return whether they would fit if the cache held nothing else.
+        """
+        wanted = [
+            sum(group.table.most_pages(each, step) for each in lengths) for group in self._groups
+        ]
+        return self._budget.has_room(self._groups, wanted, self._prefix, alone=alone)
 
     # --- reading
 
@@ -307,12 +310,12 @@ class PagedKVCache:
     def dense(self, layer: int, sequence: SequenceHandle) -> Dense:
         """Return a copy of the rows that a layer holds: key [1, Hkv, S, D], value [1, Hkv, S, Dv].
 
-        Rows of int8 are returned as float32.
+        Rows that have scales are returned as float32.
         """
         row, group = self._roster.row(sequence), self._group(layer)
         held = group.layers[layer].read(group.held_slots(row, int(self._roster.lengths[row])))
         key, value = held["key"], held["value"]
-        if self.shape.dtype == torch.int8:
+        if self.shape.scaled:
             key, value = dequantise(key, held["key_scale"]), dequantise(value, held["value_scale"])
         start = group.table.start(row)
         return Dense(key.transpose(0, 1)[None], value.transpose(0, 1)[None], start)

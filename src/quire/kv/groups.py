@@ -148,6 +148,17 @@ def checked_groups(layers: int | None, groups: Iterable[Group] | None) -> list[G
     return made
 
 
+def prefix_cache(groups: Sequence[LayerGroup], page_size: int) -> PrefixCache:
+    """Return a cache of prompts for one group of layers without a window."""
+    if len(groups) > 1 or groups[0].table.window is not None:
+        raise ArgumentError(
+            "prefix=True must have one group of layers without a window, since pages before a "
+            "window are released, but there are several groups, or a window. Leave prefix out, or "
+            "put all layers into one group."
+        )
+    return PrefixCache(groups[0].pool, page_size)
+
+
 class Budget:
     """The limits of a cache: pages of each group, and bytes of all groups."""
 
@@ -189,6 +200,25 @@ class Budget:
                 _grow(group, more)
         if prefix is not None:
             prefix.evict(missing[0])
+
+    def has_room(
+        self,
+        groups: Sequence[LayerGroup],
+        wanted: Sequence[int],
+        prefix: PrefixCache | None,
+        *,
+        alone: bool,
+    ) -> bool:
+        """Return whether each group could have so many pages, now or if it were `alone`."""
+        if alone:
+            size = sum(n * group.page_bytes for n, group in zip(wanted, groups, strict=True))
+            return max(wanted) <= self._pages and size <= self._bytes
+        lacking = [
+            max(0, count - group.pool.num_free) for count, group in zip(wanted, groups, strict=True)
+        ]
+        grown = self._growth(groups, lacking) if any(lacking) else lacking
+        missing = [max(0, want - more) for want, more in zip(lacking, grown, strict=True)]
+        return not any(missing) or (prefix is not None and prefix.can_evict(missing[0]))
 
     def _growth(self, groups: Sequence[LayerGroup], wanted: list[int]) -> list[int]:
         """How many pages to add to each group.

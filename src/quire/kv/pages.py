@@ -2,7 +2,7 @@
 
     key    [P, Hkv, page, D]     row t of a page, head h: key[page, h, t]
     value  [P, Hkv, page, Dv]
-    key_scale, value_scale  [P, Hkv, page]     if pages are int8: row = int8 * scale
+    key_scale, value_scale  [P, Hkv, page]     if pages are scaled: row = numbers * scale
 
 A slot is page * page_size + the row in the page. Callers have checked shapes, dtypes and slots.
 """
@@ -19,14 +19,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.checks import check_kind, check_unmapped
+from quire.checks import SCALED_DTYPES, check_kind, check_unmapped
 from quire.checks.arguments import dtype_name, whole_number
-from quire.errors import DtypeError, ShapeError
+from quire.errors import ArgumentError, DtypeError, ShapeError
 from quire.kv.table import Copies
 from quire.runtime.append import PageTensors, place_rows
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-DTYPES = (*FLOATS, torch.int8)
+DTYPES = (*FLOATS, *SCALED_DTYPES)
 
 ROOM = 4  # a tensor reserves addresses for this many times its pages, so it can grow in place
 WORTH_ROOM = 1 << 22  # bytes: smaller tensors are copied when they grow, which is fast
@@ -34,23 +34,33 @@ WORTH_ROOM = 1 << 22  # bytes: smaller tensors are copied when they grow, which 
 
 @dataclass(frozen=True)
 class PageShape:
-    """The sizes and dtype of one page of a layer."""
+    """The sizes and dtype of one page of a layer, and whether its rows have scales."""
 
     heads: int
     page_size: int
     head_dim: int
     value_dim: int
     dtype: torch.dtype
+    scaled: bool
 
     @classmethod
-    def checked(cls, dtype: torch.dtype, **sizes: int) -> PageShape:
-        """Return a shape, or raise if a page cannot have this dtype or these sizes."""
+    def checked(cls, dtype: torch.dtype, scaled: bool | None, **sizes: int) -> PageShape:
+        """Return a shape, or raise if a page cannot have this dtype or these sizes.
+
+        If `scaled` is None, all rows that may have scales do.
+        """
         if dtype not in DTYPES:
             names = ", ".join(map(dtype_name, DTYPES))
             raise DtypeError(f"dtype must be one of {names}, but is {dtype}. Choose one of these.")
+        may = dtype in SCALED_DTYPES
+        if scaled is not None and scaled != may and (scaled or dtype == torch.int8):
+            raise ArgumentError(
+                f"scales must be True for int8, and False for floats of more than 8 bits, but is "
+                f"{scaled} for {dtype_name(dtype)}. Leave it out, or choose another dtype."
+            )
         for name, size in sizes.items():
             whole_number(name, size, minimum=1, advice="Give the size that the model has.")
-        return cls(dtype=dtype, **sizes)
+        return cls(dtype=dtype, scaled=may if scaled is None else scaled, **sizes)
 
     def expect_rows(self, side: str, tensor: Tensor, rows: torch.Size, tokens: int) -> None:
         """Raise unless `tensor` can be the keys or values ("key" or "value") of new tokens.
@@ -70,11 +80,20 @@ class PageShape:
         check_kind(side, tensor)
         check_unmapped(side, tensor)
 
+    def expect_layers(self, side: str, tensor: Tensor, layers: int, like: Tensor) -> None:
+        """Raise unless `tensor` [layers, tokens, Hkv, width] has the tokens of `like`."""
+        if tensor.dim() != 4 or len(tensor) != layers:
+            raise ShapeError(
+                f"{side} must be [layers, tokens, Hkv, width] of {layers} layers, but has shape "
+                f"{list(tensor.shape)}. Stack the layers, or write one by one."
+            )
+        self.expect_rows(side, tensor, tensor.shape[1:], like.shape[1])
+
     @property
     def parts(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """The tensors of a page by name: the shape of one row (() for a scale) and the dtype."""
         rows = {"key": ((self.head_dim,), self.dtype), "value": ((self.value_dim,), self.dtype)}
-        if self.dtype != torch.int8:
+        if not self.scaled:
             return {**rows}
         return {**rows, "key_scale": ((), torch.float32), "value_scale": ((), torch.float32)}
 

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import inspect
-from typing import Literal, TypeAlias, cast, get_args
+from collections.abc import Mapping
+from typing import Literal, NamedTuple, TypeAlias, cast, get_args
 
 import torch
 from torch import Tensor, nn
 
 from quire.checks.arguments import dtype_name
 from quire.codegen.phases.norm import Norm
-from quire.errors import ArgumentError, DeviceError, DtypeError, ShapeError, TensorKindError
+from quire.errors import (
+    ArgumentError,
+    DeviceError,
+    DtypeError,
+    PackedTrainingError,
+    ShapeError,
+    TensorKindError,
+)
 from quire.linear.epilogues import EpilogueMod
 from quire.linear.packing import IntegerWeight
 
@@ -38,10 +46,19 @@ def kept_as(weight: IntegerWeight, weights: Weights) -> Weights:
     return quantised[own] if stored_as(weights)[1] else own
 
 
-def norm_of(norm: nn.Module | None, depth: int) -> tuple[Norm, float, dict[str, Tensor]]:
-    """Return the kind of a norm, its epsilon and its tensors."""
+class FoundNorm(NamedTuple):
+    """What a norm computes, and its tensors as floats, by the names that packed layers use."""
+
+    kind: Norm = "none"
+    epsilon: float = 0.0
+    offset: float = 0.0  # is part of the norm's weight in `tensors`
+    tensors: Mapping[str, Tensor] = {}
+
+
+def norm_of(norm: nn.Module | None, depth: int) -> FoundNorm:
+    """Return what a norm computes for rows of `depth` numbers."""
     if norm is None:
-        return "none", 0.0, {}
+        return FoundNorm()
     layer = isinstance(norm, nn.LayerNorm)
     epsilon = getattr(norm, "eps", getattr(norm, "variance_epsilon", None))
     weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
@@ -50,11 +67,13 @@ def norm_of(norm: nn.Module | None, depth: int) -> tuple[Norm, float, dict[str, 
             f"norm must be an RMSNorm or a LayerNorm, but is {type(norm).__name__}. Leave it out, "
             f"and call it before the layer."
         )
-    for tensor in (weight, bias):
-        if tensor is not None and tensor.shape != (depth,):
+    shapes = [tuple(each.shape) for each in (weight, bias) if each is not None]
+    shapes += [tuple(norm.normalized_shape)] if isinstance(norm, nn.LayerNorm | nn.RMSNorm) else []
+    for shape in shapes:
+        if shape != (depth,):
             raise ShapeError(
                 f"norm must be of {depth} numbers, as the rows of x are, but is of "
-                f"{list(tensor.shape)}. Give the norm of this layer."
+                f"{list(shape)}. Give the norm of this layer."
             )
     if epsilon is None:  # torch.nn.RMSNorm takes that of the dtype
         epsilon = torch.finfo(torch.float32).eps
@@ -62,7 +81,37 @@ def norm_of(norm: nn.Module | None, depth: int) -> tuple[Norm, float, dict[str, 
     tensors = {
         name: each.detach().float().clone() for name, each in found.items() if each is not None
     }
-    return "layer" if layer else "rms", float(epsilon), tensors
+    offset = _offset(norm, tensors, float(epsilon), depth)
+    if offset:
+        tensors["norm_weight"] += offset
+    return FoundNorm("layer" if layer else "rms", float(epsilon), offset, tensors)
+
+
+def _offset(norm: nn.Module, tensors: Mapping[str, Tensor], epsilon: float, depth: int) -> float:
+    """Return what a norm adds to its weight: 0, or 1 in models like Gemma. Raise if neither fits.
+
+    Classes of many models are called RMSNorm, so two rows are tried, one of which is so small that
+    epsilon matters.
+    """
+    if isinstance(norm, nn.LayerNorm) or not depth:
+        return 0.0
+    own = getattr(norm, "weight", None)
+    dtype = torch.float32 if own is None else own.dtype
+    row = torch.linspace(-1.0, 1.5, depth).to(dtype)
+    rows = torch.stack((row, row * epsilon**0.5))
+    with torch.no_grad():
+        found = norm(rows).float()
+    wide = rows.float()
+    plain = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+    gain = tensors.get("norm_weight", torch.ones(()))
+    near = 8 * torch.finfo(dtype).eps
+    for offset in (0.0, 1.0):
+        if torch.allclose(found, plain * (gain + offset), rtol=near, atol=near, equal_nan=True):
+            return offset
+    raise ArgumentError(
+        f"norm must divide by the root mean square and multiply by its weight, or 1 + its weight, "
+        f"but {type(norm).__name__} computes something else. Call it before the layer."
+    )
 
 
 def given_tensors(epilogue: EpilogueMod | None) -> tuple[str, ...]:
@@ -96,7 +145,19 @@ def check_weight(weight: Tensor, weights: str, half: int) -> None:
         )
 
 
-def refuse(x: Tensor, depth: int) -> None:
+def check_rows(x: Tensor, depth: int) -> None:
+    """Raise for rows that cannot be computed, or only without their gradient."""
+    plain = type(x) in (Tensor, nn.Parameter)
+    if not (plain and x.dtype in ACTIVATIONS and x.is_cpu and x.shape[-1:] == (depth,)):
+        _refuse(x, depth)
+    if x.requires_grad and torch.is_grad_enabled():
+        raise PackedTrainingError(
+            "x must not require a gradient where a layer has packed weights, but it does. Run "
+            "inference under torch.no_grad(), or train the model before it is packed."
+        )
+
+
+def _refuse(x: Tensor, depth: int) -> None:
     """Raise for rows that a layer cannot multiply."""
     if type(x) not in (Tensor, nn.Parameter):
         raise TensorKindError(

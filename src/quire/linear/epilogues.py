@@ -4,6 +4,7 @@ silu_and_mul        silu(gate) * up, of a pair of columns
 gelu_and_mul        the same with GELU; gelu_tanh_and_mul with its approximation by tanh
 add                 value + residual, which the call gives
 Rotary(heads, half) rotary embedding of the first heads, by cos and sin that the call gives
+ClampedSwiglu(...)  the gate of gpt-oss
 """
 
 from __future__ import annotations
@@ -59,6 +60,29 @@ class Rotary:
         return torch.where(head < self.heads, value * cos[row, column] + turned, value)
 
 
+@dataclass(frozen=True)
+class ClampedSwiglu:
+    """The gate of gpt-oss: (up + 1) * gate * sigmoid(alpha * gate), both held within a limit."""
+
+    alpha: float
+    limit: float
+
+    def __call__(self, value: Any, other: Any, row: Any, block: Any, column: Any) -> Any:
+        """Return the gated number."""
+        gate = torch.clamp(value, max=self.limit)
+        up = torch.clamp(other, min=-self.limit, max=self.limit)
+        return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
+
+
+GATED: dict[str, EpilogueMod] = {
+    "SiLU": silu_and_mul,
+    "SiLUActivation": silu_and_mul,
+    "GELUActivation": gelu_and_mul,
+    "GELUTanh": gelu_tanh_and_mul,
+    "PytorchGELUTanh": gelu_tanh_and_mul,
+}
+"""activation(gate) * up, by the name of the activation's class."""
+
 _PLAIN = {each.__name__: each for each in (silu_and_mul, gelu_and_mul, gelu_tanh_and_mul, add)}
 
 
@@ -68,12 +92,14 @@ def epilogue_name(epilogue: EpilogueMod | None) -> str:
         return ""
     if isinstance(epilogue, Rotary):
         return " ".join(map(str, ("rotary", *astuple(epilogue))))
+    if isinstance(epilogue, ClampedSwiglu):
+        return " ".join(map(str, ("clamped_swiglu", *astuple(epilogue))))
     for name, known in _PLAIN.items():
         if epilogue is known:
             return name
     raise ArgumentError(
-        f"an epilogue must be one of {', '.join(_PLAIN)} or Rotary to be saved, but is "
-        f"{epilogue!r}. Save the layer without it, and give it to the loaded one."
+        f"an epilogue must be one of {', '.join(_PLAIN)}, Rotary or ClampedSwiglu to be saved, "
+        f"but is {epilogue!r}. Save the layer without it, and give it to the loaded one."
     )
 
 
@@ -83,4 +109,7 @@ def epilogue_of_name(text: str) -> EpilogueMod | None:
     if name == "rotary":
         heads, half = map(int, numbers)
         return Rotary(heads, half)
+    if name == "clamped_swiglu":
+        alpha, limit = map(float, numbers)
+        return ClampedSwiglu(alpha, limit)
     return _PLAIN[name] if name else None

@@ -20,25 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from quire.linear.arguments import Weights
-from quire.linear.epilogues import (
-    EpilogueMod,
-    Rotary,
-    gelu_and_mul,
-    gelu_tanh_and_mul,
-    silu_and_mul,
-)
+from quire.linear.epilogues import GATED, EpilogueMod, Rotary
 from quire.linear.module import PackedLinear
 from quire.linear.packing import IntegerWeight
 
 ATTENTIONS = ("LlamaAttention", "Qwen2Attention", "MistralAttention")
 MLPS = ("LlamaMLP", "Qwen2MLP", "MistralMLP")
-ACTIVATIONS: dict[str, EpilogueMod] = {
-    "SiLU": silu_and_mul,
-    "SiLUActivation": silu_and_mul,
-    "GELUActivation": gelu_and_mul,
-    "GELUTanh": gelu_tanh_and_mul,
-    "PytorchGELUTanh": gelu_tanh_and_mul,
-}
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 _GATED = ("gate_proj", "up_proj")
 
@@ -105,7 +92,7 @@ def fuse(model: nn.Module, weights: Weights, chosen: Chosen, given: Given) -> No
         names = [f"{name}.mlp.{each}" for each in _GATED]
         if (
             _is_plain(layer.mlp, (*_GATED, "down_proj"))
-            and type(cast(Any, layer.mlp).act_fn).__name__ in ACTIVATIONS
+            and type(cast(Any, layer.mlp).act_fn).__name__ in GATED
             and all(chosen(each, model.get_submodule(each)) for each in names)
         ):
             _fuse_mlp(layer, weights, [given.get(each) for each in names])
@@ -143,7 +130,7 @@ def _fuse_mlp(layer: Any, weights: Weights, given: Several) -> None:
     """Make one packed layer of a decoder layer's second norm, gate and up."""
     mlp = layer.mlp
     parts = [getattr(mlp, name) for name in _GATED]
-    epilogue = ACTIVATIONS[type(mlp.act_fn).__name__]
+    epilogue = GATED[type(mlp.act_fn).__name__]
     norm = layer.post_attention_layernorm
     gate_up = _packed(parts, _joined(parts, given), weights, norm=norm, epilogue=epilogue)
     place_mlp(layer, GatedMLP(gate_up, mlp))

@@ -4,7 +4,7 @@
     load(skeleton, "model.safetensors")      # the same model before it was packed, without weights
 
     tensors             the state dict of the model and its other buffers; of tied weights, one copy
-    metadata "quire"    as JSON: the shape of every packed layer, what is tied, what was fused
+    metadata "quire"    as JSON: every packed layer, what is tied, fused, and computed row by row
 
 Packed weights come first, at multiples of 64 bytes from the start of the file, so that a vector of
 a mapped file is in one line of the cache. The header is filled up with spaces for that.
@@ -24,11 +24,13 @@ from torch import Tensor, nn
 
 from quire.errors import MissingFileError, PackedFileError
 from quire.linear.epilogues import epilogue_name, epilogue_of_name
+from quire.linear.experts import packed_experts, packed_routers, place_experts, place_router
 from quire.linear.families import GatedMLP, place_attention, place_mlp
 from quire.linear.models import packed_layers, set_module
 from quire.linear.module import TENSORS, PackedEmbedding, PackedLinear, Shape
+from quire.linear.rowwise import RowKind, place_rows, row_wise
 
-_VERSION = 1
+_VERSION = 2
 _ALIGNED = 64
 _DTYPES = {
     torch.float64: "F64",
@@ -92,6 +94,9 @@ def _description(model: nn.Module) -> dict[str, Any]:
             name: module.packed_heads for name, module in modules if hasattr(module, "packed_heads")
         },
         "mlps": [name for name, module in modules if isinstance(module, GatedMLP)],
+        "rows": {name: forward.kind for name, forward in row_wise(model)},
+        "experts": [name for name, _ in packed_experts(model)],
+        "routers": [name for name, _ in packed_routers(model)],
         "buffers": sorted(dict(model.named_buffers()).keys() - model.state_dict().keys()),
     }
 
@@ -170,6 +175,19 @@ def _build(model: nn.Module, tensors: dict[str, Tensor], description: Mapping[st
     for name in description["mlps"]:
         layer = model.get_submodule(name.rpartition(".")[0])
         place_mlp(layer, GatedMLP(layers.pop(f"{name}.gate_up"), model.get_submodule(name)))
+    for name in description["routers"]:
+        place_router(model.get_submodule(name), layers.pop(f"{name}.packed"))
+    for name in description["experts"]:
+        experts: Any = model.get_submodule(name)
+        parts = {
+            part: nn.ModuleList(
+                layers.pop(f"{name}.{part}.{expert}") for expert in range(experts.num_experts)
+            )
+            for part in ("gate_up", "down")
+        }
+        place_experts(experts, parts)
+    for name, fields in description["rows"].items():
+        place_rows(model.get_submodule(name), RowKind(*fields))
     for name, packed in layers.items():
         model.get_submodule(name)  # which must be there
         set_module(model, name, packed)

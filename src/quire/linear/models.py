@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,9 +16,11 @@ from torch import nn
 from quire.errors import ArgumentError
 from quire.linear import families
 from quire.linear.arguments import Weights, stored_as
+from quire.linear.experts import pack_experts, put_experts_back
 from quire.linear.gguf import integer_weights
 from quire.linear.module import PackedEmbedding, PackedLinear
 from quire.linear.packing import IntegerWeight
+from quire.linear.rowwise import exchange_rows, put_rows_back
 
 Choice = Sequence[str] | Callable[[str, nn.Module], bool]
 
@@ -27,6 +31,7 @@ def pack(
     *,
     only: Choice | None = None,
     fused: bool = True,
+    rowwise: bool | None = None,
     gguf: str | os.PathLike[str] | None = None,
     progress: bool = False,
 ) -> nn.Module:
@@ -37,7 +42,11 @@ def pack(
     `only` are names, in which * stands for anything, or a function of (name, layer). An embedding
     that is tied to a layer stays tied, and its weights are stored once. In the families that are
     known (`linear/families.py`), norms, rotary embeddings and activations are fused with the layers
-    beside them, unless `fused` is False. The model can no longer be trained, so none of its
+    beside them, unless `fused` is False. Experts and their routers are packed, too.
+
+    With `rowwise`, norms and activations are computed row by row (`linear/rowwise.py`), since a row
+    of PyTorch's may depend on where it lies in a batch. Unless you say so, that is done if `only`
+    is not given. The model can no longer be trained, so none of its
     parameters requires a gradient afterwards. At any time, one layer at most is in both forms.
 
     `gguf` is the file that the model was loaded from. Layers that it stores as Q8_0, Q4_0 or Q4_1
@@ -50,11 +59,13 @@ def pack(
         )
     model.requires_grad_(False)
     given = {} if gguf is None else integer_weights(gguf, model)
+    is_wanted = functools.partial(is_chosen, only)
     if fused:
-        families.fuse(model, weights, functools.partial(is_chosen, only), given)
+        families.fuse(model, weights, is_wanted, given)
+    pack_experts(model, weights, is_wanted)
     chosen = [
         (name, layer) for name, layer in model.named_modules()
-        if type(layer) is nn.Linear and is_chosen(only, name, layer)
+        if (type(layer) is nn.Linear or _is_conv1d(layer)) and is_wanted(name, layer)
     ]  # fmt: skip
     known: dict[int, PackedLinear] = {}  # by the weight of a layer that was packed
     for count, (name, layer) in enumerate(chosen):
@@ -63,17 +74,28 @@ def pack(
         _exchange(model, name, _packed(layer, weights, given.get(name), known))
     if progress:
         _show(len(chosen), len(chosen), "")
+    if rowwise if rowwise is not None else only is None:
+        exchange_rows(model)
     return model
 
 
+def _is_conv1d(layer: nn.Module) -> bool:
+    """Return whether a layer is the linear layer of GPT-2, whose weight is [K, N]."""
+    home = type(layer).__module__
+    return type(layer).__name__ == "Conv1D" and home == "transformers.pytorch_utils"
+
+
 def _packed(
-    layer: nn.Linear, weights: Weights, given: IntegerWeight | None, known: dict[int, PackedLinear]
+    layer: Any, weights: Weights, given: IntegerWeight | None, known: dict[int, PackedLinear]
 ) -> PackedLinear:
     """Pack one layer; layers without a bias that share a weight are one packed layer."""
     packed = known.get(id(layer.weight))
     if packed is None or layer.bias is not None or packed.bias is not None:
-        weight = layer.weight if given is None else given
+        conv1d = _is_conv1d(layer)
+        own = layer.weight.T if conv1d else layer.weight
+        weight = own if given is None else given
         packed = PackedLinear.from_weight(weight, layer.bias, weights=weights)
+        packed.shape = packed.shape._replace(conv1d=conv1d)
     known[id(layer.weight)] = packed
     return packed
 
@@ -101,11 +123,14 @@ def unpack(model: nn.Module) -> nn.Module:
 
     Weights are those that the packed layers multiplied by, in the dtype that they had before.
     """
+    put_rows_back(model)
+    put_experts_back(model, lambda layer: _linear(layer, "", fused=True))
     families.unfuse(model, lambda layer: _linear(layer, "", fused=True))
-    made: dict[int, nn.Linear] = {}
+    made: dict[int, Any] = {}
     for name, layer in list(model.named_modules(remove_duplicate=False)):
         if isinstance(layer, PackedLinear):
-            made[id(layer)] = made.get(id(layer)) or _linear(layer, name)
+            again = _conv1d if layer.shape.conv1d else _linear
+            made[id(layer)] = made.get(id(layer)) or again(layer, name)
             set_module(model, name, made[id(layer)])
     for name, module in list(model.named_modules()):
         if isinstance(module, PackedEmbedding):
@@ -133,6 +158,16 @@ def _linear(layer: PackedLinear, name: str, *, fused: bool = False) -> nn.Linear
     if layer.bias is not None:
         linear.bias = nn.Parameter(layer.bias.to(dtype), requires_grad=False)
     return linear
+
+
+def _conv1d(layer: PackedLinear, name: str) -> nn.Module:
+    kind = importlib.import_module("transformers.pytorch_utils").Conv1D
+    linear = _linear(layer, name)
+    with torch.device("meta"):
+        conv: nn.Module = kind(linear.out_features, linear.in_features)
+    conv.weight = nn.Parameter(linear.weight.T.contiguous(), requires_grad=False)
+    conv.bias = linear.bias
+    return conv
 
 
 def is_chosen(only: Choice | None, name: str, layer: nn.Module) -> bool:

@@ -13,17 +13,16 @@ from quire.checks.arguments import dtype_name
 from quire.codegen.phases.norm import Norm
 from quire.codegen.phases.weights import FORMATS
 from quire.config import config
-from quire.errors import ArgumentError, CapturedIndexError, DtypeError, PackedTrainingError
+from quire.errors import ArgumentError, CapturedIndexError, DtypeError
 from quire.ir.trace import trace
 from quire.linear.arguments import (
-    ACTIVATIONS,
     Weights,
     as_floats,
+    check_rows,
     check_weight,
     given_tensors,
     kept_as,
     norm_of,
-    refuse,
     stored_as,
 )
 from quire.linear.epilogues import EpilogueMod
@@ -43,6 +42,7 @@ class Shape(NamedTuple):
     norm: Norm = "none"
     epsilon: float = 0.0
     dtype: str = "float32"  # of the layer that was packed
+    conv1d: bool = False  # whether it was a Conv1D of transformers, whose weight is [K, N]
 
     @property
     def width(self) -> int:
@@ -122,7 +122,7 @@ class PackedLinear(nn.Module):
             weights = kept_as(weight, weights)
         else:
             check_weight(weight, weights, half)
-        kind, epsilon, norm_tensors = norm_of(norm, weight.shape[1])
+        before = norm_of(norm, weight.shape[1])
         out_features, in_features = weight.shape
         shape = Shape(
             weights=weights,
@@ -130,13 +130,13 @@ class PackedLinear(nn.Module):
             out_features=out_features,
             half=half,
             merges=merges,
-            norm=kind,
-            epsilon=epsilon,
+            norm=before.kind,
+            epsilon=before.epsilon,
             dtype=dtype_name(weight.dtype),
         )
         name, integers = stored_as(weights)
         packed = pack_weights(weight, name, integers=integers, half=half, merges=merges)
-        tensors = {"packed": packed.data, **norm_tensors}
+        tensors = {"packed": packed.data, **before.tensors}
         if bias is not None:
             tensors["bias"] = bias.detach().float().clone()
         return cls(shape, tensors, epilogue)
@@ -184,14 +184,7 @@ class PackedLinear(nn.Module):
     @never_traced
     def _multiply(self, x: Tensor, given: Mapping[str, Tensor]) -> Tensor:
         depth = self.shape.in_features
-        plain = type(x) in (Tensor, nn.Parameter)
-        if not (plain and x.dtype in ACTIVATIONS and x.is_cpu and x.shape[-1:] == (depth,)):
-            refuse(x, depth)
-        if x.requires_grad and torch.is_grad_enabled():
-            raise PackedTrainingError(
-                "x must not require a gradient where a layer has packed weights, but it does. Run "
-                "inference under torch.no_grad(), or train the model before it is packed."
-            )
+        check_rows(x, depth)
         key = (x.dtype, config().target)
         ready = self._ready.get(key)
         if ready is None or ready.launch.weights.data is not self.packed:

@@ -42,9 +42,9 @@ class Placed(NamedTuple):
         paged    [1, Hq, total, D]   [P, Hkv, page, D]      a table of sequences
 
     Position p of sequence b is row `p % page` of page `page_table[b, p // page]`. Pages of int8
-    have scales [P, Hkv, page]. `content` identifies the content of all tables: equal means equal
-    tables. It is None if the tables cannot be compared. The rows of sequences with holes are
-    counted without these, and `places` says which positions they have.
+    have scales [P, Hkv, page], and those of float8 may. `content` identifies the content of all
+    tables: equal means equal tables. It is None if the tables cannot be compared. The rows of
+    sequences with holes are counted without these, and `places` says which positions they have.
     """
 
     query: Tensor
@@ -299,7 +299,8 @@ class Paged:
     page_table [B, most], lengths and first_page [B]. Tensors may have any strides. Entries of the
     table after the last page of a sequence are ignored. An entry of -1 before it is a hole: there
     are no keys at these positions, and the other keys keep theirs. Pages of int8 have scales
-    `key_scale` and `value_scale` [P, Hkv, page]: a row is its int8 numbers times its scale.
+    `key_scale` and `value_scale` [P, Hkv, page], and pages of float8 may: a row is its numbers
+    times its scale.
     """
 
     key: Tensor

@@ -7,8 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.codegen.convention import MOST_ROWS, Form
-from quire.codegen.llvm.target import Target
 from quire.config import config
 from quire.errors import TensorKindError
 from quire.memory import One, Placed
@@ -16,17 +14,12 @@ from quire.memory.tables import Sequences
 from quire.request import Call, Problem
 from quire.results import NOWHERE, Result, output_layout
 from quire.runtime.backward import key_mass
-from quire.runtime.blocks import NO_LISTS, TileLists, gather, read_lists
-from quire.runtime.chosen import Chosen, choose
+from quire.runtime.blocks import TileLists
+from quire.runtime.division import FormPart, by_form, heads_of_item, parts_of
+from quire.runtime.gather import gather
 from quire.runtime.launch import Launcher, Records
 from quire.runtime.mods import ORIGIN, graphs_of
-from quire.runtime.prepare import (
-    by_form,
-    heads_of_item,
-    make_launcher,
-    queries_of_item,
-    records_of,
-)
+from quire.runtime.prepare import make_launcher, records_of
 from quire.support.bounded import BoundedDict
 from quire.support.torch_private import has_memory
 
@@ -88,8 +81,7 @@ class ForwardPlan(NamedTuple):
 
     parts: tuple[FormPlan, ...]
     layout: ResultLayout
-    gathers: bool  # whether to gather the scattered blocks of a block mask
-    chosen: Chosen | None  # its blocks as pages
+    gathers: bool  # whether to gather the pages that a block mask lists
     steps: BoundedDict[object, list[Records]]
 
     @staticmethod
@@ -100,31 +92,16 @@ class ForwardPlan(NamedTuple):
         """
         layout = ResultLayout.of(call, learns)
         request, placed, problem, *_ = call
-        results, rows, chosen = layout.make(), placed.rows, None
-        # Gathered and chosen keys have other positions, which would be wrong in an argmax.
-        if problem.block_mask is not None and not request.aux.argmax:
-            few = problem.block_mask.BLOCK_SIZE[0] < MOST_ROWS
-            chosen = choose(call) if few else None
-            if chosen is None:
-                problem, placed = gather(problem, placed)
-            else:
-                problem, placed = chosen.problem(problem, placed), chosen.placed(placed)
-                results = chosen.results(results)
-        gathers = chosen is None and placed is not call.placed
+        results, rows = layout.make(), placed.rows
+        if not request.aux.argmax:  # gathered keys have other positions
+            problem, placed = gather(problem, placed)
         origin = rows if isinstance(rows, One) else ORIGIN
-        parts = (
-            _part(
-                problem,
-                placed,
-                form,
-                some,
-                results=results,
-                origin=origin,
-                stays_open=stays_open or problem.weighting == "sums",
-            )
-            for form, some in by_form(placed.rows)
+        stays_open = stays_open or problem.weighting == "sums"
+        parts = tuple(
+            _planned(part, problem, placed, results, origin=origin, stays_open=stays_open)
+            for part in division_of(call, problem, placed)
         )
-        return ForwardPlan(tuple(parts), layout, gathers, chosen, BoundedDict(STEPS))
+        return ForwardPlan(parts, layout, placed is not call.placed, BoundedDict(STEPS))
 
     def run(self, call: Call) -> Result | None:
         """Return the results; None if a mod used an index out of range, which torch must report."""
@@ -133,21 +110,15 @@ class ForwardPlan(NamedTuple):
             problem, placed = gather(problem, placed)
             captures = problem.captures
         results, sink, wrong = self.layout.make(), request.sink, False
-        written, chosen = results, self.chosen
-        if chosen is not None:
-            problem, placed = chosen.problem(problem, placed), chosen.placed(placed)
-            captures, written = problem.captures, chosen.results(results)
         if sink is not None:
             sink = sink.to(placed.dtype).contiguous()
         every = self._records(placed)
         for (launcher, lists, added), records in zip(self.parts, every):  # noqa: B905  it is slower
             loaded = (*captures, *added) if added else captures
-            wrong |= launcher.launch(placed, records, written, loaded, sink=sink, lists=lists)
+            wrong |= launcher.launch(placed, records, results, loaded, sink=sink, lists=lists)
         if wrong:
             return None
-        if chosen is not None:
-            chosen.finish(results, written)
-        elif isinstance(placed.rows, Sequences) and placed.content is None:
+        if isinstance(placed.rows, Sequences) and placed.content is None:
             fill_holes(results, placed.rows)
         if not request.aux.key_mass:
             return results
@@ -160,31 +131,35 @@ class ForwardPlan(NamedTuple):
         key = rows if isinstance(rows, One) else content
         known = self.steps.get(key)
         if known is None:
+            every = [rows] if len(self.parts) == 1 else [some for _, some in by_form(rows)]
             known = [
                 records_of(part.launcher, placed, some)
-                for part, (_, some) in zip(self.parts, by_form(rows), strict=True)
+                for part, some in zip(self.parts, every, strict=True)
             ]
             if key is not None:
                 self.steps.keep(key, known)
         return known
 
 
-def _part(
+def division_of(call: Call, problem: Problem, placed: Placed) -> list[FormPart]:
+    """Return how the forward pass of a call is divided, with its keys perhaps gathered."""
+    aux, rows = call.request.aux, call.placed.rows
+    kv_begin = rows.kv_begin if isinstance(rows, One) else 0
+    observes = aux.argmax or aux.entropy
+    return parts_of(placed, problem.block_mask, kv_begin, observes=observes)
+
+
+def _planned(
+    part: FormPart,
     problem: Problem,
     placed: Placed,
-    form: Form,
-    rows: One | Sequences,
-    *,
     results: Result,
+    *,
     origin: One,
     stays_open: bool,
 ) -> FormPlan:
-    """Return what computes `rows`, the sequences of one form."""
-    mask, lists = problem.block_mask, NO_LISTS
-    block_q = queries_of_item(form, placed, rows, mask)
-    if mask is not None:
-        block_kv = Target.host().block_kv
-        lists = read_lists(mask, placed.lengths, block_q, block_kv, origin.kv_begin)
+    """Return what computes a part."""
+    form, rows, block_q, lists = part
     graphs, loaded = graphs_of(problem, placed.dtype, placed.end, lists.mixed, origin)
     launcher = make_launcher(
         form,

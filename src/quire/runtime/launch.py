@@ -127,9 +127,10 @@ class Launcher(NamedTuple):
                 0 if sink is None else sink.data_ptr(),
                 start + sequences, num_sequences, items,
                 0 if page_table is None else page_table.data_ptr(),
-                0 if key_scale is None else key_scale.data_ptr(),
-                0 if value_scale is None else value_scale.data_ptr(),
-                lists.offsets_address, lists.entries_address, start + sequences + len(table),
+                _ONE_ADDRESS if key_scale is None else key_scale.data_ptr(),
+                _ONE_ADDRESS if value_scale is None else value_scale.data_ptr(),
+                lists.offsets_address, lists.entries_address, lists.runs_address,
+                start + sequences + len(table),
                 scratch.address, scratch.each, members, scratch.partials, scratch.arrivals,
                 start + counters,
             )  # fmt: skip
@@ -153,6 +154,8 @@ class Launcher(NamedTuple):
 _COUNTERS = CALL_PART.size + PLAN_PART.size  # from the start of the block, without the third part
 _FLAG = 16 * 8  # from the first counter
 _SEQUENCES = _FLAG + 8
+_ONE = ctypes.c_float(1.0)
+_ONE_ADDRESS = ctypes.addressof(_ONE)  # the scale of all rows that have none of their own
 _ZEROS = bytes(_SEQUENCES - 8)  # all counters but the first, and the flag
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,8 +19,9 @@ import torch
 from torch import Tensor
 
 from quire.checks.arguments import dtype_name
+from quire.codegen.kernels import rows as row_kernel
 from quire.codegen.kernels.epilogue import EpilogueSpec, write_epilogue
-from quire.codegen.kernels.linear import FINISH, LINEAR, NAME, LinearSpec, write_linear
+from quire.codegen.kernels.linear import FINISH, LINEAR, NAME, LinearSpec, RowSpec, write_linear
 from quire.codegen.llvm import jit
 from quire.codegen.llvm.target import Target
 from quire.codegen.mods.arguments import CaptureShape, ModArguments
@@ -32,11 +34,12 @@ from quire.runtime import launch as launcher
 from quire.runtime.cache import cache_key, code_of, processor_obstacle
 from quire.runtime.interrupt import LONG_WORK, launch_stoppable
 
-ROWS_OF_CHUNK = 128
 BLOCKS_OF_CUT = 4
 """The most blocks of a cut of k. It decides about bits: each cut has a sum of its own."""
 SMALL_WORK = 2**17
 """The most multiplications of a call for which starting threads costs more than it saves."""
+SMALL_ROWS = 2**15
+"""The same for the numbers of a norm or an activation."""
 
 
 class PackedWeights(NamedTuple):
@@ -88,6 +91,8 @@ class RowCut(NamedTuple):
 class LinearLaunch:
     """A layer that is ready to run."""
 
+    rows_of_chunk = 128
+
     def __init__(
         self, weights: PackedWeights, prologue: Prologue, epilogue: Epilogue, dtype: torch.dtype
     ) -> None:
@@ -109,8 +114,8 @@ class LinearLaunch:
             pairs=weights.half > 0,
             merges=epilogue.merges,
         )
-        self._code, self._finish = kernel_of(self._spec), epilogue_of(finish, self._spec.target)
-        self._kernel = self._code.address(NAME)
+        self._code, self._kernel = self._load()
+        self._finish = epilogue_of(finish, self._spec.target)
         self._blocks = -(-weights.depth // BLOCK)
         pointers = [_address(x) for x in (weights.data, weights.columns)]
         norm = [_address(x) for x in (prologue.gain, prologue.bias)]
@@ -118,14 +123,19 @@ class LinearLaunch:
         self._of_layer = (*pointers, *sizes, *norm, self._finish.address(FINISH.name))
         self._cuts: dict[tuple[int, int], RowCut] = {}
 
+    def _load(self) -> tuple[jit.Code, int]:
+        """Return the kernel and its address."""
+        code = kernel_of(self._spec)
+        return code, code.address(NAME)
+
     def run(self, x: Tensor, y: Tensor, captures: Sequence[Tensor] = ()) -> bool:
         """Fill y. Return whether the epilogue used an index out of range."""
         rows = x.shape[0]
-        if rows <= ROWS_OF_CHUNK:
+        if rows <= self.rows_of_chunk:
             return self._chunk(x, y, captures, 0)
         wrong = False
-        for first in range(0, rows, ROWS_OF_CHUNK):
-            some = slice(first, first + ROWS_OF_CHUNK)
+        for first in range(0, rows, self.rows_of_chunk):
+            some = slice(first, first + self.rows_of_chunk)
             wrong |= self._chunk(x[some], y[some], captures, first)
         return wrong
 
@@ -193,6 +203,45 @@ class LinearLaunch:
         )
 
 
+class RowLaunch(LinearLaunch):
+    """A norm or an activation of rows that is ready to run: a layer without a product."""
+
+    rows_of_chunk = sys.maxsize
+
+    def __init__(
+        self,
+        columns: Tensor,
+        width: int,
+        prologue: Prologue,
+        epilogue: Epilogue,
+        dtype: torch.dtype,
+    ) -> None:
+        none = torch.empty(0, dtype=torch.uint8)
+        weights = PackedWeights(none, columns, FLOAT32, width, width)
+        super().__init__(weights, prologue, epilogue, dtype)
+
+    def _load(self) -> tuple[jit.Code, int]:
+        code = rows_of(self._spec.row)
+        return code, code.address(row_kernel.NAME)
+
+    def _cut(self, rows: int, most: int) -> RowCut:
+        numbers = rows * self.weights.depth
+        return RowCut(
+            tiles=0,
+            tile_panels=0,
+            item_panels=0,
+            items=rows,
+            decodes=0,
+            cut=0,
+            ask_bytes=0,
+            staged_bytes=0,
+            scratch_bytes=self._blocks * BLOCK * 4,
+            sums_bytes=0,
+            threads=min(most, rows) if numbers > SMALL_ROWS else 1,
+            products=numbers,
+        )
+
+
 _NO_FLAG = bytes(8)
 
 
@@ -203,11 +252,23 @@ def _address(tensor: Tensor | None) -> int:
 @functools.cache
 def kernel_of(spec: LinearSpec) -> jit.Code:
     """Return the kernel of a kind of layers, which is compiled or loaded once."""
+    _check_processor()
+    key = cache_key("linear", repr(spec))
+    return code_of(key, spec.target, lambda: write_linear(spec), [NAME])
+
+
+@functools.cache
+def rows_of(spec: RowSpec) -> jit.Code:
+    """Return the kernel of norms and activations."""
+    _check_processor()
+    key = cache_key("rows", repr(spec))
+    return code_of(key, spec.target, lambda: row_kernel.write_rows(spec), [row_kernel.NAME])
+
+
+def _check_processor() -> None:
     obstacle = processor_obstacle()
     if obstacle is not None:
         raise BackendError(f"a packed layer must be compiled, but cannot be: {obstacle}")
-    key = cache_key("linear", repr(spec))
-    return code_of(key, spec.target, lambda: write_linear(spec), [NAME])
 
 
 @functools.cache

@@ -7,7 +7,6 @@ each common head dim. A kernel is looked up in this process, then on disk, and c
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from collections.abc import Sequence as Several
 from typing import NamedTuple
@@ -16,23 +15,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.block_mask import BlockMask
 from quire.codegen.contract import Terms
 from quire.codegen.convention import (
     ENTRY,
-    FEW_ROWS,
     FULL,
     KEYS_OF_PIECE,
-    MANY_KEYS,
-    MOST_ROWS,
     OBSERVE,
     PARTIAL,
     PLAN_PART,
     SEQUENCE,
     Form,
     KernelSpec,
-    choose_block_q,
-    choose_heads,
     num_items,
     num_pieces,
     partial_stride,
@@ -44,7 +37,6 @@ from quire.codegen.kernels.tangent import write_tangent
 from quire.codegen.llvm import jit
 from quire.codegen.llvm.builder import Module
 from quire.codegen.llvm.target import Target
-from quire.codegen.llvm.types import F32, F64
 from quire.codegen.phases.observe import write_observe
 from quire.codegen.phases.softmax import LOG4_E
 from quire.codegen.phases.staging import ENDLESS
@@ -58,7 +50,6 @@ from quire.runtime.launch import Launcher, LoadedKernel, Records, num_threads
 from quire.runtime.mods import ModCode, ModGraphs, capture_shapes, compiled
 from quire.runtime.shared_prefix import shared_pieces
 
-SMALLEST_BLOCK = 64
 ENOUGH = 8  # items for each thread; with as many, no thread waits long for the last one
 
 
@@ -89,7 +80,8 @@ def make_launcher(
     group = max(1, heads // key.shape[1])  # 1 if there are no heads
     row_group = item_heads
     if form == "row":  # the heads of an item share each block of keys
-        row_group = 1 if lists.per_head or graphs.judges_heads else group
+        own_lists = lists.heads not in (1, key.shape[1])
+        row_group = 1 if own_lists or graphs.judges_heads else group
         group = group // row_group
     record = {
         **row_layout(placed),
@@ -100,7 +92,8 @@ def make_launcher(
         "row_group": row_group,
         "block_q": block_q,
         "tile_batch_stride": lists.batch_stride,
-        "tile_per_head": lists.per_head,
+        "tile_head_stride": lists.head_stride,
+        "tile_block_stride": lists.block_stride,
         "tile_kind": FULL if graphs.always is None else PARTIAL,
         "stays_open": int(stays_open),
         **_functions(code, form, found.tile, results),
@@ -138,44 +131,6 @@ def _functions(code: ModCode, form: Form, tile: TileShape, results: Result) -> d
         "verdict": code.addresses["verdict"],
         "observe": observer(form, tile).address(OBSERVE.name) if observes else 0,
     }
-
-
-def queries_of_item(
-    form: Form, placed: Placed, rows: One | Sequences, mask: BlockMask | None
-) -> int:
-    """Return how many queries of a head a thread computes at once."""
-    if form == "row":
-        return max(1, rows.q_len if isinstance(rows, One) else longest(rows.q_len))
-    query, value = placed.query, placed.value
-    tile = TileShape(Target.host(), F64 if query.dtype == torch.float64 else F32)
-    panels = 2 if form == "tangent" else 1  # tangents have panels of their own
-    head_dim, value_dim = (panels * x.shape[3] for x in (query, value))
-    count = num_rows(placed, rows)
-    block_q = choose_block_q(tile, head_dim, value_dim, count, num_threads())
-    if mask is None:
-        return block_q
-    # A block of queries should be within one block of the mask, unless it becomes tiny.
-    divisor = math.gcd(block_q, mask.BLOCK_SIZE[0])
-    return divisor if divisor >= SMALLEST_BLOCK else block_q
-
-
-def heads_of_item(form: Form, placed: Placed, rows: One | Sequences, block_q: int) -> int:
-    """Return how many heads a thread computes one after the other."""
-    if form == "row":
-        return 1
-    batch, heads, *_ = placed.query.shape
-    if isinstance(rows, One):
-        q_len, alike = rows.q_len, batch if rows.q_len * (rows.kv_end - rows.kv_begin) else 0
-    else:
-        products = rows.q_len * rows.kv_len
-        q_len, alike = longest(rows.q_len), int(products.sum()) // max(1, longest(products))
-    return choose_heads(heads, q_len, alike, block_q, num_threads())
-
-
-def num_rows(placed: Placed, rows: One | Sequences) -> int:
-    """Return the number of query rows of some sequences, in all heads."""
-    count = rows.q_len if isinstance(rows, One) else int(rows.q_len.sum())
-    return count * placed.query.shape[1] * placed.batches
 
 
 def row_layout(placed: Placed) -> dict[str, int]:
@@ -309,27 +264,6 @@ class Cut(NamedTuple):
         return np.where((self.shared == 0) & small, 1, own)
 
 
-def by_form(rows: One | Sequences) -> list[tuple[Form, One | Sequences]]:
-    """Split sequences by the kernel that computes them: "row" for few queries, else "panel".
-
-    Both give the same bits. Of some queries and many keys, "row" reads the keys once for all heads
-    that share them.
-    """
-    if isinstance(rows, One):
-        return [("row" if has_few(rows.q_len, rows.kv_end - rows.kv_begin) else "panel", rows)]
-    few = (rows.q_len <= FEW_ROWS) | ((rows.q_len <= MOST_ROWS) & (rows.kv_len >= MANY_KEYS))
-    if not few.any():
-        return [("panel", rows)]
-    if few.all():
-        return [("row", rows)]
-    return [("row", rows.where(few)), ("panel", rows.where(~few))]
-
-
-def has_few(queries: int, keys: int) -> bool:
-    """Return whether a sequence has few queries for its keys."""
-    return queries <= (MOST_ROWS if keys >= MANY_KEYS else FEW_ROWS)
-
-
 def num_products(placed: Placed, rows: One | Sequences) -> int:
     """Estimate the number of multiplications for some sequences."""
     batch, heads, _, head_dim = placed.query.shape
@@ -380,5 +314,5 @@ def record(
     q_len, q_start, kv_begin, kv_end, b = rows
     positions = (q_len, q_start, -kv_begin, kv_begin, kv_end)
     pieced = (slices, pieces, 0, 1, 0)
-    fields = (b, 0, 0, 0, *positions, *pieced, first_slice, slice_blocks)  # as in SEQUENCE
+    fields = (b, 0, 0, *positions, *pieced, first_slice, slice_blocks)  # as in SEQUENCE
     return SEQUENCE.pack_in_order(*fields)

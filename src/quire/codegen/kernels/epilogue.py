@@ -1,6 +1,6 @@
 """The end of a linear layer: sums become results, by a graph of our ops, and are stored.
 
-    finish(record, arguments, sums, panel, count, rows, sums_pitch)
+    finish(record, arguments, sums, panel, count, row, rows, sums_pitch)
 
 The graph has the inputs `value`, `row` and `column`. Lanes run over the columns of a panel.
 Captured tensors and constants are in `arguments`, as those of mods are
@@ -23,7 +23,7 @@ from quire.codegen.llvm.types import F32, I8, I64, Layout, typed
 from quire.codegen.mods.arguments import ModArguments
 from quire.codegen.mods.loads import Lanes
 from quire.codegen.mods.lower import ELEMENT, KEY, RATES, Scope
-from quire.codegen.phases.staging import storage
+from quire.codegen.phases.storage import storage
 from quire.codegen.phases.weights import PANEL
 from quire.ir.graph import Node
 
@@ -67,8 +67,9 @@ class _Epilogue:
     def write(self) -> None:
         f, given = self.f, self.f.given
         step = 2 if self.spec.pairs else 1
-        with f.range(0, given["rows"]) as row:
-            line = f.offset(given["sums"], row * given["sums_pitch"], F32)
+        with f.range(0, given["rows"]) as place:
+            line = f.offset(given["sums"], place * given["sums_pitch"], F32)
+            row = given["row"] + place
             uniform = self.scope.inside({"row": Lanes(row + self.first_row)}, *RATES)
             with f.range(0, given["count"], step) as panel:
                 values = [f.load(self.vector, line, (panel + i) * PANEL) for i in range(step)]

@@ -29,7 +29,7 @@ from quire.codegen.llvm.types import F32, F64, I8, I64, PTR, Layout, typed
 from quire.codegen.phases.activations import Activations, Stager
 from quire.codegen.phases.linear_tiles import TileSizes, write_tile
 from quire.codegen.phases.norm import Norm, write_norm
-from quire.codegen.phases.staging import storage
+from quire.codegen.phases.storage import storage
 from quire.codegen.phases.weights import BLOCK, FLOAT32, FORMATS, PANEL, Loader, WeightFormat
 
 NAME = "linear"
@@ -64,9 +64,17 @@ LINEAR = Layout(
 """
 
 FINISH = Signature(
-    "finish", typed("ptr record arguments sums, i64 panel count rows, i64 sums_pitch")
+    "finish", typed("ptr record arguments sums, i64 panel count row rows, i64 sums_pitch")
 )
-"""Makes results of sums [row][panel][16]: `count` panels from `panel` on, for `rows` rows."""
+"""Makes results of sums [row][panel][16]: `count` panels from `panel`, `rows` rows from `row`."""
+
+
+class RowSpec(NamedTuple):
+    """How a row of x is read: its dtype by name, and its norm."""
+
+    target: Target
+    x: str
+    norm: Norm = "none"
 
 
 class LinearSpec(NamedTuple):
@@ -82,6 +90,11 @@ class LinearSpec(NamedTuple):
     def format(self) -> WeightFormat:
         """Return the format of the weights."""
         return FORMATS[self.weights]
+
+    @property
+    def row(self) -> RowSpec:
+        """Return how rows are read."""
+        return RowSpec(self.target, self.x, self.norm)
 
     @property
     def staged(self) -> Activations:
@@ -264,6 +277,7 @@ class _Nest:
             sums=self.scratch,
             panel=panel,
             count=count,
+            row=f.value(0, I64),
             rows=self["rows"],
             sums_pitch=self.pitch,
         )
@@ -284,24 +298,34 @@ def _write_stage(module: Module, spec: LinearSpec) -> Function:
             return f.field(LINEAR, record, name)
 
         first, rows = rows_of_tile(get("rows"), get("tiles"), tile)
-        blocks, depth = get("blocks"), get("depth")
+        blocks = get("blocks")
         words = spec.staged.group_words * 2
         out = f.offset(get("staged_rows"), first * blocks * words, F32)
-        stored = storage(spec.x)
         stager = Stager(f, spec.staged)
         with f.range(0, rows) as row:
-            source = f.offset(get("x"), (first + row) * get("x_row"), stored.memory)
-            _copy_row(f, spec, source, step=get("x_column"), depth=depth, line=line)
-            with f.range(depth, blocks * BLOCK) as k:
-                f.store(f.value(0.0, F32), line, k)
-            if spec.norm != "none":
-                _norm_row(f, spec, record, line)
+            read_row(f, spec.row, record, first + row, line)
             stager.scatter(line, blocks * BLOCK, f.offset(out, row, F32), rows)
     return f
 
 
+def read_row(f: Function, spec: RowSpec, record: Value, row: Value, line: Value) -> None:
+    """Write a row of x to `line`: floats after the norm, and zeros up to whole blocks."""
+
+    def get(name: str) -> Value:
+        return f.field(LINEAR, record, name)
+
+    depth = get("depth")
+    source = f.offset(get("x"), row * get("x_row"), storage(spec.x).memory)
+    _copy_row(f, spec, source, step=get("x_column"), depth=depth, line=line)
+    with f.range(depth, get("blocks") * BLOCK) as k:
+        f.store(f.value(0.0, F32), line, k)
+    if spec.norm != "none":
+        epsilon = f.convert(get("epsilon"), F32)
+        write_norm(f, spec.norm, line, depth, gain=get("gain"), bias=get("bias"), epsilon=epsilon)
+
+
 def _copy_row(
-    f: Function, spec: LinearSpec, source: Value, *, step: Value, depth: Value, line: Value
+    f: Function, spec: RowSpec, source: Value, *, step: Value, depth: Value, line: Value
 ) -> None:
     """Copy a row of x as floats: vectors if its numbers are neighbours."""
     stored, lanes = storage(spec.x), spec.target.lanes(F32)
@@ -322,12 +346,6 @@ def _copy_row(
             copy(k, k * step, 0)
 
     f.choose(step.equals(1), neighbours, apart)
-
-
-def _norm_row(f: Function, spec: LinearSpec, record: Value, line: Value) -> None:
-    names = ("gain", "bias", "depth", "epsilon")
-    gain, bias, depth, epsilon = (f.field(LINEAR, record, name) for name in names)
-    write_norm(f, spec.norm, line, depth, gain=gain, bias=bias, epsilon=f.convert(epsilon, F32))
 
 
 def _write_decode(module: Module, spec: LinearSpec) -> Function:

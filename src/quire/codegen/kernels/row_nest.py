@@ -13,11 +13,12 @@ from typing import NamedTuple
 from quire.codegen.convention import OBSERVE, ROW_REWRITE, KernelSpec, Record
 from quire.codegen.kernels.items import Member, Piece, QueryBlock
 from quire.codegen.kernels.nest import Nest
-from quire.codegen.kernels.visits import KeyBlock
+from quire.codegen.kernels.visits import KeyBlock, KeyPart
 from quire.codegen.llvm.builder import Function, Module, Value
 from quire.codegen.llvm.types import I8, I64, PTR
 from quire.codegen.phases import observe
 from quire.codegen.phases.merge import write_merge
+from quire.codegen.phases.order import CHAINS
 from quire.codegen.phases.row_keys import (
     SQUARES,
     set_sizes,
@@ -39,7 +40,8 @@ from quire.codegen.phases.row_values import (
     write_multiply_columns,
     write_multiply_values,
 )
-from quire.codegen.phases.staging import storage, write_gather, write_scatter
+from quire.codegen.phases.staging import write_gather, write_scatter
+from quire.codegen.phases.storage import storage
 from quire.codegen.scratch import BLOCKS_TOGETHER, MOST_SQUARES, Regions, row_regions, row_stride
 
 COLUMNS_AGAIN = 64  # columns of the values of a block that stay in the L1 cache for all later sets
@@ -68,7 +70,9 @@ class RowPhases:
             for rows in sizes
         }
         self.multiply_columns = write_multiply_columns(module, tile, value, sizes[0], careful)
-        self.gather_scales = write_gather_scales(module, tile)
+        self.gather_scales = {
+            name: write_gather_scales(module, tile, stored) for name, stored in read.items()
+        }
         self.scale_weights = write_scale_weights(module, tile)
         self.exponentiate = write_exponentiate(
             module, tile, value, spec.value_dim, weighted=spec.weighted
@@ -236,18 +240,22 @@ class RowNest(Nest):
         place, size = member.first_row + row.place, self.spec.target.block_kv
         scores = self.at("scores", place)
 
-        def rewrite(mod: Value) -> None:
-            where = {"q_idx": queries.q_idx + row.q, "kv_idx": block.origin}
-            keys = {"keys": block.end, "skipped": block.begin}
+        def rewrite(mod: Value, part: KeyPart) -> None:
+            skipped = part.first & (CHAINS - 1)
+            at = part.first - skipped
+            where = {"q_idx": queries.q_idx + row.q, "kv_idx": part.position - skipped}
+            keys = {"keys": part.end - at, "skipped": skipped}
             with f.when(mod.differs(f.null())):
                 head = {"arguments": arg["arguments"], "b": queries.b, "h": row.h}
-                f.call_pointer(mod, ROW_REWRITE, scores=scores, **head, **where, **keys)
+                some = f.offset(scores, at, self.tile.element)
+                f.call_pointer(mod, ROW_REWRITE, scores=some, **head, **where, **keys)
 
         self._fill(scores, block)
-        rewrite(self.visits.mod(block.kind))
+        self.visits.each_part(block, lambda part: rewrite(self.visits.mod(part.kind), part))
         with f.range(0, block.end, size) as start:
             self._weigh_block(block, place, start, queries.kv_begin)
-        rewrite(arg["weights_mod"])
+        with f.when(self.wanted("weights_mod")):
+            self.visits.each_part(block, lambda part: rewrite(arg["weights_mod"], part))
         if storage(self.spec.value).has_scales:
             scales = self.scratch["value_scales"]
             f.call(self.phases.scale_weights, scores, scales, block.begin, block.end)
@@ -291,18 +299,24 @@ class RowNest(Nest):
         If a product cannot read them where they are, they are copied to scratch.
         """
         f, record, dtype = self.f, self.placements[name], self.spec.dtype_of(name)
-        begin, end = block.origin + block.begin, block.origin + block.end
-        in_place = f.call(self.phases.points[dtype], record, begin, end, rows)
-        with f.when(in_place.equals(0)):
-            copy = {"rows": record, "addresses": rows, "count": end - begin}
-            into = {"into": self.scratch[f"{name}s"], "stride": self.stride[name]}
-            f.call(self.phases.copies[dtype], **copy, **into)
-        if storage(dtype).has_scales:
-            # Those of keys begin with the first key, those of values with the block, like weights.
-            scales = self.scratch[f"{name}_scales"]
-            if name == "value":
-                scales = f.offset(scales, block.begin, self.tile.element)
-            f.call(self.phases.gather_scales, record, begin, end, scales)
+        stored, stride = storage(dtype), self.stride[name]
+
+        def stage(part: KeyPart) -> None:
+            before, count = part.first - block.begin, part.end - part.first
+            begin, end = part.position, part.position + count
+            addresses = f.offset(rows, before, PTR)
+            in_place = f.call(self.phases.points[dtype], record, begin, end, addresses)
+            with f.when(in_place.equals(0)):
+                into = f.offset(self.scratch[f"{name}s"], before * stride, stored.memory)
+                copy = {"rows": record, "addresses": addresses, "count": count}
+                f.call(self.phases.copies[dtype], **copy, into=into, stride=stride)
+            if stored.has_scales:
+                # Those of keys begin with the first key, those of values with the block.
+                at = part.first if name == "value" else before
+                scales = f.offset(self.scratch[f"{name}_scales"], at, self.tile.element)
+                f.call(self.phases.gather_scales[dtype], record, begin, end, scales)
+
+        self.visits.each_part(block, stage)
 
     def _read_on(self, queries: QueryBlock, block: KeyBlock) -> None:
         """Append the addresses of the next block's first keys, so that prefetching can run ahead.
@@ -310,9 +324,8 @@ class RowNest(Nest):
         At the end there are none: the first keys of this block are appended again.
         """
         f = self.f
-        following = block.origin + block.end
         here = block.origin + block.begin
-        begin = f.select(following < queries.kv_end, following, here)
+        begin = f.select(block.following < queries.kv_end, block.following, here)
         end = f.minimum(begin + MOST_AHEAD, queries.kv_end)
         into = f.offset(self.scratch["rows"], 2 * (block.end - block.begin), PTR)
         f.call(self.phases.points[self.spec.key], self.placements["key"], begin, end, into)

@@ -4,7 +4,7 @@ What a query computes follows from its own numbers, its position and the keys th
 not matter which kernel computes it, how many queries come with it, or how its keys are stored:
 
     score      one chain of multiply-adds over the head dim in ascending order, from 0; then times
-               the factor of the key, if keys are int8
+               the scale of the key, if keys have 8 bits
     maximum    is updated once for each block of 128 keys; sums and out so far then shrink by alpha
     sum        of the weights of a block: 16 chains, from 0, to which keys belong in turn by their
                position; then chains i and i + 8, i and i + 4, i and i + 2, and the last two. The

@@ -18,9 +18,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from quire.codegen.llvm.builder import Function, Module, Value
-from quire.codegen.llvm.types import F16, F32, I16, I32, PTR, typed
+from quire.codegen.llvm.types import F32, I32, PTR, typed
 from quire.codegen.phases.row_stream import LINE, Ahead, Index, over_columns
-from quire.codegen.phases.staging import Storage
+from quire.codegen.phases.storage import Storage
 from quire.codegen.phases.tiles import TileShape
 from quire.codegen.phases.transpose import side_by_side, transpose_units
 from quire.codegen.scratch import row_stride
@@ -39,7 +39,7 @@ def write_multiply_keys(
 ) -> Function:
     """The function that multiplies `count` keys with a set of `rows` rows.
 
-    Keys of int8 are multiplied by their scales. `width` is the number of columns if it is known,
+    Keys of 8 bits are multiplied by their scales. `width` is the number of columns if it is known,
     else 0. With `keep`, transposed columns are left in `kept`. Scores are written for whole squares
     of keys, past the last key too.
     """
@@ -120,22 +120,7 @@ class _KeyProducts:
 
         rows = [side_by_side(f, [read(key) for key in keys[r::unit]]) for r in range(unit)]
         for column in transpose_units(f, rows):
-            yield from self._unpacked(column) if packed else (column,)
-
-    def _unpacked(self, words: Value) -> Iterator[Value]:
-        """The columns of words of 32 bits, in ascending order."""
-        f, memory, element = self.f, self.stored.memory, self.tile.element
-        if self.stored.name == "bfloat16":
-            yield f.bitcast(words << 16, F32)
-            yield f.bitcast(words & ~0xFFFF, F32)
-        elif self.stored.has_scales:
-            for low in range(0, 32, memory.bits):
-                up = 32 - memory.bits - low
-                yield f.convert((words << up if up else words) >> (32 - memory.bits), element)
-        else:
-            for low in (0, 16):
-                bits = f.convert(words.logical_shift(low) if low else words, I16)
-                yield f.convert(f.bitcast(bits, F16), element)
+            yield from stored.read_words(f, column, tile.element) if packed else (column,)
 
     def _add(
         self, j: Value, square: int, d: Index, columns: Iterator[Value], sums: list[Value]
@@ -164,7 +149,7 @@ class _KeyProducts:
 def store_scores(
     f: Function, tile: TileShape, stored: Storage, score: Value, *, j: Value, row: int
 ) -> None:
-    """Write the scores of a row with the keys from j on, times the factors of int8."""
+    """Write the scores of a row with the keys from j on, times the scales of rows of 8 bits."""
     if stored.has_scales:
         score = score * f.load(score.type, f.given["scales"], j, align=tile.element.size)
     at = j + row * row_stride(tile)

@@ -16,7 +16,7 @@ from quire.codegen.llvm.builder import Function, Module, Value
 from quire.codegen.llvm.types import typed
 from quire.codegen.phases.order import exp4_carefully, sum_of_block
 from quire.codegen.phases.row_stream import Ahead
-from quire.codegen.phases.staging import Storage
+from quire.codegen.phases.storage import Storage
 from quire.codegen.phases.tiles import UNREAD, TileShape, across, given_weight
 
 
@@ -70,7 +70,7 @@ def write_exponentiate(
 
 
 def write_scale_weights(module: Module, tile: TileShape) -> Function:
-    """The function that multiplies weights by the scales of int8 values; UNREAD stays UNREAD."""
+    """The function that multiplies weights by the scales of values; UNREAD stays UNREAD."""
     parameters = typed("ptr weights scales, i64 begin end")
     with module.function("scale_weights", parameters, internal=True) as f:
         weights, scales, begin, end = f.parameters

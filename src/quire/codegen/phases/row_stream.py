@@ -11,15 +11,8 @@ from typing import TypeAlias
 
 from quire.codegen.llvm.builder import Function, Module, Value
 from quire.codegen.llvm.types import F32, I1, I8, I64, PTR, typed
-from quire.codegen.phases.staging import (
-    PLACEMENT,
-    Run,
-    Storage,
-    each_run,
-    padded,
-    page_start,
-    scale_start,
-)
+from quire.codegen.phases.staging import PLACEMENT, Run, each_run, padded, page_start, scale_start
+from quire.codegen.phases.storage import Storage
 from quire.codegen.phases.tiles import TileShape
 
 ASKED = (10240, 1536)  # how many bytes ahead a line is prefetched: twice
@@ -88,7 +81,7 @@ def columns_of_line(tile: TileShape, stored: Storage) -> int:
 
 
 def unfold_row(f: Function, tile: TileShape, stored: Storage, row: Value, width: Value) -> None:
-    """Put the columns of a row in order that are as `read_pair` gives them: even, then odd."""
+    """Put the columns of a row in order that are as `read_pairs` gives them: even, then odd."""
     if not stored.folds(tile.element):
         return
     pairs = [x for lane in range(tile.lanes) for x in (lane, tile.lanes + lane)]
@@ -176,10 +169,10 @@ def over_columns(
     return carry
 
 
-def write_gather_scales(module: Module, tile: TileShape) -> Function:
-    """The function that copies the scales of int8 rows at [begin, end) to scratch."""
+def write_gather_scales(module: Module, tile: TileShape, stored: Storage) -> Function:
+    """The function that copies the scales of rows at [begin, end) to scratch, in its `unit`."""
     parameters = typed("ptr rows, i64 begin end, ptr into")
-    with module.function("gather_scales", parameters, internal=True) as f:
+    with module.function(f"gather_scales_{stored.name}", parameters, internal=True) as f:
         rows, begin, end, into = f.parameters
         row_stride = f.field(PLACEMENT, rows, "scale_row_stride")
 
@@ -190,10 +183,10 @@ def write_gather_scales(module: Module, tile: TileShape) -> Function:
             by_vector = f.select(row_stride.equals(1), count & -tile.lanes, 0)
             with f.range(0, by_vector, tile.lanes) as p:
                 scales = f.load(F32.vector(tile.lanes), first, p)
-                f.store(f.convert(scales, tile.element), target, p)
+                f.store(f.convert(scales, tile.element) * stored.unit, target, p)
             with f.range(by_vector, count) as p:
                 scale = f.load(F32, first, p * row_stride)
-                f.store(f.convert(scale, tile.element), target, p)
+                f.store(f.convert(scale, tile.element) * stored.unit, target, p)
 
         each_run(f, rows, begin, end, copy_run)
     return f

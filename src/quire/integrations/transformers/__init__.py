@@ -10,7 +10,8 @@
 
 Reading order: attend (the function that every layer calls), mask (what all layers get in place
 of a mask tensor), cache (pages for `generate`), rows (which sequence a row of the batch is),
-ignored (models that do not look up their attention).
+packed (one row of tokens of many sequences, for quire.engine), ignored
+(models that do not look up their attention).
 """
 
 from __future__ import annotations
@@ -25,15 +26,11 @@ except ImportError as missing:
         f"it: pip install 'quire[models]'."
     ) from missing
 
-from quire.integrations.transformers.attention import (
-    ATTRIBUTE,
-    AttentionWeightsWarning,
-    Mods,
-    attend,
-)
+from quire.integrations.transformers.attention import AttentionWeightsWarning, attend
 from quire.integrations.transformers.cache import PagedCache
 from quire.integrations.transformers.ignored import IgnoredAttentionWarning, tell, watch
 from quire.integrations.transformers.mask import TokenMask, token_mask
+from quire.integrations.transformers.user_mods import ATTRIBUTE, Mods
 from quire.mods import MaskMod, ScoreMod
 
 NAME = "quire"

@@ -13,22 +13,13 @@ from quire import mods
 from quire.api.attention import attention
 from quire.aux_outputs import AuxRequest
 from quire.errors import ArgumentError
-from quire.integrations.transformers.cache import NewStates
+from quire.integrations.transformers.cache import LayerStates, NewStates
 from quire.integrations.transformers.mask import TokenMask, of_tensor
+from quire.integrations.transformers.user_mods import ATTRIBUTE, Mods
 from quire.memory import Dense, Memory
 from quire.mods.compose import MaskMod, ScoreMod, all_of, chain, shift
 from quire.support.dynamo import never_traced
 from quire.support.warn import warn
-
-ATTRIBUTE = "quire_mods"
-"""The attribute of a module in which `enable` stores the mods."""
-
-
-class Mods(NamedTuple):
-    """The user's mods for all layers of a model. Positions count from a row's first token."""
-
-    mask: MaskMod | None = None
-    score_mod: ScoreMod | None = None
 
 
 class AttentionWeightsWarning(UserWarning):
@@ -51,13 +42,18 @@ def attend(
 
     With a `PagedCache` the graph breaks here, since Python code decides which pages are written.
     """
-    call = _between_graphs if isinstance(key, NewStates) else layer_attention
-    return call(module, query, key, value, attention_mask, **options)
+    if isinstance(key, LayerStates):
+        return _between_graphs(module, query, key, attention_mask, **options)
+    return layer_attention(module, query, key, value, attention_mask, **options)
 
 
 @never_traced
-def _between_graphs(*args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
-    return layer_attention(*args, **options)
+def _between_graphs(
+    module: nn.Module, query: Tensor, states: LayerStates, mask: Any, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    if isinstance(states, NewStates):
+        return layer_attention(module, query, states, states, mask, **options)
+    return states.attend(module, query, mask, **options), None
 
 
 def layer_attention(

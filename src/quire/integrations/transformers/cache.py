@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, get_layer_types_and_kwargs
 
@@ -30,8 +30,31 @@ GROWTH = 1.125
 KEPT_WHOLE = ("full_attention", "chunked_attention")
 
 
+class LayerStates:
+    """What a layer gets in place of the tensors key and value, if these are in pages.
+
+    Only quire can read it. The model may ask for its shape.
+    """
+
+    def attend(self, module: nn.Module, query: Tensor, mask: Any, **options: Any) -> Tensor:
+        """Return the attention of a layer, if these states compute it themselves."""
+        raise NotImplementedError(f"{type(self).__name__} has no attention of its own")
+
+    def __getitem__(self, _: object) -> NoReturn:
+        _refuse("an index")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        _refuse(name)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *_: object, **__: object) -> NoReturn:
+        _refuse(getattr(function, "__name__", str(function)))
+
+
 @dataclass(frozen=True, eq=False)
-class NewStates:
+class NewStates(LayerStates):
     """New keys and values [B, Hkv, L, D] of a layer, and the cache that has the earlier ones.
 
     Layers get this object in place of the tensors key and value.
@@ -53,18 +76,6 @@ class NewStates:
         """Write the new tokens to pages. Return what the layer attends to."""
         rows = self.cache.rows_for(self.key, self.value)
         return rows.write(self.layer, self.before, self.key, self.value, padding)
-
-    def __getitem__(self, _: object) -> NoReturn:
-        _refuse("an index")
-
-    def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        _refuse(name)
-
-    @classmethod
-    def __torch_function__(cls, function: Any, *_: object, **__: object) -> NoReturn:
-        _refuse(getattr(function, "__name__", str(function)))
 
 
 def _refuse(what: str) -> NoReturn:
@@ -135,7 +146,7 @@ class PagedCache(Cache):
     def __init__(
         self, config: PreTrainedConfig, *, page_size: int = 16, max_bytes: int | None = None
     ) -> None:
-        windows = enumerate(_windows(config))
+        windows = enumerate(windows_of(config))
         super().__init__(layers=[PagedLayer(self, index, window) for index, window in windows])
         self._page_size = page_size
         self._max_bytes = NO_LIMIT if max_bytes is None else max_bytes
@@ -236,7 +247,7 @@ class PagedCache(Cache):
             self._rows.select([row for row in range(count) for _ in range(repeats)])
 
 
-def _windows(config: PreTrainedConfig) -> list[int | None]:
+def windows_of(config: PreTrainedConfig) -> list[int | None]:
     """Return the sliding window of each layer, as transformers' caches read it from a config."""
     kinds, options = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
     for kind in kinds:

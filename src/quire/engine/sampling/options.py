@@ -1,0 +1,113 @@
+"""What a request asks of sampling, checked when it is made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from quire.checks.arguments import whole_number
+from quire.engine.sampling.grammar import Grammar
+from quire.errors import ArgumentError
+
+MOST_LOGPROBS = 20
+"""As many alternatives as OpenAI's interface gives for each token."""
+
+MOST_STOPS = 64
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """What one request asks for.
+
+    Options mean what they mean in transformers and vLLM, and apply in this order: the grammar,
+    `logit_bias`, penalties, `temperature` (0 takes the likeliest token), `top_k`, `top_p`, `min_p`.
+    `repetition_penalty` is for tokens of the prompt and the answer, the two other penalties are for
+    tokens of the answer. `logprobs` is the number of alternatives that are returned for each token,
+    with the probabilities of the model itself; with 0 only the chosen token has one. `stop` are
+    strings that end the answer and are not part of it, `stop_tokens` are tokens that end it. With
+    the same `seed`, the same request gives the same answer; without one, a seed is drawn.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_tokens: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    grammar: Grammar | None = None
+
+    def __post_init__(self) -> None:
+        whole_number("max_tokens", self.max_tokens, minimum=1, advice="Say how long it may get.")
+        _number("temperature", self.temperature, 0, math.inf, "Use 0 for the likeliest token.")
+        _number("top_p", self.top_p, 0, 1, "Use 1 for all tokens.", above=True)
+        _number("min_p", self.min_p, 0, 1, "Use 0 for all tokens.")
+        advice = "Use 1 for no penalty."
+        _number("repetition_penalty", self.repetition_penalty, 0, math.inf, advice, above=True)
+        for name in ("presence_penalty", "frequency_penalty"):
+            _number(name, getattr(self, name), -2, 2, "Use 0 for no penalty.")
+        if self.top_k is not None:
+            whole_number("top_k", self.top_k, minimum=1, advice="Use None for all tokens.")
+        if self.seed is not None:
+            whole_number("seed", self.seed, advice="Use None to draw one.")
+        self._check_logprobs()
+        self._check_bias()
+        self._check_stops()
+
+    def _check_logprobs(self) -> None:
+        if self.logprobs is None:
+            return
+        advice = "Use None for no probabilities."
+        if whole_number("logprobs", self.logprobs, minimum=0, advice=advice) > MOST_LOGPROBS:
+            raise ArgumentError(
+                f"logprobs must be at most {MOST_LOGPROBS}, but is {self.logprobs}. {advice}"
+            )
+
+    def _check_bias(self) -> None:
+        advice = "Give token ids and what is added to their logits, as in {42: -100}."
+        if not isinstance(self.logit_bias, Mapping):
+            raise ArgumentError(f"logit_bias must be a dict, but is {self.logit_bias!r}. {advice}")
+        for token, bias in self.logit_bias.items():
+            whole_number("a token of logit_bias", token, minimum=0, advice=advice)
+            if not _is_number(bias) or math.isnan(bias) or bias == math.inf:
+                raise ArgumentError(
+                    f"a number of logit_bias must be finite or -inf, but is {bias!r}. {advice}"
+                )
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+
+    def _check_stops(self) -> None:
+        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if not all(isinstance(each, str) and each for each in stops) or len(stops) > MOST_STOPS:
+            raise ArgumentError(
+                f"stop must be up to {MOST_STOPS} strings that are not empty, but is {stops!r}. "
+                f"Leave it out to end where the model ends."
+            )
+        for token in self.stop_tokens:
+            whole_number("a stop token", token, minimum=0, advice="Give ids of tokens.")
+        object.__setattr__(self, "stop", stops)
+        object.__setattr__(self, "stop_tokens", tuple(self.stop_tokens))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _number(
+    name: str, value: float, low: float, high: float, advice: str, *, above: bool = False
+) -> None:
+    """Raise unless `value` is finite, from `low` (or above it) to `high`."""
+    fits = _is_number(value) and low <= value <= high and math.isfinite(value)
+    if not fits or (above and value == low):
+        start = f"above {low:g}" if above else f"of at least {low:g}"
+        end = "" if high == math.inf else f" and at most {high:g}"
+        raise ArgumentError(
+            f"{name} must be a finite number {start}{end}, but is {value!r}. {advice}"
+        )
