@@ -95,6 +95,7 @@ class Example:
     sink: bool = False
     dropout_p: float = 0.0
     same_bits: bool | None = None
+    method: str = "auto"
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the whole query, key and value."""
@@ -115,6 +116,7 @@ class Example:
             batch=self.batch if self.mask == "by batch" else None,
             heads=self.heads[0] if self.mask == "by head" else None,
             same_bits=self.same_bits,
+            method=self.method,  # type: ignore[arg-type]
         )
 
     @property
@@ -177,6 +179,28 @@ def gradients(group: object, examples: list[Example]) -> None:
             assert peer.grad is not None and truth.grad is not None
             assert_as_good_as(x, peer.grad, truth.grad, f"{example}", size=8.0)
     assert not wrong, "\n".join(wrong)
+
+
+def in_a_ring(group: object, examples: list[Example]) -> None:
+    """Results and gradients of the method `ring` are as good as those of one process."""
+    wanted = AuxRequest(lse=True, max_scores=True)
+    for example in examples:
+        whole, divided = example.tensors(), example.plan(group)
+        above = example.alone(*whole).cos()
+        found: list[list[Tensor]] = []
+        for dtype in (None, torch.float64):
+            tensors = [x.to(dtype or x.dtype, copy=True).requires_grad_() for x in whole]
+            out, aux = example.alone(*tensors, return_aux=wanted)
+            out.backward(above.to(out.dtype))
+            grads = [x.grad for x in tensors if x.grad is not None]
+            found.append([out.detach(), aux.lse.detach(), *grads])
+        own = [x.clone().requires_grad_() for x in divided.shard(*whole, dim=2)]
+        out, aux = example.together(divided, *own, return_aux=wanted)
+        out.backward(divided.shard(above, dim=2)[0])
+        mine = [out, aux.lse, *(x.grad for x in own)]
+        for x, peer, truth in zip(mine, *found, strict=True):
+            assert_as_good_as(divided.gather(x, dim=2), peer, truth, f"{example}", size=8.0)
+        assert aux.max_scores is not None and not aux.max_scores.requires_grad
 
 
 def captured_gradients(group: dist.ProcessGroup, same_bits: bool, dtype: str) -> None:

@@ -76,6 +76,23 @@ def test_gradients_have_the_bits_of_one_process(ranks: Ranks, size: int) -> None
     ranks.run(rank_cases.gradients, size, [replace(x, same_bits=True) for x in examples])
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_heads_have_the_bits_of_one_process(ranks: Ranks, size: int) -> None:
+    examples = [
+        replace(x, method="heads", heads=(2 * size, size), score="" if size > 2 else x.score)
+        for x in random_examples(8, seed=30 + size)
+        if x.mask != "by head" or size == 2
+    ]
+    ranks.run(rank_cases.same_results, size, examples)
+    ranks.run(rank_cases.gradients, size, [replace(x, same_bits=True) for x in examples])
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_ring_is_as_good_as_one_process(ranks: Ranks, size: int) -> None:
+    examples = [replace(x, method="ring") for x in random_examples(6, seed=40 + size)]
+    ranks.run(rank_cases.in_a_ring, size, examples)
+
+
 def test_long_sequences_have_the_gradients_of_one_process(ranks: Ranks) -> None:
     long = Example("causal documents", 8000, heads=(2, 1), batch=1)
     assert ranks.run(rank_cases.gradients, 2, [long]) and long.plan(None).same_bits

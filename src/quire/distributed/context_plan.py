@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -22,7 +22,8 @@ from quire.errors import ArgumentError, ShapeError
 from quire.ir.portable import portable
 from quire.ir.trace import Mod, Traced, mod_name
 
-MethodName: TypeAlias = Literal["auto", "pages"]
+MethodName: TypeAlias = Literal["auto", "pages", "heads", "ring"]
+METHODS: tuple[MethodName, ...] = get_args(MethodName)
 
 MEBI = 2**20
 
@@ -48,6 +49,7 @@ class ContextPlan:
     sizes: tuple[int, int] = (1, 1)
     bytes_per_key: int | None = None
     given: object = None  # the mask as it was given
+    method: MethodName = "auto"
     slice_size: int = 0
     slice_needs: Flags | None = None
 
@@ -90,12 +92,19 @@ class ContextPlan:
     @functools.cached_property
     def chunks(self) -> tuple[tuple[int, int], ...]:
         """Return the ranges of positions of this rank, [start, stop), ascending."""
-        return self._chunks_of(self.rank)
+        return self.chunks_of(self.rank)
 
     @functools.cached_property
     def positions(self) -> Tensor:
         """Return the positions of the tokens of this rank, in their order: int64 [tokens]."""
-        return self._positions_of(self.rank)
+        return self.positions_of(self.rank)
+
+    @functools.cached_property
+    def num_tokens(self) -> Numbers:
+        """Return the number of tokens of each rank."""
+        counts = np.bincount(self.division.owner, minlength=self.num_ranks) * self.block
+        counts[self.division.owner[-1]] -= self.num_blocks * self.block - self.length
+        return counts
 
     def shard(self, *tensors: Tensor, dim: int) -> tuple[Tensor, ...]:
         """Return the part of each tensor that this rank has: its tokens along `dim`."""
@@ -115,15 +124,16 @@ class ContextPlan:
                 f"a shard must have the {len(self.positions)} tokens of rank {self.rank} along dim "
                 f"{dim}, but has shape {list(shard.shape)}. Give what shard or attention returned."
             )
-        counts = [len(self._positions_of(rank)) for rank in range(self.num_ranks)]
+        counts = self.num_tokens.tolist()
         padded = mine.new_zeros((max(counts), *mine.shape[1:]))
         padded[: len(mine)] = mine
         whole = mine.new_empty((self.length, *mine.shape[1:]))
         for rank, rows in enumerate(self.group.gather(padded)):
-            whole[self._positions_of(rank).to(whole.device)] = rows[: counts[rank]]
+            whole[self.positions_of(rank).to(whole.device)] = rows[: counts[rank]]
         return whole.movedim(0, dim)
 
-    def _chunks_of(self, rank: int) -> tuple[tuple[int, int], ...]:
+    def chunks_of(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """Return the ranges of positions of a rank, [start, stop), ascending."""
         blocks = (self.division.owner == rank).nonzero()[0]
         pieces = np.split(blocks, (np.diff(blocks) != 1).nonzero()[0] + 1)
         return tuple(
@@ -132,8 +142,9 @@ class ContextPlan:
             if len(piece)
         )
 
-    def _positions_of(self, rank: int) -> Tensor:
-        ranges = [torch.arange(start, stop) for start, stop in self._chunks_of(rank)]
+    def positions_of(self, rank: int) -> Tensor:
+        """Return the positions of the tokens of a rank, in their order."""
+        ranges = [torch.arange(start, stop) for start, stop in self.chunks_of(rank)]
         return torch.cat(ranges) if ranges else torch.arange(0)
 
     # --- keys
@@ -189,7 +200,7 @@ class ContextPlan:
         """Return a number that is the same for equal plans: of layout, mask and all it captures."""
         found = hashlib.sha256()
         sizes = (self.length, self.block, self.slice_size, self.sizes)
-        facts = (*sizes, self.num_ranks, self.layout)
+        facts = (*sizes, self.num_ranks, self.layout, self.method)
         found.update(repr(facts).encode())
         found.update(self.division.owner.tobytes())
         found.update(self.division.needs.tobytes())

@@ -23,12 +23,12 @@ from quire.distributed.context_plan import ContextPlan
 from quire.distributed.reads import Numbers
 from quire.ir.graph import inputs
 from quire.ir.trace import Kind, Mod, Traced, mod_name, trace
-from quire.memory import Dense, Paged, Queries
+from quire.memory import Dense, Paged, Placed, Queries
 from quire.mods.compose import Mask, ScoreChange
 from quire.mods.dropout import Dropout, keep_mask
 from quire.plans import CallPlan, make
 from quire.request import Call, Request, call_of, check
-from quire.results import Result
+from quire.results import Gradients, Result, Wanted
 
 
 def compute_in_pages(
@@ -54,13 +54,13 @@ def compute_in_pages(
     entries = torch.arange(batch).repeat_interleave(num_chunks)
     rows = query.transpose(1, 2).flatten(0, 1)
     queries = Queries(starts.tolist() * batch, offsets)
-    made, call = _made(
+    plan_of_rank, call = made(
         wanted._replace(query=rows, memory=memory, queries=queries), Lookups(entries=entries)
     )
     return Result(
         **{
             name: memory.as_given(rows, x).unflatten(0, (batch, count)).transpose(1, 2)
-            for name, x in made.run(call).by_query.items()
+            for name, x in plan_of_rank.run(call).by_query.items()
         }
     )
 
@@ -114,7 +114,7 @@ class SideBySide(NamedTuple):
         key, value = (self.gathered(x) for x in pages)
         lookups = Lookups(queries=self.plan.positions.int(), keys=self.positions.int())
         request = wanted._replace(query=query, memory=Dense(key, value), queries=Queries(start=0))
-        return _made(request, lookups)
+        return made(request, lookups)
 
     def with_positions(self, result: Result) -> Result:
         """Return results whose argmax is a position in the whole sequence."""
@@ -139,18 +139,19 @@ def _whole_pieces(blocks: Numbers, plan: ContextPlan) -> Numbers:
 
 
 class Lookups(NamedTuple):
-    """What mods are told: the batch entry of `b`, the positions of `q_idx` and `kv_idx`.
+    """What mods are told: the batch entry of `b`, the head of `h`, the positions of q_idx, kv_idx.
 
     None stands for the number itself.
     """
 
     entries: Tensor | None = None
+    heads: Tensor | None = None
     queries: Tensor | None = None
     keys: Tensor | None = None
 
     def mapped(self, mod: Mod, kind: Kind) -> Mod:
         """Return a mod that looks up its indices, and calls `mod` with what it finds."""
-        named = zip(("b", "q_idx", "kv_idx"), self, strict=True)
+        named = zip(("b", "h", "q_idx", "kv_idx"), self, strict=True)
         moved = {name for name, table in named if table is not None}
         if not moved or (isinstance(mod, Traced) and not moved & inputs(mod.output)):
             return mod
@@ -159,10 +160,15 @@ class Lookups(NamedTuple):
 
 
 def _looked_up(
-    *args: Tensor, mod: Mod, entries: Tensor | None, queries: Tensor | None, keys: Tensor | None
+    *args: Tensor,
+    mod: Mod,
+    entries: Tensor | None,
+    heads: Tensor | None,
+    queries: Tensor | None,
+    keys: Tensor | None,
 ) -> Tensor:
     *score, b, h, q_idx, kv_idx = args
-    place = (_at(entries, b), h, _at(queries, q_idx), _at(keys, kv_idx))
+    place = (_at(entries, b), _at(heads, h), _at(queries, q_idx), _at(keys, kv_idx))
     found: Tensor = mod(*score, *place)
     return found
 
@@ -171,7 +177,7 @@ def _at(table: Tensor | None, index: Tensor) -> Tensor:
     return index if table is None else table[index]
 
 
-def _made(request: Request, lookups: Lookups) -> tuple[CallPlan, Call]:
+def made(request: Request, lookups: Lookups) -> tuple[CallPlan, Call]:
     """Return the plan and the call of a request whose mods look up their indices."""
     score_mod, mask = request.score_mod, request.mask_mod
     assert mask is not None, "a plan has a mask"
@@ -187,3 +193,43 @@ def _made(request: Request, lookups: Lookups) -> tuple[CallPlan, Call]:
         dropout = Dropout(dropout.p, request.seed, mask=keep)
         call = call._replace(problem=call.problem._replace(dropout=dropout))
     return make(call)
+
+
+class LocalCall(NamedTuple):
+    """A call that this rank computes for a user's call, without its operands.
+
+    Its mods capture tables of positions beside what the user's mods capture: `given` has the number
+    of the user's tensor for each that is one.
+    """
+
+    plan: CallPlan
+    placed: Placed
+    captures: tuple[Tensor, ...]
+    given: dict[int, int]
+
+    @staticmethod
+    def of(plan: CallPlan, call: Call, user: Call) -> LocalCall:
+        """Return the call, whose results belong to the call of a user."""
+        numbers = {id(x): n for n, x in reversed([*enumerate(user.captures)])}
+        given = {n: numbers[id(x)] for n, x in enumerate(call.captures) if id(x) in numbers}
+        return LocalCall(plan, call.placed.on(_EMPTY, _EMPTY, _EMPTY), call.captures, given)
+
+    def wanted(self, wanted: Wanted) -> Wanted:
+        """Return which gradients of this call the user wants."""
+        captures = tuple(
+            wanted.captures[self.given[n]] if n in self.given else x
+            for n, x in enumerate(self.captures)
+        )
+        learned = tuple(n for n in range(len(captures)) if self.given.get(n) in wanted.learned)
+        return Wanted(wanted.query, wanted.key, wanted.value, captures, learned)
+
+    def captured(self, found: Gradients, wanted: Wanted) -> list[Tensor | None]:
+        """Return the gradients of the user's captures from those of this call."""
+        grads: list[Tensor | None] = [None] * len(wanted.captures)
+        for n, grad in enumerate(found.captures):
+            if grad is not None:
+                grads[self.given[n]] = grad
+        return grads
+
+
+_EMPTY = torch.empty(0, device="cpu")

@@ -14,7 +14,7 @@ from quire.block_mask import BlockMask, element_mod
 from quire.block_mask.blocks import ceil_div
 from quire.block_mask.tiles import fastest_form
 from quire.checks.arguments import whole_number
-from quire.distributed.context_plan import ContextPlan
+from quire.distributed.context_plan import METHODS, ContextPlan, MethodName
 from quire.distributed.group import TIMEOUT, RankGroup
 from quire.distributed.layouts import LAYOUTS, Division, LayoutName, compared
 from quire.distributed.reads import Reads, choose_block
@@ -36,6 +36,7 @@ def plan(
     num_ranks: int | None = None,
     rank: int = 0,
     layout: LayoutName | str = "auto",
+    method: MethodName = "auto",
     block_size: int | None = None,
     batch: int | None = None,
     heads: int | None = None,
@@ -59,6 +60,10 @@ def plan(
     would have few blocks. If the mask differs by batch entry or head, give `batch` or `heads`.
     `bytes_per_key`, the bytes of a key and its value in all heads, makes the printed plan tell MiB.
 
+    `method` is "pages" (a rank receives the keys that its queries read), "heads" (a rank computes
+    some heads over the whole sequence) or "ring" (keys go round, and a rank holds those of two
+    ranks at a time). "auto" takes pages or heads, by which of them a call sends less.
+
     With `same_bits`, gradients of keys, values and captured tensors have the bits of one process:
     ranks have whole slices of the backward pass, at most 64, and the sums of every slice travel. By
     default it is so if there are eight slices for each rank. Without it ranks can have any blocks,
@@ -72,6 +77,11 @@ def plan(
         raise ArgumentError(
             f"layout must be one of auto, {', '.join(LAYOUTS)}, but is {layout!r}. Leave it out to "
             f"compare all."
+        )
+    if method not in METHODS:
+        raise ArgumentError(
+            f"method must be one of {', '.join(METHODS)}, but is {method!r}. Leave it out to let "
+            f"the plan choose."
         )
     if block_size is None:
         block_size = choose_block(length, group.size)
@@ -98,6 +108,7 @@ def plan(
         sizes=sizes,
         bytes_per_key=bytes_per_key,
         given=mask,
+        method=method,
         slice_size=slice_blocks * block,
         slice_needs=needs,
     )
