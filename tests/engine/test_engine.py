@@ -30,8 +30,12 @@ def test_greedy_answers_are_those_of_generate(family: str) -> None:
         assert request.result().tokens == text[0, length:].tolist()
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "mistral"])
-@pytest.mark.parametrize("chunk", [1, 2, 5, 100])
+# Of Llama 4, quire.linear does not compute all layers by rows.
+BY_ROWS = [family for family in DECODERS if family != "llama4"]
+
+
+@pytest.mark.parametrize("family", BY_ROWS)
+@pytest.mark.parametrize("chunk", [1, 5, 100])
 def test_a_request_does_not_notice_others_or_chunks(family: str, chunk: int) -> None:
     options: dict[str, Any] = {"max_tokens": 7, "logprobs": 3, "temperature": 0.9, "seed": 11}
     served = engine(family, chunk=chunk, max_tokens=max(8, chunk))

@@ -33,10 +33,8 @@ def filled(cache: PagedKVCache, *counts: int) -> SequenceHandle:
     sequence = cache.sequence()
     dtype = torch.float32 if cache.shape.dtype.itemsize == 1 else cache.shape.dtype
     for count in counts:
-        tensors = [
-            torch.randn(cache.num_layers, count, 2, width, dtype=dtype)
-            for width in (cache.shape.head_dim, cache.shape.value_dim)
-        ]
+        widths = (cache.shape.head_dim, cache.shape.value_dim)[: len(cache.shape.sides)]
+        tensors = [torch.randn(cache.num_layers, count, 2, n, dtype=dtype) for n in widths]
         cache.append([sequence], *tensors)
     return sequence
 

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from quire.engine.answers import Answer, FinishReason, Token
 from quire.engine.events import Counts, Event, EventKind, Listener
-from quire.engine.runner import NO_MODS, Chunk, Reserved, Runner
+from quire.engine.request_mods import NO_MODS
+from quire.engine.runner import Chunk, Reserved, Runner
 from quire.engine.sampling import Sampler
 from quire.engine.scheduler import Limits, Turn, choose, in_turn
 from quire.errors import OutOfPages
@@ -151,19 +152,16 @@ class Core:
     def run(self, scheduled: Scheduled) -> list[Tensor] | None:
         """Compute the logits of all chunks, or return None if a job has failed.
 
-        If the mods of a part raise, the job of this part ends. If the part has several jobs, each
-        gets a part of its own in the next step, so that only those end that are at fault.
+        A job fails if its mods raise; if something else does, all jobs of the step fail.
         """
         jobs = scheduled.jobs
         began = time.perf_counter()
         try:
             logits = self.runner.compute(scheduled.reserved)
         except PartFailure as failure:
-            guilty = [jobs[place] for place in scheduled.reserved.members(failure.part)]
-            for job in guilty:
-                job.apart = True
-            if len(guilty) == 1:
-                self.finish(guilty[0], "error", failure.__cause__)
+            self._blame(
+                [jobs[place] for place in scheduled.reserved.members(failure.part)], failure
+            )
             return None
         except Exception as error:
             for job in jobs:
@@ -178,6 +176,18 @@ class Core:
                 self._tell("chunk", job, count)
                 self._keep(job)
         return logits
+
+    def _blame(self, jobs: Sequence[Job], failure: PartFailure) -> None:
+        """End the job whose mods raise. The others of the step are computed again.
+
+        If several jobs share the part, each gets a part of its own, so that only those end that
+        are at fault. A guess may be at fault where a token of the answer is not: without guesses,
+        the job gets another chance.
+        """
+        if len(jobs) == 1 and not jobs[0].drafts:
+            self.finish(jobs[0], "error", failure.__cause__)
+        for job in jobs:
+            job.apart, job.drafter = True, None
 
     # --- sample
 
@@ -275,8 +285,12 @@ class Scheduled:
 
 
 def _drafts(job: Job) -> list[int]:
-    """Return guesses of the next tokens of a job that answers."""
-    if job.drafter is None or job.left != 1:
+    """Return guesses of the next tokens of a job that answers.
+
+    While others wait to fork its sequence, it must hold no guesses. If a token may see later ones,
+    it would see guesses, too.
+    """
+    if job.drafter is None or job.left != 1 or job.followers or job.whole:
         return []
     room = job.sampler.options.max_tokens - len(job.sampler.tokens) - 1
     return job.drafter(job.tokens)[: max(0, room)]

@@ -17,7 +17,8 @@ from quire.engine.core import Core, Drafter, Job
 from quire.engine.events import EngineStatistics, Listener
 from quire.engine.loading import load
 from quire.engine.prompts import Prompt, tokens_of
-from quire.engine.runner import NO_MODS, Runner
+from quire.engine.request_mods import NO_MODS, mods_of
+from quire.engine.runner import Runner
 from quire.engine.sampling import Sampler, Sampling, Vocabulary
 from quire.engine.scheduler import Limits
 from quire.errors import EngineClosed, RequestTooLong
@@ -122,6 +123,7 @@ class Engine:
         salt: bytes = b"",
         mask: MaskMod | None = None,
         score_mod: ScoreMod | None = None,
+        causal: bool = True,
         drafter: Drafter | None = None,
         **options: Any,
     ) -> Generation:
@@ -129,15 +131,20 @@ class Engine:
 
         `prompt` is a text, a chat or ids of tokens. `options` are those of `Sampling`, if it is
         not given. `n` samples share the pages of the prompt. A higher `priority` goes first.
-        Requests with another `salt` share no pages. `mask` and `score_mod` are for this request.
-        Raise if the request can never be answered.
+        Requests with another `salt` share no pages. Raise if the request can never be answered.
+
+        `mask` and `score_mod` change the attention of this request in all layers; they hide keys
+        in addition to the model. If `causal` is False, `mask` takes the place of the model's mask.
+        Then the prompt is read in chunks only if the mask is shown to hide later keys.
         """
         tokens = tokens_of(prompt, self.vocabulary)
         wanted = Sampling(**options) if sampling is None else sampling
         count = whole_number("n", n, minimum=1, advice="Say how many samples there are.")
         whole_number("priority", priority, advice="Give a whole number.")
         self._expect_room(len(tokens), wanted.max_tokens)
-        mods = NO_MODS if mask is None and score_mod is None else Mods(mask, score_mod)
+        heads = self._core.runner.config.num_attention_heads
+        length = len(tokens) + wanted.max_tokens
+        mods, whole = mods_of(mask, score_mod, causal=causal, heads=heads, length=length)
         first = Sampler(wanted, tokens, self.vocabulary)
         drive = None if self._threaded else self.step
         jobs: list[Job] = []
@@ -154,6 +161,7 @@ class Engine:
                     sampler=first if place == 0 else first.fork(place),
                     answer=answer,
                     mods=mods,
+                    whole=whole,
                     salt=salt if mods is NO_MODS else None,
                     drafter=drafter,
                     leader=jobs[0] if jobs else None,

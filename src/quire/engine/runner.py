@@ -17,14 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from quire.engine.request_mods import NO_MODS
 from quire.errors import ArgumentError
 from quire.integrations.transformers import enable
 from quire.integrations.transformers.cache import LayerStates, windows_of
 from quire.integrations.transformers.packed import PackedCache, PackedPart, PackedStep
 from quire.integrations.transformers.user_mods import Mods
 from quire.kv import Group, PagedKVCache, SequenceHandle
-
-NO_MODS = Mods()
 
 
 class Chunk(NamedTuple):
@@ -56,8 +55,9 @@ class KeyShape(NamedTuple):
 
     heads: int
     head_dim: int
-    value_dim: int
+    value_dim: int | None
     dtype: torch.dtype
+    latent: int | None = None  # how many numbers of keys are values, if they are a part of keys
 
 
 class Runner:
@@ -169,17 +169,25 @@ class Runner:
         return logits.float()
 
 
-def _part_key(chunk: Chunk, place: int) -> tuple[int, int, bool]:
+def _part_key(chunk: Chunk, place: int) -> tuple[int, ...]:
     """Chunks with equal keys are computed by one call of attention."""
+    mask, score_mod, causal = chunk.mods
     apart = place if chunk.apart else -1
-    return apart, 0 if chunk.mods is NO_MODS else id(chunk.mods), len(chunk.tokens) > 1
+    many = len(chunk.tokens) > 1
+    return (
+        apart,
+        0 if mask is None else id(mask),
+        0 if score_mod is None else id(score_mod),
+        causal,
+        many,
+    )
 
 
 def parts_of(chunks: Sequence[Chunk]) -> list[PackedPart]:
     """Return the parts of a packed row: neighbours with the same mods, decoding or not."""
     parts, first, token = [], 0, 0
     keyed = [(_part_key(chunk, place), chunk) for place, chunk in enumerate(chunks)]
-    for (_, _, many), group in groupby(keyed, key=lambda each: each[0]):
+    for (*_, many), group in groupby(keyed, key=lambda each: each[0]):
         members = [chunk for _, chunk in group]
         ends = [0, *accumulate(len(chunk.tokens) for chunk in members)]
         parts.append(
@@ -207,19 +215,29 @@ class _Probe(PackedCache):
         """Note the shapes of keys and values [1, Hkv, 1, D]."""
         heads, width = key_states.shape[1], key_states.shape[3]
         self.seen[layer_idx] = KeyShape(heads, width, value_states.shape[3], key_states.dtype)
-        return (_Noted(value_states),) * 2
+        return (_Noted(self, layer_idx, key_states, value_states),) * 2
 
 
 class _Noted(LayerStates):
     """The states of a layer that is only probed."""
 
-    def __init__(self, value: Tensor) -> None:
-        self.value = value
+    def __init__(self, cache: _Probe, layer: int, key: Tensor, value: Tensor) -> None:
+        self.cache, self.layer, self.key, self.value = cache, layer, key, value
 
     @property
     def shape(self) -> torch.Size:
         """The shape of the new keys."""
-        return self.value.shape
+        return self.key.shape
+
+    def joined(self) -> _Noted:
+        """Note that each token is stored once: a latent, and the rotated part of the key."""
+        whole = torch.cat((self.key, self.value), -1)
+        noted = _Noted(self.cache, self.layer, whole, self.key)
+        noted.latent = self.key.shape[3]
+        self.cache.seen[self.layer] = KeyShape(
+            whole.shape[1], whole.shape[3], None, whole.dtype, noted.latent
+        )
+        return noted
 
     def attend(self, module: Any, query: Tensor, mask: Any, **options: Any) -> Tensor:
         """Return zeros [1, T, Hq, Dv]."""

@@ -25,19 +25,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.checks.arguments import whole_number
-from quire.errors import ArgumentError, ShapeError
+from quire.errors import ArgumentError
 from quire.kv import files, survey
-from quire.kv.groups import Budget, Group, LayerGroup, View, checked_groups, prefix_cache
-from quire.kv.handles import Roster, Rows, SequenceHandle, token_counts
+from quire.kv.groups import Budget, Group, LayerGroup, checked_groups, prefix_cache
+from quire.kv.handles import Roster, Rows, SequenceHandle, counts_of, token_counts
 from quire.kv.page_map import PageMap
-from quire.kv.pages import PageShape
+from quire.kv.pages import PageShape, View
 from quire.kv.paths import kept_by
 from quire.kv.prefix import PrefixCache
 from quire.kv.survey import Statistics
 from quire.kv.table import spread
 from quire.memory import Dense, Paged
 from quire.memory.tables import Numbers
-from quire.runtime.append import SlotWriter, dequantise, form_of
+from quire.runtime.append import SlotWriter, form_of
 
 Tokens = Sequence[int] | NDArray[np.int64]
 
@@ -46,8 +46,9 @@ class PagedKVCache:
     """Keys and values of sequences, in pages that several sequences can share.
 
     Give `layers`, or `groups` if some layers have windows. Each token has `heads` key heads of
-    `head_dim` numbers; those of values have `value_dim`, by default the same. `n_pages` limits the
-    pages of each group, and `max_bytes` the memory of all groups. Memory is allocated when it is
+    `head_dim` numbers; those of values have `value_dim`, by default the same. With `latent=512`,
+    values are the first 512 numbers of keys, and are not stored. `n_pages` limits the pages of each
+    group, and `max_bytes` the memory of all groups. Memory is allocated when it is
     needed, `growth` times as much each time. Rows of int8 and float8 have a scale each; with
     `scales=False`, numbers of float8 are as `.to(dtype)` makes them. With `prefix=True`, `keep`
     remembers full pages by their tokens, and `sequence(tokens)` finds them again.
@@ -60,6 +61,7 @@ class PagedKVCache:
         heads: int,
         head_dim: int,
         value_dim: int | None = None,
+        latent: int | None = None,
         page_size: int = 16,
         n_pages: int | None = None,
         max_bytes: int | None = None,
@@ -72,10 +74,11 @@ class PagedKVCache:
         self.shape = PageShape.checked(
             dtype,
             scales,
+            latent=latent,
             heads=heads,
             head_dim=head_dim,
             page_size=page_size,
-            value_dim=head_dim if value_dim is None else value_dim,
+            value_dim=value_dim,
         )
         self._budget = Budget(n_pages, max_bytes, growth)
         self._groups = [LayerGroup.of(each, self.shape) for each in checked_groups(layers, groups)]
@@ -228,8 +231,12 @@ class PagedKVCache:
             waiting |= dict.fromkeys(group.layers, slots)
         return Rows(self._roster, sequences, lengths, len(places[0]), waiting)
 
-    def write(self, layer: int, rows: Rows, key: Tensor, value: Tensor) -> None:
-        """Write `key` [tokens, Hkv, D] and `value` [tokens, Hkv, Dv] to the new rows of a layer."""
+    def write(self, layer: int, rows: Rows, key: Tensor, value: Tensor | None = None) -> None:
+        """Write `key` [tokens, Hkv, D] and `value` [tokens, Hkv, Dv] to the new rows of a layer.
+
+        A latent cache has no `value`.
+        """
+        value = self.shape.value_rows(key, value)
         slots = rows.waiting.get(layer)
         if (
             slots is None
@@ -247,8 +254,8 @@ class PagedKVCache:
         Later layers with tensors of the same form are not checked again.
         """
         self._group(layer)
-        self.shape.expect_rows("key", key, key.shape, rows.num_tokens)
-        self.shape.expect_rows("value", value, value.shape, rows.num_tokens)
+        for side, tensor in zip(self.shape.sides, (key, value), strict=False):
+            self.shape.expect_rows(side, tensor, tensor.shape, rows.num_tokens)
         slots = rows.expect_layer(layer, self._roster)
         slots.expect(key, value)
         return slots
@@ -257,24 +264,20 @@ class PagedKVCache:
         self,
         sequences: Sequence[SequenceHandle],
         key: Tensor,
-        value: Tensor,
+        value: Tensor | None = None,
         counts: Sequence[int] | int | None = None,
     ) -> None:
         """Add tokens to sequences, in all layers.
 
-        `key` is [layers, tokens, Hkv, D] and `value` [layers, tokens, Hkv, Dv]; tokens of the first
-        sequence come first. `counts` says how many tokens belong to each sequence. By default all
-        sequences get equally many.
+        `key` is [layers, tokens, Hkv, D] and `value` [layers, tokens, Hkv, Dv], or None in a latent
+        cache; tokens of the first sequence come first. `counts` says how many tokens belong to each
+        sequence. By default all sequences get equally many.
         """
-        self.shape.expect_layers("key", key, self.num_layers, key)
-        self.shape.expect_layers("value", value, self.num_layers, key)
-        tokens, held = key.shape[1], self._roster.rows(sequences)
-        number = token_counts(tokens // max(1, len(held)) if counts is None else counts, len(held))
-        if int(number.sum()) != tokens:
-            raise ShapeError(
-                f"key must have {int(number.sum())} tokens, as the counts of {len(sequences)} "
-                f"sequences add up to, but has {tokens}. Give counts that add up to the tokens."
-            )
+        value = self.shape.value_rows(key, value)
+        for side, tensor in zip(self.shape.sides, (key, value), strict=False):
+            self.shape.expect_layers(side, tensor, self.num_layers, key)
+        held = self._roster.rows(sequences)
+        number = counts_of(key.shape[1], counts, len(held))
         for group in self._groups:
             group.writer.kernel(key, value)  # raises before rows are reserved if it cannot compile
         rows = self._extend(sequences, held, number)
@@ -313,10 +316,8 @@ class PagedKVCache:
         Rows that have scales are returned as float32.
         """
         row, group = self._roster.row(sequence), self._group(layer)
-        held = group.layers[layer].read(group.held_slots(row, int(self._roster.lengths[row])))
-        key, value = held["key"], held["value"]
-        if self.shape.scaled:
-            key, value = dequantise(key, held["key_scale"]), dequantise(value, held["value_scale"])
+        slots = group.held_slots(row, int(self._roster.lengths[row]))
+        key, value = group.layers[layer].rows(slots)
         start = group.table.start(row)
         return Dense(key.transpose(0, 1)[None], value.transpose(0, 1)[None], start)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.checks.arguments import whole_number
 from quire.errors import ArgumentError, OutOfPages, ReleasedRowsError
-from quire.kv.pages import LayerPages, PageShape
+from quire.kv.pages import LayerPages, PageShape, View
 from quire.kv.pool import PagePool
 from quire.kv.prefix import PrefixCache
 from quire.kv.table import Moves, PagePlan, PageTable
@@ -22,9 +22,6 @@ from quire.runtime.append import PageTensors, PageWriter
 
 FIRST_PAGES = 16  # the size of a new pool, and the least number of pages that it grows by
 NO_LIMIT = 2**62
-
-View: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
-"""The page table [B, columns], lengths [B] and first pages [B] of sequences, as in `Paged`."""
 
 
 class Group(NamedTuple):
@@ -104,10 +101,7 @@ class LayerGroup:
 
     def memory(self, layer: int, view: View) -> Paged:
         """Return the memory of the sequences of a view, in the pages of one layer."""
-        pages = self.layers[layer].tensors
-        return Paged(
-            pages.key, pages.value, *view, key_scale=pages.key_scale, value_scale=pages.value_scale
-        )
+        return self.layers[layer].memory(view)
 
     def grow(self, more: int) -> None:
         """Add `more` pages to each layer. If memory runs out, only the first layers have them."""

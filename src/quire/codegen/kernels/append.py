@@ -12,6 +12,8 @@ first read the line that it overwrites, which takes twice as long if the pages a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from quire.codegen.llvm.builder import Function, Module, Value
 from quire.codegen.llvm.target import Target
 from quire.codegen.llvm.types import F16, F32, F64, I32, I64, PTR, Layout, Type
@@ -52,10 +54,17 @@ LAYER = Layout(
 )
 
 
-def write_append(target: Target, source: str, pages: str, *, scaled: bool = False) -> Module:
+def write_append(
+    target: Target,
+    source: str,
+    pages: str,
+    *,
+    scaled: bool = False,
+    sides: Sequence[str] = SIDES,
+) -> Module:
     """A kernel over APPEND, for rows of one dtype and pages of another, by torch's names.
 
-    With `scaled`, pages have scales.
+    With `scaled`, pages have scales. `sides` says whether keys, values or both are written.
     """
     module = Module()
     with module.function(NAME, {"argument": PTR}) as f:
@@ -73,7 +82,7 @@ def write_append(target: Target, source: str, pages: str, *, scaled: bool = Fals
             end = f.minimum(begin + block, tokens)
             table = f.field(APPEND, argument, "pages")
             record = f.offset(table, layer * len(LAYER), I64)
-            for side in SIDES:
+            for side in sides:
                 writer.write(argument, record, side, begin, end)
         f.emit_void("fence seq_cst")  # streamed rows must be in memory before the call returns
     return module

@@ -26,6 +26,7 @@ except ImportError as missing:
         f"it: pip install 'quire[models]'."
     ) from missing
 
+from quire.integrations.transformers import latent
 from quire.integrations.transformers.attention import AttentionWeightsWarning, attend
 from quire.integrations.transformers.cache import PagedCache
 from quire.integrations.transformers.ignored import IgnoredAttentionWarning, tell, watch
@@ -50,7 +51,12 @@ def register() -> None:
     """Make `attn_implementation="quire"` known to transformers. Importing this module does it."""
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, token_mask)
-    watch(NAME)
+    watch(NAME, _prepare)
+
+
+def _prepare(model: PreTrainedModel) -> None:
+    latent.prepare(model)
+    tell(model, NAME)
 
 
 def enable(
@@ -64,7 +70,7 @@ def enable(
     """
     register()
     model.set_attn_implementation(NAME)
-    tell(model, NAME)
+    _prepare(model)
     for module in model.modules():
         setattr(module, ATTRIBUTE, Mods(mask, score_mod))
     return model

@@ -14,6 +14,7 @@ from quire.api.attention import attention
 from quire.aux_outputs import AuxRequest
 from quire.errors import ArgumentError
 from quire.integrations.transformers.cache import LayerStates, NewStates
+from quire.integrations.transformers.latent import Absorbed
 from quire.integrations.transformers.mask import TokenMask, of_tensor
 from quire.integrations.transformers.user_mods import ATTRIBUTE, Mods
 from quire.memory import Dense, Memory
@@ -49,6 +50,17 @@ def attend(
 
 @never_traced
 def _between_graphs(
+    module: nn.Module, query: Tensor, states: LayerStates, mask: Any, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    if states.latent is not None:
+        absorbed = Absorbed(module, query, states.latent, states.shape[3] - states.latent)
+        options["scaling"] = options.get("scaling") or absorbed.scale
+        out, weights = _over_states(module, absorbed.query(query), states, mask, **options)
+        return absorbed.out(out), weights
+    return _over_states(module, query, states, mask, **options)
+
+
+def _over_states(
     module: nn.Module, query: Tensor, states: LayerStates, mask: Any, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
     if isinstance(states, NewStates):

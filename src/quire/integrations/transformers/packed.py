@@ -25,7 +25,7 @@ from transformers.masking_utils import causal_mask_function
 from quire import mods
 from quire.api.attention import attention
 from quire.errors import ArgumentError
-from quire.integrations.transformers.cache import LayerStates, windows_of
+from quire.integrations.transformers.cache import LayerStates, joined_latents, windows_of
 from quire.integrations.transformers.mask import TokenMask
 from quire.integrations.transformers.user_mods import ATTRIBUTE, Mods
 from quire.kv import PagedKVCache, Rows, SequenceHandle
@@ -149,7 +149,12 @@ class PackedStates(LayerStates):
     cache: PackedCache
     layer: int
     key: Tensor
-    value: Tensor
+    value: Tensor | None
+    latent: int | None = None
+
+    def joined(self) -> PackedStates:
+        """Return states whose keys are the latents and what follows them, without values."""
+        return replace(self, **joined_latents(self.key, self.value))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -179,8 +184,8 @@ class PackedStates(LayerStates):
             )
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         seen = (mods.causal if causal else None) if mask is None else mask.seen
-        key, value = (states[0].transpose(0, 1) for states in (self.key, self.value))
-        step.pages.write(self.layer, step.rows, key, value)
+        new = [x[0].transpose(0, 1) for x in (self.key, self.value) if x is not None]
+        step.pages.write(self.layer, step.rows, *new)
         by_model = getattr(module, ATTRIBUTE, Mods())
         rows = query[0].transpose(0, 1)
         call = partial(attention, scale=scaling, sink=s_aux)
@@ -189,7 +194,7 @@ class PackedStates(LayerStates):
             given = part.mods
             options: dict[str, Any] = {
                 "mask": all_of(
-                    model_mask(seen, part, given.causal), of_one(by_model.mask), of_one(given.mask)
+                    self._model_mask(seen, part), of_one(by_model.mask), of_one(given.mask)
                 ),
                 "score_mod": chain(
                     None if softcap is None else mods.softcap(softcap),
@@ -207,14 +212,17 @@ class PackedStates(LayerStates):
                 raise PartFailure(part) from error
         return (outs[0] if len(outs) == 1 else torch.cat(outs)).unsqueeze(0)
 
+    def _model_mask(self, seen: MaskMod | None, part: PackedPart) -> MaskMod | None:
+        """Return the model's own mask for a part. A single query reads all keys of a causal mask.
 
-def model_mask(seen: MaskMod | None, part: PackedPart, causal: bool) -> MaskMod | None:
-    """Return the model's own mask for a part. A single query reads all keys of a causal mask."""
-    if seen is None or not causal:
-        return None
-    if seen is causal_mask_function or seen is mods.causal:
-        return None if part.offsets is None else mods.causal
-    return of_one(seen)
+        If the mods of the part take its place, a window still holds: keys before it are gone.
+        """
+        if not part.mods.causal:
+            window = self.cache.layers[self.layer].window
+            return None if window is None else lambda b, h, q_idx, kv_idx: q_idx - kv_idx < window
+        if seen is causal_mask_function or seen is mods.causal:
+            return None if part.offsets is None else mods.causal
+        return of_one(seen)
 
 
 def of_one(mod: MaskMod | None) -> MaskMod | None:
