@@ -23,9 +23,17 @@ from torch import Tensor
 
 import quire
 from quire import AuxRequest, Dense, Paged
-from quire.distributed import ContextPlan, attention, context_parallel, merge_over_ranks, plan
+from quire.distributed import (
+    ContextPlan,
+    attend_over_ranks,
+    attention,
+    context_parallel,
+    merge_over_ranks,
+    plan,
+)
 from quire.distributed import group as group_module
-from quire.errors import ArgumentError, ShapeError
+from quire.errors import ArgumentError, DistributedError, ShapeError
+from quire.kv import PagedKVCache
 from quire.mods import causal, document, sliding_window
 
 DTYPES = {x: getattr(torch, x) for x in ("float32", "bfloat16", "float16", "float64")}
@@ -386,6 +394,47 @@ def decoding(group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     with pytest.raises(ShapeError, match=r"lse must have shape \[2, 4, 1\]"):
         merge_over_ranks(out, aux.lse[..., 0], mesh=group)
     return found
+
+
+def decoding_with_caches(group: dist.ProcessGroup, dtype: str) -> None:
+    """Caches of which each rank has some positions: every step has the bits of one process."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    length, steps = 1024 * size + 100, 3
+    torch.manual_seed(0)
+    rows = [x.to(DTYPES[dtype]) for x in torch.randn(2, 2, length + steps, 2, 32)]
+    queries = torch.randn(steps, 2, 4, 1, 32).to(DTYPES[dtype])
+    sink = torch.linspace(-1, 1, 4)
+    shape = {"heads": 2, "head_dim": 32, "page_size": 64, "n_pages": 80}
+    cache = PagedKVCache(1, **shape, dtype=DTYPES[dtype])
+    mine = [cache.sequence() for _ in range(2)]
+    begin = 1024 * rank
+    end = length if rank == size - 1 else begin + 1024
+    for n, sequence in enumerate(mine):
+        cache.append([sequence], *(x[None, n, begin:end] for x in rows))
+    for step in range(steps):
+        now = length + step + 1
+        if rank == size - 1:  # it has the new tokens
+            cache.append(mine, *(x[:, now - 1].unsqueeze(0) for x in rows))
+        part = _moved(cache.memory(0, mine), begin)
+        options = {"mask": sliding_window(2000), "score_mod": slopes, "q_start": now - 1}
+        found = attend_over_ranks(queries[step], part, sink=sink, mesh=group, **options)
+        key, value = (x[:, :now].transpose(1, 2) for x in rows)
+        wanted = AuxRequest(lse=True)
+        whole, aux = quire.attention(
+            queries[step], Dense(key, value), sink=sink, return_aux=wanted, **options
+        )
+        assert torch.equal(found[0], whole) and torch.equal(found[1], aux.lse), f"step {step}"
+    if size > 1:
+        with pytest.raises((ArgumentError, DistributedError), match="must begin at a multiple"):
+            attend_over_ranks(queries[0], _moved(cache.memory(0, mine), 64), q_start=9, mesh=group)
+
+
+def _moved(memory: Paged, begin: int) -> Paged:
+    """Return pages whose first position is `begin`."""
+    pages = begin // memory.key.shape[2]
+    table = torch.nn.functional.pad(memory.page_table, (pages, 0), value=-1)
+    lengths = [int(x) + begin for x in memory.lengths]
+    return Paged(memory.key, memory.value, table, lengths, [pages] * len(lengths))
 
 
 def training(group: object) -> tuple[list[float], list[float]]:

@@ -139,6 +139,11 @@ def test_decoding_with_a_cache_over_ranks(ranks: Ranks, size: int) -> None:
     assert all(torch.equal(x, out) and torch.equal(y, lse) for x, y in others)
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_caches_over_ranks_have_the_bits_of_one_process(ranks: Ranks, size: int) -> None:
+    ranks.run(rank_cases.decoding_with_caches, size, "bfloat16" if size == 3 else "float32")
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_example_trains_as_one_process_does(ranks: Ranks, size: int) -> None:
     pytest.importorskip("matplotlib")  # of the example that has the model
