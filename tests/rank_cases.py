@@ -341,6 +341,120 @@ def on_a_mesh(group: object) -> None:
     assert torch.equal(divided.gather(out, dim=2), quire.attention(q, Dense(k, v), mask=causal))
 
 
+def sharded_operands(group: object) -> None:
+    """DTensors that are sharded along the sequence, beside data parallelism."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "cp"))
+    whole = Example(length=256, heads=(4, 2)).tensors()
+    divided = plan(causal, length=256, mesh=mesh["cp"], layout="contiguous")
+    places = [Shard(0), Shard(2)]
+    q, k, v = (distribute_tensor(x, mesh, places).requires_grad_() for x in whole)
+    wanted = AuxRequest(lse=True)
+    with context_parallel(divided):
+        out, aux = quire.attention(q, Dense(k, v), return_aux=wanted)
+    alone = [x.clone().requires_grad_() for x in whole]
+    result, more = quire.attention(
+        alone[0], Dense(*alone[1:]), mask=causal, q_start=0, return_aux=wanted
+    )
+    assert isinstance(out, DTensor) and out.placements == tuple(places)
+    assert torch.equal(out.full_tensor(), result) and torch.equal(aux.lse.full_tensor(), more.lse)
+    out.square().sum().backward()
+    result.square().sum().backward()
+    for x, y in zip((q, k, v), alone, strict=True):
+        torch.testing.assert_close(x.grad.full_tensor(), y.grad)
+    for odd, words in (
+        (distribute_tensor(whole[1], mesh, [Replicate(), Shard(2)]), "as the query does"),
+        (whole[1], "must be a DTensor"),
+    ):
+        with pytest.raises(ArgumentError, match=words):
+            attention(q, Dense(odd, odd), plan=divided)
+    by_heads = [distribute_tensor(x, mesh, [Shard(1), Shard(2)]) for x in whole]
+    with pytest.raises(ArgumentError, match="by heads"):
+        attention(by_heads[0], Dense(*by_heads[1:]), plan=divided)
+
+
+def models(group: Any) -> None:
+    """A model of transformers has the logits and the loss of one process."""
+    import transformers as hf
+    from tiny_models import DECODERS
+
+    from quire.integrations.transformers import enable
+
+    torch.manual_seed(0)
+    model = enable(hf.AutoModelForCausalLM.from_config(DECODERS["llama"]))
+    tokens, targets = torch.randint(1, 61, (2, 2, 100))
+    everything = torch.ones_like(tokens)
+
+    def logits_of(mask: Any, mesh: Any = None, num_ranks: int | None = None) -> tuple[Any, Tensor]:
+        divided = plan(mask, length=100, mesh=mesh, num_ranks=num_ranks)
+        mine, real = divided.shard(tokens, everything, dim=1)  # so that positions have no meaning
+        places = divided.positions.expand(2, -1)
+        with context_parallel(divided, instead_of=causal):
+            found = model(mine, position_ids=places, attention_mask=real, use_cache=False)
+        return divided, found.logits
+
+    divided, logits = logits_of(causal, group)
+    assert torch.equal(divided.gather(logits, dim=1), model(tokens, use_cache=False).logits)
+    mask = causal & document(lengths=[30, 50, 20])
+    divided, logits = logits_of(mask, group)
+    (labels,) = divided.shard(targets, dim=1)
+    entropy = torch.nn.functional.cross_entropy
+    loss = entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / targets.numel()
+    loss.backward()
+    grads = [x.grad for x in model.parameters()]
+    for grad in grads:
+        dist.all_reduce(grad, group=group)
+    model.zero_grad()
+    _, whole = logits_of(mask, num_ranks=1)
+    assert torch.equal(divided.gather(logits, dim=1), whole)
+    entropy(whole.flatten(0, 1), targets.flatten()).backward()
+    for grad, parameter in zip(grads, model.parameters(), strict=True):
+        torch.testing.assert_close(grad, parameter.grad, rtol=1e-4, atol=1e-5)
+
+
+def with_fsdp(group: object) -> None:
+    """FSDP2 over all ranks of a mesh, beside which the sequence is cut."""
+    import transformers as hf
+    from tiny_models import DECODERS
+    from torch.distributed.fsdp import fully_shard
+
+    from quire.integrations.transformers import enable
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "cp"))
+    torch.manual_seed(0)
+    model = enable(hf.AutoModelForCausalLM.from_config(DECODERS["llama"]))
+    tokens, targets = torch.randint(1, 61, (2, 2, 100))
+
+    def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+        each = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), reduction="sum"
+        )
+        return each / targets.numel()
+
+    alone = loss_of(model(tokens, use_cache=False).logits, targets)
+    alone.backward()
+    wanted = [x.grad.clone() for x in model.parameters()]
+    model.zero_grad()
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh["data", "cp"]._flatten("all"))
+    fully_shard(model, mesh=mesh["data", "cp"]._flatten("all"))
+    divided = plan(causal, length=100, mesh=mesh["cp"])
+    own = slice(mesh["data"].get_local_rank(), mesh["data"].get_local_rank() + 1)
+    mine, labels, real = divided.shard(
+        tokens[own], targets[own], torch.ones_like(tokens[own]), dim=1
+    )
+    given = {"position_ids": divided.positions.expand(1, -1), "attention_mask": real}
+    with context_parallel(divided):
+        loss = loss_of(model(mine, **given, use_cache=False).logits, labels)
+    (4 * loss).backward()  # FSDP takes the mean over ranks
+    total = loss.detach()
+    dist.all_reduce(total)
+    torch.testing.assert_close(total, alone.detach())
+    for parameter, grad in zip(model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(parameter.grad.full_tensor(), grad, rtol=1e-4, atol=1e-5)
+
+
 def _as_call(shards: tuple[Tensor, ...]) -> tuple[Tensor, Dense]:
     q, k, v = shards
     return q, Dense(k, v)

@@ -129,6 +129,19 @@ def test_a_dimension_of_a_mesh(ranks: Ranks) -> None:
     ranks.run(rank_cases.on_a_mesh, 4)
 
 
+def test_operands_that_are_sharded_tensors(ranks: Ranks) -> None:
+    ranks.run(rank_cases.sharded_operands, 4)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_models_of_transformers(ranks: Ranks, size: int) -> None:
+    ranks.run(rank_cases.models, size)
+
+
+def test_fsdp_beside_it(ranks: Ranks) -> None:
+    ranks.run(rank_cases.with_fsdp, 4)
+
+
 def test_code_that_knows_nothing_of_ranks(ranks: Ranks) -> None:
     ranks.run(rank_cases.in_a_context, 3)
 

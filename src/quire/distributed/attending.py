@@ -18,6 +18,7 @@ from quire.distributed.heads import obstacle as heads_obstacle
 from quire.distributed.local import compute_in_pages
 from quire.distributed.passes import PagePasses
 from quire.distributed.ring import RingPasses
+from quire.distributed.sharded import Shards
 from quire.errors import ArgumentError, OptionError, ShapeError
 from quire.ir.trace import Mod, Traced
 from quire.memory import Dense, Queries
@@ -97,9 +98,19 @@ def attention(
 
 
 def compute(request: Request, plan: ContextPlan) -> Result:
-    """Compute a request over the ranks of a plan; its mask is that of the plan."""
-    error, facts = None, {}
+    """Compute a request over the ranks of a plan; its mask is that of the plan.
+
+    If operands are DTensors that are sharded along the sequence, so are the results.
+    """
+    shards = Shards.of(request, plan)
+    return shards.wrapped(_compute(shards.request, plan, shards.error))
+
+
+def _compute(request: Request, plan: ContextPlan, error: Exception | None) -> Result:
+    facts: dict[str, object] = {}
     try:
+        if error is not None:
+            raise error
         request = _prepared(request, plan)
         facts = _facts(request, plan)
     except Exception as raised:  # whatever it is, the other ranks must not wait for this one
