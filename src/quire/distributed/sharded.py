@@ -7,18 +7,20 @@ each group of ranks computes its own call.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
 
 from quire.distributed.context_plan import ContextPlan
 from quire.errors import ArgumentError
 from quire.memory import Dense
 from quire.request import Request
 from quire.results import Result
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor, Placement
 
 TOKENS = 2  # the dimension of tokens in [B, H, tokens, D]
 
@@ -37,6 +39,10 @@ class Shards(NamedTuple):
     def of(request: Request, plan: ContextPlan) -> Shards:
         """Take the operands of a request apart, if they are DTensors."""
         query, memory = request.query, request.memory
+        if type(query) in (Tensor, torch.nn.Parameter):
+            return Shards(request)
+        from torch.distributed.tensor import DTensor  # importing it takes a while
+
         if not isinstance(query, DTensor) or not isinstance(memory, Dense):
             return Shards(request)
         try:
@@ -56,6 +62,8 @@ class Shards(NamedTuple):
         return Result(**{name: self._wrapped(x) for name, x in result.by_query.items()})
 
     def _wrapped(self, rows: Tensor) -> Tensor:
+        from torch.distributed.tensor import DTensor
+
         shape = torch.Size((self.batch, rows.shape[1], self.length, *rows.shape[3:]))
         strides = torch.empty(shape, device="meta").stride()
         whole: Tensor = DTensor.from_local(
@@ -66,6 +74,8 @@ class Shards(NamedTuple):
 
 def _check(name: str, given: Tensor, query: DTensor, plan: ContextPlan) -> None:
     """Raise if an operand does not lie on its mesh as the plan needs it."""
+    from torch.distributed.tensor import DTensor, Shard
+
     if not isinstance(given, DTensor):
         raise ArgumentError(
             f"{name} must be a DTensor, since the query is one, but is a {type(given).__name__}. "
