@@ -551,7 +551,7 @@ def _moved(memory: Paged, begin: int) -> Paged:
     return Paged(memory.key, memory.value, table, lengths, [pages] * len(lengths))
 
 
-def training(group: object) -> tuple[list[float], list[float]]:
+def training(group: object, same_bits: bool) -> tuple[list[float], list[float]]:
     """Train the GPT of the examples, and return its losses over ranks and alone."""
     folder = str(Path(__file__).parent.parent / "examples")
     sys.path.insert(0, folder)
@@ -559,7 +559,7 @@ def training(group: object) -> tuple[list[float], list[float]]:
         example, gpt = (importlib.import_module(x) for x in ("train_over_ranks", "train_gpt"))
         for name, value in {"WIDTH": 32, "LAYERS": 2, "BATCH": 2, "REACH": 20}.items():
             setattr(gpt, name, value)
-        losses: tuple[list[float], list[float]] = example.train(4, 150, group)
+        losses: tuple[list[float], list[float]] = example.train(3, 1600, group, same_bits=same_bits)
         return losses
     finally:
         sys.path.remove(folder)

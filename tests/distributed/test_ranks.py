@@ -160,8 +160,10 @@ def test_caches_over_ranks_have_the_bits_of_one_process(ranks: Ranks, size: int)
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_example_trains_as_one_process_does(ranks: Ranks, size: int) -> None:
     pytest.importorskip("matplotlib")  # of the example that has the model
-    for together, alone in ranks.run(rank_cases.training, size):
+    for together, alone in ranks.run(rank_cases.training, size, True):
         assert together[-1] < together[0]
+        assert together == alone  # every bit
+    for together, alone in ranks.run(rank_cases.training, size, False):
         assert max(abs(x - y) for x, y in zip(together, alone, strict=True)) < 1e-4
 
 
