@@ -18,6 +18,7 @@
     ├── DistributedError         ranks that disagree, fail or are gone             RuntimeError
     ├── SamplingError            logits that no token can be drawn from            RuntimeError, ValueError
     ├── GrammarError             a grammar that cannot be compiled or followed     RuntimeError, ValueError
+    ├── ApiError                 a request to the server that is refused           ValueError
     ├── CodegenError             generated code is malformed: a bug of quire       RuntimeError
     ├── KernelMismatchError      a kernel's result is wrong (QUIRE_CHECK=1)        RuntimeError
     ├── MissingModelError        a model that is not installed, or a wrong file    ImportError
@@ -129,6 +130,23 @@ class SamplingError(QuireError, RuntimeError, ValueError):
 
 class GrammarError(QuireError, RuntimeError, ValueError):
     """A grammar for structured output cannot be compiled, or an answer cannot follow it."""
+
+
+class ApiError(QuireError, ValueError):
+    """A request to the server is refused. `status` is that of HTTP, `code` and `param` OpenAI's."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+        self.retry_after = retry_after
 
 
 class CodegenError(QuireError, RuntimeError):

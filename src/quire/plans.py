@@ -73,7 +73,7 @@ def compute(request: Request) -> Result:
         return result
     if request.aux is NO_AUX:
         return Result(memory.as_given(query, result.out))
-    result = call.placed.with_positions(result)
+    result = call.placed.with_all_positions(result)
     given = {name: memory.as_given(query, rows) for name, rows in result.by_query.items()}
     mass = result.key_mass
     return Result(**given, key_mass=None if mass is None else memory.keys_as_given(mass))

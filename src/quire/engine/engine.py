@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,10 +22,13 @@ from quire.engine.request_mods import NO_MODS, mods_of
 from quire.engine.runner import Runner
 from quire.engine.sampling import Sampler, Sampling, Vocabulary
 from quire.engine.scheduler import Limits
+from quire.engine.views import EngineView, view
 from quire.errors import EngineClosed, RequestTooLong
 from quire.integrations.transformers.user_mods import Mods
 from quire.linear import Weights
 from quire.mods import MaskMod, ScoreMod
+
+T = TypeVar("T")
 
 
 class Engine:
@@ -85,6 +89,7 @@ class Engine:
         self.max_length = _max_length(runner.config, max_length)
         self._core = Core(runner, Limits(max_tokens, chunk, max_requests))
         self._inbox: deque[Job] = deque()
+        self._questions: deque[Callable[[], object]] = deque()
         self._submitting = threading.Lock()
         self._num_answers = 0
         self._closed = False
@@ -203,7 +208,9 @@ class Engine:
             while self._inbox:
                 job = self._inbox.popleft()
                 self._core.enter(job)
-            return self._core.step()
+            while self._questions:
+                self._questions.popleft()()
+            return self._core.is_busy and self._core.step()
 
     def _run(self) -> None:
         """Compute steps until the engine is closed: what the thread does."""
@@ -211,7 +218,9 @@ class Engine:
             torch.set_num_threads(self._num_threads)
         while True:
             with self._awake:
-                self._awake.wait_for(lambda: self._closed or self._inbox or self._core.is_busy)
+                self._awake.wait_for(
+                    lambda: self._closed or self._inbox or self._questions or self._core.is_busy
+                )
             if self._closed:
                 return
             self.step()
@@ -233,24 +242,59 @@ class Engine:
 
     def statistics(self) -> EngineStatistics:
         """Return who waits and runs, sums so far, and the state of pages."""
-        core = self._core
-        with self._stepping:
-            pages = core.pages.statistics()
-            return EngineStatistics(
-                waiting=len(core.waiting) + len(self._inbox),
-                running=len(core.running),
-                **asdict(core.counts),
-                pages=pages.pages,
-                free_pages=pages.free,
-                shared_pages=pages.shared,
-                kept_pages=pages.kept,
-                num_bytes=pages.num_bytes,
-            )
+        return self._between_steps(self._statistics)
+
+    def look(self) -> EngineView:
+        """Return who holds which page now, and how far each answer is."""
+        return self._between_steps(lambda: view(self._core))
 
     def check_integrity(self) -> None:
         """Raise PageError unless each page is free, or is held as often as its count says."""
-        with self._stepping:
-            self._core.pages.check_integrity()
+        self._between_steps(self._core.pages.check_integrity)
+
+    def room_after(self, num_prompt: int) -> int:
+        """Return how many tokens may follow a prompt of so many tokens, 1 at least."""
+        core = self._core
+        most = self.max_length or 1 << 24
+        low, high = num_prompt + 1, max(num_prompt + 1, most)
+        while low < high:  # the longest request that fits into the cache alone
+            middle = (low + high + 1) // 2
+            fits = core.pages.has_room([middle - 1], core.limits.tokens, alone=True)
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return low - num_prompt
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine takes requests and computes steps."""
+        return not self._closed and (self._thread is None or self._thread.is_alive())
+
+    def _between_steps(self, question: Callable[[], T]) -> T:
+        """Return the answer to a question that only holds between two steps.
+
+        The thread that computes steps answers it: it would take the lock again before anybody else
+        that waits for it.
+        """
+        if self._thread is None or not self.is_alive:
+            with self._stepping:
+                return question()
+        reply: Future[T] = Future()
+        self._questions.append(lambda: _reply(reply, question))
+        self._wake()
+        return reply.result()
+
+    def _statistics(self) -> EngineStatistics:
+        core = self._core
+        pages = core.pages.statistics()
+        return EngineStatistics(
+            waiting=len(core.waiting) + len(self._inbox),
+            running=len(core.running),
+            **asdict(core.counts),
+            pages=pages.pages,
+            free_pages=pages.free,
+            shared_pages=pages.shared,
+            kept_pages=pages.kept,
+            num_bytes=pages.num_bytes,
+        )
 
     # --- the end
 
@@ -266,6 +310,8 @@ class Engine:
             while self._inbox:
                 self._core.enter(self._inbox.popleft())
             self._core.end_all()
+            while self._questions:
+                self._questions.popleft()()
 
     def _expect_open(self) -> None:
         if self._closed:
@@ -276,6 +322,13 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _reply(reply: Future[T], question: Callable[[], T]) -> None:
+    try:
+        reply.set_result(question())
+    except BaseException as error:
+        reply.set_exception(error)
 
 
 def _ends(model: Any, tokenizer: Any) -> set[int]:

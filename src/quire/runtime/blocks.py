@@ -35,7 +35,7 @@ from quire.codegen.convention import FULL, KEYS_OF_RUN, PARTIAL, tile_entry
 from quire.ir.graph import Node, cast, const
 from quire.ir.simplify import simplify
 from quire.ir.trace import Traced
-from quire.memory import One
+from quire.memory import One, Placed
 from quire.support.bounded import BoundedDict
 
 EVERY_RUN = 0x5555  # times a kind: that kind for each of the eight runs of a block of keys
@@ -293,3 +293,27 @@ def within_blocks(mod: Traced, blocks: BlockRows, rows: One) -> Traced:
     held = Node("and", (kind(PARTIAL_BLOCK), mod.output), torch.bool)
     output = simplify(Node("or", (kind(FULL_BLOCK), held), torch.bool))
     return Traced(output, (*mod.captures, cells), "mask", mod.name, mod.lines)
+
+
+# --- holes of page tables -------------------------------------------------------------------------
+
+
+BY_SEQUENCE = NO_LISTS._replace(batch_stride=1)
+"""The strides of lists that all heads and queries of a sequence share."""
+
+
+def hole_lists(placed: Placed, kind: int, block_kv: int) -> TileLists:
+    """Return lists of the pages that each sequence has, as tiles of a kind with their runs."""
+    assert placed.holes is not None, "there are holes"
+    there, page = placed.holes.there.numpy(), placed.key.shape[2]
+    b, column = np.nonzero(there)
+    first, stop = column * page // KEYS_OF_RUN, -(-(column + 1) * page // KEYS_OF_RUN)
+    if page % KEYS_OF_RUN:  # pages may share runs, in which the mask says what is there
+        first = np.maximum(first, np.where(np.diff(b, prepend=-1) == 0, np.roll(stop, 1), 0))
+        held = first < stop
+        b, first, stop = b[held], first[held], stop[held]
+    columns = -(-there.shape[1] * page // KEYS_OF_RUN)
+    kinds = np.full(len(b), kind, np.int8)
+    runs = Runs.of_segments((len(there), 1, 1, columns), b, first, stop, kinds)
+    rows = BlockRows(runs, (1, KEYS_OF_RUN), (1, columns * KEYS_OF_RUN))
+    return tile_lists(rows, 1, block_kv, cuts=True)._replace(batch_stride=1, block_stride=0)

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from quire.aux_outputs import AuxRequest
+from quire.codegen.convention import EMPTY, FULL, KEYS_OF_RUN, PARTIAL
 from quire.config import config
 from quire.errors import TensorKindError
 from quire.memory import One, Placed
@@ -74,6 +76,7 @@ class FormPlan(NamedTuple):
     launcher: Launcher
     lists: TileLists
     added_captures: tuple[Tensor, ...]  # tensors that mods load from, besides the user's captures
+    listed_kind: int  # of tiles in the lists of sequences with holes; EMPTY: there are no lists
 
 
 class ForwardPlan(NamedTuple):
@@ -82,6 +85,7 @@ class ForwardPlan(NamedTuple):
     parts: tuple[FormPlan, ...]
     layout: ResultLayout
     gathers: bool  # whether to gather the pages that a block mask lists
+    opens: bool  # whether tile lists leave out holes, so that no mask has to
     steps: BoundedDict[object, list[Records]]
 
     @staticmethod
@@ -95,13 +99,17 @@ class ForwardPlan(NamedTuple):
         results, rows = layout.make(), placed.rows
         if not request.aux.argmax:  # gathered keys have other positions
             problem, placed = gather(problem, placed)
+        opens = problem.has_holes and lists_holes(request.aux) and fits_runs(placed)
+        if opens:
+            problem = problem.opened()
         origin = rows if isinstance(rows, One) else ORIGIN
         stays_open = stays_open or problem.weighting == "sums"
         parts = tuple(
             _planned(part, problem, placed, results, origin=origin, stays_open=stays_open)
             for part in division_of(call, problem, placed)
         )
-        return ForwardPlan(parts, layout, placed is not call.placed, BoundedDict(STEPS))
+        gathers = placed is not call.placed
+        return ForwardPlan(parts, layout, gathers, opens, BoundedDict(STEPS))
 
     def run(self, call: Call) -> Result | None:
         """Return the results; None if a mod used an index out of range, which torch must report."""
@@ -109,11 +117,13 @@ class ForwardPlan(NamedTuple):
         if self.gathers:
             problem, placed = gather(problem, placed)
             captures = problem.captures
+        if self.opens:
+            captures = problem.opened().captures
         results, sink, wrong = self.layout.make(), request.sink, False
         if sink is not None:
             sink = sink.to(placed.dtype).contiguous()
         every = self._records(placed)
-        for (launcher, lists, added), records in zip(self.parts, every):  # noqa: B905  it is slower
+        for (launcher, lists, added, _), records in zip(self.parts, every):  # noqa: B905  it is slower
             loaded = (*captures, *added) if added else captures
             wrong |= launcher.launch(placed, records, results, loaded, sink=sink, lists=lists)
         if wrong:
@@ -133,7 +143,7 @@ class ForwardPlan(NamedTuple):
         if known is None:
             every = [rows] if len(self.parts) == 1 else [some for _, some in by_form(rows)]
             known = [
-                records_of(part.launcher, placed, some)
+                records_of(part.launcher, placed, some, part.listed_kind)
                 for part, some in zip(self.parts, every, strict=True)
             ]
             if key is not None:
@@ -145,8 +155,17 @@ def division_of(call: Call, problem: Problem, placed: Placed) -> list[FormPart]:
     """Return how the forward pass of a call is divided, with its keys perhaps gathered."""
     aux, rows = call.request.aux, call.placed.rows
     kv_begin = rows.kv_begin if isinstance(rows, One) else 0
-    observes = aux.argmax or aux.entropy
-    return parts_of(placed, problem.block_mask, kv_begin, observes=observes)
+    return parts_of(placed, problem.block_mask, kv_begin, observes=not lists_holes(aux))
+
+
+def lists_holes(aux: AuxRequest) -> bool:
+    """Return whether kernels can leave out runs of a tile: if nothing observes their scores."""
+    return not (aux.argmax or aux.entropy)
+
+
+def fits_runs(placed: Placed) -> bool:
+    """Return whether each run of keys is on one page."""
+    return placed.key.shape[2] % KEYS_OF_RUN == 0
 
 
 def _planned(
@@ -173,7 +192,10 @@ def _planned(
         item_heads=heads_of_item(form, placed, rows, block_q),
         stays_open=stays_open,
     )
-    return FormPlan(launcher, lists, loaded[len(problem.captures) :])
+    listed_kind = EMPTY
+    if placed.holes is not None and results.argmax is None and results.entropy is None:
+        listed_kind = FULL if graphs.always is None else PARTIAL
+    return FormPlan(launcher, lists, loaded[len(problem.captures) :], listed_kind)
 
 
 def fill_holes(results: Result, sequences: Sequences) -> None:

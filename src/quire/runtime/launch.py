@@ -71,6 +71,7 @@ class Records(NamedTuple):
     items: int
     slots: int = 0
     members: int = 1
+    lists: TileLists | None = None  # of sequences with holes
 
 
 class Launcher(NamedTuple):
@@ -101,7 +102,8 @@ class Launcher(NamedTuple):
 
         `more` is the part of the record that only the backward or the tangent kernel reads.
         """
-        table, num_sequences, products, items, slots, members = records
+        table, num_sequences, products, items, slots, members, listed = records
+        lists = lists if listed is None else listed
         if items == first:
             return False
         query, key, value, _, page_table, key_scale, value_scale, *_ = placed

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from quire.codegen.contract import Terms
 from quire.codegen.convention import (
+    EMPTY,
     ENTRY,
     FULL,
     KEYS_OF_PIECE,
@@ -42,15 +43,16 @@ from quire.codegen.phases.softmax import LOG4_E
 from quire.codegen.phases.staging import ENDLESS
 from quire.codegen.phases.tiles import TileShape
 from quire.memory import One, Placed, longest
-from quire.memory.tables import Numbers, Sequences
+from quire.memory.tables import HOLE, Numbers, Sequences
 from quire.results import Result
-from quire.runtime.blocks import NO_LISTS, TileLists
+from quire.runtime.blocks import BY_SEQUENCE, NO_LISTS, TileLists, hole_lists
 from quire.runtime.cache import cache_key, code_of
 from quire.runtime.launch import Launcher, LoadedKernel, Records, num_threads
 from quire.runtime.mods import ModCode, ModGraphs, capture_shapes, compiled
 from quire.runtime.shared_prefix import shared_pieces
 
 ENOUGH = 8  # items for each thread; with as many, no thread waits long for the last one
+FEW_PIECES = 4  # of listed keys, which one item computes: all pieces between them would be empty
 
 
 def make_launcher(
@@ -71,6 +73,8 @@ def make_launcher(
     With `stays_open`, results are those of a piece, to be merged with others.
     """
     query, key, value = placed.operands
+    if placed.holes is not None and lists is NO_LISTS:
+        lists = BY_SEQUENCE
     heads, value_dim = query.shape[1], value.shape[3]
     dtypes = (query.dtype, key.dtype, value.dtype, results.out.dtype)
     found = kernel(
@@ -229,11 +233,19 @@ def observer(form: Form, tile: TileShape) -> jit.Code:
 # --- sequences ------------------------------------------------------------------------------------
 
 
-def records_of(launcher: Launcher, placed: Placed, rows: One | Sequences) -> Records:
-    """Return the table of some sequences for a kernel, and how many items they are."""
+def records_of(
+    launcher: Launcher, placed: Placed, rows: One | Sequences, listed_kind: int = EMPTY
+) -> Records:
+    """Return the table of some sequences for a kernel, and how many items they are.
+
+    If sequences have holes, tiles of `listed_kind` are listed, unless that is EMPTY.
+    """
     form, heads, block_q = launcher.kernel.form, launcher.heads, launcher.block_q
     if not isinstance(rows, One):
-        return _table(placed, rows, form, heads, block_q)
+        lists = None
+        if placed.holes is not None and listed_kind != EMPTY:
+            lists = hole_lists(placed, listed_kind, Target.host().block_kv)
+        return _table(placed, rows, launcher, lists)
     pieces = max(1, num_pieces(rows.kv_begin, rows.kv_end)) if form == "row" else 1
     whole = num_items(rows.q_len, heads, block_q) * placed.query.shape[0]
     slices = 1 if whole >= ENOUGH * num_threads() else pieces
@@ -253,14 +265,17 @@ class Cut(NamedTuple):
     shared: Numbers
     members: Numbers
 
-    def slices(self, heads: int) -> Numbers:
+    def slices(self, heads: int, listed: Numbers | None) -> Numbers:
         """Return how many items each sequence has for each of its `heads`.
 
         These are the pieces that it computes itself. But a sequence that shares none is one item,
-        if that is a small part of all the work.
+        if that is a small part of all the work, or if it lists few keys: `listed` [B] pieces.
         """
         own = np.where(self.members == 0, self.pieces - self.shared, self.pieces)
-        small = own * (ENOUGH * num_threads()) <= own.sum() * heads
+        work = own if listed is None else np.minimum(own, listed)
+        small = work * (ENOUGH * num_threads()) <= work.sum() * heads
+        if listed is not None:
+            small |= listed <= FEW_PIECES
         return np.where((self.shared == 0) & small, 1, own)
 
 
@@ -272,8 +287,9 @@ def num_products(placed: Placed, rows: One | Sequences) -> int:
     return int(np.vdot(rows.q_len, rows.kv_len)) * heads * head_dim
 
 
-def _table(placed: Placed, rows: Sequences, form: Form, heads: int, block_q: int) -> Records:
+def _table(placed: Placed, rows: Sequences, launcher: Launcher, lists: TileLists | None) -> Records:
     """Return the table of many sequences. The largest come first, so that no thread ends late."""
+    form, heads = launcher.kernel.form, launcher.heads
     pieces = np.ones_like(rows.q_len)
     if form == "row":
         pieces = np.maximum(1, num_pieces(rows.kv_begin, rows.kv_end))
@@ -281,13 +297,20 @@ def _table(placed: Placed, rows: Sequences, form: Form, heads: int, block_q: int
     shared = members = None
     if form == "row" and placed.page_table is not None and longest(rows.kv_end) >= KEYS_OF_PIECE:
         page = placed.key.shape[2]
-        order, shared, members = shared_pieces(rows, placed.page_table, page, order)
+        table = placed.page_table
+        if placed.holes is not None:
+            table = torch.where(placed.holes.there, table, HOLE)
+        order, shared, members = shared_pieces(rows, table, page, order)
     rows, pieces = rows.where(order), pieces[order]
     cut = Cut(pieces, np.zeros_like(pieces), np.ones_like(pieces))
     if shared is not None and members is not None:
         cut = Cut(pieces, shared, members)
-    each = num_items(rows.q_len, heads, block_q)
-    slices, most_members = cut.slices(heads), longest(cut.members)
+    listed = None
+    if lists is not None:
+        before = np.concatenate([[0], np.cumsum(lists.keys)])[lists.offsets]
+        listed = -(-np.diff(before)[rows.b] // KEYS_OF_PIECE)
+    each = num_items(rows.q_len, heads, launcher.block_q)
+    slices, most_members = cut.slices(heads, listed), longest(cut.members)
     items, slots = each * slices, np.where((slices == 1) & (cut.shared == 0), 0, each * pieces)
     columns = {**cut._asdict(), "slices": slices, "first_slot": np.cumsum(slots) - slots}
     return Records(
@@ -297,6 +320,7 @@ def _table(placed: Placed, rows: Sequences, form: Form, heads: int, block_q: int
         items=int(items.sum()),
         slots=int(slots.sum()),
         members=most_members,
+        lists=lists,
     )
 
 

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from quire.codegen.llvm import vecmath
-from quire.codegen.llvm.builder import Function, Value
+from quire.codegen.llvm.builder import Function, Operand, Value
 
 if TYPE_CHECKING:
     from quire.codegen.phases.tiles import TileShape
@@ -65,15 +65,21 @@ def over_chains(
     return _folded([tile.load(f, chains, chain * tile.lanes) for chain in range(CHAINS)])
 
 
-def sum_of_block(f: Function, tile: TileShape, terms: Callable[[Value], Value]) -> Value:
-    """The same sum where lanes run over keys, in all lanes; `terms(j)`: of the keys from j on."""
+def sum_of_block(
+    f: Function, tile: TileShape, terms: Callable[[Value], Value], end: Operand = 0
+) -> Value:
+    """The same sum where lanes run over keys, in all lanes; `terms(j)`: of the keys from j on.
+
+    The block has keys before `end`, a multiple of CHAINS, or as many as a block has.
+    """
     places = range(0, CHAINS, tile.lanes)
 
     def add(j: Value, chains: list[Value]) -> list[Value]:
         return [chain + terms(j + at) for chain, at in zip(chains, places, strict=True)]
 
     nothing = [f.value(0.0, tile.vector)] * len(places)
-    total = _folded(f.loop(0, tile.target.block_kv, add, carry=nothing, step=CHAINS))
+    last = end if isinstance(end, Value) else tile.target.block_kv
+    total = _folded(f.loop(0, last, add, carry=nothing, step=CHAINS))
     step = tile.lanes
     while step := step // 2:
         others = f.shuffle(total, total, [lane ^ step for lane in range(tile.lanes)])

@@ -16,8 +16,9 @@ from quire.codegen.phases.storage import Storage
 from quire.codegen.phases.tiles import TileShape
 
 ASKED = (10240, 1536)  # how many bytes ahead a line is prefetched: twice
-ASKED_IN_SQUARE = (6144, 2048)  # the same behind a square of keys
-MOST_AHEAD = 80  # rows of the next block that the table has after those of a block
+ASKED_BEHIND = (6144, 2048)  # the same behind keys that are read together
+MOST_AHEAD = 128  # rows of the next block that the table has after those of a block
+MORE_AHEAD = 32  # rows by which a step may prefetch further than it should
 LINE = 64  # bytes of a cache line
 
 Index: TypeAlias = Value | int
@@ -94,9 +95,9 @@ def unfold_row(f: Function, tile: TileShape, stored: Storage, row: Value, width:
 class Ahead:
     """Prefetches rows that will be read, line by line, while `together` rows are being read.
 
-    The rows of a `square` are all read before one of them is left, so what is prefetched lies
-    behind them. A processor may ignore a prefetch while many lines are on their way. So every line
-    is prefetched again at a shorter distance.
+    The rows of `squares` are all read before one of them is left, so what is prefetched lies behind
+    them. A processor may ignore a prefetch while many lines are on their way. So every line is
+    prefetched again at a shorter distance.
     """
 
     def __init__(
@@ -107,12 +108,13 @@ class Ahead:
         width: Index,
         together: int = 1,
         *,
-        square: bool = False,
+        squares: bool = False,
     ) -> None:
         self._f, self._rows, self._together = f, rows, together
-        most, row_bytes = MOST_AHEAD - together, width * stored.memory.size
-        asked = ASKED_IN_SQUARE if square else ASKED
-        behind = together if square else 0
+        self._size, row_bytes = stored.memory.size, width * stored.memory.size
+        asked, behind = (ASKED_BEHIND, together) if squares else (ASKED, 0)
+        most = MOST_AHEAD - (MORE_AHEAD if squares else together)
+        self._whole = 0  # bytes of a row, if they are known
         if isinstance(row_bytes, int):
             self._whole = max(row_bytes & -LINE, LINE)
             ends = [behind * self._whole + distance for distance in asked]
@@ -127,6 +129,29 @@ class Ahead:
         for number in range(size // LINE * self._together):
             for row, offset in self._places(at, number):
                 self._prefetch(j + row, offset)
+
+    def ask_step(self, j: Value, d: Value, step: int, keys: int) -> None:
+        """Prefetch as many lines as `keys` rows from j on have in `step` columns from d on.
+
+        If the width is known, these are whole rows: a few more with every step. Otherwise they are
+        lines at these columns.
+        """
+        f, size = self._f, step * self._size
+        if self._whole:
+            rows = -(-keys * size // self._whole)
+            first = j + d.udiv(step) * rows
+            for away in self._away:
+                for k in range(rows):
+                    row = f.load(PTR, self._rows, first + (away // self._whole + k))
+                    for at in range(0, self._whole, LINE):
+                        f.prefetch(f.offset(row, at, I8))
+        else:
+            steps = max(1, LINE // size)  # of one line
+            rows = max(1, keys // steps)
+            first = j + (d.udiv(step) & (steps - 1)) * rows
+            for rows_away in self._rows_away:
+                for k in range(rows):
+                    self._prefetch(first + rows_away + k, (d * self._size) & -LINE)
 
     def ask_line(self, number: Value) -> None:
         """Prefetch a line, counting from the first row; the width of rows is known."""

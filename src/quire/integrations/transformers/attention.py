@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -117,31 +118,46 @@ def layer_attention(
         q_offsets=place.q_offsets,
         q_lengths=place.q_lengths,
     )
-    if output_attentions and _can_show_weights(place):
-        out, aux = call(return_aux=AuxRequest(weights=range(query.shape[2])))
-        return out.transpose(1, 2).contiguous(), aux.weights.to(query.dtype)
-    out = call()
-    if out.dim() == 3:
-        return out.reshape(query.shape[0], query.shape[2], *out.shape[1:]), None
-    return out.transpose(1, 2).contiguous(), None
-
-
-def _can_show_weights(place: Place) -> bool:
-    """Return whether a layer can give its weights; warn if not."""
-    batch, heads, q_len = place.query.shape[:3]
-    if isinstance(place.memory, Dense):
-        count = batch * heads * q_len * place.memory.key.shape[2]
-        if count <= MOST_WEIGHTS:
-            return True
-        reason = f"{count:,} weights of a layer are more than {MOST_WEIGHTS:,}"
+    shape, weights = (*query.shape[:3], key.shape[2]), None
+    if output_attentions and _can_show_weights(math.prod(shape)):
+        rows = place.query.shape[0 if place.query.dim() == 3 else 2]
+        out, aux = call(return_aux=AuxRequest(weights=range(rows)))
+        weights = _where_keys_are(aux.weights.to(query.dtype), place, shape)
     else:
-        reason = "keys are in pages"
+        out = call()
+    if out.dim() == 3:
+        return out.reshape(query.shape[0], query.shape[2], *out.shape[1:]), weights
+    return out.transpose(1, 2).contiguous(), weights
+
+
+def _can_show_weights(count: int) -> bool:
+    """Return whether a layer can give so many weights; warn if not."""
+    if count <= MOST_WEIGHTS:
+        return True
     warn(
-        f'output_attentions=True: attn_implementation="quire" returns None, since {reason}. Give '
-        f"fewer tokens and a cache of tensors, or ask quire.attention for single rows.",
+        f'output_attentions=True: attn_implementation="quire" returns None, since {count:,} '
+        f"weights of a layer are more than {MOST_WEIGHTS:,}. Give fewer tokens, or ask "
+        f"quire.attention for single rows.",
         AttentionWeightsWarning,
     )
     return False
+
+
+def _where_keys_are(found: Tensor, place: Place, shape: tuple[int, ...]) -> Tensor:
+    """Return weights as [B, Hq, L, S], with those of padding.
+
+    Queries may be packed, [B * L, Hq, S]. Keys in pages are counted from the first token of a row.
+    """
+    batch, heads, q_len, kv_len = shape
+    if isinstance(place.memory, Dense):
+        return found
+    if found.dim() == 3:
+        found = found.view(batch, q_len, heads, -1).transpose(1, 2)
+    whole = found.new_zeros(shape)
+    for row, first in enumerate(torch.as_tensor(place.by_transformers).expand(batch).tolist()):
+        count = min(kv_len - first, found.shape[3])
+        whole[row, :, :, first : first + count] = found[row, :, :, :count]
+    return whole
 
 
 class Place(NamedTuple):
