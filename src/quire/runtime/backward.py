@@ -21,21 +21,14 @@ from quire.ir.graph import Node
 from quire.memory import One, Placed, longest
 from quire.request import Problem
 from quire.results import Above, Gradients, Result, Wanted, folded
+from quire.runtime import chosen
 from quire.runtime.blocks import NO_LISTS, TileLists, tile_lists
 from quire.runtime.capture_sums import SumsOfCapture, direct_inputs
 from quire.runtime.launch import Launcher, Records, num_threads
 from quire.runtime.mods import ORIGIN, graphs_of
 from quire.runtime.prepare import make_launcher, num_products
-from quire.runtime.slices import (
-    Division,
-    Part,
-    Round,
-    Shares,
-    Slices,
-    SumsOfRows,
-    Touched,
-    in_pages,
-)
+from quire.runtime.slices import Division, Part, Round, Shares, Slices, in_pages
+from quire.runtime.sums_of_rows import SumsOfRows, Touched
 from quire.support.bounded import BoundedDict
 from quire.support.torch_private import has_memory
 
@@ -114,6 +107,7 @@ class BackwardPlans:
 
     def __init__(self) -> None:
         self._known: BoundedDict[object, BackwardPlan] = BoundedDict(16)
+        self._turns: dict[bool, bool] = {}  # whether the lists of the block mask are turned around
 
     def run(
         self,
@@ -138,6 +132,14 @@ class BackwardPlans:
         if torch.is_grad_enabled() or not all(map(has_memory, tensors)):
             return None
         placed = placed.on(query, key, value)
+        above = above._replace(grad_out=grads[0], grad_lse=grads[1])
+        if blocks is not None:
+            learns = bool(wanted.learned)
+            if learns not in self._turns:
+                self._turns[learns] = chosen.is_worth(problem, placed, blocks, learns=learns)
+            if self._turns[learns]:
+                turned = problem.with_captures(captures)
+                return chosen.gradients(turned, placed, blocks, wanted, above)
         # Hooks on saved tensors may return them with other strides than in the forward pass.
         saved = (query, key, value, out, lse, *captures)
         layout = (slice_size, wanted.learned, *(tensor.stride() for tensor in saved))
@@ -147,7 +149,6 @@ class BackwardPlans:
             results = Result(out, lse)
             new = BackwardPlan.of(problem, placed, blocks, wanted.learned, results, slice_size)
             plan = self._known.keep(layout, new)
-        above = above._replace(grad_out=grads[0], grad_lse=grads[1])
         return plan.run(placed, captures, wanted, above, apart=slice_size is not None)
 
 
@@ -284,28 +285,20 @@ class Pass:
 
     def _divided(self) -> tuple[Division, Part]:
         """Return how slices become shares, and rounds whose captured sums are not too large."""
-        rows, slices = self.placed.rows, self.plan.slices
-        part = Part(self._batch, self.key_heads)
+        rows, part = self.placed.rows, Part(self._batch, self.key_heads)
         sequences = float(part.batch)
         if not isinstance(rows, One):
             work = rows.q_len * rows.kv_len
             sequences = work.sum() / max(1, work.max(initial=1))
-        division = Division.of(slices.most, sequences * part.heads, num_threads())
+        most = self.plan.slices.most
+        division = Division.of(most, sequences * part.heads, num_threads())
         if self.apart:
-            division = Division(whole=False, together=slices.most)
+            division = Division(whole=False, together=most)
 
-        def fits() -> bool:
-            slices = 1 if self.apart else division.together
-            sizes = [each.size(*part, slices) for each in self.learned.values()]
-            return sum(sizes) <= LARGEST_SUMS
+        def size(part: Part, slices: int) -> int:
+            return sum(each.size(*part, slices) for each in self.learned.values())
 
-        while division.together > 1 and not self.apart and not fits():
-            division = Division(whole=False, together=-(-division.together // 2))
-        while part.batch > 1 and not fits():
-            part = part._replace(batch=-(-part.batch // 2))
-        while part.batch == 1 and part.heads > 1 and not fits():
-            part = part._replace(heads=-(-part.heads // 2))
-        return division, part
+        return division.within(size, part, LARGEST_SUMS, apart=self.apart)
 
     def _run(
         self,

@@ -8,12 +8,12 @@ alone. So neither threads nor the batch change a bit, nor does it matter which p
 slice (`quire.distributed`).
 
 If there are enough sequences and heads for all threads, a share is all slices of one, and the
-kernel adds them. Otherwise a share is one slice, and `SumsOfRows` adds them.
+kernel adds them. Otherwise a share is one slice, and `sums_of_rows.py` adds them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -32,6 +32,7 @@ MOST_SLICES = 64
 FEWEST_QUERIES = 4 * BLOCK_Q
 EVEN = 1.1
 """Threads are busy alike if the last one ends at most so much later than the mean."""
+ALL_BLOCKS = 2**40  # of a slice that is not cut
 SHARES_OF_THREAD = 4  # at least, if a share is one slice
 
 
@@ -90,6 +91,24 @@ class Division(NamedTuple):
             return Division(whole=True, together=most)
         wanted = -(-SHARES_OF_THREAD * threads // max(1.0, sequences))
         return Division(whole=False, together=min(most, int(wanted)))
+
+    def within(
+        self, size: Callable[[Part, int], int], part: Part, limit: int, *, apart: bool
+    ) -> tuple[Division, Part]:
+        """Return fewer slices at a time, then fewer sequences and heads, so that `size` fits.
+
+        If slices are kept `apart`, all are computed at once. Sequences and heads are divided as if
+        there were one, as that decides in which order their sums are added.
+        """
+        division = self
+        while division.together > 1 and not apart and size(part, division.together) > limit:
+            division = Division(whole=False, together=-(-division.together // 2))
+        slices = 1 if apart else division.together
+        while part.batch > 1 and size(part, slices) > limit:
+            part = part._replace(batch=-(-part.batch // 2))
+        while part.batch == 1 and part.heads > 1 and size(part, slices) > limit:
+            part = part._replace(heads=-(-part.heads // 2))
+        return division, part
 
     def rounds(self, slices: Slices, batch: int, key_heads: int, part: Part) -> Iterator[Round]:
         """Yield all shares; at most `part` of the sequences and heads at a time."""
@@ -154,52 +173,6 @@ class Shares(NamedTuple):
         """Return the slice of each item, counted from the first of the round. The last is first."""
         each = [np.tile(np.arange(count)[::-1], key_heads) for count in self.items]
         return np.concatenate(each) if each else np.zeros(0, np.int64)
-
-
-class Touched:
-    """The rows of keys that each slice of a round has added to."""
-
-    def __init__(self) -> None:
-        self._ends: dict[int, tuple[int, int]] = {}
-
-    def note(self, slices: Numbers, rows: Numbers) -> None:
-        """Take in the rows [first, end) that shares of these slices have touched."""
-        for number in set(slices.tolist()):
-            found = rows[(slices == number) & (rows[:, 0] < rows[:, 1])]
-            if len(found):
-                first, end = self._ends.get(number, (found[0, 0], 0))
-                low, high = found[:, 0].min(), found[:, 1].max()
-                self._ends[number] = int(min(first, low)), int(max(end, high))
-
-    def __getitem__(self, number: int) -> slice:
-        return slice(*self._ends.get(number, (0, 0)))
-
-
-class SumsOfRows:
-    """Sums for the rows of keys or values: [slices, B, H, rows, columns], and their total.
-
-    If a share is all slices, the kernel adds them, and there is one slice here.
-    """
-
-    def __init__(self, num_slices: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.sums = torch.zeros((num_slices, *shape), dtype=dtype, device="cpu")
-        self._total: Tensor | None = None
-
-    def add_slices(self, touched: Touched, *, last: bool) -> None:
-        """Add the slices of a round, in order."""
-        first = int(self._total is None)
-        if self._total is None:
-            self._total = self.sums[0] if last else self.sums[0].clone()
-        for number, part in enumerate(self.sums[first:], first):
-            self._total[:, :, touched[number]] += part[:, :, touched[number]]
-        if not last:
-            for number, part in enumerate(self.sums):
-                part[:, :, touched[number]] = 0
-
-    @property
-    def total(self) -> Tensor:
-        """Return the sums over all slices."""
-        return self.sums[0] if self._total is None else self._total
 
 
 def in_pages(total: Tensor, placed: Placed, like: Tensor) -> Tensor:
