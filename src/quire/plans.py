@@ -363,14 +363,14 @@ class CallPlan:
     ) -> Gradients | None:
         """Return gradients of keys, values and captures for each slice of queries.
 
-        Added up in ascending order, they are the gradients of one call. None if no kernel can
-        compute them.
+        Their sum in ascending order is that of one call. None if no kernel can compute them.
         """
         if self.backend != "jit":
             return None
         self._backward = self._backward or BackwardPlans()
         problem = self.problem.with_captures(wanted.captures)
-        return self._backward.run(problem, placed, self._blocks, wanted, above, slice_size)
+        operands = problem, placed, self._blocks, wanted, above
+        return self._backward.run(*operands, slice_size=slice_size)
 
     def tangent(
         self,

@@ -27,7 +27,7 @@ from quire.runtime.capture_sums import SumsOfCapture, direct_inputs
 from quire.runtime.launch import Launcher, Records, num_threads
 from quire.runtime.mods import ORIGIN, graphs_of
 from quire.runtime.prepare import make_launcher, num_products
-from quire.runtime.slices import Division, Part, Round, Shares, Slices, in_pages
+from quire.runtime.slices import AtOnce, Round, Shares, Slices, SliceShares, in_pages
 from quire.runtime.sums_of_rows import SumsOfRows, Touched
 from quire.support.bounded import BoundedDict
 from quire.support.torch_private import has_memory
@@ -146,8 +146,8 @@ class BackwardPlans:
         plan = self._known.get(layout)
         if plan is None:
             problem = problem.with_captures(captures)
-            results = Result(out, lse)
-            new = BackwardPlan.of(problem, placed, blocks, wanted.learned, results, slice_size)
+            results, learned = Result(out, lse), wanted.learned
+            new = BackwardPlan.of(problem, placed, blocks, learned, results, slice_size=slice_size)
             plan = self._known.keep(layout, new)
         return plan.run(placed, captures, wanted, above, apart=slice_size is not None)
 
@@ -235,7 +235,7 @@ class Pass:
 
     def masses(self) -> Tensor | None:
         """Return the sum of weights of each key; None if an lse is too far from 0."""
-        self.division = Division(whole=False, together=self.plan.slices.most)
+        self.division = SliceShares(whole=False, together=self.plan.slices.most)
         sums = self._sums_of_rows(self.placed.query.shape[1])
         fields: dict[str, int | float] = dict.fromkeys(GRADIENTS, 0)
         fields |= _strided("masses", sums.sums, ("slice", "batch", "head"))
@@ -283,19 +283,19 @@ class Pass:
         rows = self.placed.rows
         return self.placed.query.shape[0] if isinstance(rows, One) else rows.num
 
-    def _divided(self) -> tuple[Division, Part]:
+    def _divided(self) -> tuple[SliceShares, AtOnce]:
         """Return how slices become shares, and rounds whose captured sums are not too large."""
-        rows, part = self.placed.rows, Part(self._batch, self.key_heads)
+        rows, part = self.placed.rows, AtOnce(self._batch, self.key_heads)
         sequences = float(part.batch)
         if not isinstance(rows, One):
             work = rows.q_len * rows.kv_len
             sequences = work.sum() / max(1, work.max(initial=1))
         most = self.plan.slices.most
-        division = Division.of(most, sequences * part.heads, num_threads())
+        division = SliceShares.of(most, sequences * part.heads, num_threads())
         if self.apart:
-            division = Division(whole=False, together=most)
+            division = SliceShares(whole=False, together=most)
 
-        def size(part: Part, slices: int) -> int:
+        def size(part: AtOnce, slices: int) -> int:
             return sum(each.size(*part, slices) for each in self.learned.values())
 
         return division.within(size, part, LARGEST_SUMS, apart=self.apart)

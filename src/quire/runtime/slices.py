@@ -74,27 +74,27 @@ class Round(NamedTuple):
     s_stop: int
 
 
-class Division(NamedTuple):
+class SliceShares(NamedTuple):
     """How the slices of a pass become shares: all slices of a sequence, or `together` at a time."""
 
     whole: bool
     together: int
 
     @staticmethod
-    def of(most: int, sequences: float, threads: int) -> Division:
+    def of(most: int, sequences: float, threads: int) -> SliceShares:
         """Return the division of at most so many slices of each of `sequences`, all heads counted.
 
         If they are not alike, `sequences` is the work of all over that of the largest.
         """
         turns = -(-sequences // threads)
         if most == 1 or threads == 1 or turns * threads <= EVEN * sequences:
-            return Division(whole=True, together=most)
+            return SliceShares(whole=True, together=most)
         wanted = -(-SHARES_OF_THREAD * threads // max(1.0, sequences))
-        return Division(whole=False, together=min(most, int(wanted)))
+        return SliceShares(whole=False, together=min(most, int(wanted)))
 
     def within(
-        self, size: Callable[[Part, int], int], part: Part, limit: int, *, apart: bool
-    ) -> tuple[Division, Part]:
+        self, size: Callable[[AtOnce, int], int], part: AtOnce, limit: int, *, apart: bool
+    ) -> tuple[SliceShares, AtOnce]:
         """Return fewer slices at a time, then fewer sequences and heads, so that `size` fits.
 
         If slices are kept `apart`, all are computed at once. Sequences and heads are divided as if
@@ -102,7 +102,7 @@ class Division(NamedTuple):
         """
         division = self
         while division.together > 1 and not apart and size(part, division.together) > limit:
-            division = Division(whole=False, together=-(-division.together // 2))
+            division = SliceShares(whole=False, together=-(-division.together // 2))
         slices = 1 if apart else division.together
         while part.batch > 1 and size(part, slices) > limit:
             part = part._replace(batch=-(-part.batch // 2))
@@ -110,22 +110,22 @@ class Division(NamedTuple):
             part = part._replace(heads=-(-part.heads // 2))
         return division, part
 
-    def rounds(self, slices: Slices, batch: int, key_heads: int, part: Part) -> Iterator[Round]:
+    def rounds(self, slices: Slices, batch: int, key_heads: int, part: AtOnce) -> Iterator[Round]:
         """Yield all shares; at most `part` of the sequences and heads at a time."""
         for s in range(0, slices.most, self.together):
             for b in range(0, batch, max(1, part.batch)):
                 for h in range(0, key_heads, max(1, part.heads)):
                     yield Round(
-                        b,
-                        min(b + part.batch, batch),
-                        h,
-                        min(h + part.heads, key_heads),
-                        s,
-                        min(s + self.together, slices.most),
+                        b=b,
+                        b_stop=min(b + part.batch, batch),
+                        h=h,
+                        h_stop=min(h + part.heads, key_heads),
+                        s=s,
+                        s_stop=min(s + self.together, slices.most),
                     )
 
 
-class Part(NamedTuple):
+class AtOnce(NamedTuple):
     """How many sequences and key heads are computed at a time."""
 
     batch: int
@@ -142,7 +142,7 @@ class Shares(NamedTuple):
 
     @staticmethod
     def of(
-        rows: One | Sequences, slices: Slices, division: Division, heads: int, part: Round
+        rows: One | Sequences, slices: Slices, division: SliceShares, heads: int, part: Round
     ) -> Shares:
         """Return the shares of a round; a sequence has `heads` key heads."""
         if isinstance(rows, One):
