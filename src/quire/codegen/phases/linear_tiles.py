@@ -88,18 +88,27 @@ class TileSizes(NamedTuple):
 
 
 def write_tile(
-    module: Module, target: Target, format: WeightFormat, staged: Activations, size: TileSize
+    module: Module,
+    target: Target,
+    format: WeightFormat,
+    staged: Activations,
+    size: TileSize,
+    *,
+    once: bool = False,
 ) -> Function:
-    """Write the function that computes a tile."""
+    """Write the function that computes a tile; `once` if no other tile reads its weights."""
     name = f"tile_{size.rows}x{size.panels}_{format.name}"
     with module.function(name, TILE_PARAMETERS, internal=True) as f:
         tile = _Tile(f, Loader(f, target, format), staged, size)
+        tile.once = once
         tile.write()
     return f
 
 
 class _Tile:
     """Writes a tile. Vectors are numbered panel by panel."""
+
+    once = False  # if weights are read once, they need not stay in the cache
 
     def __init__(self, f: Function, load: Loader, staged: Activations, size: TileSize) -> None:
         self.f, self.load, self.staged = f, load, staged
@@ -133,7 +142,7 @@ class _Tile:
         """Ask for a line of each panel that is read next; return where the next lines are."""
         f = self.f
         for p in range(self.panels):
-            f.prefetch(f.offset(ask, f.given["ask_pitch"] * p, I8))
+            f.prefetch(f.offset(ask, f.given["ask_pitch"] * p, I8), 0 if self.once else 3)
         return f.offset(ask, f.given["ask_step"], I8)
 
     def _sum_at(self, place: int) -> tuple[Value, int]:
