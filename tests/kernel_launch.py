@@ -268,12 +268,14 @@ class Call:
         }
 
     def _tiles(self) -> dict[str, int | float]:
-        tiles = self.tiles
+        tiles, blocks = self.tiles, -(-self.query.shape[2] // self.block_q)
         return {
             "tile_offsets": 0 if tiles is None else tiles.offsets.data_ptr(),
             "tile_entries": 0 if tiles is None else tiles.entries.data_ptr(),
             "tile_batch_stride": 0 if tiles is None else tiles.batch_stride,
-            "tile_per_head": 0 if tiles is None else tiles.per_head,
+            "tile_runs": 0,
+            "tile_head_stride": 0 if tiles is None else tiles.per_head * blocks,
+            "tile_block_stride": 1,
             "tile_kind": self.tile_kind,
             "partial_mod": self.partial_mod,
             "full_mod": self.full_mod,

@@ -56,8 +56,23 @@ def test_a_row_says_what_is_better(
     assert heading.index("wanted") == row.index(">= 1.2")
 
 
+def test_figures_are_kept_by_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    results = importlib.import_module("_results")
+    under = results.conditions(threads=2, seconds=0.5)
+    assert {"date", "commit", "versions"} <= under.keys() and "torch" in under["versions"]
+    old = [{"part": "sdpa", "case": "a", "figure": 1.0}, {"part": "mods", "case": "b", "figure": 2}]
+    results.keep("forward", under, old, tmp_path)
+    path = results.keep("forward", under, [{"part": "sdpa", "case": "c", "figure": 3}], tmp_path)
+    kept = json.loads(path.read_text())
+    assert kept["target"] == Target.host().cpu == path.parent.name and kept["processor"]
+    assert kept["parts"]["sdpa"]["rows"] == [{"case": "c", "figure": 3}]
+    assert kept["parts"]["mods"]["rows"] == [{"case": "b", "figure": 2}]
+    assert kept["parts"]["sdpa"]["command"] == "python benchmarks/forward.py --only sdpa"
+
+
 def test_the_pages_name_parts_that_exist() -> None:
-    pages = "".join(page.read_text() for page in [ROOT / "README.md", *ROOT.glob("docs/*.md")])
+    pages = "".join(page.read_text() for page in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
     named = re.findall(r"(\w+\.py) --only (\w+)", pages)
     assert len(named) > 5
     for script, part in named:

@@ -20,7 +20,7 @@ from quire.tools.walk import Walk, walk
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "quire"
 README = (ROOT / "README.md").read_text()
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 PROGRAMS = [page for page in PAGES if "```python" in page.read_text()]
 FIRST_SCREEN = 45
 EAGER = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"

@@ -82,6 +82,31 @@ DECODERS: dict[str, hf.PreTrainedConfig] = {
         attn_pdrop=0.0,
     ),
 }
+_LATENT: dict[str, Any] = {
+    **_DECODER,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+}
+_EXPERTS: dict[str, Any] = {
+    "moe_intermediate_size": 20,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+LATENT: dict[str, hf.PreTrainedConfig] = {
+    "deepseek_v2": hf.DeepseekV2Config(**_LATENT, **_EXPERTS, q_lora_rank=None),
+    "deepseek_v3": hf.DeepseekV3Config(**_LATENT, **_EXPERTS, q_lora_rank=12),
+    "glm4_moe_lite": hf.Glm4MoeLiteConfig(**_LATENT, **_EXPERTS, q_lora_rank=12),
+    "minicpm3": hf.MiniCPM3Config(**_LATENT, q_lora_rank=12),
+    "youtu": hf.YoutuConfig(**_LATENT, q_lora_rank=12),
+}
+"""Models whose layers give latents to their cache (MLA)."""
 WINDOWED = ("mistral", "gemma2", "gemma3", "gpt_oss")
 
 BERT = hf.BertConfig(
@@ -148,7 +173,7 @@ def pair(kind: Any, config: hf.PreTrainedConfig) -> Pair:
 
 def decoder(family: str) -> Pair:
     """A language model."""
-    return pair(hf.AutoModelForCausalLM, DECODERS[family])
+    return pair(hf.AutoModelForCausalLM, (DECODERS | LATENT)[family])
 
 
 class Batch(NamedTuple):

@@ -1,6 +1,7 @@
 """The command line.
 
     quire chat      chat with a language model that runs on quire
+    quire serve     serve a model by OpenAI's interface, with a page that shows its pages
     quire tour      run that model with a paged cache, and draw its pages, in a minute or two
     quire demo      draw, check and measure a mod beside PyTorch, in under a minute
     quire doctor    print versions, CPU, threads, cache and backends of this machine
@@ -119,6 +120,65 @@ def chat(new: New = 256, threads: Threads = None) -> None:
     from quire.tools.demo import chat_screen
 
     chat_screen.run(Console(highlight=False), new)
+
+
+@app.command()
+def serve(
+    model: Annotated[
+        str, typer.Argument(help="A folder with a model, a name of the hub, or the embedded one.")
+    ] = "SmolLM2-135M-Instruct",
+    host: Annotated[str, typer.Option(help="The address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 is any free port.")] = 8000,
+    name: Annotated[str | None, typer.Option(help="The model's name for clients.")] = None,
+    weights: Annotated[
+        str, typer.Option(metavar="float32|bfloat16|int8|...", help="Of linear layers.")
+    ] = "float32",
+    max_bytes: Annotated[
+        str, typer.Option(metavar="2GB|512MB|...", help="Memory of keys and values.")
+    ] = "1GB",
+    mask: Annotated[
+        str | None, typer.Option(metavar="FILE.py:NAME", help="A mask_mod for all requests.")
+    ] = None,
+    score_mod: Annotated[
+        str | None, typer.Option(metavar="FILE.py:NAME", help="A score_mod for all requests.")
+    ] = None,
+    api_key: Annotated[
+        list[str] | None, typer.Option(help="A key that clients must send; may be repeated.")
+    ] = None,
+    api_keys: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A file with a key in each line.")
+    ] = None,
+    allow_host: Annotated[
+        list[str] | None, typer.Option(help="A name by which clients may call the server.")
+    ] = None,
+    max_ongoing: Annotated[
+        int, typer.Option(min=1, help="Answers that run or wait; more are told to come again.")
+    ] = 256,
+    time_limit: Annotated[float, typer.Option(min=0.1, help="Seconds of a request.")] = 600.0,
+    read_limit: Annotated[float, typer.Option(min=0.1, help="Until it has arrived.")] = 30.0,
+    threads: Threads = None,
+) -> None:
+    """Serve a model by OpenAI's interface, with a page that shows its pages."""
+    _prepare("serve", threads)
+    from quire.serve import command
+
+    command.serve(
+        model,
+        command.Options(
+            host=host,
+            port=port,
+            name=name,
+            weights=weights,
+            max_bytes=command.num_bytes(max_bytes),
+            mask=None if mask is None else show.load(mask),
+            score_mod=None if score_mod is None else show.load(score_mod),
+            api_keys=command.read_keys(api_key or [], api_keys),
+            allowed_hosts=tuple(allow_host or ()),
+            max_ongoing=max_ongoing,
+            time_limit=time_limit,
+            read_limit=read_limit,
+        ),
+    )
 
 
 @app.command()

@@ -12,9 +12,13 @@
     ├── BackendError             the chosen backend cannot run this call           NotImplementedError
     ├── PackedTrainingError      a gradient through packed weights                 NotImplementedError, RuntimeError
     ├── PackedFileError          a file without packed layers, or a damaged one    OSError, ValueError
+    ├── EngineError              an engine cannot do this                          RuntimeError
+    │   ├── RequestTooLong       more tokens than the model or the pages hold      ValueError
+    │   └── EngineClosed         the engine was closed                             (as above)
     ├── DistributedError         ranks that disagree, fail or are gone             RuntimeError
     ├── SamplingError            logits that no token can be drawn from            RuntimeError, ValueError
     ├── GrammarError             a grammar that cannot be compiled or followed     RuntimeError, ValueError
+    ├── ApiError                 a request to the server that is refused           ValueError
     ├── CodegenError             generated code is malformed: a bug of quire       RuntimeError
     ├── KernelMismatchError      a kernel's result is wrong (QUIRE_CHECK=1)        RuntimeError
     ├── MissingModelError        a model that is not installed, or a wrong file    ImportError
@@ -104,6 +108,18 @@ class PackedFileError(QuireError, OSError, ValueError):
     """A file holds no packed layers, is damaged, or was made for another model."""
 
 
+class EngineError(QuireError, RuntimeError):
+    """An engine cannot do what it is asked for."""
+
+
+class RequestTooLong(EngineError, ValueError):
+    """A request needs more positions than the model has, or more pages than the cache may take."""
+
+
+class EngineClosed(EngineError):
+    """The engine was closed, and takes no more requests."""
+
+
 class DistributedError(QuireError, RuntimeError):
     """The ranks of a group do not agree, or one of them raised an error or is gone."""
 
@@ -114,6 +130,23 @@ class SamplingError(QuireError, RuntimeError, ValueError):
 
 class GrammarError(QuireError, RuntimeError, ValueError):
     """A grammar for structured output cannot be compiled, or an answer cannot follow it."""
+
+
+class ApiError(QuireError, ValueError):
+    """A request to the server is refused. `status` is that of HTTP, `code` and `param` OpenAI's."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+        self.retry_after = retry_after
 
 
 class CodegenError(QuireError, RuntimeError):

@@ -73,7 +73,7 @@ def compute(request: Request) -> Result:
         return result
     if request.aux is NO_AUX:
         return Result(memory.as_given(query, result.out))
-    result = call.placed.with_positions(result)
+    result = call.placed.with_all_positions(result)
     given = {name: memory.as_given(query, rows) for name, rows in result.by_query.items()}
     mass = result.key_mass
     return Result(**given, key_mass=None if mass is None else memory.keys_as_given(mass))
@@ -243,7 +243,7 @@ def _with_blocks(key: Key, call: Call, mask: BlockMask) -> Key | None:
     # A block mask counts from the first query: with q_start, each step would have another graph.
     if placed.rows.q_start != 0 or mask.device != placed.query.device or mask.nbytes > MOST_BYTES:
         return None
-    return (*key, mask.content(), placed.key.shape[2])
+    return (*key, mask.content(), mask.lists_pages, placed.key.shape[2])
 
 
 # --- backends ------------------------------------------------------------------------------------
@@ -355,7 +355,8 @@ class CallPlan:
         if self.backend == "jit" and not in_torch:
             self._backward = self._backward or BackwardPlans()
             found = self._backward.run(problem, placed, self._blocks, wanted, above)
-        return found or eager.backward(problem, placed, self._blocks, wanted, above)
+        found = found or eager.backward(problem, placed, self._blocks, wanted, above)
+        return found.of_scaled(placed.key_scale, placed.value_scale)
 
     def tangent(
         self,

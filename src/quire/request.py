@@ -26,10 +26,11 @@ from quire.aux_outputs import NO_AUX, AuxRequest
 from quire.block_mask import BlockMask, check_fits, element_mod
 from quire.config import Backend as BackendName
 from quire.errors import ArgumentError, BlockMaskError, OptionError, QuireError, UnsupportedOpError
+from quire.ir.terms import hidden_where
 from quire.ir.trace import Kind, Mod, Traced, call_name, mod_name, trace
 from quire.ir.vectorise import Opaque
 from quire.memory import Memory, One, Placed, Queries, longest
-from quire.mods.compose import at_places, shift
+from quire.mods.compose import and_masks, shift, where_there
 from quire.mods.dropout import Dropout, check_dropout
 from quire.mods.weights import Weighting
 from quire.results import working_dtype
@@ -87,7 +88,8 @@ class Problem(NamedTuple):
     """Attention without its query, keys and values.
 
     `mask_mod` applies to all blocks. `block_mask` lists the blocks to compute; `partial_mod` is its
-    mask_mod and applies to its partial blocks. Mods take absolute positions.
+    mask_mod and applies to its partial blocks. Mods take absolute positions. If sequences have
+    holes, `mask_mod` hides these, and `open_mask` is the mask without that.
     """
 
     scale: float
@@ -97,6 +99,8 @@ class Problem(NamedTuple):
     partial_mod: ReadyMod | None = None
     dropout: Dropout | None = None
     weighting: Weighting = "softmax"
+    open_mask: Traced | None = None
+    has_holes: bool = False
 
     def masks(self, full: bool) -> tuple[ReadyMod, ...]:
         """Return the masks that apply to a full block, or to a partial one."""
@@ -127,6 +131,13 @@ class Problem(NamedTuple):
             own, remaining = remaining[:count], remaining[count:]
             changed = changed._replace(**{name: replace(mod, captures=own)})  # type: ignore[arg-type]
         return changed
+
+    def opened(self) -> Problem:
+        """Return the problem whose mask does not hide holes, for kernels that leave them out."""
+        mask, opened = self.mask_mod, self.open_mask
+        if opened is not None and mask is not None:
+            opened = replace(opened, captures=mask.captures[:-1])
+        return self._replace(mask_mod=opened, open_mask=None, has_holes=False)
 
     def without_captures(self) -> Problem:
         """Return the problem with empty tensors as captures, so that it keeps no memory alive."""
@@ -232,7 +243,7 @@ def call_of(request: Request, *, plain: bool = False) -> Call:
         known = scale is None and head_dim > 0
         scale = 1.0 / math.sqrt(head_dim) if known else checks.check_scale(scale, head_dim)
     dropout = None if type(dropout_p) is float and dropout_p == 0.0 else check_dropout(dropout_p)
-    if score_mod is None and not masks:
+    if score_mod is None and not masks and placed.holes is None:
         learns = _learns(request, placed, (), plain=plain)
         return Call(request, placed, Problem(scale, dropout=dropout), (), learns=learns)
     score_mod, mask_mod, block_mask, partial_mod = _ready_mods(request, placed)
@@ -245,6 +256,8 @@ def call_of(request: Request, *, plain: bool = False) -> Call:
         dropout=dropout,
         weighting=request.weighting,
     )
+    if placed.holes is not None:
+        problem = _without_holes(problem, placed)
     captures = problem.captures
     if captures and any(map(Tensor.is_neg, captures)):
         captures = tuple(tensor.resolve_neg() for tensor in captures)
@@ -276,14 +289,13 @@ def _ready_mods(
 ) -> tuple[ReadyMod | None, ReadyMod | None, BlockMask | None, ReadyMod | None]:
     """Trace the score_mod, the mask that is a function, and the mask_mod of the block mask."""
     score_mod, query = request.score_mod, placed.query
-    score = None if score_mod is None else ready(_at(score_mod, "score", placed), "score", query)
+    score = None if score_mod is None else ready(score_mod, "score", query)
     mask_mod = block_mask = partial_mod = None
     for mask in request.masks:
         if not isinstance(mask, torch_flex.BlockMask):
-            mask_mod = ready(_at(mask, "mask", placed), "mask", query)
+            mask_mod = ready(mask, "mask", query)
         elif placed.page_table is not None:
-            by_element = _by_element(mask, placed)
-            mask_mod = ready(_at(by_element, "mask", placed), "mask", query)
+            mask_mod = ready(_by_element(mask, placed), "mask", query)
         else:
             rows = _dense_rows(placed)
             block_mask = mask if isinstance(mask, BlockMask) else BlockMask.from_torch(mask)
@@ -294,11 +306,19 @@ def _ready_mods(
     return score, mask_mod, block_mask, partial_mod
 
 
-def _at(mod: Mod, kind: Kind, placed: Placed) -> Mod:
-    """Return a mod for the rows of keys: those of sequences with holes are not positions."""
-    if placed.places is None:
-        return mod
-    return at_places(mod, kind, placed.places.table, placed.key.shape[2])
+def _without_holes(problem: Problem, placed: Placed) -> Problem:
+    """Return a problem whose mask hides the holes of sequences, too."""
+    mask, holes, page = problem.mask_mod, placed.holes, placed.key.shape[2]
+    assert holes is not None, "there are holes"
+    if isinstance(mask, Opaque):
+        hides = where_there(holes.there, page)
+        return problem._replace(mask_mod=ready(and_masks(mask, hides), "mask", placed.query))
+    captures = () if mask is None else mask.captures
+    graph = hidden_where(None if mask is None else mask.output, page, len(captures))
+    name = "holes" if mask is None else mask.name
+    both = Traced(graph, (*captures, holes.there), "mask", name)
+    kept = None if mask is None else Traced(mask.output, (), "mask", name)
+    return problem._replace(mask_mod=both, open_mask=kept, has_holes=True)
 
 
 def checked_call(request: Request) -> Call:
@@ -315,7 +335,8 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     if not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
-    kept = (torch.float64, torch.int8)  # rows of int8 are multiplied by their scales later
+    # Numbers of 8 bits may have scales, and become no more exact.
+    kept = (torch.float64, *checks.SCALED_DTYPES)
     return tuple(t if t.dtype in kept else t.to(dtype) for t in tensors)
 
 
@@ -342,8 +363,7 @@ def _dense_rows(placed: Placed) -> One:
 def _by_element(mask: torch_flex.BlockMask, placed: Placed) -> Mod:
     """Return a block mask as a mask_mod for pages. Its row 0 is the first query of a sequence."""
     block_mask, sequences = BlockMask.from_torch(mask), placed.sequences
-    end = longest(sequences.kv_end) if placed.places is None else placed.places.length
-    needed = longest(sequences.q_len), end
+    needed = longest(sequences.q_len), longest(sequences.kv_end)
     q_len, kv_len = map(max, needed, block_mask.seq_lengths)
     check_fits(
         block_mask,

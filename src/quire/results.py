@@ -126,6 +126,15 @@ class Gradients(NamedTuple):
     delta: Tensor | None = None
     lse: Tensor | None = None
 
+    def of_scaled(self, key_scale: Tensor | None, value_scale: Tensor | None) -> Gradients:
+        """Return the gradients of stored numbers, which are multiplied by scales [P, Hkv, page]."""
+        key, value = self.key, self.value
+        if key is not None and key_scale is not None:
+            key = key * key_scale.unsqueeze(-1)
+        if value is not None and value_scale is not None:
+            value = value * value_scale.unsqueeze(-1)
+        return self._replace(key=key, value=value)
+
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of scores, sums, lse, max_scores and entropy, for queries of `dtype`."""

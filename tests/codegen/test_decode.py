@@ -16,7 +16,7 @@ from torch import Tensor
 from quire import AuxRequest, BlockMask, create_block_mask, flex_attention, reference
 from quire.codegen.convention import MOST_ROWS, Form
 from quire.errors import CapturedIndexError, DivisionByZeroError
-from quire.runtime import prepare
+from quire.runtime import division, prepare
 from quire.runtime.launch import LoadedKernel
 from quire.runtime.prepare import kernel
 
@@ -29,7 +29,7 @@ LENGTHS = [1, 2, 3, 4, 5, MOST_ROWS, MOST_ROWS + 1]  # sets of rows; the last on
 @pytest.fixture(autouse=True)
 def _as_if_there_were_many_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short sequences stand for long ones: up to MOST_ROWS queries have the decode kernel."""
-    monkeypatch.setattr(prepare, "FEW_ROWS", MOST_ROWS)
+    monkeypatch.setattr(division, "FEW_ROWS", MOST_ROWS)
 
 
 def operands(

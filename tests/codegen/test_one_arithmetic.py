@@ -17,7 +17,7 @@ from quire.codegen.convention import KEYS_OF_PIECE, MOST_ROWS
 from quire.kv import PagedKVCache
 from quire.memory import Memory
 from quire.mods import alibi, causal, sliding_window, softcap
-from quire.runtime import prepare
+from quire.runtime import division
 
 pytestmark = pytest.mark.every_width
 
@@ -111,7 +111,9 @@ def test_keys_that_no_query_reads_may_be_missing(first: int, length: int) -> Non
     assert torch.equal(whole, attention(query, fewer, **options))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2]
+)
 @pytest.mark.parametrize("page", [16, 48])
 def test_pages(page: int, dtype: torch.dtype) -> None:
     query, key, value = operands(20, 1200, 64, 64)
@@ -166,8 +168,8 @@ def with_kernel(form: str, query: Tensor, memory: Memory, **options: Any) -> lis
     """All results, computed by one kernel however many queries there are."""
     most = 0 if form == "panel" else 1000
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare, "FEW_ROWS", most)
-        patch.setattr(prepare, "MOST_ROWS", most)
+        patch.setattr(division, "FEW_ROWS", most)
+        patch.setattr(division, "MOST_ROWS", most)
         return in_chunks(query, memory, (query.shape[2],), **options)
 
 

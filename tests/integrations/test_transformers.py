@@ -35,6 +35,7 @@ from tiny_models import (  # noqa: E402
 from quire.errors import ArgumentError  # noqa: E402
 from quire.integrations.transformers import (  # noqa: E402
     AttentionWeightsWarning,
+    PagedCache,
     TokenMask,
     enable,
     register,
@@ -327,6 +328,28 @@ def test_weights_of_a_model_with_padding() -> None:
         assert ours.shape == theirs.shape
         real = batch["attention_mask"][:, None, :, None].bool()  # eager spreads those of padding
         torch.testing.assert_close(ours, theirs.where(real, 0.0) + ours.where(~real, 0.0))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt_oss", "deepseek_v3"])
+def test_weights_over_pages(family: str) -> None:
+    """Of a prompt with padding, and of a step after it, where transformers has them."""
+    models, batch = decoder(family), padded([2, 9, 14], "left")
+    caches = PagedCache(models.ours.config, page_size=4), hf.DynamicCache()
+    ids = [batch.input_ids, tokens(3, 1), tokens(3, 2)]
+    mask = torch.nn.functional.pad(batch.attention_mask, (0, 3), value=1)
+    end = 0
+    for each in ids:
+        end += each.shape[1]
+        ours, theirs = (
+            model(each, attention_mask=mask[:, :end], past_key_values=cache, output_attentions=True)
+            for model, cache in zip((models.ours, models.eager), caches, strict=True)
+        )
+        real = mask[:, None, end - each.shape[1] : end, None].bool()
+        assert len(ours.attentions) == len(theirs.attentions) == 2
+        for mine, wanted in zip(ours.attentions, theirs.attentions, strict=True):
+            assert mine.shape == (3, 4, each.shape[1], end)
+            torch.testing.assert_close(mine, wanted.where(real, 0.0), rtol=1e-4, atol=1e-5)
 
 
 def test_a_mask_that_is_none() -> None:

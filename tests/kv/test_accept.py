@@ -33,8 +33,13 @@ def filled(cache: PagedKVCache, tokens: Sequence[Tensor]) -> list[SequenceHandle
     """Sequences with these keys, [layers, tokens, heads, width]; the values are twice as large."""
     sequences = [cache.sequence() for _ in tokens]
     rows = torch.cat(list(tokens), dim=1)
-    cache.append(sequences, rows, 2 * rows, [part.shape[1] for part in tokens])
+    cache.append(sequences, *sides(cache, rows), counts=[part.shape[1] for part in tokens])
     return sequences
+
+
+def sides(cache: PagedKVCache, rows: Tensor) -> list[Tensor]:
+    """Keys and values, or keys alone if values are a part of them."""
+    return [rows, 2 * rows][: len(cache.shape.sides)]
 
 
 def drafted(lengths: Sequence[int]) -> list[Tensor]:
@@ -72,6 +77,10 @@ CACHES: dict[str, Callable[[], PagedKVCache]] = {
     "large pages": lambda: made(n_pages=40, page_size=64),
     "windows": windows,
     "windows of int8": lambda: windows(dtype=torch.int8),
+    "latent": lambda: made(n_pages=40, latent=3),
+    "latent int8": lambda: made(n_pages=40, latent=3, dtype=torch.int8),
+    "float8": lambda: made(n_pages=40, dtype=torch.float8_e4m3fn),
+    "float8 without scales": lambda: made(n_pages=40, dtype=torch.float8_e5m2, scales=False),
 }
 
 
@@ -82,10 +91,10 @@ def test_what_is_left_is_what_appending_the_path_alone_gives(kind: str) -> None:
     prompts, nodes = drafted(PREFIXES), drafted([NODES] * 3)
     sequences, alone = filled(cache, prompts), filled(plain, prompts)
     new = torch.cat(nodes, dim=1)
-    cache.append(sequences, new, 2 * new)
+    cache.append(sequences, *sides(cache, new))
     cache.accept(sequences, PREFIXES, PATHS)
     short = torch.cat([rows[:, path] for rows, path in zip(nodes, PATHS, strict=True)], dim=1)
-    plain.append(alone, short, 2 * short, [len(path) for path in PATHS])
+    plain.append(alone, *sides(plain, short), counts=[len(path) for path in PATHS])
     cache.check_integrity()
     query, step = torch.randn(3, 4, 1, 4), torch.randn(2, 3, 2, 4)
     for _ in range(2):
@@ -95,8 +104,8 @@ def test_what_is_left_is_what_appending_the_path_alone_gives(kind: str) -> None:
             assert torch.equal(ours.lengths, theirs.lengths)
             out = [quire.attention(query, each, mask=mask) for each in (ours, theirs)]
             assert torch.equal(*out)
-        cache.append(sequences, step, step)
-        plain.append(alone, step, step)
+        cache.append(sequences, *sides(cache, step))
+        plain.append(alone, *sides(plain, step))
     assert cache.statistics().tokens == plain.statistics().tokens
 
 

@@ -31,12 +31,10 @@ def made(**options: Any) -> PagedKVCache:
 
 def filled(cache: PagedKVCache, *counts: int) -> SequenceHandle:
     sequence = cache.sequence()
-    dtype = torch.float32 if cache.shape.dtype == torch.int8 else cache.shape.dtype
+    dtype = torch.float32 if cache.shape.dtype.itemsize == 1 else cache.shape.dtype
     for count in counts:
-        tensors = [
-            torch.randn(cache.num_layers, count, 2, width, dtype=dtype)
-            for width in (cache.shape.head_dim, cache.shape.value_dim)
-        ]
+        widths = (cache.shape.head_dim, cache.shape.value_dim)[: len(cache.shape.sides)]
+        tensors = [torch.randn(cache.num_layers, count, 2, n, dtype=dtype) for n in widths]
         cache.append([sequence], *tensors)
     return sequence
 
@@ -54,12 +52,18 @@ def assert_same(a: PagedKVCache, first: SequenceHandle, b: PagedKVCache, second:
 
 @pytest.mark.parametrize("counts", [(), (1,), (4,), (9, 9, 1)])
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8]
+    ("dtype", "scales"),
+    [
+        *((dtype, None) for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)),
+        (torch.int8, None),
+        (torch.float8_e4m3fn, None),
+        (torch.float8_e5m2, False),
+    ],
 )
 def test_what_is_saved_is_loaded(
-    counts: tuple[int, ...], dtype: torch.dtype, tmp_path: Path
+    counts: tuple[int, ...], dtype: torch.dtype, scales: bool | None, tmp_path: Path
 ) -> None:
-    cache, other = made(dtype=dtype), made(dtype=dtype)
+    cache, other = (made(dtype=dtype, scales=scales) for _ in range(2))
     sequence = filled(cache, *counts)
     cache.save(sequence, tmp_path / "a")
     loaded = other.load(tmp_path / "a")

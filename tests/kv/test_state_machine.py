@@ -30,6 +30,13 @@ CACHES: dict[str, Callable[[], PagedKVCache]] = {
     "int8": lambda: PagedKVCache(
         groups=[Group([1]), Group([0], window=6)], n_pages=14, dtype=torch.int8, **SIZES
     ),
+    "float8": lambda: PagedKVCache(2, n_pages=20, prefix=True, dtype=torch.float8_e4m3fn, **SIZES),
+    "latent": lambda: PagedKVCache(
+        2, n_pages=20, prefix=True, heads=1, head_dim=5, latent=3, page_size=4
+    ),
+    "float8 without scales": lambda: PagedKVCache(
+        2, n_pages=20, prefix=True, dtype=torch.float8_e5m2, scales=False, **SIZES
+    ),
 }
 WITHOUT_PREFIX = ("windows", "int8")
 PREFIX_ACTIONS = ("keep", "match", "evict")

@@ -48,23 +48,22 @@ def content(tokens: Sequence[int], layer: int, heads: int, width: int) -> Tensor
 
 
 @functools.lru_cache(maxsize=10_000)
-def _computed(shape: PageShape, layer: int, tokens: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+def _computed(shape: PageShape, layer: int, tokens: tuple[int, ...]) -> tuple[Tensor, ...]:
     key = content(tokens, layer, shape.heads, shape.head_dim)
     value = -content(tokens, layer, shape.heads, shape.value_dim)
-    if shape.dtype == torch.int8:
-        return key, value
-    return key.to(shape.dtype), value.to(shape.dtype)
+    rows = (key,) if shape.latent else (key, value)
+    return rows if shape.dtype.itemsize == 1 else tuple(each.to(shape.dtype) for each in rows)
 
 
 @functools.lru_cache(maxsize=10_000)
 def _stored(shape: PageShape, layer: int, tokens: tuple[int, ...]) -> dict[str, Tensor]:
     """What has to be in the pages, bit for bit."""
-    rows = dict(zip(("key", "value"), _computed(shape, layer, tokens), strict=True))
-    if shape.dtype != torch.int8:
-        return rows
+    rows = dict(zip(shape.sides, _computed(shape, layer, tokens), strict=True))
+    if not shape.scaled:
+        return {side: floats.to(shape.dtype) for side, floats in rows.items()}
     stored = {}
     for side, floats in rows.items():
-        stored[side], stored[f"{side}_scale"] = quantise(floats)
+        stored[side], stored[f"{side}_scale"] = quantise(floats, shape.dtype)
     return stored
 
 
@@ -112,7 +111,7 @@ class Witness:
         known = list(self.tokens)
         return known[choose(len(known))] if known else None
 
-    def _rows(self, layer: int, tokens: list[int]) -> tuple[Tensor, Tensor]:
+    def _rows(self, layer: int, tokens: list[int]) -> tuple[Tensor, ...]:
         return _computed(self.cache.shape, layer, tuple(tokens))
 
     def _stored(self, layer: int, tokens: list[int]) -> dict[str, Tensor]:
@@ -144,8 +143,8 @@ class Witness:
                 for each, pair in zip(batch, made, strict=True)
             ]
             none = self._rows(layer, [])
-            key, value = (torch.cat([none[i], *(part[i] for part in parts)]) for i in (0, 1))
-            self.cache.write(layer, rows, key, value)
+            whole = (torch.cat([x, *(part[i] for part in parts)]) for i, x in enumerate(none))
+            self.cache.write(layer, rows, *whole)
         self.prompts = [*self.prompts, *(list(self.tokens[each]) for each in batch)][-20:]
 
     def draft(self, choose: Choose) -> None:
@@ -163,8 +162,8 @@ class Witness:
                 for tree in trees.values()
                 for node in range(len(tree.parents))
             ]
-            key, value = (torch.cat([none[i], *(node[i] for node in nodes)]) for i in (0, 1))
-            self.cache.write(layer, rows, key, value)
+            whole = (torch.cat([x, *(node[i] for node in nodes)]) for i, x in enumerate(none))
+            self.cache.write(layer, rows, *whole)
         for each, tree in list(trees.items()):
             if choose(3) == 0 and len(self.tokens) < MOST_SEQUENCES:
                 child = self.cache.fork(each)
@@ -204,8 +203,8 @@ class Witness:
             self.refusals += 1
             return
         if choose(2):
-            key, value = self._rows(0, [0] * rows.num_tokens)
-            self.cache.write(0, rows, torch.full_like(key, 99), torch.full_like(value, 99))
+            some = self._rows(0, [0] * rows.num_tokens)
+            self.cache.write(0, rows, *(torch.full_like(each, 99) for each in some))
         self.cache.truncate(sequence, len(before))
 
     def fork(self, choose: Choose) -> None:
@@ -282,7 +281,9 @@ class Witness:
             assert memory.lengths.tolist() == [len(self.tokens[each]) for each in sequences]
             starts = [self.cache.start(layer, each) for each in sequences]
             pages = self.cache._group(layer).layers[layer].tensors
-            assert pages.key is memory.key and pages.value is memory.value
+            value = pages.key[..., : memory.value.shape[3]] if pages.value is None else pages.value
+            assert pages.key is memory.key and value.data_ptr() == memory.value.data_ptr()
+            assert value.stride() == memory.value.stride()
             found = held_rows(memory, pages, starts)
             true = [self._stored(layer, self.tokens[each]) for each in sequences]
             assert all(found.keys() == rows.keys() for rows in true)
@@ -299,10 +300,12 @@ class Witness:
             memory, start = self.cache.memory(layer, [sequence]), self.cache.start(layer, sequence)
             held = self.cache.dense(layer, sequence)
             shape = 1, 2 * self.cache.shape.heads, 1, self.cache.shape.head_dim
-            query = torch.full(shape, 1 / 1024, dtype=held.key.dtype)
+            narrow = held.key.dtype.itemsize == 1
+            dtype = torch.float32 if narrow else held.key.dtype
+            query = torch.full(shape, 1 / 1024, dtype=dtype)
             out = quire.attention(query, alone(memory, start), mask=causal)
             expected = quire.attention(query, held, mask=causal)
-            if self.cache.shape.dtype == torch.int8:  # scales are multiplied in another order
+            if self.cache.shape.scaled:  # scales are multiplied in another order
                 torch.testing.assert_close(out, expected)
             else:
                 assert torch.equal(out, expected) and not out.isnan().any()

@@ -11,10 +11,10 @@ import torch
 from compare import assert_as_good_as
 from torch import Tensor
 
-from quire import AuxRequest, Paged, attention, reference
+from quire import AuxRequest, BlockMask, Dense, Paged, attention, reference
 from quire.aux_outputs import OF_KERNELS
 from quire.config import Backend
-from quire.memory.tables import close_up
+from quire.memory.tables import fill
 
 PAGE, HQ, HKV, D = 16, 4, 2, 24
 EVERYTHING = AuxRequest(*[True] * len(OF_KERNELS))
@@ -95,34 +95,53 @@ def test_a_sequence_of_holes_reads_nothing(q_len: int) -> None:
     assert not attention(torch.randn(4, HQ, q_len, D), nowhere).any()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("q_len", [1, 9])
-def test_the_bits_of_a_sequence_of_just_those_pages(q_len: int, backend: Backend) -> None:
-    pages = memory()
-    query = torch.randn(1, HQ, q_len, D)
-    row = pages.page_table[0, : -(-190 // PAGE)]
-    places = torch.arange(len(row))[row >= 0]
-    just = Paged(pages.key, pages.value, row[row >= 0][None], [190 - 4 * PAGE])
+@pytest.mark.parametrize("page", [4, 16, 24, 64, 128])
+@pytest.mark.parametrize(("q_len", "kv_len"), [(1, 300), (3, 1500), (9, 300), (40, 700)])
+def test_the_bits_of_a_mask_that_hides_them(page: int, q_len: int, kv_len: int) -> None:
+    """Whatever is in the pages that are left out: positions and what a row sees decide."""
+    torch.manual_seed(page + q_len)
+    count = -(-kv_len // page)
+    key, value = torch.randn(2, count, HKV, page, D)
+    query, there = torch.randn(1, HQ, q_len, D), torch.rand(count) < 0.4
+    dense = [x.transpose(0, 1).flatten(1, 2)[None, :, :kv_len].clone() for x in (key, value)]
+    key[~there] = value[~there] = math.nan
+    table = torch.where(there, torch.arange(count), -1).int()[None]
+    pages = Paged(key, value, table, [kv_len])
+    seen = AuxRequest(lse=True, max_scores=True)
+    for wanted in (seen, AuxRequest(lse=True, max_scores=True, argmax=True, entropy=True)):
+        for mask in (None, causal):
 
-    def moved(mod: Any) -> Any:
-        def at(*args: Any) -> Any:
-            *others, kv_idx = args
-            return mod(*others, places[kv_idx // PAGE] * PAGE + kv_idx % PAGE)
+            def hidden(b: Any, h: Any, q_idx: Any, kv_idx: Any, mask: Any = mask) -> Any:
+                holds = there[kv_idx // page]
+                return holds if mask is None else holds & mask(b, h, q_idx, kv_idx)
 
-        return at
+            options: dict[str, Any] = {"score_mod": slanted, "return_aux": wanted}
+            out, aux = attention(query, pages, mask=mask, **options)
+            other, expected_aux = attention(query, Dense(*dense), mask=hidden, **options)
+            assert torch.equal(out, other)
+            for name in ("lse", "max_scores", "argmax", "entropy"):
+                if getattr(wanted, name):
+                    assert torch.equal(getattr(aux, name), getattr(expected_aux, name)), name
 
-    def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return moved(causal)(b, h, q_idx, kv_idx)
 
-    def score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return moved(slanted)(score, b, h, q_idx, kv_idx)
-
-    alone = replace(pages, page_table=pages.page_table[:1], lengths=[190])
-    options: dict[str, Any] = {"backend": backend, "q_start": 190 - q_len}
-    found = attention(query, alone, score_mod=slanted, mask=causal, **options)
-    assert torch.equal(found, attention(query, just, score_mod=score, mask=mask, **options))
-    found = attention(query, alone, **options)
-    assert torch.equal(found, attention(query, just, **options))
+def test_rows_of_a_block_mask_and_pages_with_holes_have_the_same_bits() -> None:
+    torch.manual_seed(0)
+    key, value = torch.randn(2, 1, 1, 208, D)
+    query, lists = torch.randn(1, 2, 30, D), torch.rand(30, 13).argsort(-1)[:, :3].int()
+    mask = BlockMask.from_kv_blocks(
+        torch.full((1, 1, 30), 3, dtype=torch.int32),
+        lists[None, None],
+        BLOCK_SIZE=(1, 16),
+        seq_lengths=(30, 208),
+    )
+    whole = attention(query, Dense(key, value), mask=mask, q_start=100)
+    pages = [x[0, 0].unflatten(0, (-1, 16)).unsqueeze(1) for x in (key, value)]
+    for row in range(0, 30, 7):
+        table = torch.full((1, 13), -1, dtype=torch.int32)
+        table[0, lists[row].long()] = lists[row]
+        memory = Paged(*pages, table, [208])
+        out = attention(query[:, :, row : row + 1], memory, q_start=100 + row)
+        assert torch.equal(out, whole[:, :, row : row + 1])
 
 
 @pytest.mark.parametrize("q_len", [1, 9])
@@ -200,11 +219,11 @@ def test_holes_may_change_from_step_to_step(mask: Any) -> None:
             torch.testing.assert_close(found[b : b + 1], wanted)
 
 
-def test_pages_move_together() -> None:
+def test_holes_get_a_page_of_their_sequence() -> None:
     table = torch.tensor([[4, -1, 7, 2, -1], [1, 2, 3, -1, 5], [-1, 6, 8, -1, -1]]).int()
     ends = torch.tensor([64, 48, 80]).numpy()
-    closed = close_up(table, 0 * ends, ends, 16)
-    assert closed.table[0, :3].tolist() == [4, 7, 2] and closed.ends.tolist() == [48, 48, 48]
-    assert closed.places is not None and closed.places.length == 80
-    assert closed.places.table[:, :3].tolist() == [[0, 2, 3], [0, 1, 2], [0, 1, 2]]
-    assert closed.begins.tolist() == [0, 0, 16]
+    filled = fill(table, 0 * ends, ends, 16)
+    assert filled.table[0, :4].tolist() == [4, 4, 7, 2] and filled.ends.tolist() == [64, 48, 48]
+    assert filled.begins.tolist() == [0, 0, 16]
+    assert filled.holes is not None and filled.holes.length == 80
+    assert filled.holes.there[0].tolist() == [True, False, True, True, False]

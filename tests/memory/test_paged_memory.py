@@ -542,21 +542,22 @@ def test_scales_that_do_not_fit() -> None:
     whole, scale = quantised(PAGES)
     refused(
         ArgumentError,
-        "key pages of int8 must come with key_scale, and others without, but they are torch.int8 "
-        "and key_scale is None. Give one float32 scale for each row of each head, [6, 2, 16].",
+        "key pages of int8 must come with key_scale, those of float8 may, and others must not, but "
+        "they are torch.int8 and key_scale is None. Give one float32 scale for each row of each "
+        "head, [6, 2, 16], or pages of another dtype.",
         Paged(whole, PAGES, TABLE, [20, 16]),
     )
     refused(
         ArgumentError,
-        "value pages of int8 must come with value_scale, and others without, but they are "
-        "torch.float32 and value_scale is given. Give one float32 scale for each row of each "
-        "head, [6, 2, 16].",
+        "value pages of int8 must come with value_scale, those of float8 may, and others must not, "
+        "but they are torch.float32 and value_scale is given. Give one float32 scale for each row "
+        "of each head, [6, 2, 16], or pages of another dtype.",
         Paged(PAGES, PAGES, TABLE, [20, 16], value_scale=scale),
     )
     refused(
         ShapeError,
         "key_scale must be float32 [6, 2, 16], a scale for each row of each head, but is float32 "
-        "[6, 2]. Divide the largest absolute value of each row by 127.",
+        "[6, 2]. Divide the largest absolute value of each row by the largest number of the dtype.",
         Paged(whole, whole, TABLE, [20, 16], key_scale=scale[..., 0], value_scale=scale),
     )
 

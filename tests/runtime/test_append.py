@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import pytest
@@ -27,11 +26,25 @@ from quire.runtime.append import (
 pytestmark = pytest.mark.every_width
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+PAGES = [
+    *((dtype, False) for dtype in (*DTYPES, *FLOAT8)),
+    *((dtype, True) for dtype in (torch.int8, *FLOAT8)),
+]
+"""Dtypes of pages, and whether they have scales."""
 
 
-def empty(dtype: torch.dtype, heads: int, widths: tuple[int, int], page_size: int) -> PageTensors:
+def empty(
+    dtype: torch.dtype,
+    heads: int,
+    widths: tuple[int, int],
+    page_size: int,
+    *,
+    scaled: bool | None = None,
+) -> PageTensors:
     pages = [torch.full((9, heads, page_size, width), 7.0).to(dtype) for width in widths]
-    scales = [torch.full((9, heads, page_size), 7.0) for _ in widths if dtype == torch.int8]
+    scaled = dtype == torch.int8 if scaled is None else scaled
+    scales = [torch.full((9, heads, page_size), 7.0) for _ in widths if scaled]
     return PageTensors(*pages, *scales)
 
 
@@ -60,15 +73,16 @@ def numbers(tokens: int, heads: int, width: int, dtype: torch.dtype) -> torch.Te
     return rows.to(dtype)
 
 
-@pytest.mark.parametrize(("source", "pages"), [*itertools.product(DTYPES, (*DTYPES, torch.int8))])
-def test_it_writes_what_torch_writes(source: torch.dtype, pages: torch.dtype) -> None:
+@pytest.mark.parametrize("source", DTYPES)
+@pytest.mark.parametrize(("pages", "scaled"), PAGES)
+def test_it_writes_what_torch_writes(source: torch.dtype, pages: torch.dtype, scaled: bool) -> None:
     for tokens, heads, widths, page_size in (
         (1, 1, (1, 1), 1),
         (5, 2, (3, 17), 4),
         (4, 2, (77, 33), 4),
         (2 * MOST_OF_BLOCK + 3, 3, (40, 8), 16),
     ):
-        ours, theirs = (empty(pages, heads, widths, page_size) for _ in range(2))
+        ours, theirs = (empty(pages, heads, widths, page_size, scaled=scaled) for _ in range(2))
         slots = torch.randperm(9 * page_size)[:tokens]
         key, value = (numbers(len(slots), heads, width, source) for width in widths)
         append(ours, slots, key, value)
@@ -77,16 +91,17 @@ def test_it_writes_what_torch_writes(source: torch.dtype, pages: torch.dtype) ->
 
 
 @pytest.mark.parametrize("source", DTYPES)
-@pytest.mark.parametrize("pages", [*DTYPES, torch.int8])
+@pytest.mark.parametrize(("pages", "scaled"), PAGES)
 @pytest.mark.parametrize("widths", [(64, 32), (128, 33), (192, 128)])
 def test_it_streams_whole_lines(
     source: torch.dtype,
     pages: torch.dtype,
+    scaled: bool,
     widths: tuple[int, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "WORTH_STREAMING", 0)
-    ours, theirs = (empty(pages, 3, widths, 4) for _ in range(2))
+    ours, theirs = (empty(pages, 3, widths, 4, scaled=scaled) for _ in range(2))
     slots = torch.randperm(36)[:20]
     key, value = (numbers(20, 3, width, source) for width in widths)
     writer = PageWriter({0: ours})
@@ -124,6 +139,34 @@ def test_a_scale_spans_the_largest_of_a_row() -> None:
     random = torch.randn(100, 64) * torch.logspace(-30, 30, 100)[:, None]
     again = dequantise(*quantise(random))
     assert ((again - random).abs().amax(1) <= random.abs().amax(1) / 127 * 0.5001).all()
+
+
+@pytest.mark.parametrize("dtype", FLOAT8)
+def test_float8_is_rounded_as_torch_rounds_it(dtype: torch.dtype) -> None:
+    """Halfway, below, above and far between all numbers, from both sides; and NaN."""
+    codes = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    ends = codes[codes.isfinite()].unique()
+    middles = (ends[1:] + ends[:-1]) / 2
+    around = [torch.nextafter(middles, torch.tensor(far)) for far in (-math.inf, math.inf)]
+    beyond = torch.tensor([464.0, 479.9, 480.0, 61440.0, 61439.9, 1e30, math.inf, math.nan, 1e-45])
+    rows = torch.cat([ends, middles, *around, beyond, -beyond]).view(-1, 1, 1)
+    slots = torch.arange(len(rows))
+    room = PageTensors(*(torch.zeros(1, 1, len(rows), 1).to(dtype) for _ in range(2)))
+    append(room, slots, rows, rows)
+    assert torch.equal(
+        room.key.view(-1).view(torch.uint8), rows.view(-1).to(dtype).view(torch.uint8)
+    )
+
+
+@pytest.mark.parametrize("dtype", FLOAT8)
+def test_a_scale_makes_the_largest_of_a_row_the_largest_there_is(dtype: torch.dtype) -> None:
+    rows = torch.randn(100, 64) * torch.logspace(-20, 20, 100)[:, None]
+    small, scale = quantise(rows, dtype)
+    assert small.float().abs().amax(1).unique().tolist() == [torch.finfo(dtype).max]
+    again = dequantise(small, scale)
+    step = {torch.float8_e4m3fn: 2**-4, torch.float8_e5m2: 2**-3}[dtype]
+    exact = (again - rows).abs() <= rows.abs() * step * 1.001
+    assert (exact | ((again - rows).abs() <= scale[:, None])).all()
 
 
 @pytest.mark.parametrize("wrong", [math.inf, -math.inf, math.nan])
@@ -237,17 +280,26 @@ def test_without_a_kernel_torch_writes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("target", ["x86-64-v3", "x86-64-v4", "aarch64"])
 @pytest.mark.parametrize(
-    ("source", "pages"), [("float32", "bfloat16"), ("float16", "float16"), ("bfloat16", "int8")]
+    ("source", "pages", "scaled"),
+    [
+        ("float32", "bfloat16", False),
+        ("float16", "float16", False),
+        ("bfloat16", "int8", True),
+        ("float32", "float8_e4m3fn", False),
+        ("bfloat16", "float8_e5m2", True),
+    ],
 )
-def test_it_compiles_for_other_machines(target: str, source: str, pages: str) -> None:
+def test_it_compiles_for_other_machines(target: str, source: str, pages: str, scaled: bool) -> None:
     there = Target.named(target)
-    assert "append:" in jit.assembly(write_append(there, source, pages).text, there)
+    kernel = write_append(there, source, pages, scaled=scaled)
+    assert "append:" in jit.assembly(kernel.text, there)
 
 
 @pytest.mark.parametrize("pages", ["float32", "bfloat16", "int8"])
 def test_lines_are_streamed_before_the_end_is_told(pages: str) -> None:
     there = Target.named("x86-64-v3")
     source = "float32" if pages == "int8" else pages
-    code = jit.assembly(write_append(there, source, pages).text, there)
+    kernel = write_append(there, source, pages, scaled=pages == "int8")
+    code = jit.assembly(kernel.text, there)
     assert code.count("vmovnt") == 2  # keys and values
     assert code.rindex("lock") > code.rindex("vmovnt")  # a full barrier

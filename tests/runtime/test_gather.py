@@ -16,7 +16,8 @@ from quire.codegen.llvm.target import Target
 from quire.ir.trace import trace
 from quire.memory import TOP_LEFT, Dense, Placed
 from quire.request import Problem
-from quire.runtime.blocks import gather, read_lists
+from quire.runtime.blocks import read_lists
+from quire.runtime.gather import gather
 
 HQ, HKV, D = 4, 2, 8
 
@@ -38,9 +39,11 @@ def scattered(
     cells = torch.randint(0, 3, (*shape, rows, blocks), generator=generator)
     for b in range(shape[0]):
         cells[b, :, :, torch.arange(blocks) % every != b % every] = EMPTY
-    return BlockMask._from_cells(
+    mask = BlockMask._from_cells(
         cells, True, BLOCK_SIZE=(64, size), mask_mod=every_third, seq_lengths=(q_len, blocks * size)
     )
+    mask.lists_pages = True
+    return mask
 
 
 def operands(mask: BlockMask, batch: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -189,6 +192,7 @@ def test_blocks_side_by_side_keep_the_order_of_their_lists() -> None:
         BLOCK_SIZE=(64, 64),
         mask_mod=every_third,
     )
+    mask.lists_pages = True
     found = gather(*memory_of(mask, 1))
     assert found[1].page_table.tolist() == [[6, 2, 3, 5, 0]]
     kinds = found[0].block_mask._cells().flatten().tolist()
@@ -204,8 +208,10 @@ def test_what_is_left_where_it_is() -> None:
     window = quire.create_block_mask(
         lambda b, h, q, kv: (q - kv).abs() < 100, None, None, 640, 640, "cpu", 64
     )
-    whole_tiles = scattered(128, 24, 70)
-    for mask in (ordinary, window, whole_tiles):
+    whole_tiles, unmarked = scattered(128, 24, 70), scattered(16, 24, 70)
+    ordinary.lists_pages = window.lists_pages = True
+    unmarked.lists_pages = False
+    for mask in (ordinary, window, whole_tiles, unmarked):
         assert not gathers(*memory_of(mask, 1))
     problem, memory = memory_of(scattered(16, 24, 70))
     assert gathers(problem, memory)

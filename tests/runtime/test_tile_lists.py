@@ -48,7 +48,7 @@ def test_tiles_say_what_the_elements_say(data: st.DataObject) -> None:
     assert (lists.mixed is not None) == mixed
     rows_per_head = -(-q_len // tiles[0])
     assert lists.batch_stride == (heads * rows_per_head if batches > 1 else 0)
-    assert lists.per_head == (heads > 1)
+    assert lists.head_stride == (rows_per_head if heads > 1 else 0)
 
 
 def test_lists_are_known_by_what_a_mask_contains() -> None:

@@ -127,7 +127,7 @@ class Fold:
 
     def problem(self, problem: Problem) -> Problem:
         """Return the problem of the one call. Mapped tensors have one more dimension."""
-        changed, first = problem, 0
+        changed, first = problem._replace(open_mask=None, has_holes=False), 0
         for name, mod in problem.mods.items():
             assert isinstance(mod, Traced), "only graphs can be folded"
             slots = range(first, first + len(mod.captures))

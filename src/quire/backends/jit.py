@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from quire.checks import DTYPES
+from quire.checks import PAGE_DTYPES
 from quire.checks.arguments import dtype_name
 from quire.codegen.mods.lower import check_lowerable
 from quire.errors import UnsupportedOpError
@@ -15,8 +15,9 @@ from quire.ir.terms import TRUE
 from quire.ir.trace import Traced, mod_name
 from quire.request import Call, ReadyMod
 from quire.runtime.cache import processor_obstacle
+from quire.runtime.division import by_form
 from quire.runtime.mods import bounds_of
-from quire.runtime.prepare import by_form, num_products
+from quire.runtime.prepare import num_products
 from quire.runtime.pyramids import is_worth
 from quire.support.torch_private import has_memory, is_jit_tracing
 
@@ -41,7 +42,7 @@ def obstacle(call: Call) -> str | None:
     if head_dim > LARGEST_HEAD_DIM:
         return f"its head dim is {head_dim}, and kernels go up to {LARGEST_HEAD_DIM}"
     for name, dtype in (("keys", key.dtype), ("values", value.dtype)):
-        if dtype not in (*DTYPES, torch.int8):
+        if dtype not in PAGE_DTYPES:
             return f"{name} are {dtype_name(dtype)}, which kernels do not read"
     if query.dtype != torch.float64 and torch.float64 in (key.dtype, value.dtype):
         return "keys or values are float64 and queries are not"

@@ -119,6 +119,30 @@ class Runs(NamedTuple):
         )
 
     @staticmethod
+    def of_lists(
+        shape: Shape, *lists: tuple[NDArray[np.integer], NDArray[np.integer], int]
+    ) -> Runs:
+        """The runs of lists: counts [B, H, R], indices [B, H, R, W], and their kind."""
+        columns = shape[-1]
+        places, kinds = [], []
+        for counts, indices, kind in lists:
+            width = min(int(counts.max(initial=0)), indices.shape[-1])
+            num_rows = counts.size
+            blocks = indices[..., :width].reshape(num_rows, width).astype(np.int64)
+            there = np.arange(width) < counts.reshape(num_rows, 1)
+            there &= (blocks >= 0) & (blocks < columns)
+            places.append((blocks + np.arange(num_rows)[:, None] * columns)[there])
+            kinds.append(np.full(len(places[-1]), kind, np.int8))
+        place, found = np.concatenate(places), np.concatenate(kinds)
+        if not (place[1:] > place[:-1]).all():
+            order = np.lexsort((-found, place))  # full comes before partial, and counts
+            place, found = place[order], found[order]
+            first = np.diff(place, prepend=-1) > 0
+            place, found = place[first], found[first]
+        rows, starts = np.divmod(place, max(1, columns))
+        return Runs.of_segments(shape, rows, starts, starts + 1, found)
+
+    @staticmethod
     def of_segments(
         shape: tuple[int, ...],
         rows: NDArray[np.int64],
@@ -159,6 +183,23 @@ class Runs(NamedTuple):
         ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
         picked = np.arange(ends[-1]) + np.repeat(self.offsets[rows] - ends[:-1], counts)
         return Runs(shape, ends, self.starts[picked], self.stops[picked], self.kinds[picked])
+
+    def by_group(self, groups: int) -> Runs:
+        """The runs of the first head of each group, if all heads of each group have the same."""
+        batches, heads, num_rows, columns = self.shape
+        if heads in (1, groups) or not groups:
+            return self
+        size, ends = heads // groups, self.offsets[::num_rows] if num_rows else self.offsets
+        counts = np.diff(self.offsets).reshape(batches, groups, size, num_rows)
+        if (counts != counts[:, :, :1]).any():
+            return self
+        for first in range(0, batches * heads, size):
+            pieces = [slice(ends[at], ends[at + 1]) for at in range(first, first + size)]
+            for part in (self.starts, self.stops, self.kinds):
+                if any(not np.array_equal(part[pieces[0]], part[at]) for at in pieces[1:]):
+                    return self
+        rows = np.arange(len(self.offsets) - 1).reshape(batches, groups, size, num_rows)
+        return self.pick(rows[:, :, 0].ravel(), (batches, groups, num_rows, columns))
 
     def row_ids(self) -> NDArray[np.int64]:
         """The number of the row of each run."""

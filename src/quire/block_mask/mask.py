@@ -169,16 +169,19 @@ class BlockMask(BlockTensors):
         computed = self._as_runs().num_elements(self.seq_lengths, self.BLOCK_SIZE)
         return 100 * (1 - computed / self.numel())
 
-    def rows(self, q_len: int | None = None, kv_len: int | None = None) -> BlockRows:
+    def rows(
+        self, q_len: int | None = None, kv_len: int | None = None, groups: int = 0
+    ) -> BlockRows:
         """Return the spans of keys that each row of blocks reads, from the tensors as they are now.
 
-        Give lengths for a mask of NOOP_BLOCK_SIZE, which has none of its own.
+        Give lengths for a mask of NOOP_BLOCK_SIZE, which has none of its own. If the heads of each
+        of `groups` groups read the same, there are rows for the groups.
         """
         lengths = (
             self.seq_lengths[0] if q_len is None else q_len,
             self.seq_lengths[1] if kv_len is None else kv_len,
         )
-        return BlockRows(self._as_runs(), self.BLOCK_SIZE, lengths)
+        return BlockRows(self._as_runs(groups), self.BLOCK_SIZE, lengths)
 
     def equal(self, other: object) -> bool:
         """Return whether `other` has the same shape, block size, blocks and mask_mod.

@@ -11,10 +11,13 @@ libraries recognise it. `mask.py` adds what a user does with a mask.
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any, NamedTuple, Self, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import noop_mask
@@ -71,6 +74,8 @@ class BlockTensors(torch_flex.BlockMask):
     """The fields of a block mask, its constructors, and the questions about its blocks."""
 
     _made_of: _MadeOf | None = None  # only while the mask has no tensors
+    lists_pages = False
+    """Whether its columns are pages of a cache, listed in the order of a sequence."""
 
     def __init__(
         self,
@@ -317,14 +322,34 @@ class BlockTensors(torch_flex.BlockMask):
             cells = cells.masked_fill(lists_to_grid(*full, num_columns) != EMPTY, FULL)
         return cells
 
-    def _as_runs(self) -> Runs:
-        """The runs of the mask as it is now. Leading dimensions beyond [B, H] become part of B."""
+    def _as_runs(self, groups: int = 0) -> Runs:
+        """The runs of the mask as it is now. Leading dimensions beyond [B, H] become part of B.
+
+        If the heads of each of `groups` groups have the same lists, there are runs for the groups.
+        """
         if self._runs is not None:
-            return self._runs
+            return self._runs.by_group(groups) if groups else self._runs
         with outside_transforms():
-            cells = self._cells()
-            cells = cells[(None,) * (4 - cells.dim())].flatten(0, -4)
-            return Runs.of_cells(cells.cpu().numpy())
+            lists = [(self.kv_num_blocks, self.kv_indices)]
+            if full := self._full_lists():
+                lists.append(full)
+            *several, rows, columns = (1, 1, *self.grid_shape)
+            batches, heads = math.prod(several[:-1]), several[-1]
+            arrays = [
+                (
+                    counts.numpy(force=True).reshape(batches, heads, rows),
+                    indices.numpy(force=True).reshape(batches, heads, rows, indices.shape[-1]),
+                )
+                for counts, indices in lists
+            ]
+            if 1 < groups < heads and heads % groups == 0:
+                step = heads // groups
+                first = [(counts[:, ::step], indices[:, ::step]) for counts, indices in arrays]
+                if all(map(_repeats, itertools.chain(*first), itertools.chain(*arrays))):
+                    arrays, heads = first, groups
+            kinds = (PARTIAL, FULL)
+            given = [(*pair, kind) for pair, kind in zip(arrays, kinds, strict=False)]
+            return Runs.of_lists((batches, heads, rows, columns), *given)
 
     def _num_columns(self) -> int:
         return ceil_div(self.seq_lengths[1], self.BLOCK_SIZE[1])
@@ -352,3 +377,10 @@ class BlockTensors(torch_flex.BlockMask):
         self.dq_write_order = write_order(cells, self.q_indices, order)
         if self.full_q_indices is not None:
             self.dq_write_order_full = write_order(cells, self.full_q_indices, order)
+
+
+def _repeats(first: NDArray[np.integer], every: NDArray[np.integer]) -> bool:
+    """Return whether all heads [B, H, ...] of each group are the `first` [B, groups, ...] of it."""
+    batches, groups, *others = first.shape
+    heads = every.reshape(batches, groups, -1, *others)
+    return all(np.array_equal(first, heads[:, :, at]) for at in range(1, heads.shape[2]))

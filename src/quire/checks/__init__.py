@@ -33,6 +33,10 @@ from quire.support.torch_private import (
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 KV_DTYPES = (*DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)
 """Keys and values may also be stored as float8, in fewer bits than they are computed with."""
+PAGE_DTYPES = (*KV_DTYPES, torch.int8)
+"""Pages may also hold int8, with a scale for each row."""
+SCALED_DTYPES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
+"""The dtypes whose rows may have scales; rows of int8 must."""
 
 DENSE_AXES = ("batch", "heads", "length", "head_dim")
 PACKED_AXES = ("total", "heads", "head_dim")
@@ -67,7 +71,7 @@ def check_paged(query: Tensor, key: Tensor, value: Tensor) -> None:
     check_dtype("query", query)
     for name, tensor in (("key", key), ("value", value)):
         check_rank(name, tensor, PAGE_AXES, "Give pages, which hold rows for each head.")
-        check_dtype(name, tensor, (*KV_DTYPES, torch.int8))
+        check_dtype(name, tensor, PAGE_DTYPES)
     _check_sizes(query, key, value, "pages, heads and rows")
     if key.shape[2] == 0:
         raise ShapeError(
@@ -77,13 +81,18 @@ def check_paged(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def check_scales(key: Tensor, key_scale: object, value: Tensor, value_scale: object) -> None:
-    """Check that int8 pages [P, Hkv, page, D], and no others, have scales [P, Hkv, page]."""
+    """Check that pages [P, Hkv, page, D] have scales [P, Hkv, page] if they need any.
+
+    Pages of int8 must have scales, pages of float8 may, and others must not.
+    """
     for name, pages, scale in (("key", key, key_scale), ("value", value, value_scale)):
-        if (pages.dtype == torch.int8) != (scale is not None):
+        wrong = pages.dtype == torch.int8 if scale is None else pages.dtype not in SCALED_DTYPES
+        if wrong:
             raise ArgumentError(
-                f"{name} pages of int8 must come with {name}_scale, and others without, but they "
-                f"are {pages.dtype} and {name}_scale is {'None' if scale is None else 'given'}. "
-                f"Give one float32 scale for each row of each head, {list(pages.shape[:3])}."
+                f"{name} pages of int8 must come with {name}_scale, those of float8 may, and "
+                f"others must not, but they are {pages.dtype} and {name}_scale is "
+                f"{'None' if scale is None else 'given'}. Give one float32 scale for each row of "
+                f"each head, {list(pages.shape[:3])}, or pages of another dtype."
             )
         if scale is None:
             continue
@@ -94,7 +103,7 @@ def check_scales(key: Tensor, key_scale: object, value: Tensor, value_scale: obj
             raise ShapeError(
                 f"{name}_scale must be float32 {list(pages.shape[:3])}, a scale for each row of "
                 f"each head, but is {dtype_name(scale.dtype)} {list(scale.shape)}. Divide the "
-                f"largest absolute value of each row by 127."
+                f"largest absolute value of each row by the largest number of the dtype."
             )
         if scale.device != pages.device:
             raise DeviceError(

@@ -21,7 +21,8 @@ from quire.codegen.convention import (
     KernelSpec,
     gradient_columns,
 )
-from quire.codegen.phases.staging import ENDLESS, storage
+from quire.codegen.phases.staging import ENDLESS
+from quire.codegen.phases.storage import storage
 from quire.codegen.scratch import scratch_bytes
 from quire.errors import CodegenError
 
@@ -45,7 +46,6 @@ class Terms:
     value_dim: int
     rows: int  # queries that a thread computes at a time, for each member
     observes: bool
-    judges: bool  # there is a verdict
     has_pages: bool
     has_scales: bool
     scratch_of_one: int  # bytes that a thread needs for pieces of one member
@@ -63,8 +63,8 @@ class Terms:
             _expect(plan[name] >= 0, f"a {name} of at least 0", plan[name])
             _expect(known in (0, plan[name]), f"a {name} of {known}, as compiled", plan[name])
         _expect(plan["page_size"] >= 1, "a page_size of at least 1", plan["page_size"])
-        for name in ("sequence_stride", "tile_per_head"):
-            _expect(plan[name] in (0, 1), f"a {name} of 0 or 1", plan[name])
+        stride = plan["sequence_stride"]
+        _expect(stride in (0, 1), "a sequence_stride of 0 or 1", stride)
         kind = plan["tile_kind"]
         _expect(EMPTY <= kind <= PLAIN, f"a tile_kind from {EMPTY} to {PLAIN}", kind)
         head_dim, value_dim = int(plan["head_dim"]), int(plan["value_dim"])
@@ -76,7 +76,6 @@ class Terms:
             value_dim=value_dim,
             rows=rows,
             observes=plan["observe"] != 0,
-            judges=plan["verdict"] != 0,
             has_pages=plan["page_size"] != ENDLESS,
             has_scales=storage(spec.key).has_scales or storage(spec.value).has_scales,
             scratch_of_one=scratch_bytes(form, spec.tile, head_dim, value_dim, rows),
@@ -105,7 +104,7 @@ class Terms:
         # fmt: off
         (
             query, key, value, out, lse, _, argmax, entropy, _, sequences, num_sequences,
-            num_items, page_table, key_scale, value_scale, tile_offsets, _, _,
+            num_items, page_table, key_scale, value_scale, _, _, runs, _,
             scratch, scratch_size, members, partials, arrivals, counters,
         ) = call
         # fmt: on
@@ -122,10 +121,10 @@ class Terms:
             raise _broken("at least one sequence and one item", got)
         if page_table and not self.has_pages:
             raise _broken("no page_table where pages have no size", page_table)
+        if runs and (self.observes or self.form not in ("panel", "row")):
+            raise _broken("no tile_runs for kernels that observe or derive", runs)
         if self.has_scales:
             self._check_scales((key, key_scale), (value, value_scale))
-        if tile_offsets and self.judges:
-            raise _broken("a tile list or a verdict", "both")
         if not scratch or (scratch | scratch_size) % ALIGNED:
             got = f"{scratch_size} at {scratch}"
             raise _broken(f"scratch and scratch_bytes in multiples of {ALIGNED}", got)
@@ -141,10 +140,10 @@ class Terms:
             raise _broken("an address of counters", counters)
 
     def _check_scales(self, *sides: tuple[int, int]) -> None:
-        """Keys and values of int8 need scales."""
+        """Keys and values of 8 bits need scales."""
         for name, (rows, scales) in zip(("key", "value"), sides, strict=True):
             if rows and not scales and storage(self.spec.dtype_of(name)).has_scales:
-                raise _broken(f"an address of {name}_scale for int8", scales)
+                raise _broken(f"an address of {name}_scale for rows of 8 bits", scales)
 
     def _check_members(self, members: int, partials: int, arrivals: int) -> None:
         """Pieces of several members need slots."""
@@ -199,15 +198,12 @@ def check(form: Form, spec: KernelSpec, record: Fields) -> None:
 
 
 def _check_blocks(form: Form, spec: KernelSpec, plan: Fields) -> None:
-    """Blocks of queries are whole panels."""
+    """Blocks of queries may end within a panel, blocks of keys are whole panels."""
     block_q, panel = plan["block_q"], spec.tile.width
-    if form == "row":
-        _expect(block_q >= 1, "a block_q of at least 1", block_q)
-        return
-    whole = block_q >= panel and block_q % panel == 0
-    _expect(whole, f"a block_q that is a multiple of the panel's {panel} queries", block_q)
+    _expect(block_q >= 1, "a block_q of at least 1", block_q)
     block_kv = spec.target.block_kv
-    _expect(block_kv % panel == 0, f"a block_kv that is a multiple of {panel}", block_kv)
+    if form != "row":
+        _expect(block_kv % panel == 0, f"a block_kv that is a multiple of {panel}", block_kv)
     if form == "backward":
         _expect(block_q == BLOCK_Q, f"a block_q of {BLOCK_Q}", block_q)
 
@@ -223,8 +219,6 @@ def _check_heads(form: Form, plan: Fields) -> None:
     _expect(heads >= 0 and all_heads % group == 0, f"heads in groups of {group}", all_heads)
     if form == "backward":
         _expect(row_group == 1, "a row_group of 1 in the backward pass", row_group)
-    if form == "row" and plan["tile_per_head"]:
-        _expect(row_group == 1, "a row_group of 1, as heads have tiles of their own", row_group)
 
 
 def _check_code(form: Form, plan: Fields) -> None:

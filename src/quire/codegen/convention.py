@@ -56,13 +56,23 @@ The tiles of a block of queries are a row of the tile list:
     offsets  i64 [rows + 1]       row r has the entries [offsets[r], offsets[r + 1])
     entries  i32                  tile_entry(block of keys, kind), ascending within a row
 
-    row = tile_row of the sequence + b * tile_batch_stride + (h * blocks if tile_per_head) + block
+    row = b * tile_batch_stride + h * tile_head_stride + block * tile_block_stride
+
+where h counts as items do. If only some keys of a block are listed, its entry of `tile_runs` says
+which: two bits for each `KEYS_OF_RUN` keys, the kind of that run, or EMPTY. The listed keys are
+then computed side by side. All sums stay as they are, because the keys of a block keep their order
+and their chain (`phases/order.py`).
+
+    keys of a block     0      16     32     48     64     80     96     112
+    runs                .      FULL   .      .      FULL   FULL   .      PART
+    computed                   0             16            32            48
 
 Without a list, every tile has the kind `tile_kind`, unless there is a `verdict`. It is asked about
-spans first, then about blocks, then about panels. A FULL tile gets `full_mod`, a PARTIAL one
-`partial_mod`, a PLAIN one `plain_mod`; a null pointer means that scores stay as they are. For a
-PARTIAL tile the kernel first calls `extent`, if there is one, to learn which keys the panel reads;
-if every query reads every key, the tile is PLAIN. `contract.py` checks records before a launch.
+spans first, then about blocks, then about panels; with a list, about PARTIAL blocks. A FULL tile
+gets `full_mod`, a PARTIAL one `partial_mod`, a PLAIN one `plain_mod`; a null pointer means that
+scores stay as they are. For a PARTIAL tile the kernel first calls `extent`, if there is one, to
+learn which keys the panel reads; if every query reads every key, the tile is PLAIN. `contract.py`
+checks records before a launch.
 """
 
 from __future__ import annotations
@@ -78,6 +88,7 @@ from quire.codegen.llvm.builder import Function
 from quire.codegen.llvm.target import Target
 from quire.codegen.llvm.types import F32, F64, I64, PTR, Layout, Type, typed
 from quire.codegen.llvm.values import Signature, Value
+from quire.codegen.phases.order import CHAINS
 from quire.codegen.phases.staging import Number, padded, scratch_stride
 from quire.codegen.phases.tiles import TileShape
 from quire.errors import CodegenError
@@ -90,6 +101,7 @@ FEW_ROWS = 4  # a sequence with at most as many queries is computed by the decod
 MOST_ROWS = 16  # and one with at most as many queries if it has `MANY_KEYS`
 MANY_KEYS = 1024
 KEYS_OF_PIECE = 1024
+KEYS_OF_RUN = CHAINS  # so that keys which are computed side by side keep their chain
 EMPTY, PARTIAL, FULL, PLAIN = range(4)  # skip the tile; apply all masks, some, none
 
 # --- functions that a kernel calls through pointers
@@ -149,10 +161,11 @@ CALL = {
     "num_sequences": I64,
     "num_items": I64,
     "page_table": PTR,  # i32 [sequence, page], or null
-    "key_scale": PTR,  # float32, a scale for each row of int8 pages
+    "key_scale": PTR,  # float32, a scale for each row of 8 bits
     "value_scale": PTR,
     "tile_offsets": PTR,  # the tile list, see above, or null
     "tile_entries": PTR,
+    "tile_runs": PTR,  # i16 for each entry, or null: all keys of each block are listed
     "arguments": PTR,  # what the mods read: constants and captured tensors
     "scratch": PTR,  # 64-byte aligned, `scratch_bytes` for each thread
     "scratch_bytes": I64,
@@ -185,7 +198,8 @@ PLAN = {
     "page_table_stride": I64,
     "page_size": I64,  # staging.ENDLESS without pages
     "tile_batch_stride": I64,
-    "tile_per_head": I64,  # 1 or 0
+    "tile_head_stride": I64,
+    "tile_block_stride": I64,
     "tile_kind": I64,
     "stays_open": I64,  # 1: out is not divided; lse has the sums and max_scores the maxima for that
     # Addresses of functions: a REWRITE or null; in other kernels a ROW_REWRITE, DERIVE or PUSH.
@@ -194,7 +208,7 @@ PLAN = {
     "plain_mod": PTR,
     "weights_mod": PTR,  # is applied to weights, after the softmax
     "extent": PTR,  # an EXTENT or null
-    "verdict": PTR,  # a VERDICT or null; null if there is a tile list
+    "verdict": PTR,  # a VERDICT or null
     "observe": PTR,  # an OBSERVE or null
 }
 
@@ -249,7 +263,6 @@ SEQUENCE = Layout(
     {
         "b": I64,  # its index in the batch; not read if one record serves the whole batch
         "first_item": I64,  # the number of items of all sequences before
-        "tile_row": I64,
         "q_row": I64,  # the row of its first query in query, out, lse and the like
         "q_len": I64,
         "q_start": I64,  # the position of its first query

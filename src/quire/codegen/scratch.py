@@ -35,14 +35,16 @@ def panel_regions(
 ) -> Regions[Number]:
     """The scratch of the forward kernel: one block of queries, one block of keys, one panel."""
     block_kv = tile.target.block_kv
+    block_q = (block_q + (tile.width - 1)) & -tile.width  # whole panels
     sizes = (
         ("records", _placements(tile, 8)),  # of query, key, value and out, and their tangents
         ("maxima", tile.width),  # of one tile, for each query
+        ("maxima_of_parts", tile.width),  # of the parts of a tile so far
         ("alpha", tile.width),  # the factor by which earlier sums shrink
         ("chains", CHAINS * tile.lanes),  # of the sums of weights, see `phases/order.py`
         ("scores", (block_kv + SMALL_ROWS) * tile.width),
         ("lse", block_q),
-        ("key_scales", block_kv + SMALL_ROWS),  # of int8
+        ("key_scales", block_kv + SMALL_ROWS),  # of rows of 8 bits
         ("value_scales", block_kv),
         ("keys", scratch_stride(tile, head_dim) * block_kv),
         ("values", scratch_stride(tile, value_dim) * block_kv),
@@ -95,7 +97,7 @@ def row_regions(
         ("keys", scratch_stride(tile, head_dim) * keys),
         ("values", scratch_stride(tile, value_dim) * keys),
         ("kept", padded(tile, head_dim) * MOST_SQUARES * tile.lanes),  # transposed keys
-        ("key_scales", more),  # of int8
+        ("key_scales", more),  # of rows of 8 bits
         ("value_scales", more),
         ("alpha", rows * BLOCKS_TOGETHER * tile.lanes),
         ("scores", rows * row_stride(tile)),

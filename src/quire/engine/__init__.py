@@ -1,1 +1,27 @@
-"""The engine: many requests in one batch, each with the bits that it has alone."""
+"""Continuous batching: many requests, one batch, nobody notices the others.
+
+    engine = Engine.from_pretrained("SmolLM2-135M-Instruct", weights="int8", max_bytes=2 << 30)
+    request = engine.submit(prompt, max_tokens=64, temperature=0.8, seed=7, stop=["\\n\\n"])
+    for token in request: ...            # also: async for, request.cancel(), request.result()
+
+Reading order: engine (what users call), core (the four functions of a step), scheduler (who is
+computed), runner (the packed call of the model), answers (what users read), sampling (how a token
+is chosen), prompts, loading, events.
+"""
+
+from quire.engine.answers import Answer, Completion, Generation, Token
+from quire.engine.engine import Engine
+from quire.engine.events import EngineStatistics, Event
+from quire.engine.sampling import Grammar, Sampling
+
+__all__ = [
+    "Answer",
+    "Completion",
+    "Engine",
+    "EngineStatistics",
+    "Event",
+    "Generation",
+    "Grammar",
+    "Sampling",
+    "Token",
+]

@@ -43,3 +43,11 @@ def either(a: Node, b: Node) -> Node:
 def denied(a: Node) -> Node:
     """not a."""
     return term("not", a)
+
+
+@functools.lru_cache(maxsize=1024)
+def hidden_where(mask: Node | None, page: int, slot: int) -> Node:
+    """A mask that also hides holes: tensor `slot` [B, most] says which pages there are."""
+    b, kv_idx = (Node("input", (), I64, name) for name in ("b", "kv_idx"))
+    there = Node("load", (b, term("floordiv", kv_idx, whole(page))), BOOL, slot)
+    return there if mask is None else both(mask, there)

@@ -25,19 +25,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.checks.arguments import whole_number
-from quire.errors import ArgumentError, ShapeError
+from quire.errors import ArgumentError
 from quire.kv import files, survey
-from quire.kv.groups import Budget, Group, LayerGroup, View, checked_groups
-from quire.kv.handles import Roster, Rows, SequenceHandle, token_counts
+from quire.kv.groups import Budget, Group, LayerGroup, checked_groups, prefix_cache
+from quire.kv.handles import Roster, Rows, SequenceHandle, counts_of, token_counts
 from quire.kv.page_map import PageMap
-from quire.kv.pages import PageShape
+from quire.kv.pages import PageShape, View
 from quire.kv.paths import kept_by
 from quire.kv.prefix import PrefixCache
 from quire.kv.survey import Statistics
 from quire.kv.table import spread
 from quire.memory import Dense, Paged
 from quire.memory.tables import Numbers
-from quire.runtime.append import SlotWriter, dequantise, form_of
+from quire.runtime.append import SlotWriter, form_of
 
 Tokens = Sequence[int] | NDArray[np.int64]
 
@@ -46,10 +46,12 @@ class PagedKVCache:
     """Keys and values of sequences, in pages that several sequences can share.
 
     Give `layers`, or `groups` if some layers have windows. Each token has `heads` key heads of
-    `head_dim` numbers; those of values have `value_dim`, by default the same. `n_pages` limits the
-    pages of each group, and `max_bytes` the memory of all groups. Memory is allocated when it is
-    needed, `growth` times as much each time. With `prefix=True`, `keep` remembers full pages by
-    their tokens, and `sequence(tokens)` finds them again.
+    `head_dim` numbers; those of values have `value_dim`, by default the same. With `latent=512`,
+    values are the first 512 numbers of keys, and are not stored. `n_pages` limits the pages of each
+    group, and `max_bytes` the memory of all groups. Memory is allocated when it is
+    needed, `growth` times as much each time. Rows of int8 and float8 have a scale each; with
+    `scales=False`, numbers of float8 are as `.to(dtype)` makes them. With `prefix=True`, `keep`
+    remembers full pages by their tokens, and `sequence(tokens)` finds them again.
     """
 
     def __init__(
@@ -59,20 +61,24 @@ class PagedKVCache:
         heads: int,
         head_dim: int,
         value_dim: int | None = None,
+        latent: int | None = None,
         page_size: int = 16,
         n_pages: int | None = None,
         max_bytes: int | None = None,
         growth: float = 2.0,
         dtype: torch.dtype = torch.float32,
+        scales: bool | None = None,
         groups: Iterable[Group] | None = None,
         prefix: bool = False,
     ) -> None:
         self.shape = PageShape.checked(
             dtype,
+            scales,
+            latent=latent,
             heads=heads,
             head_dim=head_dim,
             page_size=page_size,
-            value_dim=head_dim if value_dim is None else value_dim,
+            value_dim=value_dim,
         )
         self._budget = Budget(n_pages, max_bytes, growth)
         self._groups = [LayerGroup.of(each, self.shape) for each in checked_groups(layers, groups)]
@@ -80,18 +86,9 @@ class PagedKVCache:
             layer: place for place, group in enumerate(self._groups) for layer in group.layers
         }
         self._roster = Roster()
-        self._prefix = self._prefix_cache() if prefix else None
+        self._prefix = prefix_cache(self._groups, self.shape.page_size) if prefix else None
         # The last result of `memory` for each group: its other layers ask for the same.
         self._views: dict[int, tuple[list[SequenceHandle], View]] = {}
-
-    def _prefix_cache(self) -> PrefixCache:
-        if len(self._groups) > 1 or self._groups[0].table.window is not None:
-            raise ArgumentError(
-                "prefix=True must have one group of layers without a window, since pages before a "
-                "window are released, but there are several groups, or a window. Leave prefix out, "
-                "or put all layers into one group."
-            )
-        return PrefixCache(self._groups[0].pool, self.shape.page_size)
 
     def __repr__(self) -> str:
         now = self.statistics()
@@ -99,6 +96,11 @@ class PagedKVCache:
             f"PagedKVCache({self.num_layers} layers, {now.sequences} sequences, {now.tokens} "
             f"tokens, {now.free} of {now.pages} pages free)"
         )
+
+    @property
+    def limits(self) -> str:
+        """The limits of the cache in words."""
+        return str(self._budget)
 
     @property
     def num_layers(self) -> int:
@@ -229,8 +231,12 @@ class PagedKVCache:
             waiting |= dict.fromkeys(group.layers, slots)
         return Rows(self._roster, sequences, lengths, len(places[0]), waiting)
 
-    def write(self, layer: int, rows: Rows, key: Tensor, value: Tensor) -> None:
-        """Write `key` [tokens, Hkv, D] and `value` [tokens, Hkv, Dv] to the new rows of a layer."""
+    def write(self, layer: int, rows: Rows, key: Tensor, value: Tensor | None = None) -> None:
+        """Write `key` [tokens, Hkv, D] and `value` [tokens, Hkv, Dv] to the new rows of a layer.
+
+        A latent cache has no `value`.
+        """
+        value = self.shape.value_rows(key, value)
         slots = rows.waiting.get(layer)
         if (
             slots is None
@@ -248,8 +254,8 @@ class PagedKVCache:
         Later layers with tensors of the same form are not checked again.
         """
         self._group(layer)
-        self.shape.expect_rows("key", key, key.shape, rows.num_tokens)
-        self.shape.expect_rows("value", value, value.shape, rows.num_tokens)
+        for side, tensor in zip(self.shape.sides, (key, value), strict=False):
+            self.shape.expect_rows(side, tensor, tensor.shape, rows.num_tokens)
         slots = rows.expect_layer(layer, self._roster)
         slots.expect(key, value)
         return slots
@@ -258,36 +264,36 @@ class PagedKVCache:
         self,
         sequences: Sequence[SequenceHandle],
         key: Tensor,
-        value: Tensor,
+        value: Tensor | None = None,
         counts: Sequence[int] | int | None = None,
     ) -> None:
         """Add tokens to sequences, in all layers.
 
-        `key` is [layers, tokens, Hkv, D] and `value` [layers, tokens, Hkv, Dv]; tokens of the first
-        sequence come first. `counts` says how many tokens belong to each sequence. By default all
-        sequences get equally many.
+        `key` is [layers, tokens, Hkv, D] and `value` [layers, tokens, Hkv, Dv], or None in a latent
+        cache; tokens of the first sequence come first. `counts` says how many tokens belong to each
+        sequence. By default all sequences get equally many.
         """
-        for name, tensor in (("key", key), ("value", value)):
-            if tensor.dim() != 4 or len(tensor) != self.num_layers:
-                raise ShapeError(
-                    f"{name} must be [layers, tokens, Hkv, width] of {self.num_layers} layers, but "
-                    f"has shape {list(tensor.shape)}. Stack the layers, or write one by one."
-                )
-            self.shape.expect_rows(name, tensor, tensor.shape[1:], key.shape[1])
-        tokens = key.shape[1]
+        value = self.shape.value_rows(key, value)
+        for side, tensor in zip(self.shape.sides, (key, value), strict=False):
+            self.shape.expect_layers(side, tensor, self.num_layers, key)
         held = self._roster.rows(sequences)
-        number = token_counts(tokens // max(1, len(held)) if counts is None else counts, len(held))
-        if int(number.sum()) != tokens:
-            raise ShapeError(
-                f"key must have {int(number.sum())} tokens, as the counts of {len(sequences)} "
-                f"sequences add up to, but has {tokens}. Give counts that add up to the tokens."
-            )
+        number = counts_of(key.shape[1], counts, len(held))
         for group in self._groups:
             group.writer.kernel(key, value)  # raises before rows are reserved if it cannot compile
         rows = self._extend(sequences, held, number)
         for group in self._groups:
             rows.waiting[next(iter(group.layers))].write_all(key, value)
         rows.all_done()
+
+    def has_room(self, lengths: Sequence[int], step: int, *, alone: bool = False) -> bool:
+        """Return whether new sequences would fit that grow to these lengths by `step` at most.
+
+        With `alone`, return whether they would fit if the cache held nothing else.
+        """
+        wanted = [
+            sum(group.table.most_pages(each, step) for each in lengths) for group in self._groups
+        ]
+        return self._budget.has_room(self._groups, wanted, self._prefix, alone=alone)
 
     # --- reading
 
@@ -307,13 +313,11 @@ class PagedKVCache:
     def dense(self, layer: int, sequence: SequenceHandle) -> Dense:
         """Return a copy of the rows that a layer holds: key [1, Hkv, S, D], value [1, Hkv, S, Dv].
 
-        Rows of int8 are returned as float32.
+        Rows that have scales are returned as float32.
         """
         row, group = self._roster.row(sequence), self._group(layer)
-        held = group.layers[layer].read(group.held_slots(row, int(self._roster.lengths[row])))
-        key, value = held["key"], held["value"]
-        if self.shape.dtype == torch.int8:
-            key, value = dequantise(key, held["key_scale"]), dequantise(value, held["value_scale"])
+        slots = group.held_slots(row, int(self._roster.lengths[row]))
+        key, value = group.layers[layer].rows(slots)
         start = group.table.start(row)
         return Dense(key.transpose(0, 1)[None], value.transpose(0, 1)[None], start)
 

@@ -1,7 +1,7 @@
 """A sequence in a file: keys and values by layer, in the format of safetensors.
 
     key.0, value.0, key.1, ...   [rows, Hkv, D]: the rows that a layer holds, in their dtype
-    key_scale.0, ...             [rows, Hkv]: the scales of rows of int8
+    key_scale.0, ...             [rows, Hkv]: the scales of rows, if they have any
     metadata "quire"             the header as JSON: lengths, and what the cache was made for
     metadata "sha256"            of the header and of all tensors
 

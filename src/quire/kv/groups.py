@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.checks.arguments import whole_number
 from quire.errors import ArgumentError, OutOfPages, ReleasedRowsError
-from quire.kv.pages import LayerPages, PageShape
+from quire.kv.pages import LayerPages, PageShape, View
 from quire.kv.pool import PagePool
 from quire.kv.prefix import PrefixCache
 from quire.kv.table import Moves, PagePlan, PageTable
@@ -22,9 +22,6 @@ from quire.runtime.append import PageTensors, PageWriter
 
 FIRST_PAGES = 16  # the size of a new pool, and the least number of pages that it grows by
 NO_LIMIT = 2**62
-
-View: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
-"""The page table [B, columns], lengths [B] and first pages [B] of sequences, as in `Paged`."""
 
 
 class Group(NamedTuple):
@@ -104,10 +101,7 @@ class LayerGroup:
 
     def memory(self, layer: int, view: View) -> Paged:
         """Return the memory of the sequences of a view, in the pages of one layer."""
-        pages = self.layers[layer].tensors
-        return Paged(
-            pages.key, pages.value, *view, key_scale=pages.key_scale, value_scale=pages.value_scale
-        )
+        return self.layers[layer].memory(view)
 
     def grow(self, more: int) -> None:
         """Add `more` pages to each layer. If memory runs out, only the first layers have them."""
@@ -146,6 +140,17 @@ def checked_groups(layers: int | None, groups: Iterable[Group] | None) -> list[G
             advice = "Say how many positions before its own a query sees."
             whole_number("window", group.window, minimum=1, advice=advice)
     return made
+
+
+def prefix_cache(groups: Sequence[LayerGroup], page_size: int) -> PrefixCache:
+    """Return a cache of prompts for one group of layers without a window."""
+    if len(groups) > 1 or groups[0].table.window is not None:
+        raise ArgumentError(
+            "prefix=True must have one group of layers without a window, since pages before a "
+            "window are released, but there are several groups, or a window. Leave prefix out, or "
+            "put all layers into one group."
+        )
+    return PrefixCache(groups[0].pool, page_size)
 
 
 class Budget:
@@ -189,6 +194,25 @@ class Budget:
                 _grow(group, more)
         if prefix is not None:
             prefix.evict(missing[0])
+
+    def has_room(
+        self,
+        groups: Sequence[LayerGroup],
+        wanted: Sequence[int],
+        prefix: PrefixCache | None,
+        *,
+        alone: bool,
+    ) -> bool:
+        """Return whether each group could have so many pages, now or if it were `alone`."""
+        if alone:
+            size = sum(n * group.page_bytes for n, group in zip(wanted, groups, strict=True))
+            return max(wanted) <= self._pages and size <= self._bytes
+        lacking = [
+            max(0, count - group.pool.num_free) for count, group in zip(wanted, groups, strict=True)
+        ]
+        grown = self._growth(groups, lacking) if any(lacking) else lacking
+        missing = [max(0, want - more) for want, more in zip(lacking, grown, strict=True)]
+        return not any(missing) or (prefix is not None and prefix.can_evict(missing[0]))
 
     def _growth(self, groups: Sequence[LayerGroup], wanted: list[int]) -> list[int]:
         """How many pages to add to each group.

@@ -179,6 +179,18 @@ def token_counts(counts: Sequence[int] | int, num_sequences: int) -> Numbers:
     return one_each("counts", counts, num_sequences, "Say how many tokens a sequence gets.")
 
 
+def counts_of(tokens: int, counts: Sequence[int] | int | None, num_sequences: int) -> Numbers:
+    """Return how many of `tokens` each sequence gets; equally many if `counts` is None."""
+    equal = tokens // max(1, num_sequences)
+    number = token_counts(equal if counts is None else counts, num_sequences)
+    if int(number.sum()) != tokens:
+        raise ShapeError(
+            f"key must have {int(number.sum())} tokens, as the counts of {num_sequences} sequences "
+            f"add up to, but has {tokens}. Give counts that add up to the tokens."
+        )
+    return number
+
+
 def one_each(name: str, given: object, num_sequences: int, advice: str) -> Numbers:
     """Return a number for each sequence. `given` is one number for all, or one for each."""
     each = listed(given)

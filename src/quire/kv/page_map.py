@@ -10,7 +10,8 @@ than once, + is kept for later prompts, . is free. `quire.draw.pages` draws seve
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,10 +26,14 @@ COLUMNS = 64
 
 @dataclass(frozen=True, eq=False)
 class PageMap:
-    """The state of each page of a pool at one time: `owners` [pages] is FREE, KEPT, SHARED, ..."""
+    """The state of each page of a pool at one time: `owners` [pages] is FREE, KEPT, SHARED, ...
+
+    `held` has the pages [n] of each sequence, by its number, in the order of positions.
+    """
 
     owners: NDArray[np.int64]
     page_size: int
+    held: Mapping[int, NDArray[np.int32]] = field(default_factory=dict)
 
     def count(self, kind: int) -> int:
         """The number of pages that are FREE, KEPT, SHARED, or OWNED by one sequence."""

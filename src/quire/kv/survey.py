@@ -65,11 +65,12 @@ def page_map(table: PageTable, roster: Roster, prefix: PrefixCache | None) -> Pa
     owners = np.full(table.pool.num_pages, FREE, np.int64)
     if prefix is not None:
         owners[prefix.pages] = KEPT
-    for sequence in roster.living:
-        owners[table.held(sequence.row)] = OWNED + sequence.serial
+    held = {sequence.serial: table.held(sequence.row).copy() for sequence in roster.living}
+    for serial, pages in held.items():
+        owners[pages] = OWNED + serial
     everything = np.arange(table.pool.num_pages, dtype=np.int32)
     owners[table.pool.references(everything) > 1] = SHARED
-    return PageMap(owners, table.page_size)
+    return PageMap(owners, table.page_size, held)
 
 
 def check_integrity(

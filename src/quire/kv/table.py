@@ -108,6 +108,13 @@ class PageTable:
         """The number of pages before the window of a sequence with `length` tokens."""
         return 0 if self.window is None else max(0, length - self.window) // self.page_size
 
+    def most_pages(self, length: int, step: int) -> int:
+        """The most pages that a row holds until it has `length` tokens, `step` more at a time."""
+        whole = -(-length // self.page_size)
+        if self.window is None:
+            return whole
+        return min(whole, -(-(self.window + step) // self.page_size) + 1)
+
     def plan(self, rows: Numbers, lengths: Numbers, counts: Numbers) -> PagePlan:
         """Return the plan to add `counts` tokens to sequences that have `lengths` tokens."""
         end = (lengths + counts + (self.page_size - 1)) // self.page_size

@@ -20,9 +20,9 @@ from quire.errors import ArgumentError, ShapeError
 from quire.memory.positions import TOP_LEFT, Integers, One, Queries
 from quire.memory.tables import (
     KNOWN,
+    Holes,
     Numbers,
     PageTables,
-    Places,
     ReadTables,
     Sequences,
     content_of,
@@ -42,9 +42,9 @@ class Placed(NamedTuple):
         paged    [1, Hq, total, D]   [P, Hkv, page, D]      a table of sequences
 
     Position p of sequence b is row `p % page` of page `page_table[b, p // page]`. Pages of int8
-    have scales [P, Hkv, page]. `content` identifies the content of all tables: equal means equal
-    tables. It is None if the tables cannot be compared. The rows of sequences with holes are
-    counted without these, and `places` says which positions they have.
+    have scales [P, Hkv, page], and those of float8 may. `content` identifies the content of all
+    tables: equal means equal tables. It is None if the tables cannot be compared. The rows of
+    sequences with holes are counted without these, and `places` says which positions they have.
     """
 
     query: Tensor
@@ -55,7 +55,7 @@ class Placed(NamedTuple):
     key_scale: Tensor | None = None
     value_scale: Tensor | None = None
     content: object = None
-    places: Places | None = None
+    holes: Holes | None = None
 
     @property
     def is_dense(self) -> bool:
@@ -110,26 +110,14 @@ class Placed(NamedTuple):
         """Return the same rows of other tensors."""
         return self._replace(query=query, key=key, value=value)
 
-    def with_positions(self, result: Result) -> Result:
-        """Return results whose keys have positions: those of sequences with holes have rows."""
-        if self.places is None:
+    def with_all_positions(self, result: Result) -> Result:
+        """Return results with the positions of holes after the last page of all sequences."""
+        mass, holes = result.key_mass, self.holes
+        if mass is None or holes is None:
             return result
-        rows, page = self.sequences, self.key.shape[2]
-        argmax, mass = result.argmax, result.key_mass
-        if argmax is not None:
-            b = torch.zeros(argmax.shape[2], dtype=torch.int64, device="cpu")
-            first = np.repeat(rows.q_row - np.cumsum(rows.q_len) + rows.q_len, rows.q_len)
-            b[first + np.arange(len(first))] = torch.from_numpy(np.repeat(rows.b, rows.q_len))
-            found = self.places.position(b, argmax.clamp(min=0), page).to(argmax.dtype)
-            result = result._replace(argmax=torch.where(argmax < 0, argmax, found))
-        if mass is not None:
-            spread = mass.new_zeros((*mass.shape[:2], self.places.length))
-            columns = (column.tolist() for column in (rows.b, rows.kv_begin, rows.kv_end))
-            for b, begin, end in zip(*columns, strict=True):
-                row = torch.arange(begin, end, device="cpu")
-                spread[b][:, self.places.position(b, row, page)] = mass[b, :, begin:end]
-            result = result._replace(key_mass=spread)
-        return result
+        padded = mass.new_zeros((*mass.shape[:2], holes.length))
+        padded[..., : mass.shape[2]] = mass
+        return result._replace(key_mass=padded)
 
     def each(self) -> Iterator[tuple[Placed, slice, slice]]:
         """Yield each sequence as dense memory, with the slices of its query rows and key rows.
@@ -299,7 +287,8 @@ class Paged:
     page_table [B, most], lengths and first_page [B]. Tensors may have any strides. Entries of the
     table after the last page of a sequence are ignored. An entry of -1 before it is a hole: there
     are no keys at these positions, and the other keys keep theirs. Pages of int8 have scales
-    `key_scale` and `value_scale` [P, Hkv, page]: a row is its int8 numbers times its scale.
+    `key_scale` and `value_scale` [P, Hkv, page], and pages of float8 may: a row is its numbers
+    times its scale.
     """
 
     key: Tensor
@@ -338,27 +327,27 @@ class Paged:
             key=self.key,
             value=self.value,
             rows=known.sequences,
-            page_table=known.numbers if content is None or known.places else self.page_table,
+            page_table=known.numbers if content is None or known.holes else self.page_table,
             key_scale=self.key_scale,
             value_scale=self.value_scale,
             content=content,
-            places=known.places,
+            holes=known.holes,
         )
 
     def _read(self, given: PageTables, query: Tensor, queries: Queries) -> ReadTables:
         """Check the tables and return their content."""
-        closed, ends = given.checked(len(self.key), self.key.shape[2])
+        filled, ends = given.checked(len(self.key), self.key.shape[2])
         rows = query_spans(query, queries.offsets, queries.lengths, len(ends))
         sequences = Sequences(
             b=np.arange(len(ends)),
             q_len=rows.lengths,
             q_start=first_positions(queries.start, rows.lengths, ends),
-            kv_begin=closed.begins,
-            kv_end=closed.ends,
+            kv_begin=filled.begins,
+            kv_end=filled.ends,
             q_row=rows.first,
             kv_row=np.zeros_like(ends),
         )
-        return ReadTables(sequences, closed.table, closed.places)
+        return ReadTables(sequences, filled.table, filled.holes)
 
     def as_given(self, query: Tensor, rows: Tensor) -> Tensor:
         """Return `rows` [1, Hq, total, ...] like `query`: [B, Hq, L, ...] or [total, Hq, ...]."""

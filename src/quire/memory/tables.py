@@ -222,32 +222,27 @@ Content: TypeAlias = tuple[tuple[int, ...], tuple[object, ...]]
 """The sizes of a call, and the bytes of its tables."""
 
 
-class Places(NamedTuple):
-    """Where the pages of sequences with holes belong.
+class Holes(NamedTuple):
+    """Which pages of sequences with holes between them are there.
 
-    table    [B, most], the place of each page in its sequence: an entry of the page table without
-             holes
-    length   the number of positions of the longest sequence, with holes
+    there    [B, most] of bool, like the page table
+    length   the number of positions of the longest sequence, with all its holes
     """
 
-    table: Tensor
+    there: Tensor
     length: int
-
-    def position(self, b: Tensor | int, row: Tensor, page: int) -> Tensor:
-        """Return the positions of rows of sequences `b`, counted without holes."""
-        return self.table[b, row // page] * page + row % page
 
 
 class ReadTables(NamedTuple):
     """The content of checked tables: the sequences, and the page table as int32 [B, most].
 
-    If some sequence has holes between its pages, the table has no holes, and `places` says where
-    its pages belong.
+    If some sequence has holes between its pages, the table has some page of it there, and `holes`
+    says that it is not to be read.
     """
 
     sequences: Sequences
     numbers: Tensor
-    places: Places | None = None
+    holes: Holes | None = None
 
 
 KNOWN: BoundedDict[object, ReadTables] = BoundedDict(16)
@@ -261,7 +256,7 @@ class PageTables(NamedTuple):
     lengths: object
     first_page: object
 
-    def checked(self, num_pages: int, page: int) -> tuple[ClosedUp, Numbers]:
+    def checked(self, num_pages: int, page: int) -> tuple[Filled, Numbers]:
         """Return the tables without holes, and the end of each sequence [B] with its holes."""
         tensor = tensor_of("integers", "page_table", self.page_table, ranks=(2,), advice=_ADVICE)
         check_kind("page_table", tensor)
@@ -278,7 +273,7 @@ class PageTables(NamedTuple):
                 tensor = tensor.long().clamp(-2, 2**31 - 1).to(torch.int32)
             table = tensor.contiguous()
             _check_pages(table.numpy(), num_pages, begins // page, -(-ends // page))
-            return close_up(table, begins, ends, page), ends
+            return fill(table, begins, ends, page), ends
 
 
 def _check_pages(numbers: NDArray[np.int32], num_pages: int, first: Numbers, last: Numbers) -> None:
@@ -296,55 +291,43 @@ def _check_pages(numbers: NDArray[np.int32], num_pages: int, first: Numbers, las
         )
 
 
-class ClosedUp(NamedTuple):
-    """Tables without holes: the page table, first and end of each sequence, and where pages belong.
+class Filled(NamedTuple):
+    """Tables without holes: the page table, first and end of each sequence, and where holes were.
 
-    page table       4  -1   7   2  -1        places      0  2  3
-    without holes    4   7   2
+    page table       -1   4  -1   7   2  -1        begins with page 1, ends with page 4
+    filled           -1   4   4   7   2  -1        there    0  1  0  1  1  0
     """
 
     table: Tensor
     begins: Numbers
     ends: Numbers
-    places: Places | None = None
+    holes: Holes | None = None
 
 
-def close_up(table: Tensor, begins: Numbers, ends: Numbers, page: int) -> ClosedUp:
+def fill(table: Tensor, begins: Numbers, ends: Numbers, page: int) -> Filled:
     """Return the tables without their holes.
 
     Holes before the first page of a sequence and after its last one only change where it begins
-    and ends. Pages with holes between them move together, to the front of the table.
+    and ends. Holes between pages get a page of the sequence, so that every entry is valid.
     """
     numbers = table.numpy()
     if not numbers.size or numbers.min() > HOLE:
-        return ClosedUp(table, begins, ends)
+        return Filled(table, begins, ends)
     length = int(ends.max())
     column = np.arange(numbers.shape[1], dtype=np.int32)
     used = (column >= begins[:, None] // page) & (column * page < ends[:, None])
     there = used & (numbers != HOLE)
     if there.sum() == used.sum():
-        return ClosedUp(table, begins, ends)
+        return Filled(table, begins, ends)
     counts, first = there.sum(axis=1), there.argmax(axis=1)
     last = numbers.shape[1] - 1 - there[:, ::-1].argmax(axis=1)
     ends = np.where(counts > 0, np.minimum(ends, (last + 1) * page), 0)
     begins = np.where(counts > 0, np.maximum(begins, first * page), 0)
-    apart = (counts > 0) & (last - first + 1 > counts)
-    if not apart.any():
-        return ClosedUp(table, begins, ends)
-    begins = np.where(apart, 0, begins)
-    ends = np.where(apart, ends - (last + 1 - counts) * page, ends)
-    moved = np.where(apart[:, None], np.argsort(~there, axis=1, kind="stable"), column)
-    # A power of two, so that steps with a few pages more or less have tables of the same shape.
-    width = min(numbers.shape[1], 1 << (-(-int(ends.max()) // page) - 1).bit_length())
-    places = np.ascontiguousarray(moved[:, :width], np.int32)
-    closed = numbers.copy()  # of the same width, which a plan relies on
-    closed[:, :width] = np.take_along_axis(numbers, places, axis=1)
-    return ClosedUp(
-        table=torch.from_numpy(closed),
-        begins=begins,
-        ends=ends,
-        places=Places(torch.from_numpy(places), length),
-    )
+    if not ((counts > 0) & (last - first + 1 > counts)).any():
+        return Filled(table, begins, ends)
+    some = np.take_along_axis(numbers, first[:, None], axis=1)
+    holes = Holes(torch.from_numpy(there), length)
+    return Filled(torch.from_numpy(np.where(there, numbers, some)), begins, ends, holes)
 
 
 def content_of(tables: PageTables, sizes: tuple[int, ...]) -> Content | None:

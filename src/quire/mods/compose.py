@@ -332,16 +332,12 @@ def shift(
     return cast(_MaybeMod, _KINDS[kind](_offset, mod_name(mod), mod=mod, **offsets))
 
 
-def at_places(mod: _Mod, kind: Kind, places: Tensor, page: int) -> _Mod:
-    """Return a mod for keys that are counted without the holes of their sequence.
-
-    `places` [B, most] has the place of each page of `page` keys: key 20 of sequence b has position
-    `places[b, 1] * 16 + 4` if pages have 16 keys.
-    """
-    return cast(_Mod, _KINDS[kind](_at_places, mod_name(mod), mod=mod, places=places, page=page))
+def where_there(there: Tensor, page: int) -> MaskMod:
+    """Return the mask of sequences with holes: `there` [B, most] says which pages there are."""
+    return Mask(_where_there, "holes", there=there, page=page)
 
 
-def _at_places(*args: Tensor, mod: Callable[..., Tensor], places: Tensor, page: int) -> Tensor:
-    *others, b, h, q_idx, kv_idx = args
-    first = places[b, kv_idx // page].long() * page  # as int64, which cannot wrap around
-    return mod(*others, b, h, q_idx, first + kv_idx % page)
+def _where_there(
+    b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, *, there: Tensor, page: int
+) -> Tensor:
+    return there[b, kv_idx // page]

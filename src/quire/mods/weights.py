@@ -19,6 +19,8 @@ from torch.nn import functional as F
 from quire.checks.arguments import tensor_of
 from quire.mods.compose import ScoreChange
 
+__all__ = ["exp", "relu", "sigmoid", "softmax", "softmax_one", "softplus", "squared_relu"]
+
 Weighting: TypeAlias = Literal["softmax", "shares", "sums"]
 """What becomes of a score: an exponent of the softmax; a weight, divided by the sum of weights; or
 a weight as it is."""

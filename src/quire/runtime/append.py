@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 from quire.checks.arguments import dtype_name
-from quire.codegen.kernels.append import APPEND, LARGEST_INT8, LAYER, NAME, write_append
+from quire.codegen.kernels.append import APPEND, LAYER, NAME, SIDES, write_append
 from quire.codegen.llvm import jit
+from quire.codegen.llvm.builder import Module
 from quire.codegen.llvm.target import Target
+from quire.codegen.phases.storage import storage
 from quire.runtime.cache import cache_key, code_of, processor_obstacle
 from quire.runtime.launch import num_threads, ready
 
@@ -37,11 +39,12 @@ _OF_CALL = struct.Struct(f"8x{APPEND.index('slots') - 1}q{_OF_STEP.size}s")  # 8
 class PageTensors(NamedTuple):
     """The pages of a layer, [P, Hkv, page, D] and [P, Hkv, page, Dv], contiguous.
 
-    Pages of int8 have float32 scales [P, Hkv, page]: row = int8 * scale.
+    If values are a part of the keys, there are no pages of values, and no scales of them.
+    Pages of int8 have float32 scales [P, Hkv, page], and those of float8 may: row = number * scale.
     """
 
     key: Tensor
-    value: Tensor
+    value: Tensor | None = None
     key_scale: Tensor | None = None
     value_scale: Tensor | None = None
 
@@ -70,8 +73,10 @@ class PageWriter:
         }
         pages = next(iter(self.layers.values()))
         self._dtype, self._on_cpu = pages.key.dtype, pages.key.is_cpu
+        self._scaled = pages.key_scale is not None
+        self._sides = ("key",) if pages.value is None else SIDES
         _, heads, page_size, head_dim = pages.key.shape
-        value_dim = pages.value.shape[3]
+        value_dim = 0 if pages.value is None else pages.value.shape[3]
         self._token_numbers = heads * (head_dim + value_dim)
         sides = (head_dim, self._worth_streaming("key"), value_dim, self._worth_streaming("value"))
         self.record[_FIRST_OF_PAGES:] = [heads, page_size, *sides]
@@ -79,6 +84,8 @@ class PageWriter:
     def _worth_streaming(self, side: str) -> bool:
         """Return whether rows are whole cache lines, of more memory than caches hold."""
         tensors = [getattr(pages, side) for pages in self.layers.values()]
+        if tensors[0] is None:
+            return False
         row = tensors[0].shape[3] * tensors[0].element_size()
         aligned = row % LINE == 0 and all(tensor.data_ptr() % LINE == 0 for tensor in tensors)
         return aligned and tensors[0].nbytes >= WORTH_STREAMING
@@ -89,7 +96,8 @@ class PageWriter:
             return None
         if key.dtype not in self._kernels:
             runs = processor_obstacle() is None
-            code = _code(Target.host(), key.dtype, self._dtype) if runs else None
+            kinds = key.dtype, self._dtype, self._scaled, self._sides
+            code = _code(Target.host(), *kinds) if runs else None
             self._kernels[key.dtype] = None if code is None else code.address(NAME)
         return self._kernels[key.dtype]
 
@@ -224,10 +232,13 @@ def _strides(rows: Tensor) -> tuple[int, ...]:
 def write_in_torch(pages: PageTensors, slots: Tensor, key: Tensor, value: Tensor) -> None:
     """Write rows [tokens, Hkv, D] to slots [tokens], as the kernel does."""
     for side, rows in (("key", key), ("value", value)):
+        if getattr(pages, side) is None:
+            continue
         if pages.key_scale is None:
             parts = {side: rows.detach().to(pages.key.dtype)}
         else:
-            parts = dict(zip((side, f"{side}_scale"), quantise(rows), strict=True))
+            scaled = quantise(rows, pages.key.dtype)
+            parts = dict(zip((side, f"{side}_scale"), scaled, strict=True))
         for name, part in parts.items():
             place_rows(getattr(pages, name), slots, part)
 
@@ -239,27 +250,36 @@ def place_rows(pages: Tensor, slots: Tensor, rows: Tensor) -> None:
     pages.transpose(1, 2).index_put_(indices, rows)
 
 
-def quantise(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return rows [..., D] as int8, and their float32 scales [...].
+def quantise(rows: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
+    """Return rows [..., D] as int8 or float8, and their float32 scales [...].
 
-    The scale is the largest magnitude / 127; numbers are rounded half to even. A row of zeros has
-    the scale 0. A row with inf or NaN becomes zeros with that scale, so it is read as NaN.
+    The scale is the largest magnitude / the largest number of the dtype (127 for int8); numbers are
+    rounded half to even. A row of zeros has the scale 0. A row with inf or NaN becomes zeros with
+    that scale, so it is read as NaN.
     """
+    largest = storage(dtype_name(dtype)).largest
     numbers = rows.detach().float()
-    scale = numbers.abs().amax(-1) / LARGEST_INT8
+    scale = numbers.abs().amax(-1) / largest
     usable = ((scale > 0) & (scale < torch.inf))[..., None]
     ratio = torch.where(usable, numbers / scale[..., None], 0)
-    return ratio.clamp(-LARGEST_INT8, LARGEST_INT8).round().to(torch.int8), scale
+    ratio = ratio.clamp(-largest, largest)
+    return (ratio.round() if dtype == torch.int8 else ratio).to(dtype), scale
 
 
 def dequantise(rows: Tensor, scale: Tensor) -> Tensor:
-    """Return int8 rows [..., D] times their scales [...]."""
-    return rows * scale[..., None]
+    """Return rows of int8 or float8 [..., D] times their scales [...]."""
+    return rows.float() * scale[..., None]
 
 
 @functools.cache
-def _code(target: Target, source: torch.dtype, pages: torch.dtype) -> jit.Code:
-    """Return the kernel that copies rows of one dtype to pages of another."""
+def _code(
+    target: Target, source: torch.dtype, pages: torch.dtype, scaled: bool, sides: tuple[str, ...]
+) -> jit.Code:
+    """Return the kernel that copies rows of one dtype to pages of another, perhaps with scales."""
     names = dtype_name(source), dtype_name(pages)
-    key = cache_key("append", repr(target), *names)
-    return code_of(key, target, lambda: write_append(target, *names), [NAME])
+    key = cache_key("append", repr(target), *names, str(scaled), *sides)
+
+    def write() -> Module:
+        return write_append(target, *names, scaled=scaled, sides=sides)
+
+    return code_of(key, target, write, [NAME])

@@ -1,25 +1,22 @@
-"""What a kernel makes of a block mask: tile lists, and gathered blocks.
+"""Tile lists: what a kernel makes of a block mask.
 
-A tile list names the tiles that a block of queries visits, ascending.
+A tile list names the blocks of keys that a block of queries visits, ascending (`convention.py`).
 
-    positions          0       4       8       12        tiles of 4 keys: 0, 1, 2, 3
+    positions          0       4       8       12        blocks of 4 keys: 0, 1, 2, 3
     blocks of a mask             0     1     2           of 3 keys, the first at position 5
     tiles of the mask          1       2       3
 
-Kernels cut keys into tiles by position, while a mask counts from the first key, at `kv_begin`. So a
-tile of the kernel may touch several blocks of the mask. It is full if all of them are full, absent
-if all are absent, and partial otherwise. If a partial tile touches blocks of several kinds, the
-mask_mod alone is not enough: `mixed` then has the block mask, to look up each element.
+Kernels cut keys by position, while a mask counts from the first key, at `kv_begin`. So a tile of
+the kernel may touch several blocks of the mask. There are two ways to list such a tile:
 
-If the blocks of keys that a mask lists are small and scattered, `gather` puts them side by side, by
-a page table:
+    cut     A run of 16 keys is in one block of the mask, and a block of queries, too: then each run
+            of a tile has its own kind. Lists take memory for what a mask lists.
+    mixed   Otherwise a tile is full if all blocks that it touches are full, absent if all are, and
+            else partial. If a partial tile touches blocks of several kinds, the mask_mod alone is
+            not enough: `mixed` then has the block mask, to look up each element.
 
-    blocks of a cache       0   1   2   3   4   5   6   7      a block mask lists 1, 4 and 6 for b
-    page table of b         1   4   6                          as in paged memory
-
-A tile of the kernel is longer than such a block. Without the page table, most keys of a tile would
-belong to other batch entries; with it, all belong to b. Mods still get rows of the cache: they
-compute the row from the position and the page table.
+What a query computes does not depend on the way, because a key that is skipped and one that is
+masked are the same.
 """
 
 from __future__ import annotations
@@ -29,33 +26,74 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from quire.block_mask import BlockMask, BlockRows
 from quire.block_mask.blocks import FULL as FULL_BLOCK
 from quire.block_mask.blocks import PARTIAL as PARTIAL_BLOCK
 from quire.block_mask.blocks import Runs
-from quire.codegen.convention import FULL, PARTIAL, tile_entry
-from quire.codegen.llvm.target import Target
-from quire.ir.graph import Node, cast, const, rebuild, rewrite
+from quire.codegen.convention import FULL, KEYS_OF_RUN, PARTIAL, tile_entry
+from quire.ir.graph import Node, cast, const
 from quire.ir.simplify import simplify
 from quire.ir.trace import Traced
 from quire.memory import One, Placed
-from quire.memory.tables import Sequences
-from quire.request import Problem
 from quire.support.bounded import BoundedDict
+
+EVERY_RUN = 0x5555  # times a kind: that kind for each of the eight runs of a block of keys
 
 
 class TileLists(NamedTuple):
-    """The entries of all rows, one row after the other, and where each row starts."""
+    """The entries of all rows, one row after the other, and where each row starts.
+
+    `runs` has the kinds of the runs of each entry, 0 if the whole block is listed, or is None if
+    all blocks are. The number of a row is that of its batch entry, head and block of queries,
+    times these strides.
+    """
 
     offsets: NDArray[np.int64]
     entries: NDArray[np.int32]
+    runs: NDArray[np.uint16] | None = None
     batch_stride: int = 0
-    per_head: int = 0
+    head_stride: int = 0
+    block_stride: int = 0
+    heads: int = 1  # that have lists of their own
     mixed: BlockRows | None = None
     offsets_address: int = 0
     entries_address: int = 0
+    runs_address: int = 0
+
+    @staticmethod
+    def of(
+        offsets: NDArray[np.int64],
+        entries: NDArray[np.int32],
+        runs: NDArray[np.uint16] | None,
+        shape: tuple[int, int, int],
+        mixed: BlockRows | None = None,
+    ) -> TileLists:
+        """Return the lists of so many batch entries, heads and blocks of queries; 1 is for all."""
+        batches, heads, rows = shape
+        return TileLists(
+            offsets,
+            entries,
+            runs,
+            batch_stride=heads * rows if batches > 1 else 0,
+            head_stride=rows if heads > 1 else 0,
+            block_stride=1,
+            heads=heads,
+            mixed=mixed,
+            offsets_address=offsets.ctypes.data,
+            entries_address=entries.ctypes.data,
+            runs_address=0 if runs is None else runs.ctypes.data,
+        )
+
+    @property
+    def keys(self) -> NDArray[np.int64]:
+        """Return how many keys each entry lists."""
+        if self.runs is None:
+            return np.full(len(self.entries), 8 * KEYS_OF_RUN)
+        there = (self.runs | (self.runs >> 1)) & EVERY_RUN
+        bits = np.unpackbits(there.view(np.uint8).reshape(-1, 2), axis=1)
+        counts: NDArray[np.int64] = bits.sum(axis=1, dtype=np.int64)
+        return np.where(self.runs == 0, 8, counts) * KEYS_OF_RUN
 
 
 NO_LISTS = TileLists(np.empty(0, np.int64), np.empty(0, np.int32))
@@ -63,67 +101,125 @@ NO_LISTS = TileLists(np.empty(0, np.int64), np.empty(0, np.int32))
 
 
 def read_lists(
-    mask: BlockMask, lengths: tuple[int, int], block_q: int, block_kv: int, kv_begin: int = 0
+    mask: BlockMask,
+    lengths: tuple[int, int],
+    block_q: int,
+    block_kv: int,
+    kv_begin: int = 0,
+    *,
+    cuts: bool = False,
+    key_heads: int = 0,
 ) -> TileLists:
     """Return the tiles of `block_q` x `block_kv` that a mask lists.
 
+    With `key_heads`, there is one list for all heads that read a key head, if these have the same.
     The user may edit the tensors of a mask, so the cache of lists compares their content.
     """
-    key = (mask.content(), lengths, block_q, block_kv, kv_begin)
+    key = (mask.content(), lengths, block_q, block_kv, kv_begin, cuts, key_heads)
     lists = _known.get(key)
-    return lists or _known.keep(key, tile_lists(mask.rows(*lengths), block_q, block_kv, kv_begin))
+    if lists is not None:
+        return lists
+    rows = mask.rows(*lengths, groups=key_heads)
+    lists = tile_lists(rows, block_q, block_kv, kv_begin, cuts=cuts)
+    if lists.mixed is not None and key_heads:
+        lists = lists._replace(mixed=mask.rows(*lengths))  # elements have query heads
+    return _known.keep(key, lists)
 
 
 _known: BoundedDict[tuple[object, ...], TileLists] = BoundedDict(16)
 
 
-def tile_lists(rows: BlockRows, block_q: int, block_kv: int, kv_begin: int = 0) -> TileLists:
-    """Return the tiles of `block_q` x `block_kv` that rows of blocks list."""
+def tile_lists(
+    rows: BlockRows, block_q: int, block_kv: int, kv_begin: int = 0, *, cuts: bool = False
+) -> TileLists:
+    """Return the tiles of `block_q` x `block_kv` that rows of blocks list.
+
+    `cuts` says whether the kernel can compute some runs of a tile and leave out the others.
+    """
+    (_, kv_size), ahead = rows.block_size, kv_begin % block_kv
+    if cuts and can_cut(rows, block_q, kv_begin) and (kv_size % block_kv or ahead):
+        return _cut(rows, block_q, block_kv, kv_begin)
     runs, mixed = tile_runs(rows, block_q, block_kv, kv_begin)
     lengths = runs.stops - runs.starts
     ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-    offsets = ends[runs.offsets]
     first = kv_begin // block_kv
     tiles = np.arange(ends[-1]) + np.repeat(runs.starts - ends[:-1], lengths) + first
     entries = (tiles * tile_entry(1, 0) + np.repeat(runs.kinds, lengths)).astype(np.int32)
-    num_batches, num_heads, num_rows, _ = runs.shape
-    return TileLists(
-        offsets,
-        entries,
-        batch_stride=num_heads * num_rows if num_batches > 1 else 0,
-        per_head=int(num_heads > 1),
-        mixed=mixed,
-        offsets_address=offsets.ctypes.data,
-        entries_address=entries.ctypes.data,
-    )
+    return TileLists.of(ends[runs.offsets], entries, None, runs.shape[:3], mixed)
+
+
+def within_rows(rows: BlockRows, block_q: int) -> bool:
+    """Return whether each block of queries is in one row of blocks."""
+    q_len, q_size = rows.seq_lengths[0], rows.block_size[0]
+    return q_size % block_q == 0 or q_len <= min(q_size, block_q)
+
+
+def can_cut(rows: BlockRows, block_q: int, kv_begin: int) -> bool:
+    """Return whether each run of keys is in one block, and each block of queries in one row."""
+    aligned = rows.block_size[1] % KEYS_OF_RUN == 0 == kv_begin % KEYS_OF_RUN
+    return aligned and within_rows(rows, block_q)
+
+
+def _cut(rows: BlockRows, block_q: int, block_kv: int, kv_begin: int) -> TileLists:
+    """Return the tiles of a mask, each with the kinds of its runs."""
+    kv_len, kv_size, in_tile = rows.seq_lengths[1], rows.block_size[1], block_kv // KEYS_OF_RUN
+    tiles = _rows_of_tiles(rows, block_q)
+    stops = kv_begin + np.minimum(tiles.stops * kv_size, kv_len)
+    # What is before the first key and after the last one counts as listed, to have whole tiles.
+    first = np.where(tiles.starts == 0, kv_begin - kv_begin % block_kv, kv_begin)
+    first = (first + tiles.starts * kv_size) // KEYS_OF_RUN
+    at_end = stops == kv_begin + kv_len
+    last = np.where(at_end, -(-stops // block_kv) * in_tile, stops // KEYS_OF_RUN)
+    low, high = first // in_tile, -(-last // in_tile)
+    counts = np.where(tiles.starts * kv_size < kv_len, high - low, 0)
+    run = np.repeat(np.arange(len(counts)), counts)
+    tile = low[run] + np.arange(len(run)) - np.repeat(np.cumsum(counts) - counts, counts)
+    begin, end = (np.clip(x[run] - tile * in_tile, 0, in_tile) for x in (first, last))
+    kinds = ((1 << 2 * end) - (1 << 2 * begin)) & (EVERY_RUN * tiles.kinds.astype(np.int64)[run])
+    row = tiles.row_ids()[run]
+    new = np.flatnonzero((np.diff(row, prepend=-1) != 0) | (np.diff(tile, prepend=-1) != 0))
+    kinds = np.bitwise_or.reduceat(kinds, new) if len(new) else kinds
+    kind = np.where(kinds & EVERY_RUN, PARTIAL, FULL)
+    whole = kinds == EVERY_RUN * kind
+    entries = (tile[new] * tile_entry(1, 0) + kind).astype(np.int32)
+    runs = None if whole.all() else np.where(whole, 0, kinds).astype(np.uint16)
+    offsets = np.zeros(len(tiles.offsets), np.int64)
+    np.cumsum(np.bincount(row[new], minlength=len(offsets) - 1), out=offsets[1:])
+    return TileLists.of(offsets, entries, runs, tiles.shape[:3])
 
 
 def tile_runs(
     rows: BlockRows, block_q: int, block_kv: int, kv_begin: int = 0
 ) -> tuple[Runs, BlockRows | None]:
-    """Return the same tiles as runs, and `rows` if a partial tile has blocks of several kinds.
+    """Return whole tiles as runs, and `rows` if a partial tile has blocks of several kinds.
 
     Runs count from the tile of the first key.
     """
-    (q_size, kv_size), ahead = rows.block_size, kv_begin % block_kv
-    if q_size % block_q == 0 and kv_size % block_kv == 0 and not ahead:
+    (_, kv_size), ahead = rows.block_size, kv_begin % block_kv
+    if kv_size % block_kv == 0 and not ahead and within_rows(rows, block_q):
         # Every tile is within one block.
-        return _divided(rows, q_size // block_q, kv_size // block_kv), None
+        return _divided(rows, block_q, kv_size // block_kv), None
     kinds, mixed = _kinds(rows, block_q, block_kv, ahead)
     return Runs.of_cells(kinds), rows if mixed else None
 
 
-def _divided(rows: BlockRows, tall: int, wide: int) -> Runs:
-    """Return the runs of tiles if each block holds `tall` x `wide` whole tiles."""
-    runs, (q_len, kv_len), (q_size, kv_size) = rows.runs, rows.seq_lengths, rows.block_size
-    num_rows, num_columns = -(-q_len // (q_size // tall)), -(-kv_len // (kv_size // wide))
-    batches, heads, mask_rows, _ = runs.shape
-    # Each row of tiles has the runs of the row of blocks that it is in, cut off at the last key.
-    mask_row = np.arange(num_rows) // tall
+def _rows_of_tiles(rows: BlockRows, block_q: int) -> Runs:
+    """Return for each block of queries the runs of the row of blocks that it is in."""
+    runs, q_len = rows.runs, rows.seq_lengths[0]
+    batches, heads, mask_rows, columns = runs.shape
+    num_rows = -(-q_len // block_q)
+    mask_row = np.arange(num_rows) * block_q // rows.block_size[0]
     sources = (np.arange(batches * heads)[:, None] * mask_rows + mask_row).ravel()
-    tiles = runs.pick(sources, (batches, heads, num_rows, num_columns))
+    return runs.pick(sources, (batches, heads, num_rows, columns))
+
+
+def _divided(rows: BlockRows, block_q: int, wide: int) -> Runs:
+    """Return the runs of tiles if each block holds `wide` whole tiles side by side."""
+    kv_len, kv_size = rows.seq_lengths[1], rows.block_size[1]
+    num_columns = -(-kv_len // (kv_size // wide))
+    tiles = _rows_of_tiles(rows, block_q)
     starts, stops = (np.minimum(ends * wide, num_columns) for ends in (tiles.starts, tiles.stops))
-    return tiles._replace(starts=starts, stops=stops)
+    return tiles._replace(shape=(*tiles.shape[:3], num_columns), starts=starts, stops=stops)
 
 
 def _kinds(
@@ -199,158 +295,25 @@ def within_blocks(mod: Traced, blocks: BlockRows, rows: One) -> Traced:
     return Traced(output, (*mod.captures, cells), "mask", mod.name, mod.lines)
 
 
-# --- gathered blocks ------------------------------------------------------------------------------
+# --- holes of page tables -------------------------------------------------------------------------
 
 
-WORTH = 0.75
-"""Gather if at most this part of the tiles is left."""
+BY_SEQUENCE = NO_LISTS._replace(batch_stride=1)
+"""The strides of lists that all heads and queries of a sequence share."""
 
 
-class Gathered(NamedTuple):
-    """The blocks that each batch reads [B or 1, most], their number, and a mask over them."""
-
-    table: Tensor
-    counts: NDArray[np.int64]
-    mask: BlockMask
-
-
-def gather(problem: Problem, placed: Placed) -> tuple[Problem, Placed]:
-    """Return the problem over the gathered blocks; unchanged if they are not scattered."""
-    found = _find(problem, placed)
-    if found is None:
-        return problem, placed
-    page, batch = found.mask.BLOCK_SIZE[1], placed.batches
-    table = found.table.expand(batch, -1).contiguous()
-    one = placed.one
-    zeros = np.zeros(batch, np.int64)
-    sequences = Sequences(
-        b=np.arange(batch),
-        q_len=zeros + one.q_len,
-        q_start=zeros + one.q_start,
-        kv_begin=zeros,
-        kv_end=zeros + found.counts * page,
-        q_row=zeros,
-        kv_row=zeros,
-    )
-    key, value = (x[0].unflatten(1, (-1, page)).transpose(0, 1) for x in (placed.key, placed.value))
-    mods = {
-        name: _reading(mod, table, page)
-        for name, mod in problem.mods.items()
-        if isinstance(mod, Traced)
-    }
-    return (
-        problem._replace(block_mask=found.mask, **mods),  # type: ignore[arg-type]
-        Placed(placed.query, key, value, sequences, page_table=table),
-    )
-
-
-def _find(problem: Problem, placed: Placed) -> Gathered | None:
-    """Return the gathered blocks of a problem; None if it is not worth it or not possible."""
-    mask, rows = problem.block_mask, placed.key.shape[2]
-    if (
-        mask is None
-        or not placed.is_dense
-        or placed.batches == 0
-        or placed.key.shape[0] != 1
-        or problem.dropout is not None
-        or placed.one.kv_begin != 0
-        or mask.BLOCK_SIZE[1] % Target.host().block_kv == 0
-        or rows % mask.BLOCK_SIZE[1] != 0
-    ):
-        return None
-    key = (mask.content(), placed.lengths)
-    if key in _known_gathers:
-        return _known_gathers.get(key)
-    return _known_gathers.keep(key, _gathered(mask, placed.lengths, Target.host().block_kv))
-
-
-_known_gathers: BoundedDict[tuple[object, ...], Gathered | None] = BoundedDict(16)
-
-
-def _gathered(mask: BlockMask, lengths: tuple[int, int], block_kv: int) -> Gathered | None:
-    """Return the blocks that each batch reads; None if gathering saves too few tiles."""
-    runs, size = mask.rows(*lengths).runs, mask.BLOCK_SIZE[1]
-    read = _read_blocks(runs)
-    counts = read.sum(axis=1)
-    most = int(counts.max(initial=0))
-    if most == 0:
-        return None
-    order, in_disorder = _order(mask, read)
-    tiles = _num_touched(read, blocks_of_tiles(lengths[1], block_kv, size))
-    fewer = (-(-counts * size // block_kv)).sum() <= WORTH * tiles
-    if not fewer and not in_disorder:
-        return None
-    order = order[:, :most]
-    cells = np.take_along_axis(runs.cells(), order[:, None, None, :], axis=-1)
-    gathered_mask = BlockMask._from_runs(
-        Runs.of_cells(cells),
-        True,
-        BLOCK_SIZE=mask.BLOCK_SIZE,
-        mask_mod=mask.mask_mod,
-        seq_lengths=(lengths[0], most * size),
-        device=torch.device("cpu"),
-    )
-    return Gathered(torch.from_numpy(order.astype(np.int32)), counts, gathered_mask)
-
-
-def _read_blocks(runs: Runs) -> NDArray[np.bool_]:
-    """Return which key blocks each batch reads in any head and row: [B or 1, columns]."""
-    batches, heads, num_rows, columns = runs.shape
-    changes = np.zeros((batches, columns + 1), np.int64)
-    batch = runs.row_ids() // max(1, heads * num_rows)
-    np.add.at(changes, (batch, runs.starts), 1)
-    np.subtract.at(changes, (batch, runs.stops), 1)
-    read: NDArray[np.bool_] = np.cumsum(changes[:, :-1], axis=1) > 0
-    return read
-
-
-def _order(mask: BlockMask, read: NDArray[np.bool_]) -> tuple[NDArray[np.int64], bool]:
-    """Return the order of blocks, those that are read first, and whether a list is not ascending.
-
-    Blocks come in the order of the longest list of each batch. A list of pages has the order of the
-    sequence; in that order, fewer tiles are partial.
-    """
-    columns = read.shape[1]
-    rank = np.where(read, columns, 2 * columns) + np.arange(columns)
-    in_disorder = False
-    if mask._runs is None:
-        lists = [(mask.kv_num_blocks, mask.kv_indices)]
-        if full := mask._full_lists():
-            lists.insert(0, full)
-        counts = np.stack([count.flatten(1).numpy() for count, _ in lists])
-        blocks = [indices.flatten(1, 2).numpy() for _, indices in lists]
-        for b, row in enumerate(counts.sum(axis=0).argmax(axis=1)):
-            listed = [x[b, row, :count] for x, count in zip(blocks, counts[:, b, row], strict=True)]
-            in_disorder |= any((np.diff(each) < 0).any() for each in listed)
-            in_order = np.concatenate(listed)
-            in_order = in_order[(in_order >= 0) & (in_order < columns)]
-            in_order = in_order[read[b, in_order]]  # the user may have edited the lists
-            rank[b, in_order] = np.arange(len(in_order)) - len(in_order)
-    order: NDArray[np.int64] = np.argsort(rank, axis=1)
-    return order, in_disorder
-
-
-def _num_touched(read: NDArray[np.bool_], blocks: NDArray[np.int64]) -> int:
-    """Return how many tiles have a block that is read; `blocks` [2, tiles] are first and stop."""
-    before = np.pad(np.cumsum(read, axis=1), ((0, 0), (1, 0)))
-    first, stop = np.minimum(blocks, read.shape[1])
-    return int((before[:, stop] > before[:, first]).sum())
-
-
-def _reading(mod: Traced, table: Tensor, page: int) -> Traced:
-    """Return `mod` with kv_idx replaced by the row of the cache, which `table` gives."""
-    kv_idx, b = (Node("input", (), torch.int64, name) for name in ("kv_idx", "b"))
-    size = const(page, torch.int64)
-    column, offset = (Node(op, (kv_idx, size), torch.int64) for op in ("floordiv", "mod"))
-    block = cast(Node("load", (b, column), table.dtype, len(mod.captures)), torch.int64)
-    row = Node("add", (Node("mul", (block, size), torch.int64), offset), torch.int64)
-    # A mod of paged attention needs only the block and the offset, not the row.
-    replaced = {kv_idx: row, column: block, offset: offset}
-
-    def visit(node: Node, args: tuple[Node, ...]) -> Node:
-        return replaced[node] if node in replaced else rebuild(node, args)
-
-    output = rewrite(mod.output, visit)
-    if output is mod.output:
-        return mod
-    return Traced(output, (*mod.captures, table), mod.kind, mod.name, mod.lines)
+def hole_lists(placed: Placed, kind: int, block_kv: int) -> TileLists:
+    """Return lists of the pages that each sequence has, as tiles of a kind with their runs."""
+    assert placed.holes is not None, "there are holes"
+    there, page = placed.holes.there.numpy(), placed.key.shape[2]
+    b, column = np.nonzero(there)
+    first, stop = column * page // KEYS_OF_RUN, -(-(column + 1) * page // KEYS_OF_RUN)
+    if page % KEYS_OF_RUN:  # pages may share runs, in which the mask says what is there
+        first = np.maximum(first, np.where(np.diff(b, prepend=-1) == 0, np.roll(stop, 1), 0))
+        held = first < stop
+        b, first, stop = b[held], first[held], stop[held]
+    columns = -(-there.shape[1] * page // KEYS_OF_RUN)
+    kinds = np.full(len(b), kind, np.int8)
+    runs = Runs.of_segments((len(there), 1, 1, columns), b, first, stop, kinds)
+    rows = BlockRows(runs, (1, KEYS_OF_RUN), (1, columns * KEYS_OF_RUN))
+    return tile_lists(rows, 1, block_kv, cuts=True)._replace(batch_stride=1, block_stride=0)

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.codegen.convention import MOST_ROWS, Form
-from quire.codegen.llvm.target import Target
+from quire.aux_outputs import AuxRequest
+from quire.codegen.convention import EMPTY, FULL, KEYS_OF_RUN, PARTIAL
 from quire.config import config
 from quire.errors import TensorKindError
 from quire.memory import One, Placed
@@ -16,17 +16,12 @@ from quire.memory.tables import Sequences
 from quire.request import Call, Problem
 from quire.results import NOWHERE, Result, output_layout
 from quire.runtime.backward import key_mass
-from quire.runtime.blocks import NO_LISTS, TileLists, gather, read_lists
-from quire.runtime.chosen import Chosen, choose
+from quire.runtime.blocks import TileLists
+from quire.runtime.division import FormPart, by_form, heads_of_item, parts_of
+from quire.runtime.gather import gather
 from quire.runtime.launch import Launcher, Records
 from quire.runtime.mods import ORIGIN, graphs_of
-from quire.runtime.prepare import (
-    by_form,
-    heads_of_item,
-    make_launcher,
-    queries_of_item,
-    records_of,
-)
+from quire.runtime.prepare import make_launcher, records_of
 from quire.support.bounded import BoundedDict
 from quire.support.torch_private import has_memory
 
@@ -81,6 +76,7 @@ class FormPlan(NamedTuple):
     launcher: Launcher
     lists: TileLists
     added_captures: tuple[Tensor, ...]  # tensors that mods load from, besides the user's captures
+    listed_kind: int  # of tiles in the lists of sequences with holes; EMPTY: there are no lists
 
 
 class ForwardPlan(NamedTuple):
@@ -88,8 +84,8 @@ class ForwardPlan(NamedTuple):
 
     parts: tuple[FormPlan, ...]
     layout: ResultLayout
-    gathers: bool  # whether to gather the scattered blocks of a block mask
-    chosen: Chosen | None  # its blocks as pages
+    gathers: bool  # whether to gather the pages that a block mask lists
+    opens: bool  # whether tile lists leave out holes, so that no mask has to
     steps: BoundedDict[object, list[Records]]
 
     @staticmethod
@@ -100,31 +96,20 @@ class ForwardPlan(NamedTuple):
         """
         layout = ResultLayout.of(call, learns)
         request, placed, problem, *_ = call
-        results, rows, chosen = layout.make(), placed.rows, None
-        # Gathered and chosen keys have other positions, which would be wrong in an argmax.
-        if problem.block_mask is not None and not request.aux.argmax:
-            few = problem.block_mask.BLOCK_SIZE[0] < MOST_ROWS
-            chosen = choose(call) if few else None
-            if chosen is None:
-                problem, placed = gather(problem, placed)
-            else:
-                problem, placed = chosen.problem(problem, placed), chosen.placed(placed)
-                results = chosen.results(results)
-        gathers = chosen is None and placed is not call.placed
+        results, rows = layout.make(), placed.rows
+        if not request.aux.argmax:  # gathered keys have other positions
+            problem, placed = gather(problem, placed)
+        opens = problem.has_holes and lists_holes(request.aux) and fits_runs(placed)
+        if opens:
+            problem = problem.opened()
         origin = rows if isinstance(rows, One) else ORIGIN
-        parts = (
-            _part(
-                problem,
-                placed,
-                form,
-                some,
-                results=results,
-                origin=origin,
-                stays_open=stays_open or problem.weighting == "sums",
-            )
-            for form, some in by_form(placed.rows)
+        stays_open = stays_open or problem.weighting == "sums"
+        parts = tuple(
+            _planned(part, problem, placed, results, origin=origin, stays_open=stays_open)
+            for part in division_of(call, problem, placed)
         )
-        return ForwardPlan(tuple(parts), layout, gathers, chosen, BoundedDict(STEPS))
+        gathers = placed is not call.placed
+        return ForwardPlan(parts, layout, gathers, opens, BoundedDict(STEPS))
 
     def run(self, call: Call) -> Result | None:
         """Return the results; None if a mod used an index out of range, which torch must report."""
@@ -132,22 +117,18 @@ class ForwardPlan(NamedTuple):
         if self.gathers:
             problem, placed = gather(problem, placed)
             captures = problem.captures
+        if self.opens:
+            captures = problem.opened().captures
         results, sink, wrong = self.layout.make(), request.sink, False
-        written, chosen = results, self.chosen
-        if chosen is not None:
-            problem, placed = chosen.problem(problem, placed), chosen.placed(placed)
-            captures, written = problem.captures, chosen.results(results)
         if sink is not None:
             sink = sink.to(placed.dtype).contiguous()
         every = self._records(placed)
-        for (launcher, lists, added), records in zip(self.parts, every):  # noqa: B905  it is slower
+        for (launcher, lists, added, _), records in zip(self.parts, every):  # noqa: B905  it is slower
             loaded = (*captures, *added) if added else captures
-            wrong |= launcher.launch(placed, records, written, loaded, sink=sink, lists=lists)
+            wrong |= launcher.launch(placed, records, results, loaded, sink=sink, lists=lists)
         if wrong:
             return None
-        if chosen is not None:
-            chosen.finish(results, written)
-        elif isinstance(placed.rows, Sequences) and placed.content is None:
+        if isinstance(placed.rows, Sequences) and placed.content is None:
             fill_holes(results, placed.rows)
         if not request.aux.key_mass:
             return results
@@ -160,31 +141,44 @@ class ForwardPlan(NamedTuple):
         key = rows if isinstance(rows, One) else content
         known = self.steps.get(key)
         if known is None:
+            every = [rows] if len(self.parts) == 1 else [some for _, some in by_form(rows)]
             known = [
-                records_of(part.launcher, placed, some)
-                for part, (_, some) in zip(self.parts, by_form(rows), strict=True)
+                records_of(part.launcher, placed, some, part.listed_kind)
+                for part, some in zip(self.parts, every, strict=True)
             ]
             if key is not None:
                 self.steps.keep(key, known)
         return known
 
 
-def _part(
+def division_of(call: Call, problem: Problem, placed: Placed) -> list[FormPart]:
+    """Return how the forward pass of a call is divided, with its keys perhaps gathered."""
+    aux, rows = call.request.aux, call.placed.rows
+    kv_begin = rows.kv_begin if isinstance(rows, One) else 0
+    return parts_of(placed, problem.block_mask, kv_begin, observes=not lists_holes(aux))
+
+
+def lists_holes(aux: AuxRequest) -> bool:
+    """Return whether kernels can leave out runs of a tile: if nothing observes their scores."""
+    return not (aux.argmax or aux.entropy)
+
+
+def fits_runs(placed: Placed) -> bool:
+    """Return whether each run of keys is on one page."""
+    return placed.key.shape[2] % KEYS_OF_RUN == 0
+
+
+def _planned(
+    part: FormPart,
     problem: Problem,
     placed: Placed,
-    form: Form,
-    rows: One | Sequences,
-    *,
     results: Result,
+    *,
     origin: One,
     stays_open: bool,
 ) -> FormPlan:
-    """Return what computes `rows`, the sequences of one form."""
-    mask, lists = problem.block_mask, NO_LISTS
-    block_q = queries_of_item(form, placed, rows, mask)
-    if mask is not None:
-        block_kv = Target.host().block_kv
-        lists = read_lists(mask, placed.lengths, block_q, block_kv, origin.kv_begin)
+    """Return what computes a part."""
+    form, rows, block_q, lists = part
     graphs, loaded = graphs_of(problem, placed.dtype, placed.end, lists.mixed, origin)
     launcher = make_launcher(
         form,
@@ -198,7 +192,10 @@ def _part(
         item_heads=heads_of_item(form, placed, rows, block_q),
         stays_open=stays_open,
     )
-    return FormPlan(launcher, lists, loaded[len(problem.captures) :])
+    listed_kind = EMPTY
+    if placed.holes is not None and results.argmax is None and results.entropy is None:
+        listed_kind = FULL if graphs.always is None else PARTIAL
+    return FormPlan(launcher, lists, loaded[len(problem.captures) :], listed_kind)
 
 
 def fill_holes(results: Result, sequences: Sequences) -> None:

@@ -71,6 +71,7 @@ class Records(NamedTuple):
     items: int
     slots: int = 0
     members: int = 1
+    lists: TileLists | None = None  # of sequences with holes
 
 
 class Launcher(NamedTuple):
@@ -101,7 +102,8 @@ class Launcher(NamedTuple):
 
         `more` is the part of the record that only the backward or the tangent kernel reads.
         """
-        table, num_sequences, products, items, slots, members = records
+        table, num_sequences, products, items, slots, members, listed = records
+        lists = lists if listed is None else listed
         if items == first:
             return False
         query, key, value, _, page_table, key_scale, value_scale, *_ = placed
@@ -127,9 +129,10 @@ class Launcher(NamedTuple):
                 0 if sink is None else sink.data_ptr(),
                 start + sequences, num_sequences, items,
                 0 if page_table is None else page_table.data_ptr(),
-                0 if key_scale is None else key_scale.data_ptr(),
-                0 if value_scale is None else value_scale.data_ptr(),
-                lists.offsets_address, lists.entries_address, start + sequences + len(table),
+                _ONE_ADDRESS if key_scale is None else key_scale.data_ptr(),
+                _ONE_ADDRESS if value_scale is None else value_scale.data_ptr(),
+                lists.offsets_address, lists.entries_address, lists.runs_address,
+                start + sequences + len(table),
                 scratch.address, scratch.each, members, scratch.partials, scratch.arrivals,
                 start + counters,
             )  # fmt: skip
@@ -153,6 +156,8 @@ class Launcher(NamedTuple):
 _COUNTERS = CALL_PART.size + PLAN_PART.size  # from the start of the block, without the third part
 _FLAG = 16 * 8  # from the first counter
 _SEQUENCES = _FLAG + 8
+_ONE = ctypes.c_float(1.0)
+_ONE_ADDRESS = ctypes.addressof(_ONE)  # the scale of all rows that have none of their own
 _ZEROS = bytes(_SEQUENCES - 8)  # all counters but the first, and the flag
 
 

@@ -7,7 +7,6 @@ each common head dim. A kernel is looked up in this process, then on disk, and c
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from collections.abc import Sequence as Several
 from typing import NamedTuple
@@ -16,23 +15,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.block_mask import BlockMask
 from quire.codegen.contract import Terms
 from quire.codegen.convention import (
+    EMPTY,
     ENTRY,
-    FEW_ROWS,
     FULL,
     KEYS_OF_PIECE,
-    MANY_KEYS,
-    MOST_ROWS,
     OBSERVE,
     PARTIAL,
     PLAN_PART,
     SEQUENCE,
     Form,
     KernelSpec,
-    choose_block_q,
-    choose_heads,
     num_items,
     num_pieces,
     partial_stride,
@@ -44,22 +38,21 @@ from quire.codegen.kernels.tangent import write_tangent
 from quire.codegen.llvm import jit
 from quire.codegen.llvm.builder import Module
 from quire.codegen.llvm.target import Target
-from quire.codegen.llvm.types import F32, F64
 from quire.codegen.phases.observe import write_observe
 from quire.codegen.phases.softmax import LOG4_E
 from quire.codegen.phases.staging import ENDLESS
 from quire.codegen.phases.tiles import TileShape
 from quire.memory import One, Placed, longest
-from quire.memory.tables import Numbers, Sequences
+from quire.memory.tables import HOLE, Numbers, Sequences
 from quire.results import Result
-from quire.runtime.blocks import NO_LISTS, TileLists
+from quire.runtime.blocks import BY_SEQUENCE, NO_LISTS, TileLists, hole_lists
 from quire.runtime.cache import cache_key, code_of
 from quire.runtime.launch import Launcher, LoadedKernel, Records, num_threads
 from quire.runtime.mods import ModCode, ModGraphs, capture_shapes, compiled
 from quire.runtime.shared_prefix import shared_pieces
 
-SMALLEST_BLOCK = 64
 ENOUGH = 8  # items for each thread; with as many, no thread waits long for the last one
+FEW_PIECES = 4  # of listed keys, which one item computes: all pieces between them would be empty
 
 
 def make_launcher(
@@ -80,6 +73,8 @@ def make_launcher(
     With `stays_open`, results are those of a piece, to be merged with others.
     """
     query, key, value = placed.operands
+    if placed.holes is not None and lists is NO_LISTS:
+        lists = BY_SEQUENCE
     heads, value_dim = query.shape[1], value.shape[3]
     dtypes = (query.dtype, key.dtype, value.dtype, results.out.dtype)
     found = kernel(
@@ -89,7 +84,8 @@ def make_launcher(
     group = max(1, heads // key.shape[1])  # 1 if there are no heads
     row_group = item_heads
     if form == "row":  # the heads of an item share each block of keys
-        row_group = 1 if lists.per_head or graphs.judges_heads else group
+        own_lists = lists.heads not in (1, key.shape[1])
+        row_group = 1 if own_lists or graphs.judges_heads else group
         group = group // row_group
     record = {
         **row_layout(placed),
@@ -100,7 +96,8 @@ def make_launcher(
         "row_group": row_group,
         "block_q": block_q,
         "tile_batch_stride": lists.batch_stride,
-        "tile_per_head": lists.per_head,
+        "tile_head_stride": lists.head_stride,
+        "tile_block_stride": lists.block_stride,
         "tile_kind": FULL if graphs.always is None else PARTIAL,
         "stays_open": int(stays_open),
         **_functions(code, form, found.tile, results),
@@ -138,44 +135,6 @@ def _functions(code: ModCode, form: Form, tile: TileShape, results: Result) -> d
         "verdict": code.addresses["verdict"],
         "observe": observer(form, tile).address(OBSERVE.name) if observes else 0,
     }
-
-
-def queries_of_item(
-    form: Form, placed: Placed, rows: One | Sequences, mask: BlockMask | None
-) -> int:
-    """Return how many queries of a head a thread computes at once."""
-    if form == "row":
-        return max(1, rows.q_len if isinstance(rows, One) else longest(rows.q_len))
-    query, value = placed.query, placed.value
-    tile = TileShape(Target.host(), F64 if query.dtype == torch.float64 else F32)
-    panels = 2 if form == "tangent" else 1  # tangents have panels of their own
-    head_dim, value_dim = (panels * x.shape[3] for x in (query, value))
-    count = num_rows(placed, rows)
-    block_q = choose_block_q(tile, head_dim, value_dim, count, num_threads())
-    if mask is None:
-        return block_q
-    # A block of queries should be within one block of the mask, unless it becomes tiny.
-    divisor = math.gcd(block_q, mask.BLOCK_SIZE[0])
-    return divisor if divisor >= SMALLEST_BLOCK else block_q
-
-
-def heads_of_item(form: Form, placed: Placed, rows: One | Sequences, block_q: int) -> int:
-    """Return how many heads a thread computes one after the other."""
-    if form == "row":
-        return 1
-    batch, heads, *_ = placed.query.shape
-    if isinstance(rows, One):
-        q_len, alike = rows.q_len, batch if rows.q_len * (rows.kv_end - rows.kv_begin) else 0
-    else:
-        products = rows.q_len * rows.kv_len
-        q_len, alike = longest(rows.q_len), int(products.sum()) // max(1, longest(products))
-    return choose_heads(heads, q_len, alike, block_q, num_threads())
-
-
-def num_rows(placed: Placed, rows: One | Sequences) -> int:
-    """Return the number of query rows of some sequences, in all heads."""
-    count = rows.q_len if isinstance(rows, One) else int(rows.q_len.sum())
-    return count * placed.query.shape[1] * placed.batches
 
 
 def row_layout(placed: Placed) -> dict[str, int]:
@@ -274,11 +233,19 @@ def observer(form: Form, tile: TileShape) -> jit.Code:
 # --- sequences ------------------------------------------------------------------------------------
 
 
-def records_of(launcher: Launcher, placed: Placed, rows: One | Sequences) -> Records:
-    """Return the table of some sequences for a kernel, and how many items they are."""
+def records_of(
+    launcher: Launcher, placed: Placed, rows: One | Sequences, listed_kind: int = EMPTY
+) -> Records:
+    """Return the table of some sequences for a kernel, and how many items they are.
+
+    If sequences have holes, tiles of `listed_kind` are listed, unless that is EMPTY.
+    """
     form, heads, block_q = launcher.kernel.form, launcher.heads, launcher.block_q
     if not isinstance(rows, One):
-        return _table(placed, rows, form, heads, block_q)
+        lists = None
+        if placed.holes is not None and listed_kind != EMPTY:
+            lists = hole_lists(placed, listed_kind, Target.host().block_kv)
+        return _table(placed, rows, launcher, lists)
     pieces = max(1, num_pieces(rows.kv_begin, rows.kv_end)) if form == "row" else 1
     whole = num_items(rows.q_len, heads, block_q) * placed.query.shape[0]
     slices = 1 if whole >= ENOUGH * num_threads() else pieces
@@ -298,36 +265,18 @@ class Cut(NamedTuple):
     shared: Numbers
     members: Numbers
 
-    def slices(self, heads: int) -> Numbers:
+    def slices(self, heads: int, listed: Numbers | None) -> Numbers:
         """Return how many items each sequence has for each of its `heads`.
 
         These are the pieces that it computes itself. But a sequence that shares none is one item,
-        if that is a small part of all the work.
+        if that is a small part of all the work, or if it lists few keys: `listed` [B] pieces.
         """
         own = np.where(self.members == 0, self.pieces - self.shared, self.pieces)
-        small = own * (ENOUGH * num_threads()) <= own.sum() * heads
+        work = own if listed is None else np.minimum(own, listed)
+        small = work * (ENOUGH * num_threads()) <= work.sum() * heads
+        if listed is not None:
+            small |= listed <= FEW_PIECES
         return np.where((self.shared == 0) & small, 1, own)
-
-
-def by_form(rows: One | Sequences) -> list[tuple[Form, One | Sequences]]:
-    """Split sequences by the kernel that computes them: "row" for few queries, else "panel".
-
-    Both give the same bits. Of some queries and many keys, "row" reads the keys once for all heads
-    that share them.
-    """
-    if isinstance(rows, One):
-        return [("row" if has_few(rows.q_len, rows.kv_end - rows.kv_begin) else "panel", rows)]
-    few = (rows.q_len <= FEW_ROWS) | ((rows.q_len <= MOST_ROWS) & (rows.kv_len >= MANY_KEYS))
-    if not few.any():
-        return [("panel", rows)]
-    if few.all():
-        return [("row", rows)]
-    return [("row", rows.where(few)), ("panel", rows.where(~few))]
-
-
-def has_few(queries: int, keys: int) -> bool:
-    """Return whether a sequence has few queries for its keys."""
-    return queries <= (MOST_ROWS if keys >= MANY_KEYS else FEW_ROWS)
 
 
 def num_products(placed: Placed, rows: One | Sequences) -> int:
@@ -338,8 +287,9 @@ def num_products(placed: Placed, rows: One | Sequences) -> int:
     return int(np.vdot(rows.q_len, rows.kv_len)) * heads * head_dim
 
 
-def _table(placed: Placed, rows: Sequences, form: Form, heads: int, block_q: int) -> Records:
+def _table(placed: Placed, rows: Sequences, launcher: Launcher, lists: TileLists | None) -> Records:
     """Return the table of many sequences. The largest come first, so that no thread ends late."""
+    form, heads = launcher.kernel.form, launcher.heads
     pieces = np.ones_like(rows.q_len)
     if form == "row":
         pieces = np.maximum(1, num_pieces(rows.kv_begin, rows.kv_end))
@@ -347,13 +297,20 @@ def _table(placed: Placed, rows: Sequences, form: Form, heads: int, block_q: int
     shared = members = None
     if form == "row" and placed.page_table is not None and longest(rows.kv_end) >= KEYS_OF_PIECE:
         page = placed.key.shape[2]
-        order, shared, members = shared_pieces(rows, placed.page_table, page, order)
+        table = placed.page_table
+        if placed.holes is not None:
+            table = torch.where(placed.holes.there, table, HOLE)
+        order, shared, members = shared_pieces(rows, table, page, order)
     rows, pieces = rows.where(order), pieces[order]
     cut = Cut(pieces, np.zeros_like(pieces), np.ones_like(pieces))
     if shared is not None and members is not None:
         cut = Cut(pieces, shared, members)
-    each = num_items(rows.q_len, heads, block_q)
-    slices, most_members = cut.slices(heads), longest(cut.members)
+    listed = None
+    if lists is not None:
+        before = np.concatenate([[0], np.cumsum(lists.keys)])[lists.offsets]
+        listed = -(-np.diff(before)[rows.b] // KEYS_OF_PIECE)
+    each = num_items(rows.q_len, heads, launcher.block_q)
+    slices, most_members = cut.slices(heads, listed), longest(cut.members)
     items, slots = each * slices, np.where((slices == 1) & (cut.shared == 0), 0, each * pieces)
     columns = {**cut._asdict(), "slices": slices, "first_slot": np.cumsum(slots) - slots}
     return Records(
@@ -363,6 +320,7 @@ def _table(placed: Placed, rows: Sequences, form: Form, heads: int, block_q: int
         items=int(items.sum()),
         slots=int(slots.sum()),
         members=most_members,
+        lists=lists,
     )
 
 
@@ -377,5 +335,5 @@ def record(rows: One, pieces: int = 1, slices: int = 1) -> bytes:
     """Return the table of a dense call, with as many pieces of keys or slices of queries."""
     q_len, q_start, kv_begin, kv_end, b = rows
     positions = (q_len, q_start, -kv_begin, kv_begin, kv_end)
-    fields = (b, 0, 0, 0, *positions, slices, pieces, 0, 1, 0)  # as in SEQUENCE
+    fields = (b, 0, 0, *positions, slices, pieces, 0, 1, 0)  # as in SEQUENCE
     return SEQUENCE.pack_in_order(*fields)

@@ -23,18 +23,13 @@ from quire.memory import One, Placed
 from quire.memory.tables import Sequences
 from quire.request import Call, Problem
 from quire.results import Above, Moved, Result, Tangents
-from quire.runtime.blocks import NO_LISTS, TileLists, gather, tile_lists
+from quire.runtime.blocks import NO_LISTS, TileLists, tile_lists
+from quire.runtime.division import heads_of_item, queries_of_item
 from quire.runtime.forward import ResultLayout, fill_holes
+from quire.runtime.gather import gather
 from quire.runtime.launch import Launcher
 from quire.runtime.mods import ORIGIN, ModGraphs, graphs_of
-from quire.runtime.prepare import (
-    heads_of_item,
-    make_launcher,
-    memory_strides,
-    queries_of_item,
-    records_of,
-    row_strides,
-)
+from quire.runtime.prepare import make_launcher, memory_strides, records_of, row_strides
 from quire.support.torch_private import has_memory, is_zero_tensor
 
 
@@ -54,7 +49,7 @@ def tangent(
 ) -> Result | None:
     """Return the tangents of out and lse; None if the eager backend has to compute them.
 
-    That is so for int8 pages, numbers that are not finite, and an index out of range.
+    That is so for numbers of 8 bits, numbers that are not finite, and an index out of range.
     """
     moving = _Moving.of(problem, placed, above.sink, along)
     results = Result(torch.empty_like(above.out), torch.empty_like(above.lse))
@@ -93,7 +88,8 @@ class _Moving(NamedTuple):
             loaded = (*mod.captures, *(x for x in own if x is not None))
             problem = problem._replace(score_mod=replace(mod, captures=loaded))
         tensors = (*placed.operands, *tangents.values(), *problem.captures)
-        readable = placed.key_scale is None and all(map(has_memory, tensors))
+        wide = all(x.dtype.itemsize > 1 for x in placed.operands)
+        readable = wide and all(map(has_memory, tensors))
         return _Moving(problem, placed, sink, tangents, captured) if readable else None
 
     def launched(self, blocks: BlockRows | None, results: Result) -> Moved | None:

@@ -18,11 +18,12 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.block_mask import BlockMask, BlockRows
 from quire.block_mask.blocks import FULL, Runs
-from quire.codegen.convention import BLOCK_Q, KEYS_OF_PIECE, MOST_ROWS, Form
+from quire.codegen.convention import BLOCK_Q, KEYS_OF_PIECE, KEYS_OF_RUN, MOST_ROWS
 from quire.codegen.llvm.target import Target
 from quire.codegen.llvm.types import F32, F64
 from quire.errors import BackendError
@@ -31,10 +32,12 @@ from quire.ir.trace import Traced
 from quire.memory import One, Placed, longest
 from quire.memory.tables import Numbers, Sequences
 from quire.request import Call, Problem, ReadyMod
-from quire.runtime.blocks import gather, tile_runs, within_blocks
-from quire.runtime.chosen import choose
+from quire.runtime.blocks import EVERY_RUN, tile_runs, within_blocks
+from quire.runtime.division import FormPart
+from quire.runtime.forward import division_of
+from quire.runtime.gather import gather
 from quire.runtime.mods import ORIGIN
-from quire.runtime.prepare import by_form, num_products, queries_of_item
+from quire.runtime.prepare import num_products
 from quire.runtime.read_keys import MaskBounds, Panels, Tiling, Units
 from quire.runtime.shared_prefix import shared_pieces
 from quire.support.torch_private import has_memory, is_wrapped, without_modes
@@ -102,20 +105,15 @@ def _computed_scores(call: Call) -> tuple[int, int]:
     if mask is not None and not _has_values(mask):
         whole = _all_scores(placed, placed.rows)
         return whole, whole
-    backward = Counting(problem, placed, origin).scores("backward", placed.rows)
-    parts = by_form(placed.rows)
-    if mask is None and all(form == "panel" for form, _ in parts):
+    whole_tiles = FormPart("backward", placed.rows, BLOCK_Q)
+    backward = Counting(problem, placed, origin).scores(whole_tiles)
+    if not call.request.aux.argmax:  # as `ForwardPlan` does
+        problem, placed = gather(problem, placed)
+    parts = division_of(call, problem, placed)
+    if mask is None and all(part.form == "panel" for part in parts):
         return backward, backward  # both passes compute the same keys of the same panels
-    if mask is not None and not call.request.aux.argmax:  # as `ForwardPlan` does
-        chosen = choose(call)
-        if chosen is None:
-            problem, placed = gather(problem, placed)
-        else:
-            problem, placed = chosen.problem(problem, placed), chosen.placed(placed)
-            origin = ORIGIN
-        parts = by_form(placed.rows)
     counting = Counting(problem, placed, origin)
-    return sum(counting.scores(form, rows) for form, rows in parts), backward
+    return sum(map(counting.scores, parts)), backward
 
 
 def _has_values(mask: BlockMask) -> bool:
@@ -137,14 +135,12 @@ class Counting(NamedTuple):
     placed: Placed
     origin: One
 
-    def scores(self, form: Form, rows: One | Sequences) -> int:
-        """Return how many scores of some sequences the kernel of a form computes."""
+    def scores(self, part: FormPart) -> int:
+        """Return how many scores a part of a call computes."""
+        form, rows = part.form, part.rows
         table = rows if isinstance(rows, Sequences) else Sequences.one(*rows)
         if self.problem.block_mask is not None:
-            block_q = BLOCK_Q
-            if form != "backward":
-                block_q = queries_of_item(form, self.placed, rows, self.problem.block_mask)
-            return self._listed(form, table, self.problem.block_mask, block_q)
+            return self._listed(part, table, self.problem.block_mask)
         mask = _known(self.problem.mask_mod)
         if mask is None:
             return _all_scores(self.placed, rows)
@@ -204,25 +200,30 @@ class Counting(NamedTuple):
 
     # --- block masks
 
-    def _listed(self, form: Form, table: Sequences, mask: BlockMask, block_q: int) -> int:
+    def _listed(self, part: FormPart, table: Sequences, mask: BlockMask) -> int:
         """Return the scores of the tiles that a block mask lists, for blocks of queries.
 
         A full tile is computed as a whole, and with few queries a partial one, too.
         """
-        rows = mask.rows(*self.placed.lengths)
-        runs, mixed = tile_runs(rows, block_q, self.block, self.origin.kv_begin)
-        blocks, first, keys = self._runs(runs, table, block_q)
+        rows, mixed = mask.rows(*self.placed.lengths), part.lists.mixed
+        if part.lists.runs is None:
+            runs, mixed = tile_runs(rows, part.block_q, self.block, self.origin.kv_begin)
+            blocks, first, keys = self._runs(runs, table, part.block_q)
+            kinds, (batches, lists) = runs.kinds, runs.shape[:2]
+        else:
+            blocks, first, keys, kinds = self._entries(part, table)
+            batches, lists = rows.runs.shape[0], part.lists.heads
         heads = self.placed.query.shape[1]
-        stand_for = self.placed.batches * table.num // runs.shape[0] * (heads // runs.shape[1])
-        masks = () if form == "row" else self._partial_masks(mixed)
-        partial = torch.from_numpy(runs.kinds != FULL) & bool(masks)
+        stand_for = self.placed.batches * table.num // batches * (heads // lists)
+        masks = () if part.form == "row" else self._partial_masks(mixed)
+        partial = torch.from_numpy(kinds != FULL) & bool(masks)
         held = keys - (blocks.kv_begin - first).clamp(min=0)
         total = int((blocks.q_count * held)[~partial].sum()) * stand_for
         rest = blocks.pick(partial), first[partial], keys[partial]
         if not len(rest[1]):
             return total
         reads = inputs(*(mask.output for mask in masks))
-        for name, shared in (("b", runs.shape[0] == 1), ("h", runs.shape[1] == 1)):
+        for name, shared in (("b", batches == 1), ("h", lists == 1)):
             count = heads if name == "h" else self.placed.batches * table.num
             if shared and name in reads:
                 rest, stand_for = _repeated(*rest, name, count), stand_for // count
@@ -233,24 +234,59 @@ class Counting(NamedTuple):
 
         The first tile may begin before the first key.
         """
-        _, heads, num_rows, _ = runs.shape
-        pair, row = np.divmod(runs.row_ids(), num_rows)
+        blocks = self._blocks(runs.row_ids(), runs.shape[1:3], table, block_q)
+        tile = blocks.kv_begin // self.block
+        first = (tile + torch.from_numpy(runs.starts)) * self.block
+        stop = (tile + torch.from_numpy(runs.stops)) * self.block
+        return blocks, first, (torch.minimum(stop, blocks.kv_end) - first).clamp(min=0)
+
+    def _blocks(
+        self, number: Numbers, shape: tuple[int, int], table: Sequences, block_q: int
+    ) -> Panels:
+        """Return blocks of queries by the numbers of rows of a list; it has heads and rows."""
+        heads, num_rows = shape
+        pair, row = np.divmod(number, num_rows)
         b, h = np.divmod(pair, heads)
         sequence = np.minimum(b, table.num - 1)  # one for all in dense memory
-        kv_begin, kv_end = table.kv_begin[sequence], table.kv_end[sequence]
-        tile = kv_begin // self.block
-        first = (tile + runs.starts) * self.block
-        stop = np.minimum((tile + runs.stops) * self.block, kv_end)
         columns = (
             table.b[0] + b,
             h,
             table.q_start[sequence] + row * block_q,
             np.clip(table.q_len[sequence] - row * block_q, 0, block_q),
-            kv_begin,
-            kv_end,
+            table.kv_begin[sequence],
+            table.kv_end[sequence],
         )
-        blocks = Panels(*map(torch.from_numpy, columns))
-        return blocks, torch.from_numpy(first), torch.from_numpy(np.maximum(0, stop - first))
+        return Panels(*map(torch.from_numpy, columns))
+
+    def _entries(
+        self, part: FormPart, table: Sequences
+    ) -> tuple[Panels, Tensor, Tensor, NDArray[np.int8]]:
+        """Return the same for each entry of lists with runs, and its kind.
+
+        If keys are left out between others, all others are computed, as in a full tile.
+        """
+        lists, size = part.lists, part.block_q
+        assert lists.runs is not None, "some tiles are cut"
+        number = np.repeat(np.arange(len(lists.offsets) - 1), np.diff(lists.offsets))
+        num_rows = -(-self.placed.lengths[0] // size)
+        blocks = self._blocks(number, (lists.heads, num_rows), table, size)
+        kind = lists.entries & 3
+        runs = np.where(lists.runs == 0, kind * EVERY_RUN, lists.runs)
+        there = np.stack([runs >> 2 * run & 3 for run in range(8)], axis=1)
+        low, high = (there > 0).argmax(axis=1), 8 - (there[:, ::-1] > 0).argmax(axis=1)
+        first = (lists.entries >> 2).astype(np.int64) * self.block + low * KEYS_OF_RUN
+        stop = first + (high - low) * KEYS_OF_RUN
+        alone = ((there > 0).sum(axis=1) == high - low) & (
+            (runs & EVERY_RUN == 0) | (runs & 2 * EVERY_RUN == 0)
+        )
+        begin, end = (torch.from_numpy(x) for x in (first, stop))
+        blocks = blocks._replace(
+            kv_begin=torch.maximum(blocks.kv_begin, begin),
+            kv_end=torch.minimum(blocks.kv_end, end),
+        )
+        left_out = torch.from_numpy((high - low - (there > 0).sum(axis=1)) * KEYS_OF_RUN)
+        keys = (blocks.kv_end - begin - left_out).clamp(min=0)
+        return blocks, begin, keys, np.where(alone, kind, FULL).astype(np.int8)
 
     def _partial_masks(self, mixed: BlockRows | None) -> tuple[Traced, ...]:
         """Return the masks of partial tiles; none of them if one is not known."""

@@ -46,7 +46,7 @@ def physical_block_mask(
             mask_mod = Elements(mask, mask.BLOCK_SIZE).mod_in(cut_blocks)
     partial, full = (_page_lists(cells == kind, pages, paged.n_pages) for kind in (PARTIAL, FULL))
     separate = mask.separates_full_blocks
-    return BlockMask.from_kv_blocks(
+    found = BlockMask.from_kv_blocks(
         kv_num_blocks=partial[0],
         kv_indices=partial[1],
         full_kv_num_blocks=full[0] if separate else None,
@@ -55,6 +55,8 @@ def physical_block_mask(
         mask_mod=physical_mask(paged, mask_mod, kv_len, batch_idx),
         seq_lengths=(mask.seq_lengths[0], paged.n_pages * paged.page_size),
     )
+    found.lists_pages = True
+    return found
 
 
 def _page_lists(chosen: Tensor, pages: Tensor, room: int) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,7 @@
     slot    page * page_size + row of the page
     rows    [layers, tokens, heads, width], any strides but the last
     pages   [pages, heads, page_size, width], for each layer
-    scales  [pages, heads, page_size], where pages are of int8: row = int8 * scale
+    scales  [pages, heads, page_size], where pages have scales: row = numbers * scale
 
 One call writes the keys and values of one layer or of many. Threads take a block of tokens of one
 layer at a time. If the record says so, rows are streamed past the caches: a normal store would
@@ -12,16 +12,16 @@ first read the line that it overwrites, which takes twice as long if the pages a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from quire.codegen.llvm.builder import Function, Module, Value
 from quire.codegen.llvm.target import Target
-from quire.codegen.llvm.types import F16, F32, F64, I8, I32, I64, PTR, Layout, Type
-from quire.codegen.phases.staging import Storage, storage
+from quire.codegen.llvm.types import F16, F32, F64, I32, I64, PTR, Layout, Type
+from quire.codegen.phases.storage import Storage, storage
 
 NAME = "append"
-INT8 = "int8"
-LARGEST_INT8 = 127  # the largest int8; -128 is not used
 SIDES = ("key", "value")
-PACKED = 4  # vectors of floats that become one vector of int8
+PACKED = 4  # vectors of floats that become one vector of bytes
 
 _STRIDES: dict[str, Type] = {"layer_stride": I64, "token_stride": I64, "head_stride": I64}
 _FIXED: dict[str, Type] = {"width": I64, "streamed": I64}  # 1: rows are whole cache lines, streamed
@@ -54,11 +54,21 @@ LAYER = Layout(
 )
 
 
-def write_append(target: Target, source: str, pages: str) -> Module:
-    """A kernel over APPEND, for rows of one dtype and pages of another, by torch's names."""
+def write_append(
+    target: Target,
+    source: str,
+    pages: str,
+    *,
+    scaled: bool = False,
+    sides: Sequence[str] = SIDES,
+) -> Module:
+    """A kernel over APPEND, for rows of one dtype and pages of another, by torch's names.
+
+    With `scaled`, pages have scales. `sides` says whether keys, values or both are written.
+    """
     module = Module()
     with module.function(NAME, {"argument": PTR}) as f:
-        writer = _Writer(f, target, storage(source), pages)
+        writer = _Writer(f, target, storage(source), storage(pages), scaled=scaled)
         (argument,) = f.parameters
         tokens, block = (f.field(APPEND, argument, name) for name in ("tokens", "block"))
         blocks = (tokens + block - 1).udiv(block)
@@ -72,7 +82,7 @@ def write_append(target: Target, source: str, pages: str) -> Module:
             end = f.minimum(begin + block, tokens)
             table = f.field(APPEND, argument, "pages")
             record = f.offset(table, layer * len(LAYER), I64)
-            for side in SIDES:
+            for side in sides:
                 writer.write(argument, record, side, begin, end)
         f.emit_void("fence seq_cst")  # streamed rows must be in memory before the call returns
     return module
@@ -81,9 +91,10 @@ def write_append(target: Target, source: str, pages: str) -> Module:
 class _Writer:
     """Writes the code that copies rows of one dtype to pages of another."""
 
-    def __init__(self, f: Function, target: Target, source: Storage, pages: str) -> None:
-        self.f, self.source = f, source
-        self.pages = None if pages == INT8 else storage(pages)
+    def __init__(
+        self, f: Function, target: Target, source: Storage, pages: Storage, *, scaled: bool
+    ) -> None:
+        self.f, self.source, self.pages, self.scaled = f, source, pages, scaled
         self.lanes = target.lanes(F32)
         self.rounds_at_once = target.triple.startswith(("aarch64", "arm64"))
         self.whole_lanes = target.lanes(source.memory.as_int)
@@ -99,7 +110,6 @@ class _Writer:
         )
         first = f.field(LAYER, record, "layer") * layer_stride
         pages, scales = f.field(LAYER, record, side), f.field(LAYER, record, f"{side}_scale")
-        memory = I8 if self.pages is None else self.pages.memory
         with f.range(begin, end) as token:
             slot = f.load(I64, slots, token)
             page = slot.udiv(page_size)
@@ -108,17 +118,15 @@ class _Writer:
                 start = first + token * token_stride + head * head_stride
                 read = f.offset(rows, start, self.source.memory)
                 place = row + head * page_size
-                into = f.offset(pages, place * width, memory)
-                if self.pages is None:
+                into = f.offset(pages, place * width, self.pages.memory)
+                if self.scaled:
                     self._quantise(read, into, f.offset(scales, place, F32), width, streamed)
                 else:
-                    self._copy(self.pages, read, into, width, streamed)
+                    self._copy(read, into, width, streamed)
 
-    def _copy(
-        self, pages: Storage, read: Value, into: Value, width: Value, streamed: Value
-    ) -> None:
+    def _copy(self, read: Value, into: Value, width: Value, streamed: Value) -> None:
         """Copy one head of one token: whole vectors, then the rest."""
-        f, source = self.f, self.source
+        f, source, pages = self.f, self.source, self.pages
         # PyTorch converts between float64 and narrow dtypes by way of float32, too; on aarch64 it
         # rounds float64 to float16 at once.
         at_once = self.rounds_at_once and (source.memory, pages.memory) == (F64, F16)
@@ -147,22 +155,21 @@ class _Writer:
     def _quantise(
         self, read: Value, into: Value, scale_at: Value, width: Value, streamed: Value
     ) -> None:
-        """Copy one head of one token as int8, with the scale max(abs(row)) / LARGEST_INT8.
+        """Copy one head of one token with the scale max(abs(row)) / `largest` of the dtype.
 
         The bits of floats without their sign have the order of the floats; infinity and NaN come
         last. If the scale is 0 or not finite, the row becomes 0.
         """
-        f = self.f
+        f, largest = self.f, self.pages.largest
         peak = self._peak(read, width)
-        scale = f.bitcast(peak, F32) / float(LARGEST_INT8)
+        scale = f.bitcast(peak, F32) / largest
         f.store(scale, scale_at)
         usable = (scale > 0.0) & (scale < float("inf"))
 
         def number(column: Value, count: int) -> Value:
             ratio = self._number(read, column, count)
             ratio = f.select(usable, ratio / f.splat(scale, ratio.type), 0.0)
-            ratio = f.maximum(f.minimum(ratio, float(LARGEST_INT8)), -float(LARGEST_INT8))
-            return f.convert(f.convert(f.intrinsic("rint", ratio), I32), I8)  # to even
+            return self.pages.write(f, f.maximum(f.minimum(ratio, largest), -largest))
 
         def stream() -> None:
             many = self.lanes * PACKED

@@ -39,7 +39,8 @@ from quire.codegen.phases.gradient_tiles import (
     write_scale_rows,
 )
 from quire.codegen.phases.softmax import EPS, LOG4_E
-from quire.codegen.phases.staging import storage, write_gather, write_pack, write_scatter
+from quire.codegen.phases.staging import write_gather, write_pack, write_scatter
+from quire.codegen.phases.storage import storage
 from quire.codegen.phases.tiles import write_multiply_keys
 from quire.codegen.scratch import Regions, backward_regions, gradient_stride, weights_stride
 from quire.results import far_from_zero

@@ -29,7 +29,7 @@ from quire.codegen.phases import observe
 from quire.codegen.phases.merge import STATES
 from quire.codegen.phases.row_stream import unfold_row
 from quire.codegen.phases.softmax import Closed, close, sink_of
-from quire.codegen.phases.staging import storage
+from quire.codegen.phases.storage import storage
 from quire.codegen.scratch import BLOCKS_TOGETHER
 
 

@@ -23,7 +23,7 @@ from quire.codegen.llvm.types import F32, I8, I64, Layout, typed
 from quire.codegen.mods.arguments import ModArguments
 from quire.codegen.mods.loads import Lanes
 from quire.codegen.mods.lower import ELEMENT, KEY, RATES, Scope
-from quire.codegen.phases.staging import storage
+from quire.codegen.phases.storage import storage
 from quire.codegen.phases.weights import PANEL
 from quire.ir.graph import Node
 

@@ -30,12 +30,13 @@ from quire.codegen.kernels.items import QueryBlock
 from quire.codegen.kernels.nest import entry
 from quire.codegen.kernels.panel_nest import PanelNest, PanelPhases, PanelTile, Strided
 from quire.codegen.kernels.pieces import MERGED, Pieces
-from quire.codegen.kernels.visits import KeyBlock
+from quire.codegen.kernels.visits import KeyBlock, KeyPart
 from quire.codegen.llvm.builder import Module, Value
 from quire.codegen.llvm.types import I1, I64
 from quire.codegen.phases import observe
 from quire.codegen.phases.softmax import Closed, close, sink_of
-from quire.codegen.phases.staging import PLACEMENT, storage
+from quire.codegen.phases.staging import PLACEMENT
+from quire.codegen.phases.storage import storage
 
 
 def write_forward(spec: KernelSpec) -> Module:
@@ -154,15 +155,35 @@ class ForwardNest(PanelNest):
 
     def _stage(self, queries: QueryBlock, block: KeyBlock, name: str) -> Strided:
         """The keys or values of a block; copied to scratch unless only half a panel reads them."""
+        f, element, scratch = self.f, self.tile.element, self.scratch[f"{name}s"]
         begin, end = block.origin + block.begin, block.origin + block.end
-        where = self._where(name, begin, end)
-        half = queries.q_count <= self.tile.width // 2
-        where = self.f.select(half, where, self.f.null())
-        rows = self._read(name, begin, end, where, self.scratch[f"{name}s"])
-        if not storage(self.spec.dtype_of(name)).has_scales:
+        placement, gather = self.placements[name], self.phases.gather[name]
+        stride, scales = self.stride[name], self.scratch[f"{name}_scales"]
+        dtype = self.spec.dtype_of(name)
+
+        def together() -> list[Value]:
+            half = queries.q_count <= self.tile.width // 2
+            where = f.select(half, self._where(name, begin, end), f.null())
+            return list(self._read(name, begin, end, where, scratch)[:2])
+
+        def copy(part: KeyPart) -> None:
+            before, stop = part.first - block.begin, part.position + (part.end - part.first)
+            into = f.offset(scratch, before * stride, element)
+            f.call(gather, placement, part.position, stop, into=into, stride=stride)
+
+        def apart() -> list[Value]:
+            self.visits.each_part(block, copy)
+            return [scratch, stride]
+
+        def copy_scales(part: KeyPart) -> None:
+            stop = part.position + (part.end - part.first)
+            into = f.offset(scales, part.first - block.begin, element)
+            f.call(self.phases.gather_scales[dtype], placement, part.position, stop, into)
+
+        rows = Strided(*f.choose(block.runs.equals(0), together, apart))
+        if not storage(dtype).has_scales:
             return rows
-        scales = self.scratch[f"{name}_scales"]
-        self.f.call(self.phases.gather_scales, self.placements[name], begin, end, scales)
+        self.visits.each_part(block, copy_scales)
         return rows._replace(scales=scales)
 
     def _read(self, name: str, begin: Value, end: Value, where: Value, scratch: Value) -> Strided:

@@ -51,6 +51,7 @@ class Piece(NamedTuple):
     whole: QueryBlock  # the same queries with all their keys
     sequence: Value  # the record of the first member
     members: Value
+    block: Value  # the number of the block of queries
     place: Value  # the number of the piece
     every: Value  # whether it stands for all pieces of the sequence
 
@@ -115,25 +116,30 @@ class Items:
         f = self.f
 
         def items(sequence: Value) -> Value:
-            return f.field(SEQUENCE, sequence, "slices") * self.arg["heads"]
+            each = self._blocks(sequence) * self.arg["heads"]
+            return f.field(SEQUENCE, sequence, "slices") * each
 
         b, place, sequence = self._locate(number, items)
         field = self.sequence_fields(sequence)
-        h = place.udiv(field["slices"])
-        mine = place - h * field["slices"]
+        row = place.udiv(field["slices"])
+        mine = place - row * field["slices"]
+        blocks = self._blocks(sequence)
+        h = row.udiv(blocks)
+        block = blocks - 1 - (row - h * blocks)  # the last one first, as above
         # The pieces that a sequence shares are items of the first member alone.
         by_another = field["members"].equals(0)
         place = f.select(by_another, mine + field["shared"], mine)
         common = place < field["shared"]
         members = f.select(common & (field["members"] > 1), field["members"], 1)
         every = field["slices"].equals(1) & field["shared"].equals(0)
-        whole = self._query_block(sequence, b, h, f.value(0, I64))
+        whole = self._query_block(sequence, b, h, block)
         begin = (whole.kv_begin.udiv(KEYS_OF_PIECE) + place) * KEYS_OF_PIECE
         queries = whole._replace(
             kv_begin=f.select(every, whole.kv_begin, f.maximum(whole.kv_begin, begin)),
             kv_end=f.select(every, whole.kv_end, f.minimum(whole.kv_end, begin + KEYS_OF_PIECE)),
         )
-        return Piece(queries, whole, sequence, members=members, place=place, every=every)
+        where = {"block": block, "place": place}
+        return Piece(queries, whole, sequence, members=members, every=every, **where)
 
     @contextmanager
     def members_of(self, piece: Piece) -> Iterator[Member]:
@@ -143,9 +149,10 @@ class Items:
             sequence = f.offset(piece.sequence, m * len(SEQUENCE), I64)
             field = self.sequence_fields(sequence)
             b = f.select(m.equals(0), whole.b, field["b"])
-            queries = self._query_block(sequence, b, whole.h, f.value(0, I64))
+            queries = self._query_block(sequence, b, whole.h, piece.block)
             # Slots are counted by batch only if one record serves the whole batch.
             entry = whole.b * (1 - arg["sequence_stride"]) * arg["heads"] + whole.h
+            entry = entry * self._blocks(sequence) + piece.block
             slot = field["first_slot"] + entry * field["pieces"]
             yield Member(queries, m * (arg["row_group"] * queries.q_count), slot, field["pieces"])
 
@@ -154,7 +161,7 @@ class Items:
         f = self.f
         sequence = f.offset(piece.sequence, m * len(SEQUENCE), I64)
         b = f.select(m.equals(0), piece.whole.b, f.field(SEQUENCE, sequence, "b"))
-        queries = self._query_block(sequence, b, piece.whole.h, f.value(0, I64))
+        queries = self._query_block(sequence, b, piece.whole.h, piece.block)
         return queries._replace(kv_begin=piece.queries.kv_begin, kv_end=piece.queries.kv_end)
 
     # --- sequences
@@ -207,7 +214,7 @@ class Items:
     def _query_block(self, sequence: Value, b: Value, h: Value, block: Value) -> QueryBlock:
         f, arg, field = self.f, self.arg, self.sequence_fields(sequence)
         first = block * arg["block_q"]
-        tile_row = field["tile_row"] + b * arg["tile_batch_stride"] + block
+        tile_row = b * arg["tile_batch_stride"] + h * arg["tile_head_stride"]
         return QueryBlock(
             b=b,
             h=h,
@@ -219,5 +226,5 @@ class Items:
             kv_row=field["kv_row"],
             kv_begin=field["kv_begin"],
             kv_end=field["kv_end"],
-            tile_row=tile_row + h * arg["tile_per_head"] * self._blocks(sequence),
+            tile_row=tile_row + block * arg["tile_block_stride"],
         )

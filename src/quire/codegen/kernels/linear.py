@@ -29,7 +29,7 @@ from quire.codegen.llvm.types import F32, F64, I8, I64, PTR, Layout, typed
 from quire.codegen.phases.activations import Activations, Stager
 from quire.codegen.phases.linear_tiles import TileSizes, write_tile
 from quire.codegen.phases.norm import Norm, write_norm
-from quire.codegen.phases.staging import storage
+from quire.codegen.phases.storage import storage
 from quire.codegen.phases.weights import BLOCK, FLOAT32, FORMATS, PANEL, Loader, WeightFormat
 
 NAME = "linear"

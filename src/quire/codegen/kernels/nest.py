@@ -10,7 +10,8 @@ from quire.codegen.kernels.items import Items, QueryBlock
 from quire.codegen.kernels.visits import Visits
 from quire.codegen.llvm.builder import Function, Module, Value
 from quire.codegen.llvm.types import F32, I8, I32, I64, PTR, Layout
-from quire.codegen.phases.staging import ENDLESS, PLACEMENT, padded, scratch_stride, storage
+from quire.codegen.phases.staging import ENDLESS, PLACEMENT, padded, scratch_stride
+from quire.codegen.phases.storage import storage
 from quire.codegen.phases.tiles import TileShape
 from quire.codegen.scratch import Regions
 

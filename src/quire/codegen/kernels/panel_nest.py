@@ -8,26 +8,34 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from quire.codegen.convention import KERNEL, OBSERVE, REWRITE, KernelSpec, Record
+from quire.codegen.convention import (
+    FULL,
+    KERNEL,
+    OBSERVE,
+    PARTIAL,
+    REWRITE,
+    KernelSpec,
+    Record,
+)
 from quire.codegen.kernels.items import QueryBlock
 from quire.codegen.kernels.nest import Nest
-from quire.codegen.kernels.visits import KeyBlock, KeyRange
+from quire.codegen.kernels.visits import KeyBlock, KeyPart, KeyRange
 from quire.codegen.llvm.builder import Function, Module, Value
+from quire.codegen.llvm.types import I64
 from quire.codegen.llvm.values import Signature
 from quire.codegen.phases import observe, tiles
 from quire.codegen.phases.merge import write_merge
 from quire.codegen.phases.order import CHAINS
 from quire.codegen.phases.row_stream import write_gather_scales
 from quire.codegen.phases.staging import (
-    Storage,
     scratch_stride,
-    storage,
     write_gather,
     write_pack,
     write_place,
     write_scatter,
     write_unpack,
 )
+from quire.codegen.phases.storage import Storage, storage
 from quire.codegen.scratch import Regions, panel_regions
 
 READ = ("query", "key", "value")
@@ -65,8 +73,12 @@ class PanelPhases:
         self.unpack = write_unpack(module, tile)
         self.whole = Products(module, tile, spec)
         self.parts = [Products(module, part, spec) for part in tile.parts()]
-        self.gather_scales = write_gather_scales(module, tile)
+        self.gather_scales = {
+            each.name: write_gather_scales(module, tile, each)
+            for each in distinct(("key", "value"))
+        }
         self.scale_weights = tiles.write_scale_weights(module, tile)
+        self.find_maxima = tiles.write_find_maxima(module, tile)
         self.merge = write_merge(module, tile, tile.width, weighted=spec.weighted)
         self.exponentiate_carefully = tiles.write_exponentiate(
             module, tile, careful=True, weighted=spec.weighted
@@ -75,7 +87,7 @@ class PanelPhases:
 
 
 class Strided(NamedTuple):
-    """Rows of keys, values or queries: where they begin, their stride, and factors of int8."""
+    """Rows of keys, values or queries: where they begin, their stride, and perhaps scales."""
 
     start: Value
     stride: Value
@@ -159,7 +171,7 @@ class PanelNest(Nest):
         def accumulate(exponentiate: Function, multiply_values: Function) -> None:
             f.call(exponentiate, **softmax)
             self.weighed(at)
-            self.rewrite(at, self.arg["weights_mod"], scratch["scores"])
+            self.drop(at)
             if values.scales is not None:
                 f.call(self.phases.scale_weights, scratch["scores"], values.scales, count)
             operands = {"values": values.start, "stride": values.stride}
@@ -175,7 +187,7 @@ class PanelNest(Nest):
             self._fitting(left, lambda by: accumulate(by.exponentiate, by.multiply_values))
 
         self._fitting(left, multiply_keys)
-        self.modify(at, self.visits.mod(at.range.kind))
+        self.modify(at)
         self._observe(at, running_sum, count)
         odd = careful | self._odd(running_max, left) | self._odd(scratch["maxima"], left)
         f.choose(odd, carefully, quickly)
@@ -189,9 +201,30 @@ class PanelNest(Nest):
     def scored(self, at: PanelTile, by: Products) -> None:
         """What is computed after the scores of a tile."""
 
-    def modify(self, at: PanelTile, mod: Value) -> None:
+    def modify(self, at: PanelTile) -> None:
         """Apply the user's mods to the scores of a tile."""
-        self.rewrite(at, mod, self.scratch["scores"])
+        f, visits, kinds = self.f, self.visits, (FULL, PARTIAL)
+        mods = [visits.mod(f.value(kind, I64)).differs(f.null()) for kind in kinds]
+        apart = at.block.runs.differs(0)
+
+        def together() -> None:
+            self.rewrite(at, visits.mod(at.range.kind), self.scratch["scores"])
+
+        def by_part() -> None:
+            with f.when(mods[0] | mods[1]):
+                self._rewrite_parts(at, lambda part: visits.mod(part.kind))
+
+        f.choose(apart, by_part, together)
+
+    def drop(self, at: PanelTile) -> None:
+        """Apply dropout to the weights of a tile."""
+        f, mod = self.f, self.arg["weights_mod"]
+        with f.when(mod.differs(f.null())):
+            f.choose(
+                at.block.runs.differs(0),
+                lambda: self._rewrite_parts(at, lambda part: mod),
+                lambda: self.rewrite(at, mod, self.scratch["scores"]),
+            )
 
     def weighed(self, at: PanelTile) -> None:
         """What is computed after the weights of a tile."""
@@ -227,6 +260,26 @@ class PanelNest(Nest):
             where |= {"queries": queries.q_count - at.q, "kv_idx": at.block.origin + at.range.first}
             size = {"keys": at.range.end - at.range.first, "arguments": self.arg["arguments"]}
             f.call_pointer(mod, signature, **panel, **where, **size)
+
+    def _rewrite_parts(self, at: PanelTile, mod_of: Callable[[KeyPart], Value]) -> None:
+        """The same for a tile whose keys are not neighbours; `mod_of` gives the mod of a part."""
+        f, tile, scratch = self.f, self.tile, self.scratch
+        maxima, sofar = scratch["maxima"], scratch["maxima_of_parts"]
+        tile.store_row(f, tile.row(f, -math.inf), sofar)
+
+        def one(part: KeyPart) -> None:
+            mod, first = mod_of(part), part.first - at.range.first
+            scores = f.offset(scratch["scores"], first * tile.width, tile.element)
+            with f.when(mod.equals(f.null())):
+                f.call(self.phases.find_maxima, scores, maxima, part.end - part.first)
+            some = KeyRange(part.first, part.end, part.kind)
+            block = at.block._replace(origin=part.position - part.first)
+            self.rewrite(at._replace(block=block, range=some), mod, scores)
+            both = zip(tile.load_row(f, sofar), tile.load_row(f, maxima), strict=True)
+            tile.store_row(f, [f.maximum(a, b) for a, b in both], sofar)
+
+        self.visits.each_part(at.block, one, at.range)
+        tile.store_row(f, tile.load_row(f, sofar), maxima)
 
     def _observe(self, at: PanelTile, running_sum: Value, count: Value) -> None:
         """Show the scores of a tile to `observe`, if it is there."""

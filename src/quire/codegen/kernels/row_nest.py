@@ -13,13 +13,16 @@ from typing import NamedTuple
 from quire.codegen.convention import OBSERVE, ROW_REWRITE, KernelSpec, Record
 from quire.codegen.kernels.items import Member, Piece, QueryBlock
 from quire.codegen.kernels.nest import Nest
-from quire.codegen.kernels.visits import KeyBlock
+from quire.codegen.kernels.visits import KeyBlock, KeyPart
 from quire.codegen.llvm.builder import Function, Module, Value
 from quire.codegen.llvm.types import I8, I64, PTR
 from quire.codegen.phases import observe
 from quire.codegen.phases.merge import write_merge
+from quire.codegen.phases.order import CHAINS
 from quire.codegen.phases.row_keys import (
-    SQUARES,
+    NEAR,
+    STREAM,
+    Turns,
     set_sizes,
     write_multiply_kept,
     write_multiply_keys,
@@ -27,7 +30,7 @@ from quire.codegen.phases.row_keys import (
 from quire.codegen.phases.row_softmax import write_exponentiate, write_scale_weights
 from quire.codegen.phases.row_stream import (
     ASKED,
-    ASKED_IN_SQUARE,
+    ASKED_BEHIND,
     LINE,
     MOST_AHEAD,
     write_copy,
@@ -39,9 +42,11 @@ from quire.codegen.phases.row_values import (
     write_multiply_columns,
     write_multiply_values,
 )
-from quire.codegen.phases.staging import storage, write_gather, write_scatter
+from quire.codegen.phases.staging import write_gather, write_scatter
+from quire.codegen.phases.storage import storage
 from quire.codegen.scratch import BLOCKS_TOGETHER, MOST_SQUARES, Regions, row_regions, row_stride
 
+FEW_KEYS = 512  # of a piece; prefetching cannot run far ahead of so few
 COLUMNS_AGAIN = 64  # columns of the values of a block that stay in the L1 cache for all later sets
 
 
@@ -59,16 +64,22 @@ class RowPhases:
         self.copies = {name: write_copy(module, tile, stored) for name, stored in read.items()}
         self.scatter = write_scatter(module, tile, storage(spec.out))
         self.multiply_keys = {
-            rows: write_multiply_keys(module, tile, key, rows, spec.head_dim) for rows in sizes
+            (rows, turns): write_multiply_keys(module, tile, key, rows, spec.head_dim, turns=turns)
+            for rows in sizes
+            for turns in (NEAR, STREAM)
         }
-        self.keep_keys = write_multiply_keys(module, tile, key, sizes[0], spec.head_dim, keep=True)
+        self.keep_keys = write_multiply_keys(
+            module, tile, key, sizes[0], spec.head_dim, turns=NEAR, keep=True
+        )
         self.multiply_kept = {rows: write_multiply_kept(module, tile, key, rows) for rows in sizes}
         self.multiply_values = {
             rows: write_multiply_values(module, tile, value, rows, careful, width=spec.value_dim)
             for rows in sizes
         }
         self.multiply_columns = write_multiply_columns(module, tile, value, sizes[0], careful)
-        self.gather_scales = write_gather_scales(module, tile)
+        self.gather_scales = {
+            name: write_gather_scales(module, tile, stored) for name, stored in read.items()
+        }
         self.scale_weights = write_scale_weights(module, tile)
         self.exponentiate = write_exponentiate(
             module, tile, value, spec.value_dim, weighted=spec.weighted
@@ -148,9 +159,9 @@ class RowNest(Nest):
     def attend_block(self, piece: Piece, block: KeyBlock) -> None:
         """Compute all rows of a piece with a few blocks of keys."""
         f = self.f
-        count, keys = block.end - block.begin, self.scratch["rows"]
-        self._stage(block, "key", keys)
-        self._stage(block, "value", f.offset(keys, count, PTR))
+        self._stage(block, "key", self.scratch["rows"])
+        self._repeat(f.offset(self.scratch["rows"], block.end - block.begin, PTR), self.tile.lanes)
+        self._stage(block, "value", self._values(block))
         self._read_on(piece.queries, block)
         self._multiply_keys(piece, block)
         with self.items.members_of(piece) as member:
@@ -174,14 +185,18 @@ class RowNest(Nest):
                 "count": some,
             }
 
-        def one_set() -> None:
+        def one_set(turns: Turns) -> None:
             nothing, keys = f.value(0, I64), self.scratch["rows"]
 
             def multiply(first: Value, size: int) -> None:
                 given = operands(first, nothing, count)
-                f.call(self.phases.multiply_keys[size], keys=keys, **given)
+                f.call(self.phases.multiply_keys[size, turns], keys=keys, **given)
 
             self.each_set(nothing, rows, multiply)
+
+        def one_set_of_rows() -> None:
+            few = piece.queries.kv_end - piece.queries.kv_begin <= FEW_KEYS
+            f.choose(few, lambda: one_set(NEAR), lambda: one_set(STREAM))
 
         def several_sets() -> None:
             with f.range(0, count, size) as j:
@@ -196,7 +211,7 @@ class RowNest(Nest):
 
                 self.each_set(f.value(most, I64), rows, multiply)
 
-        f.choose(rows <= most, one_set, several_sets)
+        f.choose(rows <= most, one_set_of_rows, several_sets)
 
     def _multiply_values(self, piece: Piece, block: KeyBlock, start: Value) -> None:
         """What the values of one block, which begins at `start`, add to the results of all rows."""
@@ -204,7 +219,7 @@ class RowNest(Nest):
         most, size = set_sizes(self.tile)[0], self.spec.target.block_kv
         begin = f.maximum(start, block.begin)
         count = f.minimum(block.end, start + size) - begin
-        values = f.offset(self.scratch["rows"], block.end - block.begin, PTR)
+        values = self._values(block)
 
         def operands(first: Value) -> dict[str, Value]:
             alpha = first * BLOCKS_TOGETHER + start.udiv(size)
@@ -236,18 +251,22 @@ class RowNest(Nest):
         place, size = member.first_row + row.place, self.spec.target.block_kv
         scores = self.at("scores", place)
 
-        def rewrite(mod: Value) -> None:
-            where = {"q_idx": queries.q_idx + row.q, "kv_idx": block.origin}
-            keys = {"keys": block.end, "skipped": block.begin}
+        def rewrite(mod: Value, part: KeyPart) -> None:
+            skipped = part.first & (CHAINS - 1)
+            at = part.first - skipped
+            where = {"q_idx": queries.q_idx + row.q, "kv_idx": part.position - skipped}
+            keys = {"keys": part.end - at, "skipped": skipped}
             with f.when(mod.differs(f.null())):
                 head = {"arguments": arg["arguments"], "b": queries.b, "h": row.h}
-                f.call_pointer(mod, ROW_REWRITE, scores=scores, **head, **where, **keys)
+                some = f.offset(scores, at, self.tile.element)
+                f.call_pointer(mod, ROW_REWRITE, scores=some, **head, **where, **keys)
 
         self._fill(scores, block)
-        rewrite(self.visits.mod(block.kind))
+        self.visits.each_part(block, lambda part: rewrite(self.visits.mod(part.kind), part))
         with f.range(0, block.end, size) as start:
             self._weigh_block(block, place, start, queries.kv_begin)
-        rewrite(arg["weights_mod"])
+        with f.when(self.wanted("weights_mod")):
+            self.visits.each_part(block, lambda part: rewrite(arg["weights_mod"], part))
         if storage(self.spec.value).has_scales:
             scales = self.scratch["value_scales"]
             f.call(self.phases.scale_weights, scores, scales, block.begin, block.end)
@@ -266,7 +285,8 @@ class RowNest(Nest):
             f.call_pointer(self.arg["observe"], OBSERVE, **given, **state, **where)
         alpha = self.at("alpha", place * BLOCKS_TOGETHER + start.udiv(size))
         rows = self._not_asked_for(block, place, start)
-        f.call(self.phases.exponentiate, scores, **running, alpha=alpha, rows=rows)
+        count = (f.minimum(block.end - start, size) + (CHAINS - 1)) & -CHAINS
+        f.call(self.phases.exponentiate, scores, **running, alpha=alpha, rows=rows, count=count)
 
     def _fill(self, scores: Value, block: KeyBlock) -> None:
         """The scores of keys that do not exist are -inf, up to whole blocks."""
@@ -291,31 +311,52 @@ class RowNest(Nest):
         If a product cannot read them where they are, they are copied to scratch.
         """
         f, record, dtype = self.f, self.placements[name], self.spec.dtype_of(name)
-        begin, end = block.origin + block.begin, block.origin + block.end
-        in_place = f.call(self.phases.points[dtype], record, begin, end, rows)
-        with f.when(in_place.equals(0)):
-            copy = {"rows": record, "addresses": rows, "count": end - begin}
-            into = {"into": self.scratch[f"{name}s"], "stride": self.stride[name]}
-            f.call(self.phases.copies[dtype], **copy, **into)
-        if storage(dtype).has_scales:
-            # Those of keys begin with the first key, those of values with the block, like weights.
-            scales = self.scratch[f"{name}_scales"]
-            if name == "value":
-                scales = f.offset(scales, block.begin, self.tile.element)
-            f.call(self.phases.gather_scales, record, begin, end, scales)
+        stored, stride = storage(dtype), self.stride[name]
+
+        def stage(part: KeyPart) -> None:
+            before, count = part.first - block.begin, part.end - part.first
+            begin, end = part.position, part.position + count
+            addresses = f.offset(rows, before, PTR)
+            in_place = f.call(self.phases.points[dtype], record, begin, end, addresses)
+            with f.when(in_place.equals(0)):
+                into = f.offset(self.scratch[f"{name}s"], before * stride, stored.memory)
+                copy = {"rows": record, "addresses": addresses, "count": count}
+                f.call(self.phases.copies[dtype], **copy, into=into, stride=stride)
+            if stored.has_scales:
+                # Those of keys begin with the first key, those of values with the block.
+                at = part.first if name == "value" else before
+                scales = f.offset(self.scratch[f"{name}_scales"], at, self.tile.element)
+                f.call(self.phases.gather_scales[dtype], record, begin, end, scales)
+
+        self.visits.each_part(block, stage)
+
+    def _values(self, block: KeyBlock) -> Value:
+        """The table of the addresses of a block's values, behind whole squares of keys."""
+        count = block.end - block.begin
+        squares = (count + (self.tile.lanes - 1)) & -self.tile.lanes
+        return self.f.offset(self.scratch["rows"], squares, PTR)
+
+    def _repeat(self, end: Value, count: int) -> None:
+        """From `end` on, write the last address of the table `count` times more."""
+        f, several = self.f, I64.vector(8)
+        address = f.splat(f.load(I64, end, -1), several)
+        for place in range(0, count, several.lanes):
+            f.store(address, end, place, align=I64.size)
 
     def _read_on(self, queries: QueryBlock, block: KeyBlock) -> None:
         """Append the addresses of the next block's first keys, so that prefetching can run ahead.
 
-        At the end there are none: the first keys of this block are appended again.
+        At the end there are none: that of the last value is appended.
         """
-        f = self.f
-        following = block.origin + block.end
-        here = block.origin + block.begin
-        begin = f.select(following < queries.kv_end, following, here)
-        end = f.minimum(begin + MOST_AHEAD, queries.kv_end)
-        into = f.offset(self.scratch["rows"], 2 * (block.end - block.begin), PTR)
-        f.call(self.phases.points[self.spec.key], self.placements["key"], begin, end, into)
+        f, begin = self.f, block.following
+        behind = f.offset(self._values(block), block.end - block.begin, PTR)
+
+        def point() -> None:
+            end = f.minimum(begin + MOST_AHEAD, queries.kv_end)
+            record = self.placements["key"]
+            f.call(self.phases.points[self.spec.key], record, begin, end, behind)
+
+        f.choose(begin < queries.kv_end, point, lambda: self._repeat(behind, MOST_AHEAD))
 
     def ask_for_first(self, queries: QueryBlock) -> None:
         """Prefetch the first keys of a piece."""
@@ -335,15 +376,14 @@ class RowNest(Nest):
         The products with keys prefetch some values, and so does the softmax of every earlier row
         and block, a line with each vector of scores.
         """
-        f, count = self.f, block.end - block.begin
-        values = f.offset(self.scratch["rows"], count, PTR)
+        f, count, values = self.f, block.end - block.begin, self._values(block)
         if not self.spec.value_dim:
             return values
         each = self.spec.target.block_kv // self.tile.lanes
         blocks = (block.end + (self.spec.target.block_kv - 1)).udiv(self.spec.target.block_kv)
         lines = place * blocks * each + start.udiv(self.tile.lanes)
-        behind = SQUARES * self.tile.lanes * self._row_bytes("key")
-        asked = (behind + ASKED_IN_SQUARE[0] + lines * LINE).udiv(self._row_bytes("value"))
+        behind = STREAM.keys(self.tile, storage(self.spec.key)) * self._row_bytes("key")
+        asked = (behind + ASKED_BEHIND[0] + lines * LINE).udiv(self._row_bytes("value"))
         return f.offset(values, f.minimum(asked, count + MOST_AHEAD - each), PTR)
 
     def _row_bytes(self, name: str) -> Value:

@@ -144,9 +144,10 @@ class _TangentNest(ForwardNest):
         first = (at.range.first - at.block.begin) * rows.stride
         return self.f.offset(rows.start, first, self.tile.element)
 
-    def modify(self, at: PanelTile, mod: Value) -> None:
+    def modify(self, at: PanelTile) -> None:
         """Apply the user's mods to scores and their tangents."""
-        self.rewrite(at, mod, self.scratch["scores"], PUSH, tangents=self.scratch["tangents"])
+        mod, tangents = self.visits.mod(at.range.kind), self.scratch["tangents"]
+        self.rewrite(at, mod, self.scratch["scores"], PUSH, tangents=tangents)
 
     def weighed(self, at: PanelTile) -> None:
         """From the tangents S' of scores to P S', and add these up; dropout comes after that."""

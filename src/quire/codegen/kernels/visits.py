@@ -1,6 +1,6 @@
 """Which tiles are computed: the blocks of keys that queries attend to, and the keys of each panel.
 
-Either the tile list says which blocks of keys there are, or all blocks are visited and the mask's
+Either the tile list says which blocks of keys there are, or all blocks are visited. The mask's
 `verdict`, if there is one, says which of them to skip. Only this file knows about either.
 """
 
@@ -11,20 +11,46 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from quire.codegen.convention import EMPTY, EXTENT, FULL, PARTIAL, PLAIN, VERDICT, KernelSpec
+from quire.codegen.convention import (
+    EMPTY,
+    EXTENT,
+    FULL,
+    KEYS_OF_RUN,
+    PARTIAL,
+    PLAIN,
+    VERDICT,
+    KernelSpec,
+)
 from quire.codegen.kernels.items import Items, Piece, QueryBlock
 from quire.codegen.llvm.builder import Function, Value
-from quire.codegen.llvm.types import I32, I64
+from quire.codegen.llvm.types import I16, I32, I64
 
 SPAN = 64  # blocks of keys that are skipped together
+ONES = 0x55555  # times a kind: that kind in every run, and in two beyond the last one
+KEYS_OF_BIT = KEYS_OF_RUN // 2
 
 
 class KeyBlock(NamedTuple):
-    """A block of keys, or a few: the keys at positions [origin + begin, origin + end)."""
+    """A block of keys, or a few: the keys at positions [origin + begin, origin + end).
+
+    If `runs` is not 0, some keys of the block are left out, or there are several kinds. Then the
+    others are counted without these, from the first run on, and `each_part` says where they are.
+    """
 
     origin: Value
     begin: Value
     end: Value
+    kind: Value
+    runs: Value
+    following: Value  # the position of the keys that come next
+
+
+class KeyPart(NamedTuple):
+    """The keys [first, end) of a block: they are neighbours, and have one kind."""
+
+    first: Value
+    end: Value
+    position: Value  # of the first one
     kind: Value
 
 
@@ -68,22 +94,54 @@ class _Walk:
 
     def kind_of_span(self, start: Value, stop: Value) -> Value:
         """The kind of all tiles of some blocks, as far as it is known without the tile list."""
+        ask = self.judged & ~self.listed
         return self.f.choose(
-            self.judged, lambda: [self._kind(start, stop)], lambda: [self.arg["tile_kind"]]
+            ask, lambda: [self._kind(start, stop)], lambda: [self.arg["tile_kind"]]
         )[0]
 
     def blocks(self, number: Value, end: Value, span: Value) -> list[Value]:
-        """First block, end and kind: of one entry of the list, or of the blocks [number, end).
+        """First block, end, kind, runs: of one entry of the list, or of the blocks [number, end).
 
         Blocks that are EMPTY at either side are left out; `span` is the kind of all of the span.
         """
-        return self.f.choose(
-            self.listed, lambda: self._entry(number), lambda: self._unlisted(number, end, span)
-        )
+        f = self.f
+
+        def unlisted() -> list[Value]:
+            return [*self._unlisted(number, end, span), f.value(0, I64)]
+
+        return f.choose(self.listed, lambda: self._entry(number), unlisted)
+
+    def following(self, number: Value, last: Value) -> Value:
+        """The position of the first key of the next entry; of the end, after the last one."""
+        f, queries = self.f, self.queries
+
+        def next_entry() -> list[Value]:
+            entry, runs = self._listed(number + 1)
+            run = f.trailing_zeros(runs | (1 << 16)) & -2
+            first = f.select(runs.equals(0), 0, run * KEYS_OF_BIT)
+            return [f.maximum((entry >> 2) * self.size + first, queries.kv_begin)]
+
+        return f.choose(number + 1 < last, next_entry, lambda: [queries.kv_end])[0]
+
+    def _listed(self, number: Value) -> list[Value]:
+        """An entry of the list, and its runs; 0 if all keys of the block are listed."""
+        f = self.f
+        entry = f.convert(f.load(I32, self.arg["tile_entries"], number), I64)
+
+        def some() -> list[Value]:
+            return [f.zero_extend(f.load(I16, self.arg["tile_runs"], number), I64)]
+
+        listed = self.arg["tile_runs"].differs(f.null())
+        return [entry, *f.choose(listed, some, lambda: [f.value(0, I64)])]
 
     def _entry(self, number: Value) -> list[Value]:
-        entry = self.f.convert(self.f.load(I32, self.arg["tile_entries"], number), I64)
-        return [entry >> 2, (entry >> 2) + 1, entry & 3]
+        f = self.f
+        entry, runs = self._listed(number)
+        block, kind = entry >> 2, entry & 3
+        ask = self.judged & kind.equals(PARTIAL)
+        (found,) = f.choose(ask, lambda: [self._kind(block, block + 1)], lambda: [kind])
+        there = (runs | (runs >> 1)) & ONES
+        return [block, block + 1, found, f.select(found.equals(PLAIN), there * PLAIN, runs)]
 
     def _unlisted(self, number: Value, end: Value, span: Value) -> list[Value]:
         ask = self.judged & span.equals(PARTIAL)
@@ -136,12 +194,87 @@ class Visits:
                 end = f.minimum((number | (together - 1)) + 1, stop)
                 begins = walk.listed | number.equals(start) | (number & (together - 1)).equals(0)
                 with f.when(begins):
-                    low, high, kind = walk.blocks(number, end, span)
-                    origin = low * size
-                    begin = f.maximum(queries.kv_begin - origin, 0)
-                    end_here = f.minimum(queries.kv_end - origin, (high - low) * size)
-                    with f.when((begin < end_here) & kind.differs(EMPTY)):
-                        yield KeyBlock(origin, begin, end_here, kind)
+                    low, high, kind, runs = walk.blocks(number, end, span)
+                    block = self._block(queries, low * size, high * size, kind, runs)
+                    with f.when((block.begin < block.end) & kind.differs(EMPTY)):
+                        following = f.choose(
+                            walk.listed,
+                            lambda: [walk.following(number, last)],
+                            lambda: [block.following],
+                        )
+                        yield block._replace(following=following[0])
+
+    def _block(
+        self, queries: QueryBlock, first: Value, end: Value, kind: Value, runs: Value
+    ) -> KeyBlock:
+        """The keys of a sequence from position `first` up to `end`, or those of some runs."""
+        f = self.f
+
+        def every() -> list[Value]:
+            begin = f.maximum(queries.kv_begin - first, 0)
+            return [first, begin, f.minimum(queries.kv_end, end) - first, kind, runs]
+
+        def some() -> list[Value]:
+            return self._listed_runs(queries, first, runs)
+
+        origin, begin, stop, kind, runs = f.choose(runs.equals(0), every, some)
+        return KeyBlock(origin, begin, stop, kind, runs=runs, following=origin + stop)
+
+    def _listed_runs(self, queries: QueryBlock, first: Value, runs: Value) -> list[Value]:
+        """Origin, begin, end, kind and runs of the listed keys of a block that a sequence has."""
+        f = self.f
+
+        def bits(keys: Value) -> Value:  # up to a key of this block
+            return f.minimum(f.maximum(keys, 0), 8 * KEYS_OF_RUN).udiv(KEYS_OF_RUN) * 2
+
+        runs = runs & (f.value(-1, I64) << bits(queries.kv_begin - first))
+        runs = runs & ~(f.value(-1, I64) << bits(queries.kv_end - first + (KEYS_OF_RUN - 1)))
+        low, high, kind = self._neighbours(runs)
+        alone = (runs >> high).equals(0)
+        origin = first + low * KEYS_OF_BIT
+        there = (runs | (runs >> 1)) & ONES
+        past = f.value(64, I64) - f.leading_zeros(there | 1)  # one bit after the last run's first
+        cut = f.maximum(first + (past + 1) * KEYS_OF_BIT - queries.kv_end, 0)
+        return [
+            f.select(alone, origin, first),
+            f.maximum(queries.kv_begin - origin, 0),
+            f.intrinsic("ctpop", there) * KEYS_OF_RUN - cut,
+            kind,
+            f.select(alone, 0, runs),
+        ]
+
+    def _neighbours(self, runs: Value) -> tuple[Value, Value, Value]:
+        """The first bit of the first run, the end of its neighbours of one kind, and that kind."""
+        f = self.f
+        low = f.trailing_zeros(runs | (1 << 16)) & -2
+        rest = runs >> low
+        kind = rest & 3
+        size = f.trailing_zeros((rest ^ (kind * ONES)) | (1 << 18)) & -2
+        return low, low + size, kind
+
+    def each_part(
+        self,
+        block: KeyBlock,
+        body: Callable[[KeyPart], None],
+        within: KeyRange | None = None,
+    ) -> None:
+        """Call `body` for the parts of a block, or for those of a range of its keys."""
+        f = self.f
+        begin, end, kind = within or (block.begin, block.end, block.kind)
+        whole = block.runs.equals(0)
+
+        def one(carried: list[Value]) -> list[Value]:
+            at, runs = carried
+            low, high, listed = self._neighbours(runs)
+            stop = f.select(whole, end, at + (high - low) * KEYS_OF_BIT)
+            first = f.maximum(at, begin)
+            position = block.origin + first + f.select(whole, 0, low * KEYS_OF_BIT - at)
+            part = KeyPart(first, f.minimum(stop, end), position, f.select(whole, kind, listed))
+            with f.when(part.first < part.end):
+                body(part)
+            return [stop, runs & (f.value(-1, I64) << high)]
+
+        f.repeat(lambda carried: carried[0] < end, one, [f.value(0, I64), block.runs])
 
     def verdict(self, queries: QueryBlock, kv_first: Value, kv_end: Value) -> Value:
         """The kind that all queries of a block and the keys [kv_first, kv_end) have."""
@@ -193,9 +326,10 @@ class Visits:
             kind = f.select(every, PLAIN, block.kind)
             return [block.begin + first, block.begin + last, kind]
 
-        open_question = block.kind.equals(PARTIAL) & arg["verdict"].differs(f.null())
+        uncut = block.runs.equals(0)
+        open_question = block.kind.equals(PARTIAL) & arg["verdict"].differs(f.null()) & uncut
         (kind,) = f.choose(open_question, judged, lambda: [block.kind])
-        open_question = kind.equals(PARTIAL) & arg["extent"].differs(f.null())
+        open_question = kind.equals(PARTIAL) & arg["extent"].differs(f.null()) & uncut
         whole = [block.begin, block.end, kind]
         first, end, kind = f.choose(open_question, looked_at, lambda: whole)
         return KeyRange(first, f.select(kind.equals(EMPTY), first, end), kind)

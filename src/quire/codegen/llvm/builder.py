@@ -122,6 +122,11 @@ class Function(Blocks):
         operands = (x, self.value(False, I1))
         return self._library(f"ctlz.{x.type.suffix}", (x.type, I1), x.type, operands)
 
+    def trailing_zeros(self, x: Value) -> Value:
+        """How many zero bits an integer has after its last one bit."""
+        operands = (x, self.value(False, I1))
+        return self._library(f"cttz.{x.type.suffix}", (x.type, I1), x.type, operands)
+
     def fma(self, a: Value, b: Operand, c: Operand) -> Value:
         """`a * b + c`, rounded once."""
         return self.intrinsic("fma", a, self.value(b, a.type), self.value(c, a.type))

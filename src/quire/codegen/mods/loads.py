@@ -15,7 +15,7 @@ from quire.codegen.llvm.builder import Function, Value
 from quire.codegen.llvm.types import F32, I1, I16, I64, PTR, Type
 from quire.codegen.llvm.values import Signature
 from quire.codegen.mods.rules import MEMORY
-from quire.codegen.phases.staging import storage
+from quire.codegen.phases.storage import storage
 from quire.ir.graph import Node
 from quire.ir.vector import LONGEST
 

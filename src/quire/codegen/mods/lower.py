@@ -26,7 +26,7 @@ from quire.codegen.llvm.builder import Function, Value
 from quire.codegen.llvm.types import F16, F32, I32, I64, Type
 from quire.codegen.mods.loads import Address, Captured, Lanes, load
 from quire.codegen.mods.rules import REGISTER, RULES
-from quire.codegen.phases.staging import storage
+from quire.codegen.phases.storage import storage
 from quire.errors import UnsupportedOpError
 from quire.ir.graph import Node, inputs, walk
 

@@ -4,7 +4,7 @@ What a query computes follows from its own numbers, its position and the keys th
 not matter which kernel computes it, how many queries come with it, or how its keys are stored:
 
     score      one chain of multiply-adds over the head dim in ascending order, from 0; then times
-               the factor of the key, if keys are int8
+               the scale of the key, if keys have 8 bits
     maximum    is updated once for each block of 128 keys; sums and out so far then shrink by alpha
     sum        of the weights of a block: 16 chains, from 0, to which keys belong in turn by their
                position; then chains i and i + 8, i and i + 4, i and i + 2, and the last two. The
@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from quire.codegen.llvm import vecmath
-from quire.codegen.llvm.builder import Function, Value
+from quire.codegen.llvm.builder import Function, Operand, Value
 
 if TYPE_CHECKING:
     from quire.codegen.phases.tiles import TileShape
@@ -65,15 +65,21 @@ def over_chains(
     return _folded([tile.load(f, chains, chain * tile.lanes) for chain in range(CHAINS)])
 
 
-def sum_of_block(f: Function, tile: TileShape, terms: Callable[[Value], Value]) -> Value:
-    """The same sum where lanes run over keys, in all lanes; `terms(j)`: of the keys from j on."""
+def sum_of_block(
+    f: Function, tile: TileShape, terms: Callable[[Value], Value], end: Operand = 0
+) -> Value:
+    """The same sum where lanes run over keys, in all lanes; `terms(j)`: of the keys from j on.
+
+    The block has keys before `end`, a multiple of CHAINS, or as many as a block has.
+    """
     places = range(0, CHAINS, tile.lanes)
 
     def add(j: Value, chains: list[Value]) -> list[Value]:
         return [chain + terms(j + at) for chain, at in zip(chains, places, strict=True)]
 
     nothing = [f.value(0.0, tile.vector)] * len(places)
-    total = _folded(f.loop(0, tile.target.block_kv, add, carry=nothing, step=CHAINS))
+    last = end if isinstance(end, Value) else tile.target.block_kv
+    total = _folded(f.loop(0, last, add, carry=nothing, step=CHAINS))
     step = tile.lanes
     while step := step // 2:
         others = f.shuffle(total, total, [lane ^ step for lane in range(tile.lanes)])

@@ -9,24 +9,51 @@ in a lane, and then converted. The rows of a set share each square; what a row c
 depend on the other rows of its set. Keys are found through a table of addresses, so nothing here
 knows about pages.
 
+A multiply-add has to wait for the one before it in its chain. So squares take turns, a few columns
+each, and their scores stay in memory meanwhile. From memory, few rows have to be read at a time,
+or prefetching does not keep up: fewer squares take turns, and their columns are fewer.
+
 If there are more rows than one set has, the first set leaves the columns that it has transposed in
 scratch, and all others load them from there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from quire.codegen.llvm.builder import Function, Module, Value
-from quire.codegen.llvm.types import F16, F32, I16, I32, PTR, typed
-from quire.codegen.phases.row_stream import LINE, Ahead, Index, over_columns
-from quire.codegen.phases.staging import Storage
+from quire.codegen.llvm.types import F32, I32, PTR, typed
+from quire.codegen.phases.row_stream import Ahead, Index
+from quire.codegen.phases.storage import Storage
 from quire.codegen.phases.tiles import TileShape
-from quire.codegen.phases.transpose import side_by_side, transpose_units
+from quire.codegen.phases.transpose import transpose_parts
 from quire.codegen.scratch import row_stride
 
-SQUARES = 1  # squares of keys that are computed at once; two would not stay in the L1 cache
 MOST_TOGETHER = 4  # rows of a set
+
+
+class Turns(NamedTuple):
+    """How squares take turns: how many share a number of a query, and 128 bits of a key at a time.
+
+    `squares` is for numbers of 32 bits or more. Twice as many narrow ones take turns.
+    """
+
+    name: str
+    squares: int
+    pair: int
+    units: int
+
+    def keys(self, tile: TileShape, stored: Storage) -> int:
+        """How many keys are read together."""
+        return self.squares * tile.lanes * (2 if stored.is_narrow else 1)
+
+
+STREAM = Turns("stream", squares=1, pair=1, units=1)
+"""For many keys, which come from memory."""
+
+NEAR = Turns("near", squares=2, pair=2, units=2)
+"""For few keys, which may be in a cache."""
 
 
 def set_sizes(tile: TileShape) -> list[int]:
@@ -35,19 +62,26 @@ def set_sizes(tile: TileShape) -> list[int]:
 
 
 def write_multiply_keys(
-    module: Module, tile: TileShape, stored: Storage, rows: int, width: int, *, keep: bool = False
+    module: Module,
+    tile: TileShape,
+    stored: Storage,
+    rows: int,
+    width: int,
+    *,
+    turns: Turns,
+    keep: bool = False,
 ) -> Function:
     """The function that multiplies `count` keys with a set of `rows` rows.
 
-    Keys of int8 are multiplied by their scales. `width` is the number of columns if it is known,
+    Keys of 8 bits are multiplied by their scales. `width` is the number of columns if it is known,
     else 0. With `keep`, transposed columns are left in `kept`. Scores are written for whole squares
-    of keys, past the last key too.
+    of keys, past the last key too, so the table has addresses for the rest of a square.
     """
     parameters = typed("ptr keys scales queries, i64 query_stride depth, ptr scores, i64 count")
     parameters |= typed("ptr kept") if keep else {}
-    name = f"multiply_keys_{stored.name}_{rows}" + "_keep" * keep
+    name = f"multiply_keys_{stored.name}_{rows}_{turns.name}" + "_keep" * keep
     with module.function(name, parameters, internal=True) as f:
-        _KeyProducts(f, tile, stored, rows, width or f.given["depth"]).write()
+        _KeyProducts(f, tile, stored, rows, width or f.given["depth"], turns=turns).write()
     return f
 
 
@@ -55,120 +89,94 @@ class _KeyProducts:
     """The body of `multiply_keys` while it is written."""
 
     def __init__(
-        self, f: Function, tile: TileShape, stored: Storage, rows: int, columns: Index
+        self,
+        f: Function,
+        tile: TileShape,
+        stored: Storage,
+        rows: int,
+        columns: Index,
+        *,
+        turns: Turns,
     ) -> None:
-        self.f, self.tile, self.stored, self.rows, self.columns = f, tile, stored, rows, columns
-        self.together = SQUARES * tile.lanes  # keys at a time
+        self.f, self.tile, self.stored, self.columns, self.turns = f, tile, stored, columns, turns
         given = f.given
         starts = (r * given["query_stride"] for r in range(rows))
         self.queries = [f.offset(given["queries"], start, tile.element) for start in starts]
+        self.scores = [
+            f.offset(given["scores"], r * row_stride(tile), tile.element) for r in range(rows)
+        ]
+        self.packs = tile.element == F32 and stored.is_narrow
 
     def write(self) -> None:
-        """All keys, a few squares at a time."""
-        f, together = self.f, self.together
-        keys, count = f.given["keys"], f.given["count"]
-        ahead = Ahead(f, keys, self.stored, self.columns, together, square=True)
-        with f.range(0, count, together) as j:
-            here = [f.load(PTR, keys, f.minimum(j + t, count - 1)) for t in range(together)]
-            self._store(j, self._scores(j, here, ahead))
+        """Multiply all keys: some squares, then their columns, then square by square."""
+        f, lanes, count = self.f, self.tile.lanes, self.f.given["count"]
+        unit, together = self.tile.in_128_bits, self.turns.keys(self.tile, self.stored)
+        part = unit * (self.turns.units if lanes == 4 * unit else 1)
+        step = part * (F32.size // self.stored.memory.size if self.packs else 1)
+        whole = self.columns & -step
+        ahead = Ahead(f, f.given["keys"], self.stored, self.columns, together, squares=True)
+        nothing = f.value(0.0, self.tile.vector)
+        self._change(lambda j, score: nothing)
+        with f.range(0, count, together) as first:
+            end = f.minimum(first + together, count)
+            several = self.turns.pair
+            pairs = first + ((end - first) & -(several * lanes)) if several > 1 else end
+            sets = ((first, pairs, several), (pairs, end, 1))[:several]
+            with f.range(0, whole, step) as d:
+                for begin, stop, number in sets:
+                    with f.range(begin, stop, number * lanes) as j:
+                        ahead.ask_step(j, d, step, number * lanes)
+                        self._add(j, number, d, part, packed=self.packs)
+            with f.range(whole, self.columns, unit) as d, f.range(first, end, lanes) as j:
+                self._add(j, 1, d, unit, packed=False)
+        if self.stored.has_scales:
+            scales, size = f.given["scales"], self.tile.element.size
+            self._change(lambda j, score: score * f.load(score.type, scales, j, align=size))
 
-    def _scores(self, j: Value, here: Sequence[Value], ahead: Ahead) -> list[Value]:
-        """The scores of all rows with the keys at hand: square by square, then row by row."""
-        f, lanes, size = self.f, self.tile.lanes, self.stored.memory.size
-        squares = [here[first : first + lanes] for first in range(0, len(here), lanes)]
-        packs = self.tile.element == F32 and size < F32.size
-        single = self.tile.in_128_bits
-        several = single * (F32.size // size) if packs else single
-        line = max(several, LINE // size)
+    def _change(self, change: Callable[[Value, Value], Value]) -> None:
+        """Give every vector of scores another value: of its first key, and of what it was."""
+        with self.f.range(0, self.f.given["count"], self.tile.lanes) as j:
+            for row in self.scores:
+                self._store(change(j, self._load(row, j)), row, j)
 
-        def add(d: Index, sums: list[Value], *, packed: bool) -> list[Value]:
-            result: list[Value] = []
-            for number, square in enumerate(squares):
-                mine = sums[number * self.rows : (number + 1) * self.rows]
-                columns = self._columns(square, d, packed=packed)
-                result += self._add(j, number, d, columns, mine)
-            return result
+    def _load(self, row: Value, j: Value) -> Value:
+        return self.f.load(self.tile.vector, row, j, align=self.tile.element.size)
 
-        def add_line(d: Index, sums: list[Value]) -> list[Value]:
-            ahead.ask(j, d * size, line * size)
-            for step in range(0, line, several):
-                sums = add(d + step, sums, packed=packs)
-            return sums
+    def _store(self, score: Value, row: Value, j: Value) -> None:
+        self.f.store(score, row, j, align=self.tile.element.size)
 
-        def add_rest(d: Index, sums: list[Value]) -> list[Value]:
-            return add(d, sums, packed=False)
+    def _add(self, first: Value, number: int, d: Value, part: int, *, packed: bool) -> None:
+        """Add products of columns from d on to the scores of squares, which begin with `first`."""
+        f, tile, kept = self.f, self.tile, self.f.given.get("kept")
+        squares = [first + square * tile.lanes for square in range(number)]
+        sums = [[self._load(row, j) for j in squares] for row in self.scores]
+        several = [self._columns(j, d, part, packed=packed) for j in squares]
+        for c, columns in enumerate(zip(*several, strict=True)):
+            if kept is not None:
+                for j, column in zip(squares, columns, strict=True):
+                    at = j * f.given["depth"] + (d + c) * tile.lanes
+                    tile.store(f, column, kept, at)
+            for r, query in enumerate(self.queries):
+                wide = f.splat(f.load(tile.element, query, d + c), tile.vector)
+                pairs = zip(columns, sums[r], strict=True)
+                sums[r] = [f.fma(column, wide, x) for column, x in pairs]
+        for row, mine in zip(self.scores, sums, strict=True):
+            for j, x in zip(squares, mine, strict=True):
+                self._store(x, row, j)
 
-        whole = self.columns & -line
-        sums = [f.value(0.0, self.tile.vector)] * (SQUARES * self.rows)
-        sums = over_columns(f, 0, whole, add_line, step=line, carry=sums)
-        return over_columns(f, whole, self.columns, add_rest, step=single, carry=sums)
-
-    def _columns(self, keys: Sequence[Value], d: Index, *, packed: bool) -> Iterator[Value]:
-        """The columns from d on of as many keys as there are lanes, as far as 128 bits go.
-
-        Each load has 128 bits of a key. They are put side by side for every fourth key, so that
-        shuffles within 128 bits do the rest.
-        """
+    def _columns(self, j: Value, d: Value, part: int, *, packed: bool) -> Iterator[Value]:
+        """The columns from d on of the square of keys from j on, as far as one load goes."""
         f, tile, stored = self.f, self.tile, self.stored
-        unit = tile.in_128_bits
 
-        def read(key: Value) -> Value:
+        def read(t: int) -> Value:
+            key = f.load(PTR, f.given["keys"], j + t)
             if packed:
                 at = f.offset(key, d, stored.memory)
-                return f.load(I32.vector(unit), at, align=stored.memory.size)
-            return stored.read_columns(f, key, d, tile.element.vector(unit))
+                return f.load(I32.vector(part), at, align=stored.memory.size)
+            return stored.read_columns(f, key, d, tile.element.vector(part))
 
-        rows = [side_by_side(f, [read(key) for key in keys[r::unit]]) for r in range(unit)]
-        for column in transpose_units(f, rows):
-            yield from self._unpacked(column) if packed else (column,)
-
-    def _unpacked(self, words: Value) -> Iterator[Value]:
-        """The columns of words of 32 bits, in ascending order."""
-        f, memory, element = self.f, self.stored.memory, self.tile.element
-        if self.stored.name == "bfloat16":
-            yield f.bitcast(words << 16, F32)
-            yield f.bitcast(words & ~0xFFFF, F32)
-        elif self.stored.has_scales:
-            for low in range(0, 32, memory.bits):
-                up = 32 - memory.bits - low
-                yield f.convert((words << up if up else words) >> (32 - memory.bits), element)
-        else:
-            for low in (0, 16):
-                bits = f.convert(words.logical_shift(low) if low else words, I16)
-                yield f.convert(f.bitcast(bits, F16), element)
-
-    def _add(
-        self, j: Value, square: int, d: Index, columns: Iterator[Value], sums: list[Value]
-    ) -> list[Value]:
-        """Add the products of columns from d on to the scores of each row."""
-        f, tile = self.f, self.tile
-        for c, column in enumerate(columns):
-            if "kept" in f.given:
-                depth, lanes = f.given["depth"], tile.lanes
-                tile.store(
-                    f, column, f.given["kept"], (j + square * lanes) * depth + (d + c) * lanes
-                )
-            numbers = [f.load(tile.element, query, d + c) for query in self.queries]
-            wide = [f.splat(number, tile.vector) for number in numbers]
-            sums = [f.fma(column, number, x) for number, x in zip(wide, sums, strict=True)]
-        return sums
-
-    def _store(self, j: Value, scores: list[Value]) -> None:
-        f = self.f
-        for place, score in enumerate(scores):
-            square, r = divmod(place, self.rows)
-            at = j + square * self.tile.lanes
-            store_scores(f, self.tile, self.stored, score, j=at, row=r)
-
-
-def store_scores(
-    f: Function, tile: TileShape, stored: Storage, score: Value, *, j: Value, row: int
-) -> None:
-    """Write the scores of a row with the keys from j on, times the factors of int8."""
-    if stored.has_scales:
-        score = score * f.load(score.type, f.given["scales"], j, align=tile.element.size)
-    at = j + row * row_stride(tile)
-    f.store(score, f.given["scores"], at, align=tile.element.size)
+        for column in transpose_parts(f, read, tile.lanes, part, tile.in_128_bits):
+            yield from stored.read_words(f, column, tile.element) if packed else (column,)
 
 
 def write_multiply_kept(module: Module, tile: TileShape, stored: Storage, rows: int) -> Function:
@@ -195,5 +203,8 @@ def write_multiply_kept(module: Module, tile: TileShape, stored: Storage, rows: 
             nothing = [f.value(0.0, vector)] * (squares * rows)
             for place, score in enumerate(f.loop(0, depth, add, carry=nothing)):
                 r, s = divmod(place, squares)
-                store_scores(f, tile, stored, score, j=j + s * lanes, row=r)
+                at = j + s * lanes
+                if stored.has_scales:
+                    score = score * f.load(vector, given["scales"], at, align=tile.element.size)
+                f.store(score, given["scores"], r * row_stride(tile) + at, align=tile.element.size)
     return f

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from quire.codegen.llvm import vecmath
 from quire.codegen.llvm.builder import Function, Module, Value
 from quire.codegen.llvm.types import typed
-from quire.codegen.phases.order import exp4_carefully, sum_of_block
+from quire.codegen.phases.order import CHAINS, exp4_carefully, sum_of_block
 from quire.codegen.phases.row_stream import Ahead
-from quire.codegen.phases.staging import Storage
+from quire.codegen.phases.storage import Storage
 from quire.codegen.phases.tiles import UNREAD, TileShape, across, given_weight
 
 
@@ -28,14 +28,21 @@ def write_exponentiate(
     Scores of keys that do not exist are -inf. It updates the running maximum and sum of the row,
     and stores in `alpha` the factor by which earlier sums shrink. With every vector of scores it
     prefetches a line of values, from the table of addresses `rows` on, if their `width` is known.
-    If scores are `weighted`, they are weights already.
+    If scores are `weighted`, they are weights already. The block has `count` keys, or fewer than
+    CHAINS less.
     """
-    parameters = typed("ptr scores running_max running_sum alpha rows")
+    parameters = typed("ptr scores running_max running_sum alpha rows, i64 count")
     with module.function("exponentiate_row", parameters, internal=True) as f:
-        scores, places = f.given["scores"], range(0, tile.target.block_kv, tile.lanes)
+        scores, count = f.given["scores"], f.given["count"]
         ahead = Ahead(f, f.given["rows"], stored, width) if width else None
         before = tile.load(f, f.given["running_max"])
-        best = functools.reduce(f.maximum, [tile.load(f, scores, j) for j in places])
+
+        def look(j: Value, best: list[Value]) -> list[Value]:
+            some = [tile.load(f, scores, j + at) for at in range(0, CHAINS, tile.lanes)]
+            return [functools.reduce(f.maximum, some, best[0])]
+
+        nothing = [f.value(-math.inf, tile.vector)]
+        (best,) = f.loop(0, count, look, carry=nothing, step=CHAINS)
         after = f.maximum(before, across(f, best, f.maximum))
         shift = f.select(f.intrinsic("fabs", after).equals(math.inf), 0.0, after)
         one = f.value(1.0, tile.vector)
@@ -51,7 +58,7 @@ def write_exponentiate(
                 tile.store(f, weight, scores, j)
                 return weight
 
-            return [sum_of_block(f, tile, weigh)]
+            return [sum_of_block(f, tile, weigh, count)]
 
         infinite = f.extract(after, 0).equals(math.inf)  # then scores may be above `shift`
         if weighted:
@@ -70,7 +77,7 @@ def write_exponentiate(
 
 
 def write_scale_weights(module: Module, tile: TileShape) -> Function:
-    """The function that multiplies weights by the scales of int8 values; UNREAD stays UNREAD."""
+    """The function that multiplies weights by the scales of values; UNREAD stays UNREAD."""
     parameters = typed("ptr weights scales, i64 begin end")
     with module.function("scale_weights", parameters, internal=True) as f:
         weights, scales, begin, end = f.parameters

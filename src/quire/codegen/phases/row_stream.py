@@ -11,20 +11,14 @@ from typing import TypeAlias
 
 from quire.codegen.llvm.builder import Function, Module, Value
 from quire.codegen.llvm.types import F32, I1, I8, I64, PTR, typed
-from quire.codegen.phases.staging import (
-    PLACEMENT,
-    Run,
-    Storage,
-    each_run,
-    padded,
-    page_start,
-    scale_start,
-)
+from quire.codegen.phases.staging import PLACEMENT, Run, each_run, padded, page_start, scale_start
+from quire.codegen.phases.storage import Storage
 from quire.codegen.phases.tiles import TileShape
 
 ASKED = (10240, 1536)  # how many bytes ahead a line is prefetched: twice
-ASKED_IN_SQUARE = (6144, 2048)  # the same behind a square of keys
-MOST_AHEAD = 80  # rows of the next block that the table has after those of a block
+ASKED_BEHIND = (6144, 2048)  # the same behind keys that are read together
+MOST_AHEAD = 128  # rows of the next block that the table has after those of a block
+MORE_AHEAD = 32  # rows by which a step may prefetch further than it should
 LINE = 64  # bytes of a cache line
 
 Index: TypeAlias = Value | int
@@ -88,7 +82,7 @@ def columns_of_line(tile: TileShape, stored: Storage) -> int:
 
 
 def unfold_row(f: Function, tile: TileShape, stored: Storage, row: Value, width: Value) -> None:
-    """Put the columns of a row in order that are as `read_pair` gives them: even, then odd."""
+    """Put the columns of a row in order that are as `read_pairs` gives them: even, then odd."""
     if not stored.folds(tile.element):
         return
     pairs = [x for lane in range(tile.lanes) for x in (lane, tile.lanes + lane)]
@@ -101,9 +95,9 @@ def unfold_row(f: Function, tile: TileShape, stored: Storage, row: Value, width:
 class Ahead:
     """Prefetches rows that will be read, line by line, while `together` rows are being read.
 
-    The rows of a `square` are all read before one of them is left, so what is prefetched lies
-    behind them. A processor may ignore a prefetch while many lines are on their way. So every line
-    is prefetched again at a shorter distance.
+    The rows of `squares` are all read before one of them is left, so what is prefetched lies behind
+    them. A processor may ignore a prefetch while many lines are on their way. So every line is
+    prefetched again at a shorter distance.
     """
 
     def __init__(
@@ -114,12 +108,13 @@ class Ahead:
         width: Index,
         together: int = 1,
         *,
-        square: bool = False,
+        squares: bool = False,
     ) -> None:
         self._f, self._rows, self._together = f, rows, together
-        most, row_bytes = MOST_AHEAD - together, width * stored.memory.size
-        asked = ASKED_IN_SQUARE if square else ASKED
-        behind = together if square else 0
+        self._size, row_bytes = stored.memory.size, width * stored.memory.size
+        asked, behind = (ASKED_BEHIND, together) if squares else (ASKED, 0)
+        most = MOST_AHEAD - (MORE_AHEAD if squares else together)
+        self._whole = 0  # bytes of a row, if they are known
         if isinstance(row_bytes, int):
             self._whole = max(row_bytes & -LINE, LINE)
             ends = [behind * self._whole + distance for distance in asked]
@@ -134,6 +129,29 @@ class Ahead:
         for number in range(size // LINE * self._together):
             for row, offset in self._places(at, number):
                 self._prefetch(j + row, offset)
+
+    def ask_step(self, j: Value, d: Value, step: int, keys: int) -> None:
+        """Prefetch as many lines as `keys` rows from j on have in `step` columns from d on.
+
+        If the width is known, these are whole rows: a few more with every step. Otherwise they are
+        lines at these columns.
+        """
+        f, size = self._f, step * self._size
+        if self._whole:
+            rows = -(-keys * size // self._whole)
+            first = j + d.udiv(step) * rows
+            for away in self._away:
+                for k in range(rows):
+                    row = f.load(PTR, self._rows, first + (away // self._whole + k))
+                    for at in range(0, self._whole, LINE):
+                        f.prefetch(f.offset(row, at, I8))
+        else:
+            steps = max(1, LINE // size)  # of one line
+            rows = max(1, keys // steps)
+            first = j + (d.udiv(step) & (steps - 1)) * rows
+            for rows_away in self._rows_away:
+                for k in range(rows):
+                    self._prefetch(first + rows_away + k, (d * self._size) & -LINE)
 
     def ask_line(self, number: Value) -> None:
         """Prefetch a line, counting from the first row; the width of rows is known."""
@@ -176,10 +194,10 @@ def over_columns(
     return carry
 
 
-def write_gather_scales(module: Module, tile: TileShape) -> Function:
-    """The function that copies the scales of int8 rows at [begin, end) to scratch."""
+def write_gather_scales(module: Module, tile: TileShape, stored: Storage) -> Function:
+    """The function that copies the scales of rows at [begin, end) to scratch, in its `unit`."""
     parameters = typed("ptr rows, i64 begin end, ptr into")
-    with module.function("gather_scales", parameters, internal=True) as f:
+    with module.function(f"gather_scales_{stored.name}", parameters, internal=True) as f:
         rows, begin, end, into = f.parameters
         row_stride = f.field(PLACEMENT, rows, "scale_row_stride")
 
@@ -190,10 +208,10 @@ def write_gather_scales(module: Module, tile: TileShape) -> Function:
             by_vector = f.select(row_stride.equals(1), count & -tile.lanes, 0)
             with f.range(0, by_vector, tile.lanes) as p:
                 scales = f.load(F32.vector(tile.lanes), first, p)
-                f.store(f.convert(scales, tile.element), target, p)
+                f.store(f.convert(scales, tile.element) * stored.unit, target, p)
             with f.range(by_vector, count) as p:
                 scale = f.load(F32, first, p * row_stride)
-                f.store(f.convert(scale, tile.element), target, p)
+                f.store(f.convert(scale, tile.element) * stored.unit, target, p)
 
         each_run(f, rows, begin, end, copy_run)
     return f

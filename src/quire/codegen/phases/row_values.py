@@ -8,10 +8,12 @@ value by value, as they come from memory, or column by column if the values are 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from quire.codegen.llvm.builder import Function, Module, Value
 from quire.codegen.llvm.types import PTR, typed
 from quire.codegen.phases.row_stream import Ahead, Index, columns_of_line, over_columns
-from quire.codegen.phases.staging import Storage
+from quire.codegen.phases.storage import Storage
 from quire.codegen.phases.tiles import UNREAD, TileShape
 from quire.codegen.scratch import BLOCKS_TOGETHER, row_stride
 
@@ -39,13 +41,14 @@ class _ValueProducts:
         places = [j + r * row_stride(tile) for r in range(self.rows)]
         return [f.splat(f.load(tile.element, weights, at), tile.vector) for at in places]
 
-    def read(self, row: Value, d: Index, vectors: int) -> list[Value]:
-        """One vector of a row of values from column d on, or a few pairs of vectors."""
+    def read(self, rows: Sequence[Value], d: Index, vectors: int) -> list[list[Value]]:
+        """One vector of each row of values from column d on, or a few pairs of vectors."""
+        f, vector = self.f, self.tile.vector
         if vectors == 1:
-            return [self.stored.read_columns(self.f, row, d, self.tile.vector)]
-        step = 2 * self.tile.lanes
-        pairs = (d + pair * step for pair in range(vectors // 2))
-        return [x for at in pairs for x in self.stored.read_pair(self.f, row, at, self.tile.vector)]
+            return [[self.stored.read_columns(f, row, d, vector)] for row in rows]
+        places = range(0, vectors * self.tile.lanes, 2 * self.tile.lanes)
+        pairs = [self.stored.read_pairs(f, rows, d + at, vector) for at in places]
+        return [[x for pair in of_row for x in pair] for of_row in zip(*pairs, strict=True)]
 
     def add(self, values: list[Value], weights: list[Value], sums: list[Value]) -> list[Value]:
         """`sums` plus every vector of values times the weight of every row."""
@@ -123,7 +126,7 @@ class _StreamedValues(_ValueProducts):
 
         def add(d: Index, vectors: int) -> None:
             places = range(0, vectors * rows * tile.lanes, tile.lanes)
-            values = [self.read(row, d, vectors) for row in here]
+            values = self.read(here, d, vectors)
             at = self.sums_at(d)
             if weights:
                 self._add_by_row(at, places, values, weights)
@@ -180,7 +183,8 @@ def write_multiply_columns(
 
         def add_all(d: Value, vectors: int) -> None:
             def add(j: Value, sums: list[Value]) -> list[Value]:
-                return of.add(of.read(f.load(PTR, of.values, j), d, vectors), of.weigh(j), sums)
+                (values,) = of.read([f.load(PTR, of.values, j)], d, vectors)
+                return of.add(values, of.weigh(j), sums)
 
             nothing = [f.value(0.0, tile.vector)] * (vectors * rows)
             for place, total in enumerate(f.loop(0, of.count, add, carry=nothing)):
@@ -212,7 +216,7 @@ def write_add_read_values(module: Module, tile: TileShape, stored: Storage) -> F
         def numbers(row: Value) -> Value:
             def of_pair() -> list[Value]:
                 first = column & -(2 * tile.lanes)
-                even, odd = stored.read_pair(f, row, first, tile.vector)
+                ((even, odd),) = stored.read_pairs(f, [row], first, tile.vector)
                 return [f.select(column.equals(first), even, odd)]
 
             def alone() -> list[Value]:

@@ -15,14 +15,14 @@ rows and columns that the record names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 from quire.codegen.llvm.builder import Function, Module, Value
-from quire.codegen.llvm.types import F16, F32, F64, I1, I8, I16, I32, I64, PTR, Layout, Type, typed
+from quire.codegen.llvm.types import F32, I1, I32, I64, PTR, Layout, Type, typed
+from quire.codegen.phases.storage import Storage
 from quire.codegen.phases.tiles import SMALL_ROWS, TileShape
 from quire.codegen.phases.transpose import transpose
-from quire.errors import CodegenError
 
 PLACEMENT = Layout(
     "rows",
@@ -34,7 +34,7 @@ PLACEMENT = Layout(
         "row_stride": I64,
         "column_stride": I64,
         "width": I64,
-        "scales": PTR,  # of int8: a float32 for each row
+        "scales": PTR,  # of rows of 8 bits: a float32 for each row
         "scale_page_stride": I64,
         "scale_row_stride": I64,
     },
@@ -56,71 +56,6 @@ def scratch_stride(tile: TileShape, width: Number) -> Number:
     Rows at a distance of a power of two would compete for the same lines of the cache.
     """
     return padded(tile, width) + max(tile.lanes, SMALL_ROWS)
-
-
-class Storage(NamedTuple):
-    """A dtype of the user's tensors: its type in memory, and how it is read and written."""
-
-    name: str
-    memory: Type
-
-    @property
-    def has_scales(self) -> bool:
-        """Whether every row has a scale, as rows of int8 have."""
-        return self.memory == I8
-
-    @property
-    def is_narrow(self) -> bool:
-        """Whether a number has less than 32 bits, so that loading it is quick."""
-        return self.memory.size < F32.size
-
-    def read(self, f: Function, raw: Value, element: Type) -> Value:
-        """A number that was loaded, converted to `element`."""
-        if self.name != "bfloat16":
-            return f.convert(raw, element)
-        return f.convert(f.bitcast(f.zero_extend(raw, I32) << 16, F32), element)
-
-    def folds(self, element: Type) -> bool:
-        """Whether `read_pair` gives even columns and odd columns: bfloat16, as float32."""
-        return self.name == "bfloat16" and element == F32
-
-    def read_pair(self, f: Function, row: Value, d: Value | int, vector: Type) -> Iterator[Value]:
-        """Two vectors of columns of a row, from d on.
-
-        For bfloat16 the first has the even columns and the second the odd ones: a shift and a mask
-        convert both from one load.
-        """
-        if self.folds(vector.scalar):
-            both = f.join_lanes(f.load(self.memory.vector(2 * vector.lanes), row, d), I32)
-            yield f.bitcast(both << 16, F32)
-            yield f.bitcast(both & ~0xFFFF, F32)
-        else:
-            yield self.read_columns(f, row, d, vector)
-            yield self.read_columns(f, row, d + vector.lanes, vector)
-
-    def read_columns(self, f: Function, row: Value, d: Value | int, vector: Type) -> Value:
-        """A vector of columns of a row, from d on."""
-        return self.read(f, f.load(self.memory.like(vector), row, d), vector.scalar)
-
-    def write(self, f: Function, x: Value) -> Value:
-        """A number converted to this dtype, rounded to nearest even."""
-        if self.name != "bfloat16":
-            return f.convert(x, self.memory)
-        bits = f.bitcast(f.convert(x, F32), I32)
-        odd = bits.logical_shift(16) & 1
-        rounded = (bits + odd + 0x7FFF).logical_shift(16)
-        return f.convert(f.select(f.is_nan(x), 0x7FC0, rounded), I16)
-
-
-_MEMORY = {"float32": F32, "float64": F64, "float16": F16, "bfloat16": I16, "int8": I8}
-STORAGES = {name: Storage(name, memory) for name, memory in _MEMORY.items()}
-
-
-def storage(name: str) -> Storage:
-    """The storage of a dtype, by torch's name of it."""
-    if name not in STORAGES:
-        raise CodegenError(f"expected a dtype out of {sorted(STORAGES)}, got {name!r}")
-    return STORAGES[name]
 
 
 class Run(NamedTuple):
@@ -154,7 +89,7 @@ def write_gather(
 ) -> Function:
     """The function that copies the rows at positions [begin, end) to scratch.
 
-    With `scaled`, rows of int8 are multiplied by their factors.
+    With `scaled`, rows of 8 bits are multiplied by their scales.
     """
     scaled = scaled and stored.has_scales
     parameters = typed("ptr rows, i64 begin end, ptr into, i64 stride")
@@ -192,6 +127,7 @@ def write_gather(
                 if scaled:
                     step = f.field(PLACEMENT, rows, "scale_row_stride")
                     scale = f.convert(f.load(F32, scales, place * step), tile.element)
+                    scale = scale * stored.unit
                 copy_row(row, f.offset(into, (p - begin) * stride, tile.element), scale)
 
         each_run(f, rows, begin, end, copy_run)

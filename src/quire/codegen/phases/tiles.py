@@ -312,6 +312,18 @@ def write_scale_weights(module: Module, tile: TileShape) -> Function:
     return f
 
 
+def write_find_maxima(module: Module, tile: TileShape) -> Function:
+    """The function that gives each query's largest score of `count` keys."""
+    with module.function("find_maxima", typed("ptr scores maxima, i64 count"), internal=True) as f:
+        scores, maxima, count = f.parameters
+
+        def look(j: Value, best: list[Value]) -> list[Value]:
+            return [f.maximum(a, b) for a, b in zip(best, tile.load_row(f, scores, j), strict=True)]
+
+        tile.store_row(f, f.loop(0, count, look, carry=tile.row(f, -math.inf)), maxima)
+    return f
+
+
 def write_multiply_values(module: Module, tile: TileShape, *, careful: bool = False) -> Function:
     """The function that gives out[d] = out[d] * alpha + values[:, d] . weights.
 

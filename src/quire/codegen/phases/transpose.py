@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from quire.codegen.llvm.builder import Function, Value
 
@@ -22,6 +22,32 @@ def transpose(f: Function, rows: Sequence[Value]) -> list[Value]:
                 vectors[r], vectors[r | bit] = f.shuffle(a, b, low), f.shuffle(a, b, high)
         bit *= 2
     return vectors
+
+
+def transpose_parts(
+    f: Function, read: Callable[[int], Value], lanes: int, part: int, unit: int
+) -> list[Value]:
+    """Columns of as many rows as there are `lanes`, of which `read` gives `part` numbers each.
+
+    Rows are put side by side until vectors are full. A part has one or two units of 128 bits, or is
+    a whole vector. Rows are chosen so that they are in order in the end.
+    """
+    if part == lanes:
+        return transpose(f, [read(row) for row in range(lanes)])
+    if part == unit:
+        rows = [side_by_side(f, [read(t) for t in range(r, lanes, unit)]) for r in range(unit)]
+        return transpose_units(f, rows)
+    first, second = (
+        transpose_units(
+            f, [side_by_side(f, [read(r), read(r + unit)]) for r in range(begin, begin + unit)]
+        )
+        for begin in (0, 2 * unit)
+    )
+    halves = [
+        [f.shuffle(a, b, picks) for a, b in zip(first, second, strict=True)]
+        for picks in _halved(lanes, unit)
+    ]
+    return halves[0] + halves[1]
 
 
 def transpose_units(f: Function, rows: Sequence[Value]) -> list[Value]:

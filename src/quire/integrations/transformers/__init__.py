@@ -10,7 +10,8 @@
 
 Reading order: attend (the function that every layer calls), mask (what all layers get in place
 of a mask tensor), cache (pages for `generate`), rows (which sequence a row of the batch is),
-ignored (models that do not look up their attention).
+packed (one row of tokens of many sequences, for quire.engine), ignored
+(models that do not look up their attention).
 """
 
 from __future__ import annotations
@@ -25,15 +26,12 @@ except ImportError as missing:
         f"it: pip install 'quire[models]'."
     ) from missing
 
-from quire.integrations.transformers.attention import (
-    ATTRIBUTE,
-    AttentionWeightsWarning,
-    Mods,
-    attend,
-)
+from quire.integrations.transformers import latent
+from quire.integrations.transformers.attention import AttentionWeightsWarning, attend
 from quire.integrations.transformers.cache import PagedCache
 from quire.integrations.transformers.ignored import IgnoredAttentionWarning, tell, watch
 from quire.integrations.transformers.mask import TokenMask, token_mask
+from quire.integrations.transformers.user_mods import ATTRIBUTE, Mods
 from quire.mods import MaskMod, ScoreMod
 
 NAME = "quire"
@@ -53,7 +51,12 @@ def register() -> None:
     """Make `attn_implementation="quire"` known to transformers. Importing this module does it."""
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, token_mask)
-    watch(NAME)
+    watch(NAME, _prepare)
+
+
+def _prepare(model: PreTrainedModel) -> None:
+    latent.prepare(model)
+    tell(model, NAME)
 
 
 def enable(
@@ -67,7 +70,7 @@ def enable(
     """
     register()
     model.set_attn_implementation(NAME)
-    tell(model, NAME)
+    _prepare(model)
     for module in model.modules():
         setattr(module, ATTRIBUTE, Mods(mask, score_mod))
     return model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,22 +14,14 @@ from quire import mods
 from quire.api.attention import attention
 from quire.aux_outputs import AuxRequest
 from quire.errors import ArgumentError
-from quire.integrations.transformers.cache import NewStates
+from quire.integrations.transformers.cache import LayerStates, NewStates
+from quire.integrations.transformers.latent import Absorbed
 from quire.integrations.transformers.mask import TokenMask, of_tensor
+from quire.integrations.transformers.user_mods import ATTRIBUTE, Mods
 from quire.memory import Dense, Memory
 from quire.mods.compose import MaskMod, ScoreMod, all_of, chain, shift
 from quire.support.dynamo import never_traced
 from quire.support.warn import warn
-
-ATTRIBUTE = "quire_mods"
-"""The attribute of a module in which `enable` stores the mods."""
-
-
-class Mods(NamedTuple):
-    """The user's mods for all layers of a model. Positions count from a row's first token."""
-
-    mask: MaskMod | None = None
-    score_mod: ScoreMod | None = None
 
 
 class AttentionWeightsWarning(UserWarning):
@@ -51,13 +44,29 @@ def attend(
 
     With a `PagedCache` the graph breaks here, since Python code decides which pages are written.
     """
-    call = _between_graphs if isinstance(key, NewStates) else layer_attention
-    return call(module, query, key, value, attention_mask, **options)
+    if isinstance(key, LayerStates):
+        return _between_graphs(module, query, key, attention_mask, **options)
+    return layer_attention(module, query, key, value, attention_mask, **options)
 
 
 @never_traced
-def _between_graphs(*args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
-    return layer_attention(*args, **options)
+def _between_graphs(
+    module: nn.Module, query: Tensor, states: LayerStates, mask: Any, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    if states.latent is not None:
+        absorbed = Absorbed(module, query, states.latent, states.shape[3] - states.latent)
+        options["scaling"] = options.get("scaling") or absorbed.scale
+        out, weights = _over_states(module, absorbed.query(query), states, mask, **options)
+        return absorbed.out(out), weights
+    return _over_states(module, query, states, mask, **options)
+
+
+def _over_states(
+    module: nn.Module, query: Tensor, states: LayerStates, mask: Any, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    if isinstance(states, NewStates):
+        return layer_attention(module, query, states, states, mask, **options)
+    return states.attend(module, query, mask, **options), None
 
 
 def layer_attention(
@@ -109,31 +118,46 @@ def layer_attention(
         q_offsets=place.q_offsets,
         q_lengths=place.q_lengths,
     )
-    if output_attentions and _can_show_weights(place):
-        out, aux = call(return_aux=AuxRequest(weights=range(query.shape[2])))
-        return out.transpose(1, 2).contiguous(), aux.weights.to(query.dtype)
-    out = call()
-    if out.dim() == 3:
-        return out.reshape(query.shape[0], query.shape[2], *out.shape[1:]), None
-    return out.transpose(1, 2).contiguous(), None
-
-
-def _can_show_weights(place: Place) -> bool:
-    """Return whether a layer can give its weights; warn if not."""
-    batch, heads, q_len = place.query.shape[:3]
-    if isinstance(place.memory, Dense):
-        count = batch * heads * q_len * place.memory.key.shape[2]
-        if count <= MOST_WEIGHTS:
-            return True
-        reason = f"{count:,} weights of a layer are more than {MOST_WEIGHTS:,}"
+    shape, weights = (*query.shape[:3], key.shape[2]), None
+    if output_attentions and _can_show_weights(math.prod(shape)):
+        rows = place.query.shape[0 if place.query.dim() == 3 else 2]
+        out, aux = call(return_aux=AuxRequest(weights=range(rows)))
+        weights = _where_keys_are(aux.weights.to(query.dtype), place, shape)
     else:
-        reason = "keys are in pages"
+        out = call()
+    if out.dim() == 3:
+        return out.reshape(query.shape[0], query.shape[2], *out.shape[1:]), weights
+    return out.transpose(1, 2).contiguous(), weights
+
+
+def _can_show_weights(count: int) -> bool:
+    """Return whether a layer can give so many weights; warn if not."""
+    if count <= MOST_WEIGHTS:
+        return True
     warn(
-        f'output_attentions=True: attn_implementation="quire" returns None, since {reason}. Give '
-        f"fewer tokens and a cache of tensors, or ask quire.attention for single rows.",
+        f'output_attentions=True: attn_implementation="quire" returns None, since {count:,} '
+        f"weights of a layer are more than {MOST_WEIGHTS:,}. Give fewer tokens, or ask "
+        f"quire.attention for single rows.",
         AttentionWeightsWarning,
     )
     return False
+
+
+def _where_keys_are(found: Tensor, place: Place, shape: tuple[int, ...]) -> Tensor:
+    """Return weights as [B, Hq, L, S], with those of padding.
+
+    Queries may be packed, [B * L, Hq, S]. Keys in pages are counted from the first token of a row.
+    """
+    batch, heads, q_len, kv_len = shape
+    if isinstance(place.memory, Dense):
+        return found
+    if found.dim() == 3:
+        found = found.view(batch, q_len, heads, -1).transpose(1, 2)
+    whole = found.new_zeros(shape)
+    for row, first in enumerate(torch.as_tensor(place.by_transformers).expand(batch).tolist()):
+        count = min(kv_len - first, found.shape[3])
+        whole[row, :, :, first : first + count] = found[row, :, :, :count]
+    return whole
 
 
 class Place(NamedTuple):

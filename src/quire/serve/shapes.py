@@ -1,0 +1,178 @@
+"""The JSON of answers: a shape for completions and one for chats, each whole or in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from quire.engine import Completion, Token
+from quire.engine.sampling import Vocabulary
+from quire.serve.tools import Toolbox
+
+Json = dict[str, Any]
+
+
+class AnswerShape(Protocol):
+    """How answers are written."""
+
+    whole: str
+    chunk: str
+    prefix: str
+
+    def opening(self) -> Json | None:
+        """Return what a stream of an answer begins with."""
+
+    def piece(self, token: Token) -> Json | None:
+        """Return what a stream says of a token."""
+
+    def closing(self, completion: Completion) -> list[Json]:
+        """Return what a stream of an answer ends with."""
+
+    def choice(self, completion: Completion) -> Json:
+        """Return an answer as a whole."""
+
+
+class TextShape:
+    """Answers of /v1/completions. `echoed` comes before each of them."""
+
+    whole = chunk = "text_completion"
+    prefix = "cmpl"
+
+    def __init__(self, vocabulary: Vocabulary, echoed: str = "") -> None:
+        self._vocabulary = vocabulary
+        self._echoed = echoed
+        self._length = 0
+
+    def opening(self) -> Json | None:
+        """Return the prompt, if it was to be repeated."""
+        return {"text": self._echoed, "logprobs": None} if self._echoed else None
+
+    def piece(self, token: Token) -> Json | None:
+        """Return the text that a token adds."""
+        if not token.text and token.logprob is None:
+            return None
+        logprobs = self._logprobs([token], self._length) if token.logprob is not None else None
+        self._length += len(token.text)
+        return {"text": token.text, "logprobs": logprobs}
+
+    def closing(self, completion: Completion) -> list[Json]:
+        """Return the reason of the end."""
+        return [{"text": "", "logprobs": None, "finish_reason": completion.finish_reason}]
+
+    def choice(self, completion: Completion) -> Json:
+        """Return the text of an answer."""
+        tokens = scored(completion)
+        return {
+            "text": self._echoed + completion.text,
+            "logprobs": self._logprobs(tokens, 0) if tokens else None,
+            "finish_reason": completion.finish_reason,
+        }
+
+    def _logprobs(self, tokens: Sequence[Token], start: int) -> Json:
+        names = [spelled(self._vocabulary, each.token) for each in tokens]
+        offsets, at = [], start
+        for each, name in zip(tokens, names, strict=True):
+            offsets.append(at)
+            at += len(each.text or name)
+        return {
+            "tokens": names,
+            "token_logprobs": [each.logprob for each in tokens],
+            "top_logprobs": [
+                {spelled(self._vocabulary, other): logprob for other, logprob in each.top_logprobs}
+                for each in tokens
+            ],
+            "text_offset": offsets,
+        }
+
+
+class ChatShape:
+    """Answers of /v1/chat/completions."""
+
+    whole, chunk, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+
+    def __init__(self, vocabulary: Vocabulary, toolbox: Toolbox | None = None) -> None:
+        self._vocabulary = vocabulary
+        self._toolbox = toolbox
+
+    def opening(self) -> Json | None:
+        """Return who speaks."""
+        return {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
+
+    def piece(self, token: Token) -> Json | None:
+        """Return the text that a token adds. With tools, text is sent when it is complete."""
+        logprobs = self._logprobs([token]) if token.logprob is not None else None
+        text = token.text if self._toolbox is None else ""
+        if not text and logprobs is None:
+            return None
+        return {"delta": {"content": text} if text else {}, "logprobs": logprobs}
+
+    def closing(self, completion: Completion) -> list[Json]:
+        """Return calls of tools, and the reason of the end."""
+        message, reason = self._message(completion)
+        pieces: list[Json] = []
+        if self._toolbox is not None:
+            delta = {"content": message["content"]} if message["content"] else {}
+            if calls := message.get("tool_calls"):
+                delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(calls)]
+            pieces.append({"delta": delta, "logprobs": None})
+        return [*pieces, {"delta": {}, "logprobs": None, "finish_reason": reason}]
+
+    def choice(self, completion: Completion) -> Json:
+        """Return the message of an answer."""
+        message, reason = self._message(completion)
+        tokens = scored(completion)
+        logprobs = self._logprobs(tokens) if tokens else None
+        return {"message": message, "logprobs": logprobs, "finish_reason": reason}
+
+    def _message(self, completion: Completion) -> tuple[Json, str]:
+        message: Json = {"role": "assistant", "content": completion.text, "refusal": None}
+        if self._toolbox is None:
+            return message, completion.finish_reason
+        content, calls = self._toolbox.taken_apart(completion.text)
+        if not calls:
+            return message, completion.finish_reason
+        return message | {"content": content, "tool_calls": calls}, "tool_calls"
+
+    def _logprobs(self, tokens: Sequence[Token]) -> Json:
+        entries = [
+            self._entry(each.token, each.logprob)
+            | {"top_logprobs": [self._entry(*other) for other in each.top_logprobs]}
+            for each in tokens
+        ]
+        return {"content": entries, "refusal": None}
+
+    def _entry(self, token: int, logprob: float | None) -> Json:
+        content = self._vocabulary.spelling(token)
+        name = content.decode("utf-8", "replace")
+        return {"token": name, "logprob": logprob, "bytes": list(content)}
+
+
+def spelled(vocabulary: Vocabulary, token: int) -> str:
+    """Return a token as text; bytes that are no character as OpenAI writes them."""
+    content = vocabulary.spelling(token)
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
+
+
+def scored(completion: Completion) -> list[Token]:
+    """Return the tokens of an answer with their probabilities, if they were asked for."""
+    if completion.logprobs is None or completion.top_logprobs is None:
+        return []
+    parts = zip(completion.tokens, completion.logprobs, completion.top_logprobs, strict=True)
+    return [Token(token, "", logprob, top) for token, logprob, top in parts]
+
+
+def usage(completions: Sequence[Completion], n: int) -> Json:
+    """Return how many tokens a request took. Its n answers share a prompt."""
+    prompts = completions[::n]
+    read = sum(each.num_prompt for each in prompts)
+    written = sum(len(each.tokens) for each in completions)
+    cached = sum(each.num_cached for each in prompts)
+    return {
+        "prompt_tokens": read,
+        "completion_tokens": written,
+        "total_tokens": read + written,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }

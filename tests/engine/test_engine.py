@@ -1,0 +1,192 @@
+"""Requests that come and go: answers, refusals, threads, the end of an engine."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+from served import alone, assert_same, engine, packed, prompt, run
+from tiny_models import DECODERS, decoder
+
+from quire.engine import Completion, Engine, Event, Token
+from quire.errors import ArgumentError, EngineClosed, RequestTooLong
+
+LENGTHS = (5, 17, 11, 30, 1)
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_greedy_answers_are_those_of_generate(family: str) -> None:
+    eager = decoder(family).eager
+    served = engine(family, n_pages=100)
+    requests = [served.submit(prompt(length), max_tokens=8) for length in LENGTHS]
+    run(served)
+    for length, request in zip(LENGTHS, requests, strict=True):
+        ids = torch.tensor([prompt(length)])
+        text = eager.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=8
+        )
+        assert request.result().tokens == text[0, length:].tolist()
+
+
+# Of Llama 4, quire.linear does not compute all layers by rows.
+BY_ROWS = [family for family in DECODERS if family != "llama4"]
+
+
+@pytest.mark.parametrize("family", BY_ROWS)
+@pytest.mark.parametrize("chunk", [1, 5, 100])
+def test_a_request_does_not_notice_others_or_chunks(family: str, chunk: int) -> None:
+    options: dict[str, Any] = {"max_tokens": 7, "logprobs": 3, "temperature": 0.9, "seed": 11}
+    served = engine(family, chunk=chunk, max_tokens=max(8, chunk))
+    requests = [served.submit(prompt(length), **options) for length in LENGTHS]
+    run(served)
+    for length, request in zip(LENGTHS, requests, strict=True):
+        assert_same(request.result(), alone(family, prompt(length), **options))
+
+
+def test_reading_an_answer_computes_its_steps() -> None:
+    served = engine()
+    request = served.submit(prompt(9), max_tokens=5)
+    tokens = [token.token for token in request]
+    assert tokens == request.result().tokens and len(tokens) == 5
+    assert [token.token for token in request] == tokens  # again, from the first on
+
+
+def test_a_thread_serves_requests_from_several_places() -> None:
+    with Engine(packed("llama"), page_size=4, n_pages=64) as served:
+        first = served.submit(prompt(9), max_tokens=5)
+
+        async def read() -> list[Token]:
+            other = served.submit(prompt(12), max_tokens=6)
+            return [token async for token in other]
+
+        tokens = asyncio.run(read())
+        assert [each.token for each in tokens] == alone("llama", prompt(12), max_tokens=6).tokens
+        assert first.result(timeout=60).tokens == alone("llama", prompt(9), max_tokens=5).tokens
+
+
+def test_async_reading_computes_steps_where_no_thread_does() -> None:
+    served = engine()
+
+    async def read() -> list[int]:
+        return [token.token async for token in served.submit(prompt(9), max_tokens=5)]
+
+    assert asyncio.run(read()) == alone("llama", prompt(9), max_tokens=5).tokens
+
+
+def test_pages_that_an_answer_wrote_serve_the_next_turn() -> None:
+    served = engine()
+    first = served.submit(prompt(10), max_tokens=12).result()
+    turn = [*prompt(10), *first.tokens, *prompt(6)]
+    second = served.submit(turn, max_tokens=6, logprobs=1).result()
+    assert second.num_cached == 20  # of 21 tokens that are in pages
+    assert_same(second, alone("llama", turn, max_tokens=6, logprobs=1))
+    other = served.submit(turn, max_tokens=6, salt=b"another tenant").result()
+    assert other.num_cached == 0 and other.tokens == second.tokens
+
+
+def test_preempted_requests_get_the_same_bits() -> None:
+    served = engine(n_pages=16, prefix=False)
+    requests = [served.submit(prompt(12 + n), max_tokens=30, logprobs=1) for n in range(4)]
+    run(served)
+    assert served.statistics().preempted > 0
+    for n, request in enumerate(requests):
+        assert_same(request.result(), alone("llama", prompt(12 + n), max_tokens=30, logprobs=1))
+
+
+def test_samples_share_their_prompt() -> None:
+    served = engine()
+    options: dict[str, Any] = {"max_tokens": 6, "temperature": 1.0, "seed": 3, "logprobs": 0}
+    request = served.submit(prompt(13), n=4, **options)
+    results = request.results()
+    assert served.statistics().prompt_tokens == 13
+    assert len({tuple(result.tokens) for result in results}) > 1
+    assert_same(results[0], alone("llama", prompt(13), **options))
+    again = engine(n_pages=12, prefix=False).submit(prompt(13), n=4, **options)
+    for one, other in zip(results, again.results(), strict=True):
+        assert_same(one, other)
+
+
+def test_a_cancelled_request_ends_and_gives_its_pages_back() -> None:
+    served = engine(prefix=False)
+    request, other = (served.submit(prompt(9), max_tokens=40) for _ in range(2))
+    for _ in range(5):
+        served.step()
+    request.cancel()
+    run(served)
+    assert request.result().finish_reason == "cancelled"
+    assert other.result().finish_reason == "length"
+    now = served.statistics()
+    assert now.pages == now.free_pages and now.running == now.waiting == 0
+
+
+def test_a_higher_priority_goes_first() -> None:
+    served = engine(max_requests=1)
+    events: list[Event] = []
+    served.listen(events.append)
+    for priority in (0, 0, 1):
+        served.submit(prompt(6), max_tokens=2, priority=priority)
+    run(served)
+    assert [event.answer for event in events if event.kind == "finish"] == [2, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompt": prompt(100), "max_tokens": 50}, "at most 128 tokens, but have 100 \\+ 50"),
+        ({"prompt": prompt(60), "max_tokens": 20}, "need 20 pages of 4, and the limit is 16 pages"),
+    ],
+)
+def test_what_never_fits_is_refused_with_numbers(arguments: Any, message: str) -> None:
+    served = engine(n_pages=16)
+    with pytest.raises(RequestTooLong, match=message):
+        served.submit(**arguments)
+    assert served.statistics().submitted == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([], "must have a token at least"),
+        ([61], "must be from 0 to 60, but one is 61"),
+        ("text", "since the engine has no tokenizer"),
+        (torch.zeros(2, 3).long(), "must be 1-D integers"),
+        (7, "must be text or tokens"),
+    ],
+)
+def test_a_prompt_must_be_tokens_of_the_model(given: Any, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        engine().submit(given)
+
+
+def test_closing_cancels_what_is_not_finished() -> None:
+    with Engine(packed("llama"), page_size=4, n_pages=64) as served:
+        requests = [served.submit(prompt(9), max_tokens=100) for _ in range(3)]
+    assert {request.result().finish_reason for request in requests} <= {"cancelled", "length"}
+    with pytest.raises(EngineClosed, match="must be open"):
+        served.submit(prompt(3))
+
+
+def test_an_error_in_sampling_ends_one_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = engine()
+    good, bad = (served.submit(prompt(9), max_tokens=8, logprobs=1) for _ in range(2))
+    job = served._core.waiting or served._inbox
+    sampler = job[1].sampler
+
+    def broken(token: int) -> None:
+        raise ZeroDivisionError("in a grammar")
+
+    monkeypatch.setattr(sampler, "accept", broken)
+    run(served)
+    with pytest.raises(ZeroDivisionError, match="in a grammar"):
+        bad.result()
+    assert_same(good.result(), alone("llama", prompt(9), max_tokens=8, logprobs=1))
+
+
+def test_completions_have_their_parts() -> None:
+    result = engine().submit(prompt(9), max_tokens=3, logprobs=2).result()
+    assert isinstance(result, Completion)
+    assert result.logprobs is not None and result.top_logprobs is not None
+    assert len(result.tokens) == len(result.logprobs) == len(result.top_logprobs) == 3
+    assert result.num_prompt == 9 and result.finish_reason == "length"

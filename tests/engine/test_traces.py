@@ -1,0 +1,260 @@
+"""Timed traces: requests arrive, are cancelled and fail, and nobody notices the others.
+
+A trace is an engine with few pages, and requests with a time of arrival. After every step all pages
+are counted. At the end, tokens and log-probabilities of each request are those of the same request
+alone, bit for bit. `pytest tests/engine -m exhaustive` runs 10,000 traces.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from served import engine, packed
+
+from quire.engine import Answer, Engine, Generation
+from quire.errors import CapturedIndexError
+from quire.mods import causal, prefix_lm, sliding_window
+
+FEW = settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+MANY = settings(max_examples=10_000, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+class Broken(Exception):
+    """What the sampler of a request raises that fails."""
+
+
+# Mods of requests. Some requests share a mod, others have tensors of their own.
+
+BIASES = torch.randn(3, 4, 64, generator=torch.Generator().manual_seed(0))
+SHORT = torch.zeros(14)
+
+
+def bias(which: int) -> Callable[..., Any]:
+    table = BIASES[which]
+    return lambda score, b, h, q_idx, kv_idx: score + table[h, q_idx - kv_idx]
+
+
+def too_short(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    """A mod that raises once a sequence has more than 14 tokens."""
+    return score + SHORT[q_idx]
+
+
+MODS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "window": {"mask": sliding_window(5)},
+    "bias 0": {"score_mod": bias(0)},
+    "bias 1": {"score_mod": bias(1)},
+    "too short": {"score_mod": too_short},
+    "causal of its own": {"mask": causal, "causal": False},
+    "prefix": {"mask": prefix_lm(6), "causal": False},
+}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request of a trace, and what happens to it."""
+
+    arrival: int
+    prompt: tuple[int, ...]
+    max_tokens: int
+    seed: int | None
+    priority: int
+    n: int
+    mods: str
+    cancelled: int | None  # so many steps after it has arrived
+    fails: int | None  # the token at which its sampler raises
+    drafts: str
+
+    @property
+    def alone(self) -> Asked:
+        """The request without what happens to it."""
+        none: Any = {"arrival": 0, "priority": 0, "cancelled": None, "fails": None}
+        return replace(self, **none, drafts="none")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        sampled = {} if self.seed is None else {"temperature": 1.0, "seed": self.seed}
+        return {"max_tokens": self.max_tokens, "logprobs": 2, **sampled, **MODS[self.mods]}
+
+
+prompts = st.builds(
+    lambda shared, length, own: tuple([*range(1, 40)][:shared]) + tuple(own) + (7,) * length,
+    shared=st.sampled_from([0, 0, 5, 9, 16]),
+    length=st.integers(1, 6),
+    own=st.lists(st.integers(1, 60), max_size=6),
+)
+asked = st.builds(
+    Asked,
+    arrival=st.integers(0, 12),
+    prompt=prompts,
+    max_tokens=st.integers(1, 9),
+    seed=st.none() | st.integers(0, 3),
+    priority=st.sampled_from([0, 0, 0, 1, -1]),
+    n=st.sampled_from([1, 1, 1, 2, 3]),
+    mods=st.sampled_from(["none"] * 6 + list(MODS)),
+    cancelled=st.none() | st.none() | st.integers(0, 8),
+    fails=st.none() | st.none() | st.none() | st.integers(0, 4),
+    drafts=st.sampled_from(["none", "none", "right", "wrong", "mixed"]),
+)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """An engine's sizes, and requests."""
+
+    page_size: int
+    n_pages: int
+    chunk: int
+    max_tokens: int
+    max_requests: int
+    prefix: bool
+    threads: int
+    requests: tuple[Asked, ...]
+
+
+traces = st.builds(
+    lambda page_size, spare, **rest: Trace(page_size, -(-40 // page_size) + spare, **rest),
+    page_size=st.sampled_from([1, 2, 4, 5]),
+    spare=st.integers(0, 12),
+    chunk=st.sampled_from([1, 2, 3, 7, 100]),
+    max_tokens=st.sampled_from([1, 4, 9, 100]),
+    max_requests=st.integers(1, 6),
+    prefix=st.booleans(),
+    threads=st.sampled_from([1, 2]),
+    requests=st.lists(asked, min_size=1, max_size=6).map(tuple),
+)
+
+
+@functools.cache
+def wanted(family: str, one: Asked) -> Any:
+    """What the request gets alone: its tokens with all that comes with them, and an error."""
+    with engine(family, n_pages=200, max_tokens=512, prefix=False) as served:
+        request = served.submit(list(one.prompt), n=one.n, **one.options)
+        return [read(answer) for answer in request.answers]
+
+
+def read(answer: Answer) -> tuple[list[Any], type[BaseException] | None]:
+    """All tokens of an answer with their probabilities, and the error that ended it."""
+    tokens = []
+    try:
+        for token in answer:
+            tokens.append(token)
+    except (Broken, CapturedIndexError) as error:
+        return tokens, type(error)
+    return tokens, None
+
+
+def drafter(one: Asked, answers: Any) -> Callable[[Sequence[int]], list[int]] | None:
+    """Guesses of what the first answer says: right, wrong, or right at first."""
+    right = [token.token for token in answers[0][0]]
+
+    def guess(tokens: Sequence[int]) -> list[int]:
+        said = len(tokens) - len(one.prompt)
+        following = right[said : said + 3]
+        if one.drafts == "wrong":
+            return [(token + 1) % 60 for token in following]
+        return [*following[:1], 5] if one.drafts == "mixed" else following
+
+    return None if one.drafts == "none" else guess
+
+
+def submit(served: Engine, one: Asked, answers: Any) -> Generation:
+    request = served.submit(
+        list(one.prompt),
+        n=one.n,
+        priority=one.priority,
+        drafter=drafter(one, answers),
+        **one.options,
+    )
+    if one.fails is not None:
+        sampler = served._inbox[-one.n].sampler  # of the first answer
+        accept = sampler.accept
+
+        def failing(token: int) -> None:
+            if len(sampler.tokens) == one.fails:
+                raise Broken
+            accept(token)
+
+        sampler.accept = failing  # type: ignore[method-assign]
+    return request
+
+
+def check(family: str, trace: Trace) -> None:
+    torch.set_num_threads(trace.threads)
+    served = Engine(
+        packed(family),
+        page_size=trace.page_size,
+        n_pages=trace.n_pages,
+        chunk=trace.chunk,
+        max_tokens=trace.max_tokens,
+        max_requests=trace.max_requests,
+        prefix=trace.prefix,
+        start=False,
+    )
+    expected = {one: wanted(family, one.alone) for one in trace.requests}
+    waiting = sorted(enumerate(trace.requests), key=lambda each: each[1].arrival)
+    requests: dict[int, Generation] = {}
+    clock, busy = 0, False
+    while waiting or busy:
+        while waiting and waiting[0][1].arrival <= clock:
+            place, one = waiting.pop(0)
+            requests[place] = submit(served, one, expected[one])
+        for place, request in requests.items():
+            one = trace.requests[place]
+            if one.cancelled is not None and clock >= one.arrival + one.cancelled:
+                request.cancel()
+        busy = served.step()
+        served.check_integrity()
+        clock += 1
+        assert clock < 3000, "an engine must come to an end"
+    for place, request in requests.items():
+        for sample, answer in enumerate(request.answers):
+            judge(trace.requests[place], sample, answer, expected[trace.requests[place]][sample])
+    now = served.statistics()
+    assert now.running == now.waiting == 0
+    assert now.pages - now.free_pages == now.kept_pages
+    assert now.finished == sum(one.n for one in trace.requests)
+
+
+def judge(one: Asked, sample: int, answer: Answer, expected: Any) -> None:
+    """A finished answer is the expected one; others are a beginning of it."""
+    tokens, error = read(answer)
+    right, right_error = expected
+    plain = [token._replace(text="") for token in tokens]
+    assert plain == [token._replace(text="") for token in right[: len(tokens)]]
+    reason = answer.finish_reason
+    if error is Broken:
+        assert sample == 0 and len(tokens) == one.fails
+    elif reason == "cancelled":
+        assert one.cancelled is not None
+    else:
+        assert (error, len(tokens)) == (right_error, len(right))
+
+
+@pytest.mark.timeout(600)
+@given(traces)
+@FEW
+def test_nobody_notices_the_others(trace: Trace) -> None:
+    check("llama", trace)
+
+
+@pytest.mark.timeout(600)
+@given(traces, st.sampled_from(["gpt2", "gpt_oss", "gemma3", "mistral", "qwen3"]))
+@settings(FEW, max_examples=80)
+def test_nobody_notices_the_others_in_other_families(trace: Trace, family: str) -> None:
+    check(family, trace)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(0)
+@given(traces)
+@MANY
+def test_nobody_notices_the_others_in_ten_thousand_traces(trace: Trace) -> None:
+    check("llama", trace)

@@ -1,0 +1,253 @@
+"""Requests that are too large, too slow, malformed, or from somebody who may not ask."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import openai
+import pytest
+from serving import KEYS, Served, served
+
+CLOSE = b"\r\nConnection: close"
+BODY = {"model": "tiny", "prompt": "the fox", "max_tokens": 4, "temperature": 0}
+
+
+def post(server: Served, body: Any = BODY, **options: Any) -> httpx.Response:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"content-type": "application/json"} | options.pop("headers", {})
+    path = options.pop("path", "/v1/completions")
+    return httpx.post(
+        f"{server.url}{path}", content=content, headers=headers, timeout=60, **options
+    )
+
+
+def raw(server: Served, data: bytes, *, half_close: bool = False, wait: float = 100) -> bytes:
+    """Send bytes, and return all that comes until the server closes."""
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port)), timeout=wait) as connection:
+        connection.sendall(data)
+        if half_close:
+            connection.shutdown(socket.SHUT_WR)
+        received = b""
+        while part := connection.recv(65536):
+            received += part
+        return received
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    error: dict[str, Any] = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    # No path of the machine, and no line of a trace.
+    assert not re.search(r"/(home|usr|tmp|root|work)/|Traceback|\.py", error["message"])
+    return error
+
+
+# Keys
+
+
+@pytest.mark.parametrize("header", [None, "Bearer", "Bearer wrong", f"Basic {KEYS[0]}", KEYS[0]])
+def test_a_wrong_key_is_refused(guarded: Served, header: str | None) -> None:
+    headers = {} if header is None else {"authorization": header}
+    for path in ("/v1/completions", "/v1/chat/completions", "/v1/embeddings"):
+        response = post(guarded, headers=headers, path=path)
+        assert response.status_code == 401 and response.headers["www-authenticate"] == "Bearer"
+        assert error_of(response)["code"] == "invalid_api_key"
+    for path in ("/v1/models", "/metrics", "/live", "/nowhere"):
+        assert httpx.get(f"{guarded.url}{path}", headers=headers).status_code == 401
+
+
+def test_the_page_and_health_need_no_key(guarded: Served) -> None:
+    for path in ("/", "/page/app.js", "/page/style.css", "/health"):
+        response = httpx.get(f"{guarded.url}{path}")
+        assert response.status_code == 200
+        assert "default-src 'self'" in response.headers["content-security-policy"]
+        assert response.headers["x-content-type-options"] == "nosniff"
+    for path in ("/page/../app.py", "/page/%2e%2e/app.py", "/page/../../errors.py"):
+        assert httpx.get(f"{guarded.url}{path}").status_code in (401, 404)
+
+
+def test_keys_share_no_pages(guarded: Served) -> None:
+    """Who has the other key cannot learn from times or numbers what was asked with this one."""
+    prompt = "the quick brown fox jumps over the lazy dog " * 5
+
+    def cached(key: str) -> int:
+        client = openai.OpenAI(base_url=f"{guarded.url}/v1", api_key=key, max_retries=0)
+        found = client.completions.create(model="tiny", prompt=prompt, max_tokens=2)
+        assert found.usage is not None and found.usage.prompt_tokens_details is not None
+        return found.usage.prompt_tokens_details.cached_tokens or 0
+
+    assert cached(KEYS[0]) == 0
+    assert cached(KEYS[0]) > 30
+    assert cached(KEYS[1]) == 0
+    assert cached(KEYS[1]) > 30
+
+
+# Names, types and sizes
+
+
+def test_another_name_of_the_server_is_refused(server: Served) -> None:
+    """A website whose name points to the loopback cannot reach the server."""
+    for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", ""):
+        response = post(server, headers={"host": host})
+        assert response.status_code == 421
+        assert error_of(response)["code"] == "unknown_host"
+    port = server.url.rpartition(":")[2]
+    assert post(server, headers={"host": f"localhost:{port}"}).status_code == 200
+
+
+def test_a_body_must_be_json(server: Served) -> None:
+    for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
+        assert post(server, headers={"content-type": kind}).status_code == 415
+    charset = {"content-type": "application/json; charset=utf-8"}
+    assert post(server, headers=charset).status_code == 200
+    for body in (b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b"{}" * 2, b"[" * 100_000):
+        response = post(server, body)
+        assert response.status_code == 400, body[:20]
+        error_of(response)
+
+
+def test_unknown_paths_and_methods(server: Served) -> None:
+    for method, path, status in [
+        ("GET", "/v1/completions", 405),
+        ("DELETE", "/health", 405),
+        ("GET", "/v2", 404),
+        ("GET", "/page/nothing.js", 404),
+        ("GET", "/v1/models/other", 404),
+    ]:
+        response = httpx.request(method, f"{server.url}{path}")
+        assert response.status_code == status, path
+        error_of(response)
+
+
+def test_a_huge_body_is_refused(server: Served) -> None:
+    response = post(server, b" " * (5 << 20))
+    assert response.status_code == 413
+    assert "at most 4194304 bytes" in error_of(response)["message"]
+
+    def endless() -> Iterator[bytes]:
+        for _ in range(80):
+            yield b" " * 65536
+
+    chunked = httpx.post(
+        f"{server.url}/v1/completions",
+        content=endless(),
+        headers={"content-type": "application/json"},
+        timeout=60,
+    )
+    assert chunked.status_code == 413
+
+
+def test_huge_headers_are_refused(server: Served) -> None:
+    host = server.url.removeprefix("http://").encode()
+    head = b"GET /health HTTP/1.1\r\nHost: " + host + b"\r\nX-Long: " + b"a" * 100_000
+    assert b" 400 " in raw(server, head).partition(b"\r\n")[0]
+    assert b" 431 " in raw(server, head + CLOSE + b"\r\n\r\n").partition(b"\r\n")[0]
+
+
+def test_what_is_not_http_is_refused(server: Served) -> None:
+    for data in (b"hello\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00", b"GET\r\n\r\n"):
+        answer = raw(server, data, half_close=True)
+        assert b" 400 " in answer.partition(b"\r\n")[0] or answer == b""
+
+
+# Times
+
+
+def test_a_request_that_does_not_arrive_is_given_up(server: Served) -> None:
+    host = server.url.removeprefix("http://").encode()
+    began = time.monotonic()
+    assert raw(server, b"") == b""  # nothing at all
+    assert raw(server, b"POST /v1/completions HTTP/1.1\r\nHost: " + host) == b""
+    head = CLOSE + b"\r\nContent-Type: application/json\r\nContent-Length: 50\r\n\r\n{"
+    late = raw(server, b"POST /v1/completions HTTP/1.1\r\nHost: " + host + head)
+    assert b" 408 " in late.partition(b"\r\n")[0]
+    assert time.monotonic() - began < 110
+
+
+def test_half_closed_connections_do_not_keep_requests(server: Served) -> None:
+    body = json.dumps(BODY | {"max_tokens": 900, "ignore_eos": True}).encode()
+    host = server.url.removeprefix("http://").encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: " + host + b"\r\nContent-Type: application/json"
+    data = head + f"\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+    raw(server, data, half_close=True)
+    wait_until_idle(server)
+
+
+def test_a_reader_that_is_slow_holds_nobody_up(server: Served) -> None:
+    body = json.dumps(
+        BODY | {"max_tokens": 900, "ignore_eos": True, "stream": True, "logprobs": 20}
+    ).encode()
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json"
+    with socket.create_connection((host, int(port))) as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.sendall(f"{head}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+        slow.recv(1000)
+        for _ in range(3):
+            assert post(server).status_code == 200
+    wait_until_idle(server)
+
+
+def test_an_answer_has_a_time_limit(guarded: Served) -> None:
+    key = {"authorization": f"Bearer {KEYS[0]}"}
+    long = BODY | {"max_tokens": 1000, "n": 4, "ignore_eos": True}
+    began = time.monotonic()
+    response = post(guarded, long, headers=key)
+    if response.status_code != 200:  # a fast machine is done in time
+        assert response.status_code == 504 and error_of(response)["code"] == "timeout"
+    assert time.monotonic() - began < 30
+
+
+def test_a_full_queue_says_when_to_come_again(guarded: Served) -> None:
+    key = {"authorization": f"Bearer {KEYS[0]}"}
+    long = BODY | {"max_tokens": 1000, "n": 4, "ignore_eos": True}
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: post(guarded, long, headers=key), range(8)))
+    refused = [each for each in found if each.status_code == 429]
+    assert 0 < len(refused) < 8
+    assert {each.status_code for each in found} <= {200, 429, 504}
+    for response in refused:
+        assert 1 <= int(response.headers["retry-after"]) <= 60
+        assert error_of(response)["code"] == "queue_full"
+    too_many = post(guarded, BODY | {"n": 5}, headers=key)
+    assert too_many.status_code == 400
+    assert "at most 4 answers, but asks for 5" in error_of(too_many)["message"]
+
+
+def test_streams_end_before_the_process(model: Path) -> None:
+    """SIGTERM: the answer that is being written is finished, the map's stream ends, then all."""
+    with served(model) as running:
+        client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+        stream = client.completions.create(
+            model="tiny", prompt="the", max_tokens=300, stream=True, extra_body={"ignore_eos": True}
+        )
+        with httpx.stream("GET", f"{running.url}/live", timeout=60) as live:
+            frames = live.iter_lines()
+            assert next(frames).startswith("data: ")
+            chunks = iter(stream)
+            next(chunks)
+            running.process.terminate()
+            rest = list(chunks)
+            assert rest[-1].choices[0].finish_reason == "length"
+            for _ in frames:
+                pass
+        assert running.process.wait(30) == 0
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{running.url}/health")
+
+
+def wait_until_idle(server: Served) -> None:
+    for _ in range(200):
+        text = httpx.get(f"{server.url}/metrics").text
+        if "quire_ongoing_answers 0.0" in text and "quire_engine_running 0.0" in text:
+            return
+        time.sleep(0.1)
+    raise AssertionError(text)

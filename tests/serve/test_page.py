@@ -1,0 +1,118 @@
+"""The page in a real browser: a question is typed, tokens arrive, the map of pages changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from browser import Tab, browser, executable
+from serving import KEYS, Served
+
+pytestmark = pytest.mark.skipif(executable() is None, reason="Chromium is not installed")
+
+SUMMARY = "document.getElementById('summary').textContent"
+IDLE = "document.getElementById('stop').disabled"
+
+
+@pytest.fixture(scope="module")
+def tab() -> Iterator[Tab]:
+    with browser() as opened:
+        yield opened
+
+
+def ready(tab: Tab, server: Served) -> None:
+    tab.size(1200, 800)
+    tab.open(server.url)
+    tab.wait("document.getElementById('model')?.textContent === 'tiny'")
+    tab.wait(f"{SUMMARY}.includes('tokens each')")
+    tab.problems.clear()
+
+
+def test_a_question_is_typed_and_answered(tab: Tab, server: Served) -> None:
+    ready(tab, server)
+    tab.evaluate("document.getElementById('question').focus()")
+    tab.type("the quick brown fox jumps over the lazy dog, and then?")
+    tab.press("Enter", 13, "\r")
+    tab.wait("document.querySelector('.user span').textContent.startsWith('the quick')")
+    # Text is there while the answer is still written: tokens arrive one by one.
+    shown = tab.wait(
+        "document.querySelector('.assistant span')?.textContent.length > 1 || "
+        "document.querySelector('.assistant small')?.textContent"
+    )
+    assert shown
+    tab.wait("document.querySelector('.assistant small').textContent.includes('tokens in')")
+    tab.wait(IDLE)
+    kept = tab.wait(
+        "document.getElementById('summary').textContent.match(/, ([1-9]\\d*) kept/)?.[1]"
+    )
+    assert int(kept) >= 1
+    assert tab.evaluate("document.getElementById('question').value") == ""
+    assert tab.problems == []
+
+
+def test_several_questions_share_their_prefix(tab: Tab, server: Served) -> None:
+    ready(tab, server)
+    tab.evaluate(
+        f"""
+        window.most = {{shared: 0, rows: 0}};
+        new MutationObserver(() => {{
+            const shared = Number({SUMMARY}.match(/(\\d+) shared/)?.[1]);
+            const rows = document.querySelectorAll('tbody tr').length;
+            window.most.shared = Math.max(window.most.shared, shared || 0);
+            window.most.rows = Math.max(window.most.rows, rows);
+        }}).observe(document.body, {{subtree: true, childList: true, characterData: true}});
+        document.getElementById('several').click();
+        """
+    )
+    tab.wait(
+        "document.querySelectorAll('.group small').length === 4 && "
+        "[...document.querySelectorAll('.group small')].every(each => each.textContent)"
+    )
+    tab.wait(IDLE)
+    # Answers of a small random model may be over between two frames, so ask once more if need be.
+    for _ in range(5):
+        if tab.evaluate("window.most.shared > 0 && window.most.rows > 1"):
+            break
+        tab.evaluate("document.getElementById('several').click()")
+        tab.wait(IDLE)
+    assert tab.evaluate("window.most.shared > 0 && window.most.rows > 1")
+    assert tab.problems == []
+
+
+def test_escape_stops_and_a_new_chat_is_empty(tab: Tab, server: Served) -> None:
+    ready(tab, server)
+    tab.evaluate("document.getElementById('several').click()")
+    tab.press("Escape", 27)
+    tab.wait(IDLE)
+    tab.evaluate("document.getElementById('clear').click()")
+    assert tab.evaluate("document.querySelectorAll('#messages li').length") == 1
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_it_fits_a_telephone(tab: Tab, server: Served, dark: bool) -> None:
+    ready(tab, server)
+    tab.size(390, 844, dark=dark)
+    assert tab.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+    background = tab.evaluate("getComputedStyle(document.body).backgroundColor")
+    brightness = sum(int(part) for part in background[4:-1].split(",")) / 3
+    assert (brightness < 60) == dark
+    # Everything that can be pressed is reached by the keyboard, in the order in which it stands.
+    tab.evaluate("document.getElementById('question').focus()")
+    reached = []
+    for _ in range(2):
+        tab.press("Tab", 9)
+        reached.append(tab.evaluate("document.activeElement.id"))
+    assert reached == ["send", "several"]
+
+
+def test_a_page_asks_for_the_key(tab: Tab, guarded: Served) -> None:
+    tab.size(1200, 800)
+    tab.open(guarded.url)
+    tab.wait("document.getElementById('key')?.hidden === false")
+    tab.evaluate("document.getElementById('secret').focus()")
+    tab.type(KEYS[0])
+    tab.press("Enter", 13, "\r")
+    tab.wait("document.getElementById('model').textContent === 'tiny'")
+    tab.wait(f"{SUMMARY}.includes('tokens each')")
+    assert tab.evaluate("document.getElementById('key').hidden")
+    tab.open("about:blank")  # its stream of frames ends

@@ -1,0 +1,143 @@
+"""The site in a real browser: the explorer, the search, and what a newcomer looks for."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from builder.explorer import LONGEST, Shown, movable, shown
+
+import quire
+from quire.block_mask.classify import UNSURE, Rectangles
+from quire.ir.trace import trace
+from quire.mods import Mask
+
+
+def facts(page: Any) -> dict[str, str]:
+    lines = page.locator("[data-facts] div")
+    texts = [lines.nth(n).inner_text() for n in range(lines.count())]
+    return dict(text.split(": ", 1) for text in texts)
+
+
+def move(page: Any, name: str, value: int) -> None:
+    """Drag a slider to a value, as an input event tells it."""
+    page.locator(f"input[name='{name}']").evaluate(
+        "(input, value) => { input.value = value; input.dispatchEvent(new Event('input')); }", value
+    )
+
+
+def num_decided(one: Shown, numbers: dict[str, int], length: int, block: int) -> int:
+    """The number of blocks that quire's bounds decide, if numbers are captured tensors."""
+    mask = one.mod
+    if numbers:
+        assert isinstance(mask, Mask)
+        mask, captured = movable(mask, one.sliders)
+        for name, value in numbers.items():
+            captured[name].fill_(value)
+    ends = {"b": (0, 0), "h": (0, 7), "q_idx": (0, LONGEST - 1), "kv_idx": (0, LONGEST - 1)}
+    first = torch.arange(0, length, block)
+    zero = torch.zeros(1, 1, dtype=torch.int64)
+    box = {
+        "b": zero,
+        "h": zero,
+        "q_low": first[:, None],
+        "q_high": first[:, None] + block - 1,
+        "kv_low": first[None],
+        "kv_high": first[None] + block - 1,
+    }
+    kinds = Rectangles(trace(mask, "mask"), ends).kinds(box).expand(len(first), len(first))
+    return int((kinds != UNSURE).sum())
+
+
+def test_the_explorer_classifies_as_quire_does(site: Path, page: Any) -> None:
+    page.goto((site / "explorer.html").as_uri())
+    for place, one in enumerate(shown()):
+        page.select_option("[data-masks]", str(place))
+        assert page.locator("[data-code]").inner_text()
+        numbers = {name: (slider.start + slider.most) // 2 for name, slider in one.sliders.items()}
+        for name, value in numbers.items():
+            move(page, name, value)
+        move(page, "tokens", 448)
+        move(page, "block size", 64)
+        mask = one.mod
+        if numbers:
+            assert isinstance(mask, Mask)
+            mask = Mask(mask.function, mask.__name__, **{**mask.fields, **numbers})
+        blocks = quire.create_block_mask(mask, None, None, 448, 448, BLOCK_SIZE=64)
+        full = int(blocks.full_kv_num_blocks.sum())
+        partial = int(blocks.kv_num_blocks.sum())
+        found = facts(page)
+        wanted = f"{full} full, {partial} partial, {49 - full - partial} empty"
+        assert found["blocks"] == wanted, one.title
+        assert found["sparsity"].startswith(f"{blocks.sparsity():.1f} %")
+        decided = int(re.findall(r"decide (\d+) of 49", found["bounds"])[0])
+        assert decided == num_decided(one, numbers, 448, 64), one.title
+
+
+def test_the_explorer_answers_about_one_point(site: Path, page: Any) -> None:
+    page.goto((site / "explorer.html").as_uri())
+    page.select_option("[data-masks]", "0")  # causal
+    box = page.locator("[data-canvas]").bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 0.1, box["y"] + box["height"] * 0.9)
+    said = page.locator("[data-point]").inner_text()
+    assert "seen" in said and "full" in said
+    page.mouse.move(box["x"] + box["width"] * 0.9, box["y"] + box["height"] * 0.1)
+    assert "hidden" in page.locator("[data-point]").inner_text()
+
+
+def test_numbers_that_move_are_captured() -> None:
+    one = next(each for each in shown() if each.sliders)
+    assert isinstance(one.mod, Mask)
+    mask, numbers = movable(one.mod, one.sliders)
+    assert numbers and all(value.ndim == 0 for value in numbers.values())
+    assert quire.create_mask(mask, None, None, LONGEST, LONGEST).any()
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ("page table", "quire.Paged"),
+        ("reserve", "quire.PagedAttention"),
+        ("ragged offsets", "quire.Ragged"),
+        ("lse", "quire.AuxRequest"),
+        ("merge_pieces", "quire.merge_pieces"),
+    ],
+)
+def test_the_search_finds_names_by_their_words(
+    site: Path, page: Any, words: str, wanted: str
+) -> None:
+    page.goto(f"{(site / 'search.html').as_uri()}?q={words.replace(' ', '+')}")
+    page.wait_for_function(
+        "() => /found|did not match/i.test(document.querySelector('#search-results').innerText)"
+    )
+    titles = page.locator("#search-results ul.search li > a").all_inner_texts()
+    assert wanted in titles, titles[:20]
+
+
+QUESTIONS = {
+    "how to write a mask": (["Invent a mask"], "def "),
+    "what create_block_mask costs at a million tokens": (["Bounds"], "million tokens"),
+    "what happens to a NaN": (["The same bits"], "What happens to a NaN"),
+    "how to serve a model": (["Serve"], "quire"),
+}
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_a_newcomer_finds_it_within_three_clicks(site: Path, page: Any, question: str) -> None:
+    clicks, wanted = QUESTIONS[question]
+    page.goto((site / "index.html").as_uri())
+    for text in clicks:
+        page.locator("article").get_by_role("link", name=text, exact=True).last.click()
+    assert len(clicks) <= 3
+    assert wanted in page.locator("article").inner_text()
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("name", ["index", "explorer", "gallery", "reference/quire.attention"])
+def test_pages_fit_the_screen(site: Path, page: Any, name: str, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 844})
+    page.goto((site / f"{name}.html").as_uri())
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
