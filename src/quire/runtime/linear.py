@@ -155,11 +155,9 @@ class LinearLaunch:
             record = self._record(cut)
         block, start, threads = record.block, record.start, cut.threads
         with launcher.Scratch(threads, cut.scratch_bytes, cut.staged_bytes, 0) as scratch:
-            _CALL.pack_into(
-                block, 0,
-                0, 0, 0, x.data_ptr(), *x.stride(), y.data_ptr(), y.stride(0), rows, first,
-            )  # fmt: skip
-            _WORK.pack_into(block, _WORK_AT, scratch.partials, scratch.address)
+            places = (x.data_ptr(), *x.stride(), y.data_ptr(), y.stride(0))
+            _CALL.pack_into(block, 0, *_COUNTERS, *places, rows, first)
+            _WORK.pack_into(block, _WORK_AT, scratch.partials, scratch.address, scratch.each)
             if captures is not record.captures:
                 packed = self._arguments.pack(captures, start + _FLAG_AT)
                 ctypes.memmove(start + _ARGUMENTS_AT, packed, len(packed))
@@ -180,7 +178,7 @@ class LinearLaunch:
         block = (ctypes.c_char * (_ARGUMENTS_AT + self._arguments.size))()
         start = ctypes.addressof(block)
         fields = (
-            *(0,) * _NUM_CALL, start + _ARGUMENTS_AT, *cut[:7], 0, 0, cut.scratch_bytes,
+            *(0,) * _NUM_CALL, start + _ARGUMENTS_AT, *cut[:7], 0, 0, 0,
             cut.sums_bytes, *self._of_layer, self.prologue.epsilon,
         )  # fmt: skip
         content = LINEAR.pack_in_order(*fields)
@@ -267,7 +265,8 @@ _FLAG_AT = LINEAR.size
 _ARGUMENTS_AT = _FLAG_AT + 8
 _NUM_CALL = LINEAR.index("arguments")  # fields that each call writes, from the first on
 _CALL = struct.Struct(f"={_NUM_CALL}q")
-_WORK = struct.Struct("=2q")  # staged_rows, scratch
+_COUNTERS = (0, 0, 0)
+_WORK = struct.Struct("=3q")  # staged_rows, scratch, scratch_bytes
 _WORK_AT = 8 * LINEAR.index("staged_rows")
 
 
