@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from tiny_models import DECODERS, decoder
 
 from quire.engine import Completion, Engine, Event, Token
 from quire.errors import ArgumentError, EngineClosed, RequestTooLong
+from quire.linear import pack
 
 LENGTHS = (5, 17, 11, 30, 1)
 
@@ -43,6 +45,19 @@ def test_a_request_does_not_notice_others_or_chunks(family: str, chunk: int) -> 
     run(served)
     for length, request in zip(LENGTHS, requests, strict=True):
         assert_same(request.result(), alone(family, prompt(length), **options))
+
+
+def test_a_request_does_not_notice_others_in_bfloat16() -> None:
+    model = pack(copy.deepcopy(decoder("llama").ours).bfloat16())
+    options: dict[str, Any] = {"max_tokens": 7, "logprobs": 3}
+    results = []
+    for sizes in ({"chunk": 3, "max_tokens": 8}, {"max_tokens": 200, "max_requests": 1}):
+        served = Engine(model, page_size=4, n_pages=64, start=False, **sizes)
+        requests = [served.submit(prompt(length), **options) for length in LENGTHS]
+        run(served)
+        results.append([request.result() for request in requests])
+    for one, other in zip(*results, strict=True):
+        assert_same(one, other)
 
 
 def test_reading_an_answer_computes_its_steps() -> None:
@@ -182,6 +197,15 @@ def test_an_error_in_sampling_ends_one_request_alone(monkeypatch: pytest.MonkeyP
     with pytest.raises(ZeroDivisionError, match="in a grammar"):
         bad.result()
     assert_same(good.result(), alone("llama", prompt(9), max_tokens=8, logprobs=1))
+
+
+def test_many_prompts_have_a_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = [prompt(length) for length in LENGTHS]
+    results = engine().generate(prompts, progress=True, max_tokens=4)
+    assert [result.tokens for result in results] == [
+        alone("llama", each, max_tokens=4).tokens for each in prompts
+    ]
+    assert "5/5" in capsys.readouterr().out
 
 
 def test_completions_have_their_parts() -> None:

@@ -17,6 +17,7 @@ from quire.engine.answers import Answer, Completion, Generation
 from quire.engine.core import Core, Drafter, Job
 from quire.engine.events import EngineStatistics, Listener
 from quire.engine.loading import load
+from quire.engine.progress import completed
 from quire.engine.prompts import Prompt, tokens_of
 from quire.engine.request_mods import NO_MODS, mods_of
 from quire.engine.runner import Runner
@@ -179,10 +180,15 @@ class Engine:
         self._wake()
         return Generation([job.answer for job in jobs])
 
-    def generate(self, prompts: Iterable[Prompt], **options: Any) -> list[Completion]:
-        """Answer many prompts, and return the answers in their order."""
+    def generate(
+        self, prompts: Iterable[Prompt], *, progress: bool = False, **options: Any
+    ) -> list[Completion]:
+        """Answer many prompts, and return the answers in their order.
+
+        `options` are those of `submit`. With `progress`, a bar is drawn meanwhile.
+        """
         requests = [self.submit(prompt, **options) for prompt in prompts]
-        return [request.result() for request in requests]
+        return completed(requests) if progress else [each.result() for each in requests]
 
     def _expect_room(self, num_prompt: int, max_tokens: int) -> None:
         total = num_prompt + max_tokens

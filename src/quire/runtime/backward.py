@@ -1,7 +1,7 @@
 """The backward pass on compiled kernels.
 
 Work is divided into shares (see `codegen/convention.py`). Each share adds to its own sums of the
-gradients of keys, values and captured tensors; at the end, the sums of all shares are added.
+gradients of keys, values and captured tensors; at the end, all sums are added.
 """
 
 from __future__ import annotations
@@ -15,17 +15,13 @@ import torch
 from torch import Tensor
 
 from quire.block_mask import BlockRows
-from quire.codegen.convention import (
-    BLOCK_Q,
-    CAPTURED_GRADIENT,
-    GRADIENTS,
-    GRADIENTS_PART,
-)
+from quire.codegen.convention import BLOCK_Q, CAPTURED_GRADIENT, GRADIENTS, GRADIENTS_PART
 from quire.codegen.llvm.target import Target
 from quire.ir.graph import Node
 from quire.memory import One, Placed, longest
 from quire.request import Problem
 from quire.results import Above, Gradients, Result, Wanted, folded
+from quire.runtime import chosen
 from quire.runtime.blocks import NO_LISTS, TileLists, tile_lists
 from quire.runtime.capture_sums import Round, SumsOfCapture, direct_inputs
 from quire.runtime.launch import Launcher, Records
@@ -108,6 +104,7 @@ class BackwardPlans:
 
     def __init__(self) -> None:
         self._known: BoundedDict[object, BackwardPlan] = BoundedDict(16)
+        self._turns: dict[bool, bool] = {}  # whether the lists of the block mask are turned around
 
     def run(
         self,
@@ -128,6 +125,14 @@ class BackwardPlans:
         if torch.is_grad_enabled() or not all(map(has_memory, tensors)):
             return None
         placed = placed.on(query, key, value)
+        above = above._replace(grad_out=grads[0], grad_lse=grads[1])
+        if blocks is not None:
+            learns = bool(wanted.learned)
+            if learns not in self._turns:
+                self._turns[learns] = chosen.is_worth(problem, placed, blocks, learns=learns)
+            if self._turns[learns]:
+                turned = problem.with_captures(captures)
+                return chosen.gradients(turned, placed, blocks, wanted, above)
         # Hooks on saved tensors may return them with other strides than in the forward pass.
         saved = (query, key, value, out, lse, *captures)
         layout = (wanted.learned, *(tensor.stride() for tensor in saved))
@@ -136,9 +141,7 @@ class BackwardPlans:
             problem = problem.with_captures(captures)
             new = BackwardPlan.of(problem, placed, blocks, wanted.learned, Result(out, lse))
             plan = self._known.keep(layout, new)
-        return plan.run(
-            placed, captures, wanted, above._replace(grad_out=grads[0], grad_lse=grads[1])
-        )
+        return plan.run(placed, captures, wanted, above)
 
 
 def key_mass(problem: Problem, placed: Placed, results: Result) -> Tensor | None:

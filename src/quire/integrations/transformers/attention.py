@@ -15,6 +15,7 @@ from quire.api.attention import attention
 from quire.aux_outputs import AuxRequest
 from quire.errors import ArgumentError
 from quire.integrations.transformers.cache import LayerStates, NewStates
+from quire.integrations.transformers.continuous import attend_to_cache
 from quire.integrations.transformers.latent import Absorbed
 from quire.integrations.transformers.mask import TokenMask, of_tensor
 from quire.integrations.transformers.user_mods import ATTRIBUTE, Mods
@@ -44,6 +45,9 @@ def attend(
 
     With a `PagedCache` the graph breaks here, since Python code decides which pages are written.
     """
+    if options.get("cache") is not None:
+        assert isinstance(key, Tensor) and isinstance(value, Tensor), "one cache at a time"
+        return attend_to_cache(module, query, key, value, **options), None
     if isinstance(key, LayerStates):
         return _between_graphs(module, query, key, attention_mask, **options)
     return layer_attention(module, query, key, value, attention_mask, **options)

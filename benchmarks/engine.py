@@ -1,0 +1,331 @@
+"""The engine beside other engines: tokens a second, and what it costs beside the model.
+
+    python benchmarks/engine.py --only random_llama
+
+16 requests have prompts of 16 to 512 tokens and ask for 16 to 128; all arrive at once, and greedy
+answers are counted until the last is there. All engines get the same requests in turns, and the
+best turn of each counts. Environments of other engines are named by variables: see `_engines.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from _engines import NAMES, Work, peers
+from _limits import reading
+from _race import Table, run_parts
+
+from quire.engine import Engine
+from quire.engine.speculation import PromptLookup
+from quire.integrations import smollm2
+from quire.linear import PackedLinear, pack
+
+TURNS = 3
+REQUESTS = 16
+LENGTHS = [
+    (round(16 * 32 ** (i / 15)), round(16 * 8 ** ((7 * i % 16) / 15))) for i in range(REQUESTS)
+]
+WANTED = {
+    "transformers' continuous batching": ">= 2.5",
+    "generate with PagedCache": ">= 1.3",
+    NAMES["vllm"]: ">= 1.2",
+    NAMES["llama"]: ">= 1.2",
+    NAMES["openvino"]: ">= 0.9",
+}
+SUMMARY = (
+    "The library keeps the keys and values of many sequences in pages. A page holds the keys and "
+    "values of sixteen tokens. Sequences that begin with the same tokens share the pages of these "
+    "tokens. When a sequence writes to a page that it shares, the page is copied first. When pages "
+    "run out, the sequence that came last gives its pages back, and is computed again later."
+)
+
+Serve = Callable[[Work], Any]
+
+
+def work() -> Work:
+    """Return the requests: prompts of random tokens, and how many tokens to make of each."""
+    draw = random.Random(0)
+    return [([draw.randrange(5, 30_000) for _ in range(n)], new) for n, new in LENGTHS]
+
+
+def random_model() -> Any:
+    """Return a Llama of 58 million random weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32_000,
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def smollm2_model() -> Any:
+    """Return SmolLM2 in float32, without the file that it came from."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    found, _ = smollm2.load(attention="sdpa")
+    options = found.config.to_dict()
+    options.pop("quantization_config", None)
+    model = LlamaForCausalLM(LlamaConfig(**options)).eval()
+    model.load_state_dict(found.state_dict())
+    return model
+
+
+# --- engines
+
+
+def by_engine(model: Any) -> Serve:
+    """The engine; its thread computes steps."""
+    engine = Engine(model, n_pages=1000, prefix=False)
+
+    def serve(requests: Work) -> None:
+        asked = [engine.submit(prompt, max_tokens=n, ignore_eos=True) for prompt, n in requests]
+        for request in asked:
+            request.result()
+
+    return serve
+
+
+def by_continuous_batching(model: Any) -> Serve:
+    """transformers' own continuous batching, with PyTorch's attention."""
+    from transformers import GenerationConfig
+
+    longest = max(new for _, new in LENGTHS)
+    config = GenerationConfig(
+        max_new_tokens=longest, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
+
+    def serve(requests: Work) -> None:
+        manager = model.init_continuous_batching(generation_config=config)
+        manager.start()
+        try:
+            for prompt, new in requests:
+                manager.add_request(prompt, max_new_tokens=new)
+            done = 0
+            while done < len(requests):
+                result = manager.get_result(timeout=1)
+                done += result is not None and result.is_finished()
+        finally:
+            manager.stop(block=True)
+
+    return serve
+
+
+def by_generate(model: Any) -> Serve:
+    """`generate` for one padded batch, whose keys and values are in pages."""
+    from quire.integrations.transformers import PagedCache
+
+    def serve(requests: Work) -> None:
+        longest, new = (max(each) for each in zip(*LENGTHS, strict=True))
+        ids = torch.zeros(len(requests), longest, dtype=torch.long)
+        real = torch.zeros_like(ids)
+        for row, (prompt, _) in enumerate(requests):
+            ids[row, -len(prompt) :], real[row, -len(prompt) :] = torch.tensor(prompt), 1
+        model.generate(
+            ids,
+            attention_mask=real,
+            past_key_values=PagedCache(model.config),
+            max_new_tokens=new,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+
+    return serve
+
+
+def _mixed(table: Table, name: str, make: Callable[[], Any], threads: int) -> None:
+    requests, total = work(), sum(new for _, new in LENGTHS)
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / name
+        plain = make()
+        plain.save_pretrained(path)
+        plain.set_attn_implementation("sdpa")
+        paged, packed = make(), pack(make())
+        paged.set_attn_implementation("quire")
+        serving: dict[str, Serve] = {
+            "ours": by_engine(packed),
+            "transformers' continuous batching": by_continuous_batching(plain),
+            "generate with PagedCache": by_generate(paged),
+        }
+        others = peers(path, threads)
+        best = dict.fromkeys([*serving, *(NAMES[other.name] for other in others)], float("inf"))
+        for turn in range(-1, TURNS):
+            asked = requests[:2] if turn < 0 else requests  # the first turn compiles and loads
+            for each, serve in serving.items():
+                start = time.perf_counter()
+                serve(asked)
+                seconds = time.perf_counter() - start
+                best[each] = min(best[each], seconds if turn >= 0 else best[each])
+            for other in others:
+                seconds, _ = other.serve(asked)
+                each = NAMES[other.name]
+                best[each] = min(best[each], seconds if turn >= 0 else best[each])
+        for other in others:
+            other.close()
+    ours = best.pop("ours")
+    for each, seconds in best.items():
+        rates = {"ours_tokens_s": round(total / ours, 1), "theirs": round(total / seconds, 1)}
+        case = f"{name}, {threads} threads, against {each}"
+        table.add(case, seconds / ours, "x as fast", WANTED[each], **rates)
+
+
+def random_llama(table: Table, seconds: float, threads: int) -> None:
+    """16 mixed requests of a random Llama with 58 million weights in float32."""
+    _mixed(table, "58M", random_model, threads)
+
+
+def smollm2_135m(table: Table, seconds: float, threads: int) -> None:
+    """The same requests of SmolLM2-135M in float32."""
+    if not _absent("SmolLM2"):
+        _mixed(table, "SmolLM2", smollm2_model, threads)
+
+
+# --- the engine alone
+
+
+@functools.cache
+def served(weights: str, threads: int) -> Engine:
+    """An engine with SmolLM2, whose steps are computed by hand."""
+    return Engine.from_pretrained(
+        "SmolLM2-135M-Instruct", weights=weights, max_bytes=1 << 30, start=False
+    )
+
+
+def _absent(case: str) -> bool:
+    if missing := smollm2.missing():
+        print(f"  {case}: needs {' and '.join(missing)}: {smollm2.HOW_TO_INSTALL}")
+    return bool(missing)
+
+
+def one_request(table: Table, seconds: float, threads: int) -> None:
+    """One request, int8 weights: how much of a step would be spent if it only read the weights."""
+    if _absent("one request"):
+        return
+    engine = served("int8", threads)
+    model = engine._core.runner.model
+    size = sum(
+        {id(m): m.packed.nbytes for m in model.modules() if isinstance(m, PackedLinear)}.values()
+    )
+    copy = torch.ones(size // 4)
+    read = reading(copy)
+    engine.generate([work()[0][0]], max_tokens=4)
+    steps, reads = [], []
+    for _ in range(TURNS):
+        request = engine.submit(work()[0][0], max_tokens=64, ignore_eos=True)
+        next(iter(request))
+        for _ in range(60):
+            start = time.perf_counter()
+            engine.step()
+            steps.append(time.perf_counter() - start)
+        request.result()
+        for _ in range(20):
+            start = time.perf_counter()
+            read()
+            reads.append(time.perf_counter() - start)
+    share = 100 * min(reads) / min(steps)
+    table.add(
+        f"one request, int8, {threads} threads",
+        share,
+        "% of a step reads weights",
+        ">= 60",
+        step_ms=round(1e3 * min(steps), 2),
+        tokens_s=round(1 / min(steps), 1),
+        weights_mb=round(size / 1e6, 1),
+    )
+
+
+def overhead(table: Table, seconds: float, threads: int) -> None:
+    """The time of a step outside of the model, with 16 requests that answer."""
+    if _absent("overhead"):
+        return
+    engine = served("int8", threads)
+    counts = engine._core.counts
+    requests = [engine.submit(prompt[:40], max_tokens=64, ignore_eos=True) for prompt, _ in work()]
+    for _ in range(10):
+        engine.step()
+    beside, whole = [], []
+    for _ in range(40):
+        total, inside = counts.seconds, counts.model_seconds
+        engine.step()
+        whole.append(counts.seconds - total)
+        beside.append(whole[-1] - (counts.model_seconds - inside))
+    for request in requests:
+        request.result()
+    table.add(
+        f"overhead of a step, {REQUESTS} requests, {threads} threads",
+        1e3 * min(beside),
+        "ms",
+        "<= 1.5",
+        median=round(1e3 * sorted(beside)[20], 2),
+        step_ms=round(1e3 * min(whole), 1),
+    )
+
+
+def again(table: Table, seconds: float, threads: int) -> None:
+    """The time to the first token of a prompt of 512 tokens, and of the same prompt again."""
+    if _absent("the same prompt again"):
+        return
+    engine, draw = served("int8", threads), random.Random(1)
+    first, second = [], []
+    for _ in range(TURNS):
+        prompt = [draw.randrange(5, 30_000) for _ in range(512)]
+        for times in (first, second):
+            start = time.perf_counter()
+            next(iter(engine.submit(prompt, max_tokens=2, ignore_eos=True)))
+            times.append(time.perf_counter() - start)
+            while engine.step():
+                pass
+    table.add(
+        f"the same prompt of 512 tokens again, {threads} threads",
+        min(first) / min(second),
+        "x sooner",
+        ">= 5",
+        first_ms=round(1e3 * min(first), 1),
+        again_ms=round(1e3 * min(second), 1),
+    )
+
+
+def lookup(table: Table, seconds: float, threads: int) -> None:
+    """A summary whose words are those of the text, with and without guesses from the prompt."""
+    if _absent("prompt lookup"):
+        return
+    engine = served("int8", threads)
+    content = f"Repeat this text word for word, then summarise it:\n\n{SUMMARY}"
+    chat = [{"role": "user", "content": content}]
+    times: dict[bool, list[float]] = {False: [], True: []}
+    for _ in range(TURNS):
+        texts = []
+        for guesses, taken in times.items():
+            start = time.perf_counter()
+            drafter = PromptLookup() if guesses else None
+            request = engine.submit(chat, max_tokens=96, drafter=drafter)
+            texts.append(request.result().tokens)
+            taken.append(time.perf_counter() - start)
+        assert texts[0] == texts[1], "guesses must not change the answer"
+    table.add(
+        f"guesses from the prompt, a summary, {threads} threads",
+        min(times[False]) / min(times[True]),
+        "x as fast",
+        ">= 1.3",
+        tokens=len(texts[0]),
+    )
+
+
+if __name__ == "__main__":
+    parts = (random_llama, smollm2_135m, one_request, overhead, again, lookup)
+    run_parts("engine", __doc__, parts, with_one_thread=parts)
