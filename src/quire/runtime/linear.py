@@ -156,7 +156,8 @@ class LinearLaunch:
         block, start, threads = record.block, record.start, cut.threads
         with launcher.Scratch(threads, cut.scratch_bytes, cut.staged_bytes, 0) as scratch:
             places = (x.data_ptr(), *x.stride(), y.data_ptr(), y.stride(0))
-            _CALL.pack_into(block, 0, *_COUNTERS, *places, rows, first)
+            fields = (*_COUNTERS, *places, rows, first)
+            _CALL.pack_into(block, 0, *fields)
             _WORK.pack_into(block, _WORK_AT, scratch.partials, scratch.address, scratch.each)
             if captures is not record.captures:
                 packed = self._arguments.pack(captures, start + _FLAG_AT)
