@@ -78,7 +78,8 @@ def packed_by_torch(name: str, shape: tuple[int, int], rows: int) -> list[Call]:
             torch.ops.mkldnn._linear_pointwise,
         )
         packed = [reorder(weight, rows) for _ in range(count)]
-        return [lambda x, p=p: pointwise(x, p, None, "none", [], "") for p in packed]
+        after = (None, "none", [], "")  # no bias, and nothing that follows
+        return [lambda x, p=p: pointwise(x, p, *after) for p in packed]
     except (AttributeError, NotImplementedError, RuntimeError) as error:
         print(f"  {name}: this build of PyTorch does not pack: {str(error).splitlines()[0][:70]}")
         return []
