@@ -99,9 +99,10 @@ ENTRY = "forward"  # the name of every kernel's function
 Form = Literal["panel", "row", "backward", "tangent"]
 """The kernels of forward.py, decode.py, backward.py and tangent.py."""
 BLOCK_Q = 128  # queries of a block in the backward kernel
-FEW_ROWS = 4  # a sequence with at most as many queries is computed by the decode kernel,
-MOST_ROWS = 16  # and one with at most as many queries if it has `MANY_KEYS`
-MANY_KEYS = 1024
+# `benchmarks/paged.py --only border` measures where the border between the kernels is.
+FEW_ROWS = 8  # a sequence with at most as many queries is computed by the decode kernel,
+MOST_ROWS = 16  # and one with at most as many if it has `MANY_KEYS`, of less than 32 bits
+MANY_KEYS = 512
 KEYS_OF_PIECE = 1024
 KEYS_OF_RUN = CHAINS  # so that keys which are computed side by side keep their chain
 EMPTY, PARTIAL, FULL, PLAIN = range(4)  # skip the tile; apply all masks, some, none
