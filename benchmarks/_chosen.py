@@ -38,6 +38,26 @@ def tokens(table: Table, seconds: float, threads: int) -> None:
     )
 
 
+def tokens_backward(table: Table, seconds: float, threads: int) -> None:
+    """The same, forward and backward, against quire's own causal mask."""
+    tensors = [x.requires_grad_() for x in _operands(key_heads=2)]
+    above = torch.randn_like(tensors[0])
+
+    def step(mask: Mask | BlockMask) -> object:
+        out = attention(tensors[0], Dense(*tensors[1:]), mask=mask, q_start=0)
+        return torch.autograd.grad(out, tensors, above)
+
+    mask = _choice(key_heads=2, q_block=1)
+    times = race({"chosen": lambda: step(mask), "causal": lambda: step(causal)}, seconds)
+    table.add(
+        "the same, forward and backward",
+        times["causal"] / times["chosen"],
+        "x our causal mask",
+        threads=threads,
+        ms=round(times["chosen"] * 1e3, 1),
+    )
+
+
 def blocks(table: Table, seconds: float, threads: int) -> None:
     """Each 64 tokens choose 16 blocks of 64 keys, against a causal mask with as many tiles."""
     query, key, value = _operands(key_heads=2)

@@ -159,6 +159,7 @@ PARTS = (
     distance_learned,
     products,
     _chosen.tokens,
+    _chosen.tokens_backward,
     _chosen.blocks,
     _chosen.pages,
     _narrow.float8,

@@ -1,24 +1,26 @@
 """The engine beside other engines: tokens a second, and what it costs beside the model.
 
-    python benchmarks/engine.py --only random_llama
+    python benchmarks/engine.py --only transformers_58m
 
 16 requests have prompts of 16 to 512 tokens and ask for 16 to 128; all arrive at once, and greedy
 answers are counted until the last is there. All engines get the same requests in turns, and the
 best turn of each counts. Environments of other engines are named by variables: see `_engines.py`.
+Models for them are written to the directory QUIRE_PEER_MODELS, if it is set, and stay there.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import random
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from _engines import NAMES, Work, peers
+from _engines import NAMES, Peer, Work, peers
 from _limits import reading
 from _race import Table, run_parts
 
@@ -27,7 +29,7 @@ from quire.engine.speculation import PromptLookup
 from quire.integrations import smollm2
 from quire.linear import PackedLinear, pack
 
-TURNS = 3
+TURNS = 2
 REQUESTS = 16
 LENGTHS = [
     (round(16 * 32 ** (i / 15)), round(16 * 8 ** ((7 * i % 16) / 15))) for i in range(REQUESTS)
@@ -148,51 +150,75 @@ def by_generate(model: Any) -> Serve:
     return serve
 
 
-def _mixed(table: Table, name: str, make: Callable[[], Any], threads: int) -> None:
-    requests, total = work(), sum(new for _, new in LENGTHS)
+def _race(serving: dict[str, Serve], others: Sequence[Peer]) -> dict[str, float]:
+    """Return the seconds that each engine takes for all requests, in its best turn."""
+    requests = work()
+    best: dict[str, float] = {}
+    for turn in range(-1, TURNS):
+        asked = requests[:2] if turn < 0 else requests  # the first turn compiles and loads
+        taken = {}
+        for name, serve in serving.items():
+            start = time.perf_counter()
+            serve(asked)
+            taken[name] = time.perf_counter() - start
+        for other in others:
+            taken[NAMES[other.name]], _ = other.serve(asked)
+        if turn >= 0:
+            best = {name: min(best.get(name, seconds), seconds) for name, seconds in taken.items()}
+    return best
+
+
+def _add(table: Table, model: str, threads: int, best: dict[str, float]) -> None:
+    ours, total = best.pop("ours"), sum(new for _, new in LENGTHS)
+    for name, seconds in best.items():
+        rates = {"ours_tokens_s": round(total / ours, 1), "theirs": round(total / seconds, 1)}
+        case = f"{model}, {threads} threads, against {name}"
+        table.add(case, seconds / ours, "x as fast", WANTED[name], **rates)
+
+
+def _beside_transformers(table: Table, name: str, make: Callable[[], Any], threads: int) -> None:
+    plain, paged = make(), make()
+    plain.set_attn_implementation("sdpa")
+    paged.set_attn_implementation("quire")
+    serving = {
+        "ours": by_engine(pack(make())),
+        "transformers' continuous batching": by_continuous_batching(plain),
+        "generate with PagedCache": by_generate(paged),
+    }
+    _add(table, name, threads, _race(serving, []))
+
+
+def _beside_others(table: Table, name: str, make: Callable[[], Any], threads: int) -> None:
     with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / name
-        plain = make()
-        plain.save_pretrained(path)
-        plain.set_attn_implementation("sdpa")
-        paged, packed = make(), pack(make())
-        paged.set_attn_implementation("quire")
-        serving: dict[str, Serve] = {
-            "ours": by_engine(packed),
-            "transformers' continuous batching": by_continuous_batching(plain),
-            "generate with PagedCache": by_generate(paged),
-        }
+        path = Path(os.environ.get("QUIRE_PEER_MODELS", directory)) / name
+        if not path.exists():
+            make().save_pretrained(path)
         others = peers(path, threads)
-        best = dict.fromkeys([*serving, *(NAMES[other.name] for other in others)], float("inf"))
-        for turn in range(-1, TURNS):
-            asked = requests[:2] if turn < 0 else requests  # the first turn compiles and loads
-            for each, serve in serving.items():
-                start = time.perf_counter()
-                serve(asked)
-                seconds = time.perf_counter() - start
-                best[each] = min(best[each], seconds if turn >= 0 else best[each])
-            for other in others:
-                seconds, _ = other.serve(asked)
-                each = NAMES[other.name]
-                best[each] = min(best[each], seconds if turn >= 0 else best[each])
+        _add(table, name, threads, _race({"ours": by_engine(pack(make()))}, others))
         for other in others:
             other.close()
-    ours = best.pop("ours")
-    for each, seconds in best.items():
-        rates = {"ours_tokens_s": round(total / ours, 1), "theirs": round(total / seconds, 1)}
-        case = f"{name}, {threads} threads, against {each}"
-        table.add(case, seconds / ours, "x as fast", WANTED[each], **rates)
 
 
-def random_llama(table: Table, seconds: float, threads: int) -> None:
-    """16 mixed requests of a random Llama with 58 million weights in float32."""
-    _mixed(table, "58M", random_model, threads)
+def transformers_58m(table: Table, seconds: float, threads: int) -> None:
+    """A random Llama with 58 million weights in float32, beside transformers."""
+    _beside_transformers(table, "58m", random_model, threads)
 
 
-def smollm2_135m(table: Table, seconds: float, threads: int) -> None:
-    """The same requests of SmolLM2-135M in float32."""
+def engines_58m(table: Table, seconds: float, threads: int) -> None:
+    """The same beside other engines."""
+    _beside_others(table, "58m", random_model, threads)
+
+
+def transformers_smollm2(table: Table, seconds: float, threads: int) -> None:
+    """SmolLM2-135M in float32, beside transformers."""
     if not _absent("SmolLM2"):
-        _mixed(table, "SmolLM2", smollm2_model, threads)
+        _beside_transformers(table, "smollm2", smollm2_model, threads)
+
+
+def engines_smollm2(table: Table, seconds: float, threads: int) -> None:
+    """The same beside other engines."""
+    if not _absent("SmolLM2"):
+        _beside_others(table, "smollm2", smollm2_model, threads)
 
 
 # --- the engine alone
@@ -327,5 +353,6 @@ def lookup(table: Table, seconds: float, threads: int) -> None:
 
 
 if __name__ == "__main__":
-    parts = (random_llama, smollm2_135m, one_request, overhead, again, lookup)
+    beside = (transformers_58m, engines_58m, transformers_smollm2, engines_smollm2)
+    parts = (*beside, one_request, overhead, again, lookup)
     run_parts("engine", __doc__, parts, with_one_thread=parts)

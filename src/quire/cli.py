@@ -151,6 +151,9 @@ def serve(
     allow_host: Annotated[
         list[str] | None, typer.Option(help="A name by which clients may call the server.")
     ] = None,
+    lookup: Annotated[
+        bool, typer.Option(help="Guess tokens from the text: faster where answers quote it.")
+    ] = False,
     max_ongoing: Annotated[
         int, typer.Option(min=1, help="Answers that run or wait; more are told to come again.")
     ] = 256,
@@ -174,6 +177,7 @@ def serve(
             score_mod=None if score_mod is None else show.load(score_mod),
             api_keys=command.read_keys(api_key or [], api_keys),
             allowed_hosts=tuple(allow_host or ()),
+            lookup=lookup,
             max_ongoing=max_ongoing,
             time_limit=time_limit,
             read_limit=read_limit,

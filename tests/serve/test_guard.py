@@ -90,6 +90,15 @@ def test_keys_share_no_pages(guarded: Served) -> None:
     assert cached(KEYS[1]) > 30
 
 
+def test_guessed_tokens_change_nothing(guarded: Served, server: Served) -> None:
+    """One of these servers guesses from the text, the other does not."""
+    body = BODY | {"prompt": "the lazy dog the lazy dog the lazy", "max_tokens": 60, "logprobs": 2}
+    for temperature in (0, 0.7):
+        asked = body | {"temperature": temperature, "seed": 3}
+        guessed = post(guarded, asked, headers={"authorization": f"Bearer {KEYS[0]}"}).json()
+        assert guessed["choices"] == post(server, asked).json()["choices"]
+
+
 # Names, types and sizes
 
 

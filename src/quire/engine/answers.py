@@ -52,7 +52,9 @@ class Answer:
         self._end: FinishReason | None = None
         self._text = ""
         self._error: BaseException | None = None
+        # Who waits for the end is not woken by each token: waking takes time from the engine.
         self._changed = threading.Condition()
+        self._ended = threading.Condition()
         self._loops: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
 
     # --- the engine writes
@@ -65,9 +67,10 @@ class Answer:
 
     def finish(self, reason: FinishReason, text: str, error: BaseException | None = None) -> None:
         """End the answer."""
-        with self._changed:
+        with self._changed, self._ended:
             self._end, self._text, self._error = reason, text, error
             self._tell()
+            self._ended.notify_all()
 
     def _tell(self) -> None:
         self._changed.notify_all()
@@ -122,8 +125,8 @@ class Answer:
             if self._drive is not None:
                 self._drive()
                 continue
-            with self._changed:
-                if not self._changed.wait_for(lambda: self._end is not None, timeout):
+            with self._ended:
+                if not self._ended.wait_for(lambda: self._end is not None, timeout):
                     raise TimeoutError(f"the answer must end in {timeout} s, but is still written")
         self._raise()
         scored = bool(self._tokens) and self._tokens[0].logprob is not None

@@ -13,6 +13,7 @@ traced, loads from a tensor without values or is a fake block mask, and if lengt
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -33,6 +34,7 @@ from quire.memory import One, Placed, longest
 from quire.memory.tables import Numbers, Sequences
 from quire.request import Call, Problem, ReadyMod
 from quire.runtime.blocks import EVERY_RUN, tile_runs, within_blocks
+from quire.runtime.chosen import is_worth
 from quire.runtime.division import FormPart
 from quire.runtime.forward import division_of
 from quire.runtime.gather import gather
@@ -105,8 +107,13 @@ def _computed_scores(call: Call) -> tuple[int, int]:
     if mask is not None and not _has_values(mask):
         whole = _all_scores(placed, placed.rows)
         return whole, whole
-    whole_tiles = FormPart("backward", placed.rows, BLOCK_Q)
-    backward = Counting(problem, placed, origin).scores(whole_tiles)
+    blocks = None if mask is None else mask.rows(*placed.lengths)
+    if blocks is not None and is_worth(problem, placed, blocks, learns=False):
+        stand_for = math.prod(placed.query.shape[:2]) // math.prod(blocks.runs.shape[:2])
+        backward = blocks.runs.num_elements(placed.lengths, blocks.block_size) * stand_for
+    else:
+        whole_tiles = FormPart("backward", placed.rows, BLOCK_Q)
+        backward = Counting(problem, placed, origin).scores(whole_tiles)
     if not call.request.aux.argmax:  # as `ForwardPlan` does
         problem, placed = gather(problem, placed)
     parts = division_of(call, problem, placed)

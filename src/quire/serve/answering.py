@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from quire.engine import Answer, Completion, Engine, Generation, Token
+from quire.engine.speculation import PromptLookup
 from quire.errors import ApiError, QuireError
 from quire.serve import problems
 from quire.serve.asking import Asked
@@ -41,8 +42,12 @@ class Reply:
             "model": model,
         }
 
-    async def start(self, engine: Engine, salt: bytes) -> None:
-        """Give the prompts to the engine. Raise an ApiError if it refuses one."""
+    async def start(self, engine: Engine, salt: bytes, *, lookup: bool = False) -> None:
+        """Give the prompts to the engine. Raise an ApiError if it refuses one.
+
+        With `lookup`, the next tokens are guessed from the text. Samples of one prompt differ, so
+        that guesses would be of little use to them.
+        """
         for prompt in self._asked.prompts:
             try:
                 generation = await asyncio.to_thread(
@@ -52,6 +57,7 @@ class Reply:
                     n=self._asked.n,
                     priority=self._asked.priority,
                     salt=salt,
+                    drafter=PromptLookup() if lookup and self._asked.n == 1 else None,
                 )
             except QuireError as error:
                 raise problems.of_request(error) from None

@@ -93,7 +93,7 @@ class Service:
             stack.enter_context(self.gate.admit(len(shapes)))
             reply = Reply(asked, shapes, self.settings.model, self.metrics)
             await stack.enter_async_context(reply)
-            await reply.start(self.engine, request.state.tenant)
+            await reply.start(self.engine, request.state.tenant, lookup=self.settings.lookup)
             if body.stream:
                 options = body.stream_options
                 with_usage = options is not None and options.include_usage

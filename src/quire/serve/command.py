@@ -33,6 +33,7 @@ class Options:
     score_mod: ScoreMod | None = None
     api_keys: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
+    lookup: bool = False
     max_ongoing: int = 256
     time_limit: float = 600.0
     read_limit: float = 30.0
@@ -49,6 +50,7 @@ class Options:
             model=self.name or Path(model).name,
             api_keys=self.api_keys,
             hosts=hosts if local or self.allowed_hosts else None,
+            lookup=self.lookup,
             max_ongoing=self.max_ongoing,
             time_limit=self.time_limit,
             read_limit=self.read_limit,

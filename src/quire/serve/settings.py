@@ -22,6 +22,7 @@ class Settings:
     model: str
     api_keys: tuple[str, ...] = ()
     hosts: tuple[str, ...] | None = LOOPBACK
+    lookup: bool = False  # whether answers are guessed from the text before them
     max_body: int = 4 << 20
     max_header: int = 16 << 10
     max_ongoing: int = 256  # answers that run or wait

@@ -1,0 +1,208 @@
+"""Gradients of masks with chosen blocks: for each block of keys, by the queries that list it."""
+
+from __future__ import annotations
+
+import math
+import random
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from compare import assert_as_good_as
+from torch import Tensor
+
+from quire import AuxRequest, BlockMask, Dense, attention, reference
+from quire.block_mask.blocks import FULL
+from quire.memory import TOP_LEFT
+from quire.request import Problem
+from quire.runtime import chosen
+
+HQ, HKV, D = 4, 2, 16
+
+
+def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return q_idx + 30 >= kv_idx
+
+
+def odd(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return (q_idx * 7 + kv_idx * 3 + h + b) % 5 != 0
+
+
+def slanted(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score + 0.1 * b - 0.01 * (h + 1) * (q_idx - kv_idx)
+
+
+@pytest.fixture
+def turned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Turn all lists around; the list has an entry for each backward pass that did so."""
+    found: list[int] = []
+    compute = chosen.gradients
+
+    def gradients(*args: Any) -> Any:
+        found.append(1)
+        return compute(*args)
+
+    monkeypatch.setattr(chosen, "is_worth", lambda *_, learns: not learns)
+    monkeypatch.setattr(chosen, "gradients", gradients)
+    monkeypatch.setattr(chosen, "MOST_BYTES", 2**13)  # a few sequences at a time
+    return found
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_the_reference(seed: int, turned: list[int]) -> None:
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    size = draw.choice([1, 1, 3, 8, 16, 20, 64]), draw.choice([16, 24, 64, 128])
+    q_len, kv_len = draw.choice([1, 17, 70, 130]), draw.choice([50, 128, 300])
+    batch, heads = draw.choice([1, 2]), draw.choice([1, HKV, HQ])
+    shape = (draw.choice([1, batch]), heads, -(-q_len // size[0]), -(-kv_len // size[1]))
+    cells = (torch.rand(shape) < draw.choice([0.05, 0.3])).int() * torch.randint(1, 3, shape).int()
+    if heads == HKV:
+        cells = cells.repeat_interleave(HQ // HKV, 1)
+    mask = BlockMask._from_cells(
+        cells,
+        True,
+        BLOCK_SIZE=size,
+        mask_mod=draw.choice([causal, odd]),
+        seq_lengths=(q_len, kv_len),
+    )
+    score = draw.choice([None, slanted])
+    query = torch.randn(batch, HQ, q_len, D, requires_grad=True)
+    key, value = (torch.randn(batch, HKV, kv_len, D, requires_grad=True) for _ in range(2))
+    tensors, above = (query, key, value), torch.randn(batch, HQ, q_len, D)
+
+    def gradients(attend: Any) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(attend(), tensors, above, materialize_grads=True)
+
+    found = gradients(
+        lambda: attention(query, Dense(key, value), score_mod=score, mask=mask, q_start=0)
+    )
+    assert len(turned) == 1
+    options: dict[str, Any] = {"score_mod": score, "block_mask": mask}
+    peer = gradients(lambda: reference.attention(*tensors, **options).out)
+    truth = gradients(
+        lambda: reference.attention(*(x.double() for x in tensors), **options).out.float()
+    )
+    for name, *grads in zip(("query", "key", "value"), found, peer, truth, strict=True):
+        assert_as_good_as(grads[0], grads[1], grads[2].double(), name, size=8.0)
+
+
+def scattered(length: int, columns: int, most: int) -> BlockMask:
+    """Each token lists `most` blocks of 16 keys."""
+    generator = torch.Generator().manual_seed(length)
+    lists = torch.rand(1, 1, length, columns, generator=generator).argsort(-1)[..., :most].int()
+    counts = torch.full((1, 1, length), most, dtype=torch.int32)
+    lengths = (length, columns * 16)
+    return BlockMask.from_kv_blocks(
+        counts, lists, BLOCK_SIZE=(1, 16), seq_lengths=lengths, compute_q_blocks=False
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_dtypes_lse_and_sinks(dtype: torch.dtype, turned: list[int]) -> None:
+    """As by tiles: the gradient of a sink needs `delta`, and lse may have a gradient."""
+    torch.manual_seed(0)
+    mask, sink = scattered(40, 12, 3), torch.randn(HQ, requires_grad=True)
+    query = torch.randn(1, HQ, 40, D, dtype=dtype, requires_grad=True)
+    key, value = (torch.randn(1, HKV, 192, D, dtype=dtype, requires_grad=True) for _ in range(2))
+    found = []
+    for turns in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(chosen, "is_worth", lambda *_, learns, turns=turns: turns)
+            out, aux = attention(
+                query, Dense(key, value), mask=mask, sink=sink, return_aux=AuxRequest(lse=True)
+            )
+            total = (out * 2).sum() + aux.lse.square().sum()
+            found.append(torch.autograd.grad(total, (query, key, value, sink)))
+    assert len(turned) == 1
+    limit = 1e-10 if dtype == torch.float64 else 0.03
+    for one, other in zip(*found, strict=True):
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(one, other, rtol=limit, atol=limit)
+
+
+def test_threads_and_chunks(turned: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    mask = scattered(60, 20, 4)
+    query = torch.randn(1, HQ, 60, D, requires_grad=True)
+    key, value = (torch.randn(1, HKV, 320, D, requires_grad=True) for _ in range(2))
+
+    def gradients() -> tuple[Tensor, ...]:
+        out = attention(query, Dense(key, value), mask=mask)
+        return torch.autograd.grad(out.square().sum(), (query, key, value))
+
+    whole = gradients()
+    torch.set_num_threads(1)
+    assert all(map(torch.equal, gradients(), whole))
+    monkeypatch.setattr(chosen, "MOST_BYTES", 2**25)
+    torch.testing.assert_close(gradients(), whole)
+    assert len(turned) == 3
+
+
+def test_numbers_that_are_not_finite_reach_those_who_read_them(turned: list[int]) -> None:
+    torch.manual_seed(0)
+    mask = scattered(30, 12, 2)
+    query = torch.randn(1, HQ, 30, D, requires_grad=True)
+    key, value = (torch.randn(1, HKV, 192, D) for _ in range(2))
+    unread = ~mask.to_dense().bool().any(2).repeat_interleave(16, -1)[0, 0]
+    key[:, :, unread] = value[:, :, unread] = math.nan
+    key[:, :, 0] = math.inf
+    key.requires_grad_()
+    value.requires_grad_()
+    out = attention(query, Dense(key, value), mask=mask)
+    found = torch.autograd.grad(out.nan_to_num().sum(), (query, key, value))
+    assert turned
+    readers = mask.to_dense()[0, 0, :, 0].bool()
+    assert not found[0][:, :, ~readers].isnan().any()
+    assert not found[1][:, :, unread].any() and not found[2][:, :, unread].any()
+
+
+def test_when_it_is_worth_it() -> None:
+    def worth(mask: BlockMask, learns: bool = False) -> bool:
+        q_len, kv_len = mask.seq_lengths
+        query, key = torch.empty(1, 1, q_len, D), torch.empty(1, 1, kv_len, D)
+        placed = Dense(key, key).place(query, TOP_LEFT)
+        return chosen.is_worth(Problem(1.0), placed, mask.rows(), learns=learns)
+
+    few = scattered(2048, 128, 8)
+    assert worth(few) and not worth(few, learns=True)
+    assert not worth(scattered(2048, 128, 120))
+    every = torch.full((1, 1, 16, 16), FULL, dtype=torch.int32)
+    assert not worth(BlockMask._from_cells(every, True, BLOCK_SIZE=(128, 128)))
+    assert not worth(BlockMask._from_cells(every, True, BLOCK_SIZE=(64, 64)))
+
+
+MEASURED = """
+import resource, torch
+from quire import BlockMask, Dense, attention
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+torch.set_num_threads(1)
+def step(length):
+    columns = length // 64
+    lists = torch.randint(0, columns, (1, 1, length, 4), dtype=torch.int32)
+    counts = torch.full((1, 1, length), 4, dtype=torch.int32)
+    mask = BlockMask.from_kv_blocks(counts, lists, BLOCK_SIZE=(1, 64),
+                                    seq_lengths=(length, length), compute_q_blocks=False)
+    q, k, v = (torch.randn(1, 1, length, 16, requires_grad=True) for _ in range(3))
+    attention(q, Dense(k, v), mask=mask).sum().backward()
+    return mask
+step(256)
+before = peak()
+step(%d)
+print(peak() - before)
+"""
+
+
+def test_memory_is_that_of_the_lists() -> None:
+    """A table of all blocks would have 32,768 x 512 cells of four bytes, which are 64 MB."""
+    length = 2**15
+    code = MEASURED % length
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    listed = length * 4  # blocks, each with the copies of a query and two gradients of it
+    assert int(ran.stdout) < 48 * 2**20 < length * (length // 64) * 4
+    assert int(ran.stdout) < 400 * listed
