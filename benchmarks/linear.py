@@ -60,34 +60,29 @@ def copies(shape: tuple[int, int], weights: Weights | None) -> list[Call]:
     return [first, *others]
 
 
-def mkl_packed(shape: tuple[int, int], rows: int) -> list[Call]:
-    """Return layers that MKL packed for a number of rows; none if PyTorch is built without."""
+def packed_by_torch(name: str, shape: tuple[int, int], rows: int) -> list[Call]:
+    """Return layers that MKL or oneDNN packed for a number of rows, by PyTorch's private operators.
+
+    There are none if this build of PyTorch has no such operator.
+    """
     depth, width = shape
     weight = torch.randn(width, depth) / depth**0.5
     count = max(2, COLD // (4 * depth * width))
     try:
-        packed = [
-            torch.ops.mkl._mkl_reorder_linear_weight(weight.to_mkldnn(), rows) for _ in range(count)
-        ]
-    except (AttributeError, RuntimeError):
+        if name == "mkl":
+            reorder, linear = torch.ops.mkl._mkl_reorder_linear_weight, torch.ops.mkl._mkl_linear
+            packed = [reorder(weight, rows) for _ in range(count)]
+            return [lambda x, p=p: linear(x, p, weight, None, rows) for p in packed]
+        reorder, pointwise = (
+            torch.ops.mkldnn._reorder_linear_weight,
+            torch.ops.mkldnn._linear_pointwise,
+        )
+        packed = [reorder(weight, rows) for _ in range(count)]
+        after = (None, "none", [], "")  # no bias, and nothing that follows
+        return [lambda x, p=p: pointwise(x, p, *after) for p in packed]
+    except (AttributeError, NotImplementedError, RuntimeError) as error:
+        print(f"  {name}: this build of PyTorch does not pack: {str(error).splitlines()[0][:70]}")
         return []
-    linear = torch.ops.mkl._mkl_linear
-    return [lambda x, p=p: linear(x, p, weight, None, rows) for p in packed]
-
-
-def onednn_packed(shape: tuple[int, int], rows: int) -> list[Call]:
-    """Return layers that oneDNN packed; none if this build of PyTorch has none."""
-    depth, width = shape
-    weight = torch.randn(width, depth) / depth**0.5
-    count = max(2, COLD // (4 * depth * width))
-    try:
-        reorder = torch.ops.mkldnn._reorder_linear_weight
-        packed = [reorder(weight.to_mkldnn(), rows) for _ in range(count)]
-    except (AttributeError, RuntimeError):
-        return []
-    linear = torch.ops.mkldnn._linear_pointwise
-    after = (None, "none", [], "")  # no bias, and nothing that follows
-    return [lambda x, p=p: linear(x, p, *after) for p in packed]
 
 
 def in_turns(calls: Sequence[Call], x: Tensor) -> Callable[[], object]:
@@ -113,7 +108,7 @@ def layers(table: Table, seconds: float, threads: int) -> None:
         for rows in ROWS:
             x = torch.randn(rows, shape[0])
             runs = {name: in_turns(calls, x) for name, calls in contestants.items()}
-            packed = {"mkl": mkl_packed(shape, rows), "onednn": onednn_packed(shape, rows)}
+            packed = {name: packed_by_torch(name, shape, rows) for name in ("mkl", "onednn")}
             runs |= {name: in_turns(calls, x) for name, calls in packed.items() if calls}
             best = race({"torch": in_turns(plain, x), **runs}, seconds / 4)
             for name in runs:

@@ -12,9 +12,8 @@ from typing import Any
 from builder import results, source
 from builder.symbols import TORCH, Symbol, public_modules, related, same_thing, symbols
 
-LEFT_OUT = {"__init__", "__new__"}
-HIDDEN = (Exception, Warning, tuple)
-"""Bases whose methods a page does not repeat."""
+WIDTH = 88
+"""The longest signature in one line."""
 
 
 def pages() -> dict[str, str]:
@@ -98,8 +97,9 @@ def signature(name: str, value: Any, doc: str = "") -> str:
         lines.append(f"    {text},{shape}")
     result = found.return_annotation
     gives = "" if result is found.empty else f" -> {_annotation(result)}"
-    if not lines:
-        return f"{name}(){gives}"
+    short = f"{name}({' '.join(line.strip() for line in lines).rstrip(',')}){gives}"
+    if len(short) <= WIDTH and "#" not in short:
+        return short
     return "\n".join([f"{name}(", *lines, f"){gives}"])
 
 

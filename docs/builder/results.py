@@ -13,6 +13,8 @@ from builder import source
 from builder.source import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
+MOST_PARTS, MOST_ROWS = 2, 3
+"""How much of the figures the page of a name shows."""
 
 
 @dataclass(frozen=True)
@@ -113,16 +115,19 @@ def _benchmark(script: str) -> tuple[dict[str, ast.stmt], dict[str, str]]:
     return definitions, imports
 
 
-def rows_about(module: str | None, name: str, most: int = 6) -> list[tuple[Part, dict[str, Any]]]:
-    """Return rows of parts that use a name: a few of each part, first of parts that use little."""
-    using = [part for part in parts() if (module, name) in touched(part.script, part.name)]
-    if part_of_gallery := [p for p in parts() if p.script == "gallery"]:
-        found = [(p, row) for p in part_of_gallery for row in p.rows if row["case"] == name]
-        if found and module and module.startswith("quire.mods"):
-            return found
+def rows_about(module: str | None, name: str) -> list[tuple[Part, dict[str, Any]]]:
+    """Return rows about a name: its own in the gallery, or some of the parts that use it.
+
+    Parts that use few names come first, since their figures say most about each.
+    """
+    if module and module.startswith("quire.mods"):
+        shown = [each for each in parts() if each.script == "gallery"]
+        if own := [(each, row) for each in shown for row in each.rows if row["case"] == name]:
+            return own
+    using = [each for each in parts() if (module, name) in touched(each.script, each.name)]
     using.sort(key=lambda each: len(touched(each.script, each.name)))
-    found = []
-    for each in using[:3]:
-        step = max(1, len(each.rows) // 3)
-        found += [(each, row) for row in each.rows[::step][:3]]
-    return found[:most]
+    return [
+        (each, row)
+        for each in using[:MOST_PARTS]
+        for row in each.rows[:: max(1, len(each.rows) // MOST_ROWS)][:MOST_ROWS]
+    ]

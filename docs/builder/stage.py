@@ -15,13 +15,21 @@ from builder import explorer, figures, gallery, reference
 from builder.source import ROOT
 from builder.structure import DOCS, toctrees
 
-LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
-IMAGE = re.compile(r'(<img src=")([^"]+)(")')
+LINK = re.compile(r"\[([^\[\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
+IMAGE = re.compile(r'<img src="([^"]+)"')
 PICTURES = ("*.svg", "*.png")
 SCRIPTS = ("examples", "benchmarks")
 LISTED = ("reference/index", "reference/modules/index", "source/index")
-ALONE = "---\norphan: true\n---\n\n"
-"""Begins a page that the list of pages at the side does not have: that list is on every page."""
+
+
+def head(name: str) -> str:
+    """Return the first lines of a page that the list of pages at the side does not have.
+
+    That list is on every page. The text of modules and scripts is not searched, so that a search
+    finds guides and public names.
+    """
+    public = name.startswith("reference/quire")
+    return f"---\norphan: true\n{'' if public else 'nosearch: true' + chr(10)}---\n\n"
 
 
 def stage(folder: Path) -> None:
@@ -44,7 +52,7 @@ def stage(folder: Path) -> None:
     for name, text in added().items():
         write(folder / f"{name}.md", f"{(folder / f'{name}.md').read_text()}\n{text}\n")
     for name, text in (reference.pages() | scripts()).items():
-        write(folder / f"{name}.md", text if name in LISTED else ALONE + text)
+        write(folder / f"{name}.md", text if name in LISTED else head(name) + text)
     for name, text in add_toctrees(folder).items():
         write(folder / f"{name}.md", text)
 
@@ -101,24 +109,30 @@ def scripts() -> dict[str, str]:
 def rewritten(
     text: str, path: Path, place: PurePosixPath, places: dict[Path, PurePosixPath]
 ) -> str:
-    """Return a page with links that lead to the same things on the site."""
+    """Return a page with links that lead to the same things on the site.
+
+    Of a link to a file that the site does not show, such as a test, only its words are left.
+    """
+
+    def found(link: str) -> str | None:
+        target = place_of((path.parent / link).resolve(), places)
+        return os.path.relpath(target, place.parent) if target else None
 
     def moved(match: re.Match[str]) -> str:
-        before, link, *rest = match.groups()
-        after = "".join(part or "" for part in rest)
+        words, link, heading = match.groups()
         if "://" in link or link.startswith("mailto:"):
             return match[0]
-        file = (path.parent / link).resolve()
-        target = place_of(file, places)
-        if target is None:
-            return match[0]
-        return f"{before}{os.path.relpath(target, place.parent)}{after}"
+        target = found(link)
+        return f"[{words}]({target}{heading or ''})" if target else words
 
-    return IMAGE.sub(moved, LINK.sub(moved, text))
+    def drawn(match: re.Match[str]) -> str:
+        return f'<img src="{found(match[1]) or match[1]}"'
+
+    return IMAGE.sub(drawn, LINK.sub(moved, text))
 
 
 def place_of(file: Path, places: dict[Path, PurePosixPath]) -> PurePosixPath | None:
-    """Return where a file of the repository is shown on the site; None if it stays where it is."""
+    """Return where a file of the repository is shown on the site; None if nowhere."""
     if file in places:
         return places[file]
     if not file.is_relative_to(ROOT):

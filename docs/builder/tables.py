@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from builder.results import Part, part
+from builder.results import Part, part, parts
 from builder.source import ROOT
 
 MARKED = re.compile(r"(<!-- figures: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -44,40 +44,97 @@ def where(measured: Part) -> str:
 def against_torch() -> str:
     """Return the table of README: some figures of each kind, also those that are low."""
     rows = []
-    for label, script, name, cases in SHOWN:
-        measured = part(script, name)
-        found = [row["figure"] for row in measured.rows if re.fullmatch(cases, row["case"])]
-        assert found, f"{measured.command} has no row {cases}"
-        low, high = f"{min(found):.2g}", f"{max(found):.2g}"
-        figure = low if low == high else f"{low} to {high}"
-        command = measured.command.removeprefix("python benchmarks/")
-        rows.append(f"| {label} | {figure} | `{command}` |")
-    kept = part("forward", "sdpa")
-    conditions = kept.conditions().rpartition(", commit")[0]
-    head = "| case | times as fast | `python benchmarks/...` |\n|---|---|---|"
+    for label, script, name, cases, unit in SHOWN:
+        command = part(script, name).command.removeprefix("python benchmarks/")
+        figures = [span(script, name, cases, unit, target) for target in TARGETS]
+        rows.append(f"| {label} | {' | '.join(figures)} | `{command}` |")
+    conditions = part("forward", "sdpa").conditions().rpartition(", commit")[0]
+    head = f"| case | {' | '.join(TARGETS.values())} | `python benchmarks/...` |\n|---|---|---|---|"
     return f"{head}\n" + "\n".join(rows) + f"\n\nMeasured on {conditions}.\n"
 
 
+def span(script: str, name: str, cases: str, unit: str, target: str) -> str:
+    """Return the least and the largest figure of some cases on a processor, if it was measured."""
+    measured = [each for each in parts() if (each.script, each.name) == (script, name)]
+    rows = [row for each in measured if each.target == target for row in each.rows]
+    found = [
+        row["figure"]
+        for row in rows
+        if re.fullmatch(cases, row["case"]) and row["unit"].startswith(unit)
+    ]
+    assert found or target != "znver5", f"benchmarks/{script}.py --only {name}: no row {cases}"
+    if not found:
+        return ""
+    low, high = f"{min(found):.2g}", f"{max(found):.2g}"
+    text = low if low == high else f"{low} to {high}"
+    return text if unit == FASTER else f"**{text} {unit}**" if "slower" in unit else f"{text} %"
+
+
+FASTER = "x as fast"
+TARGETS = {"znver5": "AVX-512", "x86-64-v3": "AVX2"}
+"""The columns of README's table."""
+
 SHOWN = (
-    ("dense, 512 to 8,192 tokens, against SDPA", "forward", "sdpa", r"dense N \d+ D \d+ threads 2"),
-    ("causal, against SDPA", "forward", "sdpa", r"causal N \d+ D \d+ threads 2"),
+    (
+        "dense, 512 to 8,192 tokens, against SDPA",
+        "forward",
+        "sdpa",
+        r"dense N \d+ D \d+ threads 2",
+        FASTER,
+    ),
+    ("causal, against SDPA", "forward", "sdpa", r"causal N \d+ D \d+ threads 2", FASTER),
     (
         "causal, forward and backward, against SDPA",
         "backward",
         "masked",
         r"causal N \d+ D \d+ threads 2",
+        FASTER,
     ),
-    ("the masks of the gallery, against SDPA with a dense mask", "gallery", "masks", r".*"),
-    ("a bias read from a tensor [L, S], against SDPA with it", "gallery", "scores", "table_bias"),
+    (
+        "the masks of the gallery, against SDPA with a dense mask",
+        "gallery",
+        "masks",
+        r".*",
+        FASTER,
+    ),
+    (
+        "a bias read from a tensor [L, S], against SDPA with it",
+        "gallery",
+        "scores",
+        "table_bias",
+        FASTER,
+    ),
     (
         "64 sequences of 16 to 2,048 tokens, packed, against SDPA in a loop",
         "ragged",
         "forward",
         r".*loop",
+        FASTER,
     ),
-    ("nested tensors, against PyTorch's", "ragged", "nested", r".*"),
+    ("nested tensors, against PyTorch's", "ragged", "nested", r".*", FASTER),
+    (
+        "decode of 16 sequences of 4,096, bfloat16, against SDPA",
+        "paged",
+        "contiguous",
+        r".*bfloat16",
+        FASTER,
+    ),
+    (
+        "the same, as a share of the speed of only reading the bytes: float32 and bfloat16",
+        "paged",
+        "contiguous",
+        r".*",
+        "% of the reading speed",
+    ),
+    (
+        "that decode in float32 from random pages of 16 to 128, against contiguous",
+        "paged",
+        "paged",
+        r".*random pages.*",
+        "% slower",
+    ),
 )
-"""What README shows: a label, script and part, and the cases whose range of figures is shown."""
+"""What README shows: a label, script and part, and the cases and unit whose range is shown."""
 
 TABLES: dict[str, Callable[[], str]] = {"million": million, "torch": against_torch}
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import operator
 import re
 from pathlib import Path
 
 import pytest
 import torch
-from builder import gallery, reference, results, source, structure, tables
+from builder import gallery, reference, results, source, stage, structure, tables
 from builder.examples import examples
 from builder.symbols import TORCH, public_modules, symbols
 
@@ -62,16 +61,8 @@ def test_the_public_modules_are_all_there() -> None:
 
 @pytest.mark.parametrize("name", sorted(TORCH.values()))
 def test_the_names_of_torch_exist(name: str) -> None:
-    module, _, attribute = name.partition(".")[0], None, name.partition(".")[2]
-    parts = name.split(".")
-    for end in range(len(parts) - 1, 0, -1):
-        try:
-            found = importlib.import_module(".".join(parts[:end]))
-        except ModuleNotFoundError:
-            continue
-        assert operator.attrgetter(".".join(parts[end:]))(found) is not None
-        return
-    pytest.fail(f"{module} has no {attribute}")
+    module, _, attribute = name.rpartition(".")
+    assert getattr(importlib.import_module(module), attribute) is not None
 
 
 def test_docstrings_become_markdown() -> None:
@@ -79,6 +70,13 @@ def test_docstrings_become_markdown() -> None:
     shown = reference.markdown(doc)
     assert shown.startswith("Do it.\n\n```python\nx = 1\n")
     assert "```pycon\n>>> f()\n3\n```" in shown and "See `x`." in shown
+
+
+def test_short_signatures_are_one_line() -> None:
+    def short(x: int, *, y: str = "a") -> bool: ...
+
+    assert reference.signature("short", short) == "short(x: int, *, y: str = 'a') -> bool"
+    assert reference.signature("short", short, "`x` [B, H]").count("\n") == 4
 
 
 def test_shapes_are_found() -> None:
@@ -118,6 +116,16 @@ def test_tables_of_pages_are_those_of_the_results(path: Path) -> None:
     assert tables.filled(text) == text, "run: python docs/builder --tables"
 
 
+def test_plots_show_all_of_their_lines() -> None:
+    plots = pytest.importorskip("builder.plots", reason="matplotlib is not installed")
+    figure = plots.Figure()
+    plots.speed_by_length(figure, [plots.named("forward", "sdpa")])
+    drawn = [line.get_ydata() for panel in figure.axes for line in panel.get_lines()]
+    low, high = figure.axes[0].get_ylim()
+    assert len(figure.axes) == 2 and low == 0
+    assert high > max(max(values) for values in drawn)
+
+
 def test_benchmarks_are_known_to_touch_names() -> None:
     assert ("quire.api.flex", "flex_attention") in results.touched("forward", "sdpa")
     rows = results.rows_about("quire.mods.masks", "sliding_window")
@@ -138,6 +146,22 @@ def test_every_page_of_docs_has_its_place() -> None:
         for path in structure.DOCS.rglob("*.md")
     }
     assert pages - {"index"} <= listed
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        ("[a](../kv.md#x)", "[a](../kv.md#x)"),
+        ("[a](../../examples/train_gpt.py)", "[a](../source/examples/train_gpt.md)"),
+        ("[a](../../src/quire/ir/ops.py)", "[a](../reference/modules/quire.ir.ops.md)"),
+        ("[`a`](../../tests/test_house.py)", "`a`"),
+        ("[a](https://a.b/c.md)", "[a](https://a.b/c.md)"),
+        ('<img src="../pages.svg" width="9">', '<img src="../pages.svg" width="9">'),
+    ],
+)
+def test_links_lead_to_the_same_things_on_the_site(written: str, shown: str) -> None:
+    path, place = structure.DOCS / "learn" / "page.md", stage.PurePosixPath("learn/page.md")
+    assert stage.rewritten(written, path, place, stage.placed()) == shown
 
 
 def test_search_is_offline(site: Path) -> None:

@@ -186,7 +186,7 @@ def attend(
     width = attention.head_dim
     cos, sin = (_for_each_row(each, batch) for each in position_embeddings)
     rows = attention.qkv(hidden_states, cos=cos, sin=sin).view(batch, length, -1, width)
-    query, key, value = rows.transpose(1, 2).split(attention.packed_heads, 1)
+    query, key, value = rows.transpose(1, 2).split_with_sizes(attention.packed_heads, 1)
     if past_key_values is not None:
         key, value = past_key_values.update(key, value, attention.layer_idx)
     home, name = sys.modules[type(attention).__module__], "_attn_implementation"
@@ -211,6 +211,8 @@ def attend(
 
 def _for_each_row(angles: Tensor, batch: int) -> Tensor:
     """Return cos or sin [1 or batch, length, width] as one row for each row of x."""
+    if angles.shape[0] == batch:
+        return angles
     return angles.expand(batch, -1, -1).reshape(-1, angles.shape[-1])
 
 

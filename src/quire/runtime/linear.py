@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import struct
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -121,7 +122,7 @@ class LinearLaunch:
         norm = [_address(x) for x in (prologue.gain, prologue.bias)]
         sizes = [len(weights.columns), weights.depth, self._blocks]
         self._of_layer = (*pointers, *sizes, *norm, self._finish.address(FINISH.name))
-        self._cuts: dict[tuple[int, int], RowCut] = {}
+        self._planned: dict[tuple[int, int], tuple[RowCut, list[_Record]]] = {}
 
     def _load(self) -> tuple[jit.Code, int]:
         """Return the kernel and its address."""
@@ -142,32 +143,48 @@ class LinearLaunch:
     def _chunk(self, x: Tensor, y: Tensor, captures: Sequence[Tensor], first: int) -> bool:
         """Compute some rows; the first of them is row `first` of the call."""
         rows, most = x.shape[0], launcher.num_threads()
-        cut = self._cuts.get((rows, most))
-        if cut is None:
-            cut = self._cuts[rows, most] = self._cut(rows, most)
-        arguments = self._arguments
-        block = ctypes.create_string_buffer(LINEAR.size + 8 + arguments.size)
-        start = ctypes.addressof(block)
-        flag = start + LINEAR.size
-        threads = cut.threads
+        planned = self._planned.get((rows, most))
+        if planned is None:
+            if len(self._planned) > _MOST_PLANNED:
+                self._planned.clear()
+            planned = self._planned[rows, most] = self._cut(rows, most), []
+        cut, free = planned
+        try:
+            record = free.pop()
+        except IndexError:
+            record = self._record(cut)
+        block, start, threads = record.block, record.start, cut.threads
         with launcher.Scratch(threads, cut.scratch_bytes, cut.staged_bytes, 0) as scratch:
-            fields = (
-                0, 0, 0,
-                x.data_ptr(), *x.stride(), y.data_ptr(), y.stride(0), rows, first, flag + 8,
-                *cut[:7],
-                scratch.partials, scratch.address, scratch.each, cut.sums_bytes,
-                *self._of_layer, self.prologue.epsilon,
-            )  # fmt: skip
-            packed = arguments.pack(captures, flag)
-            content = b"".join((LINEAR.pack_in_order(*fields), _NO_FLAG, packed))
-            ctypes.memmove(start, content, len(content))
+            places = (x.data_ptr(), *x.stride(), y.data_ptr(), y.stride(0))
+            fields = (*_COUNTERS, *places, rows, first)
+            _CALL.pack_into(block, 0, *fields)
+            _WORK.pack_into(block, _WORK_AT, scratch.partials, scratch.address, scratch.each)
+            if captures is not record.captures:
+                packed = self._arguments.pack(captures, start + _FLAG_AT)
+                ctypes.memmove(start + _ARGUMENTS_AT, packed, len(packed))
+                record.captures = captures if type(captures) is tuple else None
             if cut.products > LONG_WORK:
                 counter = ctypes.c_int64.from_buffer(block)
                 run = functools.partial(launcher.launch, self._kernel, start, threads)
                 launch_stoppable(run, counter)
             else:
                 launcher.launch(self._kernel, start, threads)
-        return block[LINEAR.size] != b"\0"
+        wrong = block[_FLAG_AT] != b"\0"
+        if not wrong:  # else the flag stays set, so the record is not used again
+            free.append(record)
+        return wrong
+
+    def _record(self, cut: RowCut) -> _Record:
+        """Return a record with all that does not change from call to call."""
+        block = (ctypes.c_char * (_ARGUMENTS_AT + self._arguments.size))()
+        start = ctypes.addressof(block)
+        fields = (
+            *(0,) * _NUM_CALL, start + _ARGUMENTS_AT, *cut[:7], 0, 0, 0,
+            cut.sums_bytes, *self._of_layer, self.prologue.epsilon,
+        )  # fmt: skip
+        content = LINEAR.pack_in_order(*fields)
+        ctypes.memmove(start, content, len(content))
+        return _Record(block, start)
 
     def _cut(self, rows: int, most: int) -> RowCut:
         """Return how to compute some rows with at most so many threads."""
@@ -242,7 +259,29 @@ class RowLaunch(LinearLaunch):
         )
 
 
-_NO_FLAG = bytes(8)
+_MOST_PLANNED = 512
+
+# A launch has one block of memory: [ LINEAR | flag: an index was out of range | arguments ]
+_FLAG_AT = LINEAR.size
+_ARGUMENTS_AT = _FLAG_AT + 8
+_NUM_CALL = LINEAR.index("arguments")  # fields that each call writes, from the first on
+_CALL = struct.Struct(f"={_NUM_CALL}q")
+_COUNTERS = (0, 0, 0)
+_WORK = struct.Struct("=3q")  # staged_rows, scratch, scratch_bytes
+_WORK_AT = 8 * LINEAR.index("staged_rows")
+
+
+class _Record:
+    """A block of memory for one call at a time, and the captured tensors that it describes.
+
+    Only a tuple of them is remembered, which cannot change.
+    """
+
+    __slots__ = ("block", "captures", "start")
+
+    def __init__(self, block: ctypes.Array[ctypes.c_char], start: int) -> None:
+        self.block, self.start = block, start
+        self.captures: Sequence[Tensor] | None = None
 
 
 def _address(tensor: Tensor | None) -> int:

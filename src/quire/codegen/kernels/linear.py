@@ -114,8 +114,9 @@ def write_linear(spec: LinearSpec) -> Module:
     decode = _write_decode(module, spec)
     few, many = spec.tiling.few, spec.tiling.sizes[len(spec.tiling.few) :]
     tile_format = spec.format if spec.integers else FLOAT32
-    tiles = [write_tile(module, spec.target, spec.format, spec.staged, size) for size in few]
-    tiles += [write_tile(module, spec.target, tile_format, spec.staged, size) for size in many]
+    staged, target = spec.staged, spec.target
+    tiles = [write_tile(module, target, spec.format, staged, size, once=True) for size in few]
+    tiles += [write_tile(module, target, tile_format, staged, size) for size in many]
     with module.function(NAME, {"record": PTR}) as f:
         nest = _Nest(f, spec, stage, decode)
         nest.tiles = list(zip((*few, *many), tiles, strict=True))

@@ -212,7 +212,7 @@ class Function(Blocks):
         self.emit_void(text, value, address)
 
     def prefetch(self, pointer: Value, near: int = 3) -> None:
-        """Prefetch the cache line at an address, which will be read at once (3) or soon (2)."""
+        """Prefetch a cache line, to be read at once (3), soon (2), or once (0)."""
         reading, locality, data = (self.value(number, I32) for number in (0, near, 1))
         operands = (self.value(pointer, PTR), reading, locality, data)
         self._library("prefetch.p0", (PTR, I32, I32, I32), VOID, operands)

@@ -128,6 +128,7 @@ class Layout:
     def __init__(self, name: str, fields: Mapping[str, Type]) -> None:
         self.name = name
         self.fields = dict(fields)
+        self.size = 8 * len(self.fields)  # bytes of one record
         self._index = {field: index for index, field in enumerate(fields)}
         for field_name, type in self.fields.items():
             if type.bits != 64 or type.lanes:
@@ -139,11 +140,6 @@ class Layout:
 
     def __len__(self) -> int:
         return len(self.fields)
-
-    @property
-    def size(self) -> int:
-        """The bytes of one record."""
-        return 8 * len(self.fields)
 
     def index(self, field: str) -> int:
         """The number of a field, counting from 0."""

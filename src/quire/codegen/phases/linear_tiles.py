@@ -48,7 +48,8 @@ class TileSize(NamedTuple):
 class TileSizes(NamedTuple):
     """The tiles of a processor: one size for each small number of rows, and `many` for more.
 
-    Few rows are limited by memory, so they read many panels at once: each is a stream of memory.
+    Few rows are limited by memory, so they read several panels at once: each is a stream of memory.
+    How many is by measurement (`benchmarks/linear.py --only reading`).
     """
 
     few: tuple[TileSize, ...]
@@ -63,7 +64,9 @@ class TileSizes(NamedTuple):
         # Beside its sums, a vector of a panel keeps its words and scales, if it has any.
         kept = 0 if staged.words or format.step == 1 else 1 + format.header
         each = 2 if staged.words else 1  # a sum of integers, and one of floats
-        panels, most = (3, 8) if vectors == 1 else (1, 4)
+        panels, most = (
+            (3, 4 if staged.words or format.bits == 16 else 8) if vectors == 1 else (1, 4)
+        )
         few = []
         for rows in range(1, 5):
             room = target.registers - 4 - (rows if plenty else 0)
@@ -85,18 +88,27 @@ class TileSizes(NamedTuple):
 
 
 def write_tile(
-    module: Module, target: Target, format: WeightFormat, staged: Activations, size: TileSize
+    module: Module,
+    target: Target,
+    format: WeightFormat,
+    staged: Activations,
+    size: TileSize,
+    *,
+    once: bool = False,
 ) -> Function:
-    """Write the function that computes a tile."""
+    """Write the function that computes a tile; `once` if no other tile reads its weights."""
     name = f"tile_{size.rows}x{size.panels}_{format.name}"
     with module.function(name, TILE_PARAMETERS, internal=True) as f:
         tile = _Tile(f, Loader(f, target, format), staged, size)
+        tile.once = once
         tile.write()
     return f
 
 
 class _Tile:
     """Writes a tile. Vectors are numbered panel by panel."""
+
+    once = False  # if weights are read once, they need not stay in the cache
 
     def __init__(self, f: Function, load: Loader, staged: Activations, size: TileSize) -> None:
         self.f, self.load, self.staged = f, load, staged
@@ -130,7 +142,7 @@ class _Tile:
         """Ask for a line of each panel that is read next; return where the next lines are."""
         f = self.f
         for p in range(self.panels):
-            f.prefetch(f.offset(ask, f.given["ask_pitch"] * p, I8), 2)
+            f.prefetch(f.offset(ask, f.given["ask_pitch"] * p, I8), 0 if self.once else 3)
         return f.offset(ask, f.given["ask_step"], I8)
 
     def _sum_at(self, place: int) -> tuple[Value, int]:

@@ -63,15 +63,25 @@ def write_norm(
 
     variance = total(square) / count + epsilon
     factor = 1.0 / f.intrinsic("sqrt", variance)
-    with f.range(0, depth) as k:
-        x = (f.load(F32, line, k) - mean if norm == "layer" else f.load(F32, line, k)) * factor
-        x = _with(f, gain, k, x, lambda a, b: a * b)
-        f.store(_with(f, bias, k, x, lambda a, b: a + b), line, k)
 
+    def finish(k: Value, lanes: int) -> None:
+        form = F32.vector(lanes) if lanes else F32
 
-def _with(
-    f: Function, pointer: Value, k: Value, x: Value, combine: Callable[[Value, Value], Value]
-) -> Value:
-    """Combine x with the k-th number at a pointer, unless that is null."""
-    there = f.address(pointer).differs(0)
-    return f.choose(there, lambda: [combine(x, f.load(F32, pointer, k))], lambda: [x])[0]
+        def wide(scalar: Value) -> Value:
+            return f.splat(scalar, form) if lanes else scalar
+
+        def with_(pointer: Value, x: Value, combine: Callable[[Value, Value], Value]) -> Value:
+            """Combine x with the numbers at a pointer, unless that is null."""
+            there = f.address(pointer).differs(0)
+            return f.choose(there, lambda: [combine(x, f.load(form, pointer, k))], lambda: [x])[0]
+
+        x = f.load(form, line, k)
+        x = (x - wide(mean) if norm == "layer" else x) * wide(factor)
+        x = with_(gain, x, lambda a, b: a * b)
+        f.store(with_(bias, x, lambda a, b: a + b), line, k)
+
+    whole = depth & -LANES
+    with f.range(0, whole, LANES) as k:
+        finish(k, LANES)
+    with f.range(whole, depth) as k:
+        finish(k, 0)

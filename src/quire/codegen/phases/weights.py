@@ -108,6 +108,7 @@ class Loader:
     def __init__(self, f: Function, target: Target, format: WeightFormat) -> None:
         self.f, self.format = f, format
         self.lanes = min(PANEL, target.lanes(F32))
+        self.looks_up = format.bits == 4 and self.lanes == 16 and "+avx512f" in target.features
         self.parts = range(0, PANEL, self.lanes)  # the first column of each vector of a panel
 
     def scales(self, block: Value, group: Value) -> list[Scale]:
@@ -152,11 +153,20 @@ class Loader:
         That is two instructions of integers and a sum, and leaves the multipliers to the products.
         """
         f, bits, power = self.f, self.format.bits, 1 << self.format.bits
+        if self.looks_up:
+            return self._looked_up(word, first)
         place = MANTISSA - bits
         moved = word << place - first if place >= first else word.logical_shift(first - place)
         exponent = (bits + EXPONENT_BIAS) << MANTISSA
         number = f.bitcast((moved & (power - 1) << place) | exponent, F32)
         return number - float(power + self.format.zero)
+
+    def _looked_up(self, word: Value, first: int) -> Value:
+        """The number in four bits of a word: one permutation of a vector, which reads no others."""
+        f, type = self.f, F32.vector(self.lanes)
+        numbers = f.lanes(type, [float(number - self.format.zero) for number in range(self.lanes)])
+        place = word.logical_shift(first) if first else word
+        return f.instruction("x86.avx512.permvar.sf.512", type, numbers, place)
 
     def bytes_of(self, word: Value) -> list[Value]:
         """Words of four numbers without a sign, in the order of k."""
