@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -21,12 +23,15 @@ from quire import Dense, Paged
 from quire.checks.arguments import dtype_name
 from quire.kv import PagedKVCache
 from quire.mods import causal
+from quire.runtime import division
 
 BATCH, Q_HEADS, KV_HEADS, HEAD_DIM, KEYS = 16, 32, 8, 128, 4096
 PAGES = ((16, "15"), (64, "8"), (128, "5"))
 LONG = 131_072
 PREFIX, OWN, SHARING = 4096, 64, 32
 PROMPT = 2048
+BORDER_DTYPES = (torch.float32, torch.bfloat16)
+BORDER_ROWS, BORDER_KEYS = (2, 4, 8, 16, 32), (128, 512, 1024, 4096)
 
 
 def reading_pages(memory: Paged) -> Callable[[], None]:
@@ -237,7 +242,27 @@ def prefill(table: Table, seconds: float, threads: int) -> None:
     table.add(f"prefill of {PROMPT}, pages of 64", slower, "% slower", "<= 5")
 
 
-PARTS = (contiguous, paged, int8, long, prefix, prefill)
+def border(table: Table, seconds: float, threads: int) -> None:
+    """The decode kernel against panels, by rows, keys, head dim, dtype and heads of a group."""
+    for dtype, width, group in itertools.product(BORDER_DTYPES, (64, 128), (1, 4)):
+        for rows, keys in itertools.product(BORDER_ROWS, BORDER_KEYS):
+            query = torch.randn(1, group * KV_HEADS, rows, width).to(dtype)
+            key, value = (torch.randn(1, KV_HEADS, keys, width).to(dtype) for _ in range(2))
+            run = {form: _by_form(form, query, Dense(key, value)) for form in ("row", "panel")}
+            times = race(run, seconds / 10)
+            name = f"{dtype_name(dtype)}, D {width}, group {group}, {rows} rows, {keys} keys"
+            table.add(name, times["panel"] / times["row"], "x panels", threads=threads)
+
+
+def _by_form(form: str, query: Tensor, memory: Dense) -> Callable[[], Tensor]:
+    """Return a call that one kernel computes, whatever the border between the kernels is."""
+    step = quire.plan(query, memory)
+    with mock.patch.object(division, "has_few", return_value=form == "row"):
+        step(query, memory)  # the kernel is chosen now
+    return functools.partial(step, query, memory)
+
+
+PARTS = (contiguous, paged, int8, long, prefix, prefill, border)
 
 
 if __name__ == "__main__":

@@ -70,7 +70,8 @@ def computed_unread(call: Call) -> str | None:
     if not isinstance(mask, Traced):
         return None
     bounds = bounds_of(mask, placed.end)
-    products = min((num_products(placed, part) for _, part in by_form(placed.rows)), default=0)
+    parts = by_form(placed.rows, placed.key.dtype)
+    products = min((num_products(placed, part) for _, part in parts), default=0)
     reasons = [f"nothing bounds {node.op!r}{mask.where(node)}" for node in bounds.unknown]
     for pyramid in bounds.pyramids:
         table = mask.captures[pyramid.slot]

@@ -67,7 +67,7 @@ def parts_of(
     """
     parts = [
         FormPart(form, rows, queries_of_item(form, placed, rows, mask))
-        for form, rows in by_form(placed.rows)
+        for form, rows in by_form(placed.rows, placed.key.dtype)
     ]
     if mask is None:
         return parts
@@ -131,15 +131,16 @@ def _score_cost(queries: int) -> float:
     return ROW_COST if queries <= MOST_ROWS else -(-queries // LANES) * LANES / queries
 
 
-def by_form(rows: One | Sequences) -> list[tuple[Form, One | Sequences]]:
+def by_form(rows: One | Sequences, dtype: torch.dtype) -> list[tuple[Form, One | Sequences]]:
     """Split sequences by the kernel that computes them: "row" for few queries, else "panel".
 
-    Both give the same bits. Of some queries and many keys, "row" reads the keys once for all heads
-    that share them.
+    Both give the same bits. "row" reads keys of that `dtype` once for all heads that share them.
     """
     if isinstance(rows, One):
-        return [("row" if has_few(rows.q_len, rows.kv_end - rows.kv_begin) else "panel", rows)]
-    few = (rows.q_len <= FEW_ROWS) | ((rows.q_len <= MOST_ROWS) & (rows.kv_len >= MANY_KEYS))
+        few_rows = has_few(rows.q_len, rows.kv_end - rows.kv_begin, dtype)
+        return [("row" if few_rows else "panel", rows)]
+    most = _most_rows(dtype)
+    few = (rows.q_len <= FEW_ROWS) | ((rows.q_len <= most) & (rows.kv_len >= MANY_KEYS))
     if not few.any():
         return [("panel", rows)]
     if few.all():
@@ -147,9 +148,14 @@ def by_form(rows: One | Sequences) -> list[tuple[Form, One | Sequences]]:
     return [("row", rows.where(few)), ("panel", rows.where(~few))]
 
 
-def has_few(queries: int, keys: int) -> bool:
+def has_few(queries: int, keys: int, dtype: torch.dtype) -> bool:
     """Return whether a sequence has few queries for its keys."""
-    return queries <= (MOST_ROWS if keys >= MANY_KEYS else FEW_ROWS)
+    return queries <= (_most_rows(dtype) if keys >= MANY_KEYS else FEW_ROWS)
+
+
+def _most_rows(dtype: torch.dtype) -> int:
+    """Return the most queries for which the decode kernel is faster if there are many keys."""
+    return MOST_ROWS if dtype.itemsize < torch.float32.itemsize else FEW_ROWS
 
 
 def queries_of_item(

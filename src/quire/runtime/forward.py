@@ -141,7 +141,9 @@ class ForwardPlan(NamedTuple):
         key = rows if isinstance(rows, One) else content
         known = self.steps.get(key)
         if known is None:
-            every = [rows] if len(self.parts) == 1 else [some for _, some in by_form(rows)]
+            every = [rows]
+            if len(self.parts) > 1:
+                every = [some for _, some in by_form(rows, placed.key.dtype)]
             known = [
                 records_of(part.launcher, placed, some, part.listed_kind)
                 for part, some in zip(self.parts, every, strict=True)

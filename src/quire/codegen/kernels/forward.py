@@ -11,7 +11,7 @@
                 out     = out alpha + values . weights
         write out / sum to the user's tensor
 
-If half a panel is all that reads a block, keys and values are not copied but read where they lie.
+If one panel is all that reads a block, keys and values are not copied but read where they lie.
 Of the last panel only the vectors that hold queries are computed, so that short sequences cost no
 more than they have to.
 
@@ -154,7 +154,7 @@ class ForwardNest(PanelNest):
         f.call(self.phases.pack, **source, **size, panels=panel)
 
     def _stage(self, queries: QueryBlock, block: KeyBlock, name: str) -> Strided:
-        """The keys or values of a block; copied to scratch unless only half a panel reads them."""
+        """The keys or values of a block; copied to scratch unless only one panel reads them."""
         f, element, scratch = self.f, self.tile.element, self.scratch[f"{name}s"]
         begin, end = block.origin + block.begin, block.origin + block.end
         placement, gather = self.placements[name], self.phases.gather[name]
@@ -162,8 +162,8 @@ class ForwardNest(PanelNest):
         dtype = self.spec.dtype_of(name)
 
         def together() -> list[Value]:
-            half = queries.q_count <= self.tile.width // 2
-            where = f.select(half, self._where(name, begin, end), f.null())
+            alone = queries.q_count <= self.tile.width
+            where = f.select(alone, self._where(name, begin, end), f.null())
             return list(self._read(name, begin, end, where, scratch)[:2])
 
         def copy(part: KeyPart) -> None:
