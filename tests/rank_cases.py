@@ -23,9 +23,17 @@ from torch import Tensor
 
 import quire
 from quire import AuxRequest, Dense, Paged
-from quire.distributed import ContextPlan, attention, context_parallel, merge_over_ranks, plan
+from quire.distributed import (
+    ContextPlan,
+    attend_over_ranks,
+    attention,
+    context_parallel,
+    merge_over_ranks,
+    plan,
+)
 from quire.distributed import group as group_module
-from quire.errors import ArgumentError, ShapeError
+from quire.errors import ArgumentError, DistributedError, ShapeError
+from quire.kv import PagedKVCache
 from quire.mods import causal, document, sliding_window
 
 DTYPES = {x: getattr(torch, x) for x in ("float32", "bfloat16", "float16", "float64")}
@@ -52,8 +60,8 @@ def untraceable(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return torch.special.bessel_j0(q_idx.float()) > torch.special.bessel_j0(kv_idx.float())
 
 
-RANDOM = torch.rand(60, 60, generator=torch.Generator().manual_seed(3)) < 0.15
-TEXTS = document(lengths=[300, 20, 500, 180, 400])
+RANDOM = torch.rand(100, 100, generator=torch.Generator().manual_seed(3)) < 0.15
+TEXTS = document(lengths=[300, 20, 500, 180, 400, 7000])
 MASKS: dict[str, Callable[..., Any]] = {
     "causal": causal,
     "window": sliding_window(100),
@@ -94,6 +102,8 @@ class Example:
     score: str = ""
     sink: bool = False
     dropout_p: float = 0.0
+    same_bits: bool | None = None
+    method: str = "auto"
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the whole query, key and value."""
@@ -113,6 +123,8 @@ class Example:
             block_size=self.block_size,
             batch=self.batch if self.mask == "by batch" else None,
             heads=self.heads[0] if self.mask == "by head" else None,
+            same_bits=self.same_bits,
+            method=self.method,  # type: ignore[arg-type]
         )
 
     @property
@@ -154,51 +166,85 @@ def same_results(group: object, examples: list[Example]) -> None:
 
 
 def gradients(group: object, examples: list[Example]) -> None:
-    """The gradient of the query has the bits of one process; those of keys are as good."""
+    """Gradients have the bits of one process, or those of keys are as good."""
+    wrong = []  # raised at the end: all ranks take part in all calls
     for example in examples:
         whole, divided = example.tensors(), example.plan(group)
         above = example.alone(*whole).cos()
         alone = [x.clone().requires_grad_() for x in whole]
         example.alone(*alone).backward(above)
-        exact = [x.to(torch.float64, copy=True).requires_grad_() for x in whole]
-        example.alone(*exact).backward(above.double())
         own = [x.clone().requires_grad_() for x in divided.shard(*whole, dim=2)]
         example.together(divided, *own).backward(divided.shard(above, dim=2)[0])
-        for name, x, peer, truth in zip("qkv", own, alone, exact, strict=True):
-            assert x.grad is not None and peer.grad is not None and truth.grad is not None
-            found = divided.gather(x.grad, dim=2)
-            if name == "q":
-                assert torch.equal(found, peer.grad), f"{example}, {divided}"
-            else:
-                assert_as_good_as(found, peer.grad, truth.grad, f"{name} of {example}", size=8.0)
+        found = [divided.gather(x.grad, dim=2) for x in own if x.grad is not None]
+        if divided.same_bits:
+            equal = [torch.equal(x, y.grad) for x, y in zip(found, alone, strict=True)]
+            wrong += [] if all(equal) else [f"{example}, {divided}, {equal}"]
+            continue
+        exact = [x.to(torch.float64, copy=True).requires_grad_() for x in whole]
+        example.alone(*exact).backward(above.double())
+        assert torch.equal(found[0], alone[0].grad), f"{example}, {divided}"
+        for x, peer, truth in zip(found[1:], alone[1:], exact[1:], strict=True):
+            assert peer.grad is not None and truth.grad is not None
+            assert_as_good_as(x, peer.grad, truth.grad, f"{example}", size=8.0)
+    assert not wrong, "\n".join(wrong)
 
 
-def captured_gradients(group: dist.ProcessGroup) -> None:
+def in_a_ring(group: object, examples: list[Example]) -> None:
+    """Results and gradients of the method `ring` are as good as those of one process."""
+    wanted = AuxRequest(lse=True, max_scores=True)
+    for example in examples:
+        whole, divided = example.tensors(), example.plan(group)
+        above = example.alone(*whole).cos()
+        found: list[list[Tensor]] = []
+        for dtype in (None, torch.float64):
+            tensors = [x.to(dtype or x.dtype, copy=True).requires_grad_() for x in whole]
+            out, aux = example.alone(*tensors, return_aux=wanted)
+            out.backward(above.to(out.dtype))
+            grads = [x.grad for x in tensors if x.grad is not None]
+            found.append([out.detach(), aux.lse.detach(), *grads])
+        own = [x.clone().requires_grad_() for x in divided.shard(*whole, dim=2)]
+        out, aux = example.together(divided, *own, return_aux=wanted)
+        out.backward(divided.shard(above, dim=2)[0])
+        mine = [out, aux.lse, *(x.grad for x in own)]
+        for x, peer, truth in zip(mine, *found, strict=True):
+            assert_as_good_as(divided.gather(x, dim=2), peer, truth, f"{example}", size=8.0)
+        assert aux.max_scores is not None and not aux.max_scores.requires_grad
+
+
+def captured_gradients(group: dist.ProcessGroup, same_bits: bool, dtype: str) -> None:
     """The parts of all ranks add up to the gradient of one process, also of a sink."""
-    example = Example("causal documents", length=1000)
+    example = Example("causal documents", length=1100, dtype=dtype, same_bits=same_bits)
     whole, divided = example.tensors(), example.plan(group)
     above = whole[0].cos()
 
-    def learned(dtype: torch.dtype) -> tuple[Tensor, Tensor, Callable[..., Any]]:
+    def learned(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Callable[..., Any]]:
         bias = torch.linspace(-1, 1, 64, dtype=dtype).requires_grad_()
+        rows = torch.linspace(-1, 1, 2 * 1100, dtype=dtype).view(2, 1100).requires_grad_()
         sink = torch.linspace(-1, 1, 4, dtype=dtype).requires_grad_()
-        return bias, sink, lambda score, b, h, q, kv: score + bias[(q - kv) % 64]
+
+        def mod(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+            return score + bias[(q - kv) % 64] + rows[b, q] * 0.1
+
+        return bias, rows, sink, mod
 
     found = []
-    for dtype in (torch.float32, torch.float64):
-        bias, sink, mod = learned(dtype)
-        q, k, v = (x.to(dtype) for x in whole)
-        out = quire.attention(q, Dense(k, v), mask=divided.mask, score_mod=mod, sink=sink)
-        out.backward(above.to(dtype))
-        found.append((bias.grad, sink.grad))
-    bias, sink, mod = learned(torch.float32)
+    for each in (DTYPES[dtype], torch.float64):
+        *tensors, mod = learned(each)
+        q, k, v = (x.to(each) for x in whole)
+        out = quire.attention(q, Dense(k, v), mask=divided.mask, score_mod=mod, sink=tensors[-1])
+        out.backward(above.to(each))
+        found.append([x.grad for x in tensors])
+    *tensors, mod = learned(DTYPES[dtype])
     q, k, v = divided.shard(*whole, dim=2)
-    out = attention(q, Dense(k, v), plan=divided, score_mod=mod, sink=sink)
+    out = attention(q, Dense(k, v), plan=divided, score_mod=mod, sink=tensors[-1])
     out.backward(divided.shard(above, dim=2)[0])
-    for mine, peer, truth in zip((bias.grad, sink.grad), *found, strict=True):
+    for mine, peer, truth in zip([x.grad for x in tensors], *found, strict=True):
         assert mine is not None and peer is not None and truth is not None
         dist.all_reduce(mine, group=group)
-        assert_as_good_as(mine, peer, truth, size=30.0)
+        if same_bits:
+            assert torch.equal(mine, peer)
+        else:
+            assert_as_good_as(mine, peer, truth, size=30.0)
 
 
 def second_derivative(group: object) -> None:
@@ -255,6 +301,26 @@ def bytes_on_the_wire(group: object, example: Example) -> tuple[int, int]:
     return sum(counted), int(divided.received[divided.rank]) * per_key * example.batch
 
 
+def gradients_on_the_wire(group: object, example: Example) -> tuple[int, int]:
+    """Return the gradients of keys that this rank receives, and those that the plan counts."""
+    divided = example.plan(group)
+    q, k, v = (x.requires_grad_() for x in divided.shard(*example.tensors(), dim=2))
+    out = example.together(divided, q, k, v)
+    counted, real = [], dist.all_to_all_single
+
+    def counting(into: Tensor, given: Tensor, **options: Any) -> Any:
+        counted.append(into.nbytes)
+        return real(into, given, **options)
+
+    group_module.dist.all_to_all_single = counting
+    try:
+        out.sum().backward()
+    finally:
+        group_module.dist.all_to_all_single = real
+    per_key = example.heads[1] * sum(example.width) * 4  # sums are float32
+    return sum(counted), int(divided.returned[divided.rank]) * per_key * example.batch
+
+
 def disagree(group: object, what: str) -> None:
     """Rank 1 does something else than the others."""
     odd = dist.get_rank(group) == 1  # type: ignore[arg-type]
@@ -293,6 +359,120 @@ def on_a_mesh(group: object) -> None:
     assert divided.num_ranks == 2 and divided.rank == mesh["cp"].get_local_rank()
     out = attention(*_as_call(divided.shard(q, k, v, dim=2)), plan=divided)
     assert torch.equal(divided.gather(out, dim=2), quire.attention(q, Dense(k, v), mask=causal))
+
+
+def sharded_operands(group: object) -> None:
+    """DTensors that are sharded along the sequence, beside data parallelism."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "cp"))
+    whole = Example(length=256, heads=(4, 2)).tensors()
+    divided = plan(causal, length=256, mesh=mesh["cp"], layout="contiguous")
+    places = [Shard(0), Shard(2)]
+    q, k, v = (distribute_tensor(x, mesh, places).requires_grad_() for x in whole)
+    wanted = AuxRequest(lse=True)
+    with context_parallel(divided):
+        out, aux = quire.attention(q, Dense(k, v), return_aux=wanted)
+    alone = [x.clone().requires_grad_() for x in whole]
+    result, more = quire.attention(
+        alone[0], Dense(*alone[1:]), mask=causal, q_start=0, return_aux=wanted
+    )
+    assert isinstance(out, DTensor) and out.placements == tuple(places)
+    assert torch.equal(out.full_tensor(), result) and torch.equal(aux.lse.full_tensor(), more.lse)
+    out.square().sum().backward()
+    result.square().sum().backward()
+    for x, y in zip((q, k, v), alone, strict=True):
+        torch.testing.assert_close(x.grad.full_tensor(), y.grad)
+    for odd, words in (
+        (distribute_tensor(whole[1], mesh, [Replicate(), Shard(2)]), "as the query does"),
+        (whole[1], "must be a DTensor"),
+    ):
+        with pytest.raises(ArgumentError, match=words):
+            attention(q, Dense(odd, odd), plan=divided)
+    by_heads = [distribute_tensor(x, mesh, [Shard(1), Shard(2)]) for x in whole]
+    with pytest.raises(ArgumentError, match="by heads"):
+        attention(by_heads[0], Dense(*by_heads[1:]), plan=divided)
+
+
+def models(group: Any) -> None:
+    """A model of transformers has the logits and the loss of one process."""
+    import transformers as hf
+    from tiny_models import DECODERS
+
+    from quire.integrations.transformers import enable
+
+    torch.manual_seed(0)
+    model = enable(hf.AutoModelForCausalLM.from_config(DECODERS["llama"]))
+    tokens, targets = torch.randint(1, 61, (2, 2, 100))
+    everything = torch.ones_like(tokens)
+
+    def logits_of(mask: Any, mesh: Any = None, num_ranks: int | None = None) -> tuple[Any, Tensor]:
+        divided = plan(mask, length=100, mesh=mesh, num_ranks=num_ranks)
+        mine, real = divided.shard(tokens, everything, dim=1)  # so that positions have no meaning
+        places = divided.positions.expand(2, -1)
+        with context_parallel(divided, instead_of=causal):
+            found = model(mine, position_ids=places, attention_mask=real, use_cache=False)
+        return divided, found.logits
+
+    divided, logits = logits_of(causal, group)
+    assert torch.equal(divided.gather(logits, dim=1), model(tokens, use_cache=False).logits)
+    mask = causal & document(lengths=[30, 50, 20])
+    divided, logits = logits_of(mask, group)
+    (labels,) = divided.shard(targets, dim=1)
+    entropy = torch.nn.functional.cross_entropy
+    loss = entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / targets.numel()
+    loss.backward()
+    grads = [x.grad for x in model.parameters()]
+    for grad in grads:
+        dist.all_reduce(grad, group=group)
+    model.zero_grad()
+    _, whole = logits_of(mask, num_ranks=1)
+    assert torch.equal(divided.gather(logits, dim=1), whole)
+    entropy(whole.flatten(0, 1), targets.flatten()).backward()
+    for grad, parameter in zip(grads, model.parameters(), strict=True):
+        torch.testing.assert_close(grad, parameter.grad, rtol=1e-4, atol=1e-5)
+
+
+def with_fsdp(group: object) -> None:
+    """FSDP2 over all ranks of a mesh, beside which the sequence is cut."""
+    import transformers as hf
+    from tiny_models import DECODERS
+    from torch.distributed.fsdp import fully_shard
+
+    from quire.integrations.transformers import enable
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "cp"))
+    torch.manual_seed(0)
+    model = enable(hf.AutoModelForCausalLM.from_config(DECODERS["llama"]))
+    tokens, targets = torch.randint(1, 61, (2, 2, 100))
+
+    def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+        each = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), reduction="sum"
+        )
+        return each / targets.numel()
+
+    alone = loss_of(model(tokens, use_cache=False).logits, targets)
+    alone.backward()
+    wanted = [x.grad.clone() for x in model.parameters()]
+    model.zero_grad()
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh["data", "cp"]._flatten("all"))
+    fully_shard(model, mesh=mesh["data", "cp"]._flatten("all"))
+    divided = plan(causal, length=100, mesh=mesh["cp"])
+    own = slice(mesh["data"].get_local_rank(), mesh["data"].get_local_rank() + 1)
+    mine, labels, real = divided.shard(
+        tokens[own], targets[own], torch.ones_like(tokens[own]), dim=1
+    )
+    given = {"position_ids": divided.positions.expand(1, -1), "attention_mask": real}
+    with context_parallel(divided):
+        loss = loss_of(model(mine, **given, use_cache=False).logits, labels)
+    (4 * loss).backward()  # FSDP takes the mean over ranks
+    total = loss.detach()
+    dist.all_reduce(total)
+    torch.testing.assert_close(total, alone.detach())
+    for parameter, grad in zip(model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(parameter.grad.full_tensor(), grad, rtol=1e-4, atol=1e-5)
 
 
 def _as_call(shards: tuple[Tensor, ...]) -> tuple[Tensor, Dense]:
@@ -350,7 +530,48 @@ def decoding(group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     return found
 
 
-def training(group: object) -> tuple[list[float], list[float]]:
+def decoding_with_caches(group: dist.ProcessGroup, dtype: str) -> None:
+    """Caches of which each rank has some positions: every step has the bits of one process."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    length, steps = 1024 * size + 100, 3
+    torch.manual_seed(0)
+    rows = [x.to(DTYPES[dtype]) for x in torch.randn(2, 2, length + steps, 2, 32)]
+    queries = torch.randn(steps, 2, 4, 1, 32).to(DTYPES[dtype])
+    sink = torch.linspace(-1, 1, 4)
+    shape = {"heads": 2, "head_dim": 32, "page_size": 64, "n_pages": 80}
+    cache = PagedKVCache(1, **shape, dtype=DTYPES[dtype])
+    mine = [cache.sequence() for _ in range(2)]
+    begin = 1024 * rank
+    end = length if rank == size - 1 else begin + 1024
+    for n, sequence in enumerate(mine):
+        cache.append([sequence], *(x[None, n, begin:end] for x in rows))
+    for step in range(steps):
+        now = length + step + 1
+        if rank == size - 1:  # it has the new tokens
+            cache.append(mine, *(x[:, now - 1].unsqueeze(0) for x in rows))
+        part = _moved(cache.memory(0, mine), begin)
+        options = {"mask": sliding_window(2000), "score_mod": slopes, "q_start": now - 1}
+        found = attend_over_ranks(queries[step], part, sink=sink, mesh=group, **options)
+        key, value = (x[:, :now].transpose(1, 2) for x in rows)
+        wanted = AuxRequest(lse=True)
+        whole, aux = quire.attention(
+            queries[step], Dense(key, value), sink=sink, return_aux=wanted, **options
+        )
+        assert torch.equal(found[0], whole) and torch.equal(found[1], aux.lse), f"step {step}"
+    if size > 1:
+        with pytest.raises((ArgumentError, DistributedError), match="must begin at a multiple"):
+            attend_over_ranks(queries[0], _moved(cache.memory(0, mine), 64), q_start=9, mesh=group)
+
+
+def _moved(memory: Paged, begin: int) -> Paged:
+    """Return pages whose first position is `begin`."""
+    pages = begin // memory.key.shape[2]
+    table = torch.nn.functional.pad(memory.page_table, (pages, 0), value=-1)
+    lengths = [int(x) + begin for x in memory.lengths]
+    return Paged(memory.key, memory.value, table, lengths, [pages] * len(lengths))
+
+
+def training(group: object, same_bits: bool) -> tuple[list[float], list[float]]:
     """Train the GPT of the examples, and return its losses over ranks and alone."""
     folder = str(Path(__file__).parent.parent / "examples")
     sys.path.insert(0, folder)
@@ -358,7 +579,7 @@ def training(group: object) -> tuple[list[float], list[float]]:
         example, gpt = (importlib.import_module(x) for x in ("train_over_ranks", "train_gpt"))
         for name, value in {"WIDTH": 32, "LAYERS": 2, "BATCH": 2, "REACH": 20}.items():
             setattr(gpt, name, value)
-        losses: tuple[list[float], list[float]] = example.train(4, 150, group)
+        losses: tuple[list[float], list[float]] = example.train(3, 1600, group, same_bits=same_bits)
         return losses
     finally:
         sys.path.remove(folder)

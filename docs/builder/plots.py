@@ -69,10 +69,11 @@ def speed_by_length(figure: Figure, scripts: list[list[Part]]) -> None:
             x, y = zip(*sorted(points), strict=True)
             panel.plot(x, y, marker="o", color=colour, label=f"{kind}, heads of {width}")
         panel.axhline(1, color=matplotlib.rcParams["axes.edgecolor"], linewidth=1, linestyle=":")
-        panel.set(xscale="log", xlabel="tokens", title=target, ylim=(0, None))
+        panel.set(xscale="log", xlabel="tokens", title=target)
         panel.set_xticks([512, 2048, 8192], ["512", "2,048", "8,192"])
         panel.minorticks_off()
     axes[0].set_ylabel("times as fast as SDPA")
+    axes[0].set_ylim(bottom=0)  # after all lines are drawn: panels share the axis
     axes[-1].legend()
 
 

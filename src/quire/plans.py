@@ -358,6 +358,20 @@ class CallPlan:
         found = found or eager.backward(problem, placed, self._blocks, wanted, above)
         return found.of_scaled(placed.key_scale, placed.value_scale)
 
+    def gradients_of_slices(
+        self, placed: Placed, wanted: Wanted, above: Above, slice_size: int
+    ) -> Gradients | None:
+        """Return gradients of keys, values and captures for each slice of queries.
+
+        Their sum in ascending order is that of one call. None if no kernel can compute them.
+        """
+        if self.backend != "jit":
+            return None
+        self._backward = self._backward or BackwardPlans()
+        problem = self.problem.with_captures(wanted.captures)
+        operands = problem, placed, self._blocks, wanted, above
+        return self._backward.run(*operands, slice_size=slice_size)
+
     def tangent(
         self,
         placed: Placed,

@@ -24,10 +24,12 @@ def ranks() -> Iterator[Ranks]:
         yield running
 
 
-def random_examples(count: int, seed: int) -> list[Example]:
-    """Return calls of every temper. A rank's last chunk has more than four rows."""
+LENGTHS = (5, 37, 128, 200, 333, 517, 1000, 1399, 2300)
+
+
+def random_examples(count: int, seed: int, lengths: tuple[int, ...] = LENGTHS) -> list[Example]:
+    """Return calls of every temper."""
     draw = random.Random(seed)
-    lengths = (5, 37, 128, 200, 333, 517, 1000, 1399)
     return [
         Example(
             mask=draw.choice([*MASKS]),
@@ -67,8 +69,40 @@ def test_gradients(ranks: Ranks, size: int) -> None:
     ranks.run(rank_cases.gradients, size, random_examples(4, seed=10 + size))
 
 
-def test_gradients_of_captured_tensors(ranks: Ranks) -> None:
-    ranks.run(rank_cases.captured_gradients, 3)
+@pytest.mark.parametrize("size", SIZES)
+def test_gradients_have_the_bits_of_one_process(ranks: Ranks, size: int) -> None:
+    lengths = (513, 1100, 1399, 2049)
+    examples = random_examples(12, seed=20 + size, lengths=lengths)
+    ranks.run(rank_cases.gradients, size, [replace(x, same_bits=True) for x in examples])
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_heads_have_the_bits_of_one_process(ranks: Ranks, size: int) -> None:
+    examples = [
+        replace(x, method="heads", heads=(2 * size, size), score="" if size > 2 else x.score)
+        for x in random_examples(8, seed=30 + size)
+        if x.mask != "by head" or size == 2
+    ]
+    ranks.run(rank_cases.same_results, size, examples)
+    ranks.run(rank_cases.gradients, size, [replace(x, same_bits=True) for x in examples])
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_ring_is_as_good_as_one_process(ranks: Ranks, size: int) -> None:
+    examples = [replace(x, method="ring") for x in random_examples(6, seed=40 + size)]
+    ranks.run(rank_cases.in_a_ring, size, examples)
+
+
+def test_long_sequences_have_the_gradients_of_one_process(ranks: Ranks) -> None:
+    long = Example("causal documents", 8000, heads=(2, 1), batch=1)
+    assert ranks.run(rank_cases.gradients, 2, [long]) and long.plan(None).same_bits
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_gradients_of_captured_tensors(ranks: Ranks, size: int, dtype: str) -> None:
+    for same_bits in (True, False):
+        ranks.run(rank_cases.captured_gradients, size, same_bits, dtype)
 
 
 def test_a_second_derivative(ranks: Ranks) -> None:
@@ -91,8 +125,30 @@ def test_bytes_on_the_wire_are_those_of_the_plan(ranks: Ranks, mask: str) -> Non
         assert any(counted > 0 for counted, _ in found)
 
 
+def test_gradients_on_the_wire_are_those_of_the_plan(ranks: Ranks) -> None:
+    example = Example("causal", 1399, width=(24, 8), dtype="bfloat16", method="pages")
+    for same_bits in (True, False):
+        chosen = replace(example, same_bits=same_bits)
+        found = ranks.run(rank_cases.gradients_on_the_wire, 3, chosen)
+        assert all(counted == planned for counted, planned in found)
+        assert any(counted > 0 for counted, _ in found)
+
+
 def test_a_dimension_of_a_mesh(ranks: Ranks) -> None:
     ranks.run(rank_cases.on_a_mesh, 4)
+
+
+def test_operands_that_are_sharded_tensors(ranks: Ranks) -> None:
+    ranks.run(rank_cases.sharded_operands, 4)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_models_of_transformers(ranks: Ranks, size: int) -> None:
+    ranks.run(rank_cases.models, size)
+
+
+def test_fsdp_beside_it(ranks: Ranks) -> None:
+    ranks.run(rank_cases.with_fsdp, 4)
 
 
 def test_code_that_knows_nothing_of_ranks(ranks: Ranks) -> None:
@@ -105,11 +161,18 @@ def test_decoding_with_a_cache_over_ranks(ranks: Ranks, size: int) -> None:
     assert all(torch.equal(x, out) and torch.equal(y, lse) for x, y in others)
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_caches_over_ranks_have_the_bits_of_one_process(ranks: Ranks, size: int) -> None:
+    ranks.run(rank_cases.decoding_with_caches, size, "bfloat16" if size == 3 else "float32")
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_example_trains_as_one_process_does(ranks: Ranks, size: int) -> None:
     pytest.importorskip("matplotlib")  # of the example that has the model
-    for together, alone in ranks.run(rank_cases.training, size):
+    for together, alone in ranks.run(rank_cases.training, size, True):
         assert together[-1] < together[0]
+        assert together == alone  # every bit
+    for together, alone in ranks.run(rank_cases.training, size, False):
         assert max(abs(x - y) for x, y in zip(together, alone, strict=True)) < 1e-4
 
 

@@ -13,8 +13,9 @@ from quire.memory import Dense, Paged, Placed, Queries, Ragged, packed
 from quire.request import Call, Problem, Request
 from quire.results import Above, Gradients, Result, Wanted, folded
 from quire.runtime import backward as runtime
-from quire.runtime.backward import BackwardPlan, num_slices
+from quire.runtime.backward import BackwardPlan
 from quire.runtime.forward import ForwardPlan
+from quire.runtime.slices import Slices
 
 pytestmark = pytest.mark.every_width
 
@@ -62,16 +63,15 @@ def dense_case(batch: int, q_len: int, kv_len: int) -> tuple[Placed, Tensor, Ten
     return memory, table, torch.randn(batch, HQ, q_len, DV)
 
 
-def test_slices_depend_on_a_sequence_and_heads_alone() -> None:
-    assert num_slices(512, 8, 8) == num_slices(100_000, 8, 8) == 1
-    assert num_slices(16_384, 4, 4) == 2
-    assert num_slices(1024, 8, 1) == 8
-    assert num_slices(700, 1, 1) == num_slices(0, 4, 2) == num_slices(5, 0, 0) == 1
+def test_slices_depend_on_the_queries_of_a_sequence_alone() -> None:
+    lengths = [0, 1, 512, 513, 1100, 32_768, 32_769, 100_000]
+    sizes, counts = (512, 512, 512, 512, 512, 512, 1024, 2048), (1, 1, 1, 2, 3, 64, 33, 49)
+    assert Slices.of(lengths) == Slices(sizes, counts)
 
 
-def test_slices_agree_with_torch() -> None:
-    memory, table, grad_out = dense_case(2, 1100, 1100)
-    assert num_slices(1100, HQ, HKV) == 2
+@pytest.mark.parametrize("batch", [1, 2])  # a share is one slice, or all slices
+def test_slices_agree_with_torch(batch: int) -> None:
+    memory, table, grad_out = dense_case(batch, 1100, 1100)
     found = run(memory, table, grad_out)
     result = forward(memory, table)
     assert result.lse is not None

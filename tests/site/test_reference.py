@@ -116,6 +116,16 @@ def test_tables_of_pages_are_those_of_the_results(path: Path) -> None:
     assert tables.filled(text) == text, "run: python docs/builder --tables"
 
 
+def test_plots_show_all_of_their_lines() -> None:
+    plots = pytest.importorskip("builder.plots", reason="matplotlib is not installed")
+    figure = plots.Figure()
+    plots.speed_by_length(figure, [plots.named("forward", "sdpa")])
+    drawn = [line.get_ydata() for panel in figure.axes for line in panel.get_lines()]
+    low, high = figure.axes[0].get_ylim()
+    assert len(figure.axes) == 2 and low == 0
+    assert high > max(max(values) for values in drawn)
+
+
 def test_benchmarks_are_known_to_touch_names() -> None:
     assert ("quire.api.flex", "flex_attention") in results.touched("forward", "sdpa")
     rows = results.rows_about("quire.mods.masks", "sliding_window")

@@ -174,7 +174,13 @@ class Terms:
         for name in ("grad_query", "grad_key", "grad_value"):
             noted = fields["odd"] or not fields[name]
             _expect(bool(noted), f"an address of odd for {name}", 0)
+        whole = fields["whole"]
+        _expect(whole in (0, 1), "whole of 0 or 1", whole)
         vector, lanes = self.spec.target.vector_bits // 8, self.lanes
+        for name in ("part_key", "part_value"):
+            _expect(fields[name] % vector == 0, f"{name} in multiples of {vector}", fields[name])
+            step = fields[f"{name}_thread"]
+            _expect(step % lanes == 0, f"{name}_thread in multiples of {lanes}", step)
         for name, whole in zip(("grad_key", "grad_value"), self.columns, strict=True):
             if not fields[name]:
                 continue

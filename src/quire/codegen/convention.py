@@ -43,8 +43,10 @@ Keys are cut into pieces, see `phases/order.py`. For few queries (`kernels/decod
 
 The backward kernel (`kernels/backward.py`) adds up gradients of keys and values:
 
-    slice      every n-th block of queries; how many slices there are is fixed by lengths and heads
-    share      a slice of the queries of one sequence that read one key head; it has its own sums
+    slice      `slice_blocks` blocks of queries in all heads of a group, from a multiple of that on;
+               its sums begin at zero, and the sums of slices are added in ascending order
+    share      one slice, or all slices, of the queries of one sequence that read one key head
+    part       the sums of the slice that a thread computes, if its share is all slices
 
 A kernel is one function, `ENTRY`. Every thread of a launch calls it with the address of the same
 record: `KERNEL`, `BACKWARD` for gradients, or `TANGENT` for tangents. A kernel is compiled for
@@ -224,11 +226,17 @@ GRADIENTS = {
     "delta": PTR,
     "grad_query": PTR,
     **_strides("grad_query", "batch head row column"),
-    "grad_key": PTR,  # the sums of each slice, float32 or float64 like scratch
+    "grad_key": PTR,  # the sums of each share, float32 or float64 like scratch
     **_strides("grad_key", "slice batch head row"),
     "grad_value": PTR,
     **_strides("grad_value", "slice batch head row"),
-    "masses": PTR,  # the sum of each key's weights, by query head
+    "whole": I64,  # 1 or 0: whether a share is all slices of its sequence
+    "part_key": PTR,  # of each thread, by position from kv_begin on; zeros before and after
+    "part_key_thread": I64,
+    "part_value": PTR,
+    "part_value_thread": I64,
+    "touched": PTR,  # two i64 for each item: the rows of keys that it added to; or null
+    "masses": PTR,  # the sum of each key's weights, by query head and slice
     **_strides("masses", "slice batch head"),
     "captured": PTR,  # a CAPTURED_GRADIENT record for each load that has a gradient
     "wants_slopes": I64,  # 1 or 0: whether any gradient of scores is used
@@ -270,12 +278,14 @@ SEQUENCE = Layout(
         "kv_row": I64,  # the row of position 0 in key and value, even if there is none
         "kv_begin": I64,  # keys exist at positions [kv_begin, kv_end)
         "kv_end": I64,
-        "slices": I64,  # items for each head: slices in the backward kernel; decode: its own
-        # pieces, or 1 if one item is all pieces and none is shared
+        "slices": I64,  # items for each head: slices in the backward kernel, or 1 if a share is
+        # all slices; decode: its own pieces, or 1 if one item is all pieces and none is shared
         "pieces": I64,  # decode: the pieces of its keys
         "shared": I64,  # decode: how many of them, from the first on, have several members
         "members": I64,  # decode: of those pieces, this sequence being the first; 0: it is not
         "first_slot": I64,  # decode: the number of pieces of all sequences before, in all heads
+        "first_slice": I64,  # backward: the slice that its first sums are of
+        "slice_blocks": I64,  # backward: the blocks of queries of a slice
     },
 )
 

@@ -131,6 +131,7 @@ def backward_regions(
         ("records", _placements(tile, 6)),  # as for the forward kernel, grad_out and grad_query
         ("key_ranges", panels * pair),  # for each panel, the keys that it reads
         ("query_ranges", block_kv * pair),  # for each strip of keys, the queries that read it
+        ("touched", pair),  # the first and the end of the keys that a slice has added to
         ("shift", block_q),  # lse, and +inf past the last query
         ("delta", block_q),
         ("keys", keys * block_kv),

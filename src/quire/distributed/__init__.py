@@ -9,13 +9,15 @@
 Reading order: reads (which blocks of keys each block of queries reads), layouts (blocks to ranks),
 routes (who sends which pages to whom), context_plan (all of it, as a value), planning (`plan`),
 group (agreement and errors), exchange (pages there, gradients back), local (what a rank computes),
-attending (`attention`), context (`context_parallel`) and merging (`merge_over_ranks`).
+passes, heads and ring (the methods), attending (`attention`), context (`context_parallel`) and
+merging (decoding).
 """
 
 from quire.distributed.attending import attention
 from quire.distributed.context import context_parallel
 from quire.distributed.context_plan import ContextPlan
-from quire.distributed.merging import merge_over_ranks
+from quire.distributed.merging import attend_over_ranks, merge_over_ranks
 from quire.distributed.planning import plan
 
-__all__ = ["ContextPlan", "attention", "context_parallel", "merge_over_ranks", "plan"]
+__all__ = ["ContextPlan", "attend_over_ranks", "attention", "context_parallel"]
+__all__ += ["merge_over_ranks", "plan"]

@@ -8,16 +8,22 @@ import torch
 from torch import Tensor
 
 from quire.api.attention import aux_output
+from quire.autograd import recorded
 from quire.aux_outputs import NO_AUX, AuxOutput, AuxRequest, checked_request
 from quire.config import Backend as BackendName
-from quire.distributed.context_plan import ContextPlan, digest_of
-from quire.distributed.exchange import spread
-from quire.distributed.local import LocalShare, compute_share
+from quire.distributed.context_plan import ContextPlan, MethodName, digest_of
+from quire.distributed.exchange import send
+from quire.distributed.heads import compute_by_heads
+from quire.distributed.heads import obstacle as heads_obstacle
+from quire.distributed.local import compute_in_pages
+from quire.distributed.passes import PagePasses
+from quire.distributed.ring import RingPasses
+from quire.distributed.sharded import Shards
 from quire.errors import ArgumentError, OptionError, ShapeError
 from quire.ir.trace import Mod, Traced
 from quire.memory import Dense, Queries
 from quire.mods.dropout import drawn_seed
-from quire.request import Request, check, ready
+from quire.request import Call, Request, call_of, check, ready
 from quire.results import Result
 from quire.support.dynamo import never_traced
 
@@ -92,18 +98,56 @@ def attention(
 
 
 def compute(request: Request, plan: ContextPlan) -> Result:
-    """Compute a request over the ranks of a plan; its mask is that of the plan."""
-    error, facts = None, {}
+    """Compute a request over the ranks of a plan; its mask is that of the plan.
+
+    If operands are DTensors that are sharded along the sequence, so are the results.
+    """
+    shards = Shards.of(request, plan)
+    return shards.wrapped(_compute(shards.request, plan, shards.error))
+
+
+def _compute(request: Request, plan: ContextPlan, error: Exception | None) -> Result:
+    facts: dict[str, object] = {}
     try:
+        if error is not None:
+            raise error
         request = _prepared(request, plan)
         facts = _facts(request, plan)
     except Exception as raised:  # whatever it is, the other ranks must not wait for this one
         error = raised
     seed, *_ = plan.group.agree(facts, error)
-    seeded = request._replace(seed=None if seed is None else tuple(seed), generator=None)
-    assert isinstance(request.memory, Dense), "it was checked"
-    key, value = spread(plan, request.memory.key, request.memory.value)
-    return compute_share(plan, LocalShare(request.query, key, value), seeded)
+    request = request._replace(seed=None if seed is None else tuple(seed), generator=None)
+    call = call_of(request)
+    method = chosen(plan, call)
+    if method == "heads":
+        return compute_by_heads(plan, request, call)
+    if method == "pages" and not call.learns and len(plan.positions):
+        query, key, value = call.placed[:3]
+        return compute_in_pages(plan, request, query, *send(plan, key, value))
+    passes = (RingPasses if method == "ring" else PagePasses)(plan, request, call.problem)
+    result = recorded(passes, call) if call.learns else passes.forward(call)
+    return result._replace(out=result.out.to(call.placed.query.dtype))
+
+
+def chosen(plan: ContextPlan, call: Call) -> MethodName:
+    """Return the method of a call: the plan's, or for 'auto' the one by which least arrives.
+
+    Only methods with the bits of one process are chosen. With `heads`, gradients of captured
+    tensors do not have them.
+    """
+    if plan.method != "auto":
+        return plan.method
+    learned = any(x.requires_grad for x in call.captures) and call.learns
+    if plan.num_ranks == 1 or heads_obstacle(plan, call) or (learned and plan.same_bits):
+        return "pages"
+    (_, heads, _, width), (_, key_heads, _, _) = call.placed.query.shape, call.placed.key.shape
+    value_width = call.placed.value.shape[3]
+    both = key_heads * (width + value_width)
+    pages = int(plan.received.max()) * both
+    most = int(plan.num_tokens.max())
+    away = 1 - 1 / plan.num_ranks
+    there = (plan.length - most) * (heads * width + both) / plan.num_ranks
+    return "heads" if there + most * heads * value_width * away < pages else "pages"
 
 
 def _prepared(request: Request, plan: ContextPlan) -> Request:

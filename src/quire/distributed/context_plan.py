@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -16,13 +16,14 @@ from torch import Tensor
 from quire.block_mask.blocks import ceil_div
 from quire.distributed.group import RankGroup
 from quire.distributed.layouts import Division
-from quire.distributed.reads import Numbers
-from quire.distributed.routes import Route
+from quire.distributed.reads import Flags, Numbers
+from quire.distributed.routes import Route, SliceRoute
 from quire.errors import ArgumentError, ShapeError
 from quire.ir.portable import portable
 from quire.ir.trace import Mod, Traced, mod_name
 
-MethodName: TypeAlias = Literal["auto", "pages"]
+MethodName: TypeAlias = Literal["auto", "pages", "heads", "ring"]
+METHODS: tuple[MethodName, ...] = get_args(MethodName)
 
 MEBI = 2**20
 
@@ -35,6 +36,9 @@ class ContextPlan:
     `compared` are the layouts that were compared, the one that is used first. `sizes` are the
     batch entries and heads of the mask, 1 for any number. `bytes_per_key` are the bytes of a key
     and its value in all heads, if they are known.
+
+    If gradients have the bits of one process, ranks have whole slices of `slice_size` tokens, and
+    `slice_needs` [slices, entries, blocks] are the blocks of keys that each reads.
     """
 
     mask: Mod
@@ -45,6 +49,9 @@ class ContextPlan:
     sizes: tuple[int, int] = (1, 1)
     bytes_per_key: int | None = None
     given: object = None  # the mask as it was given
+    method: MethodName = "auto"
+    slice_size: int = 0
+    slice_needs: Flags | None = None
 
     @property
     def division(self) -> Division:
@@ -85,12 +92,19 @@ class ContextPlan:
     @functools.cached_property
     def chunks(self) -> tuple[tuple[int, int], ...]:
         """Return the ranges of positions of this rank, [start, stop), ascending."""
-        return self._chunks_of(self.rank)
+        return self.chunks_of(self.rank)
 
     @functools.cached_property
     def positions(self) -> Tensor:
         """Return the positions of the tokens of this rank, in their order: int64 [tokens]."""
-        return self._positions_of(self.rank)
+        return self.positions_of(self.rank)
+
+    @functools.cached_property
+    def num_tokens(self) -> Numbers:
+        """Return the number of tokens of each rank."""
+        counts = np.bincount(self.division.owner, minlength=self.num_ranks) * self.block
+        counts[self.division.owner[-1]] -= self.num_blocks * self.block - self.length
+        return counts
 
     def shard(self, *tensors: Tensor, dim: int) -> tuple[Tensor, ...]:
         """Return the part of each tensor that this rank has: its tokens along `dim`."""
@@ -110,15 +124,16 @@ class ContextPlan:
                 f"a shard must have the {len(self.positions)} tokens of rank {self.rank} along dim "
                 f"{dim}, but has shape {list(shard.shape)}. Give what shard or attention returned."
             )
-        counts = [len(self._positions_of(rank)) for rank in range(self.num_ranks)]
+        counts = self.num_tokens.tolist()
         padded = mine.new_zeros((max(counts), *mine.shape[1:]))
         padded[: len(mine)] = mine
         whole = mine.new_empty((self.length, *mine.shape[1:]))
         for rank, rows in enumerate(self.group.gather(padded)):
-            whole[self._positions_of(rank).to(whole.device)] = rows[: counts[rank]]
+            whole[self.positions_of(rank).to(whole.device)] = rows[: counts[rank]]
         return whole.movedim(0, dim)
 
-    def _chunks_of(self, rank: int) -> tuple[tuple[int, int], ...]:
+    def chunks_of(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """Return the ranges of positions of a rank, [start, stop), ascending."""
         blocks = (self.division.owner == rank).nonzero()[0]
         pieces = np.split(blocks, (np.diff(blocks) != 1).nonzero()[0] + 1)
         return tuple(
@@ -127,8 +142,9 @@ class ContextPlan:
             if len(piece)
         )
 
-    def _positions_of(self, rank: int) -> Tensor:
-        ranges = [torch.arange(start, stop) for start, stop in self._chunks_of(rank)]
+    def positions_of(self, rank: int) -> Tensor:
+        """Return the positions of the tokens of a rank, in their order."""
+        ranges = [torch.arange(start, stop) for start, stop in self.chunks_of(rank)]
         return torch.cat(ranges) if ranges else torch.arange(0)
 
     # --- keys
@@ -136,6 +152,37 @@ class ContextPlan:
     def route(self, batch: int) -> Route:
         """Return the pages that this rank sends and receives for a batch of `batch` entries."""
         return _route(self, batch)
+
+    def slice_route(self, batch: int) -> SliceRoute | None:
+        """Return the sums of slices that this rank sends and receives in a backward pass, if any.
+
+        None if gradients of keys are sums of what ranks have added up.
+        """
+        return None if self.slice_needs is None else _slice_route(self, batch)
+
+    @property
+    def same_bits(self) -> bool:
+        """Return whether gradients of keys and captured tensors have the bits of one process."""
+        return self.slice_needs is not None
+
+    @property
+    def of_slices(self) -> Numbers:
+        """Return the rank of each slice of queries, if ranks have whole slices."""
+        slices: Numbers = self.division.owner[:: max(1, self.slice_size // self.block)]
+        return slices
+
+    @property
+    def returned(self) -> Numbers:
+        """Return how many gradients of keys [ranks] each rank receives, per batch entry."""
+        if self.slice_needs is None:
+            leaves = self.division.arrives.sum((0, 1))
+        else:
+            foreign = self.of_slices[:, None] != self.division.owner
+            leaves = (self.slice_needs & foreign[:, None]).sum((0, 1))
+        entries = self.division.needs.shape[1]
+        blocks = np.bincount(self.division.owner, leaves, self.num_ranks)
+        keys: Numbers = -(-blocks.astype(np.int64) // entries) * self.block
+        return keys
 
     @property
     def balance(self) -> float:
@@ -152,7 +199,8 @@ class ContextPlan:
     def digest(self) -> str:
         """Return a number that is the same for equal plans: of layout, mask and all it captures."""
         found = hashlib.sha256()
-        facts = (self.length, self.block, self.num_ranks, self.layout, self.sizes)
+        sizes = (self.length, self.block, self.slice_size, self.sizes)
+        facts = (*sizes, self.num_ranks, self.layout, self.method)
         found.update(repr(facts).encode())
         found.update(self.division.owner.tobytes())
         found.update(self.division.needs.tobytes())
@@ -182,6 +230,11 @@ class ContextPlan:
             f"chunk{'s' * (len(self.chunks) != 1)}, receives "
             f"{self._amount(int(received[self.rank]))}"
         )
+        how = "have the bits of one process" if self.same_bits else "agree up to rounding"
+        yield (
+            f"gradients of keys {how}; a rank receives those of {int(self.returned.max()):,} keys "
+            f"at most"
+        )
         most = [self._amount(int(each.received.max()) * self.block) for each in self.compared]
         others = [
             f"{each.layout} {each.balance:.2f} and {amount}"
@@ -202,6 +255,12 @@ class ContextPlan:
 @functools.lru_cache(maxsize=64)
 def _route(plan: ContextPlan, batch: int) -> Route:
     return Route.of(plan.division, plan.rank, batch)
+
+
+@functools.lru_cache(maxsize=64)
+def _slice_route(plan: ContextPlan, batch: int) -> SliceRoute:
+    assert plan.slice_needs is not None
+    return SliceRoute.of(plan.division, plan.of_slices, plan.slice_needs, plan.rank, batch)
 
 
 def digest_of(mod: Mod | None) -> str:

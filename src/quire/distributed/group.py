@@ -30,6 +30,22 @@ MESSAGE_BYTES = 4096
 """The size of the message in which a rank says what it is about to compute."""
 
 
+class Passing(NamedTuple):
+    """Tensors that are on their way from the last rank, while others go to the next."""
+
+    group: RankGroup | None = None
+    arriving: tuple[Tensor, ...] = ()
+    works: tuple[dist.Work | None, ...] = ()
+    leaving: tuple[Tensor, ...] = ()  # kept until they are sent
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """Return what has arrived."""
+        for work in self.works:
+            assert self.group is not None
+            self.group.wait(work, "exchange of keys")
+        return self.arriving
+
+
 class RankGroup(NamedTuple):
     """Some ranks of torch.distributed; `process_group` is None if they are imagined."""
 
@@ -128,6 +144,19 @@ class RankGroup(NamedTuple):
             async_op=True,
         )
         self.wait(work, "exchange of keys")
+
+    def pass_on(self, leaving: tuple[Tensor, ...], arriving: tuple[Tensor, ...]) -> Passing:
+        """Begin to send tensors to the next rank, and to fill `arriving` with those of the last."""
+        if self.size == 1:
+            return Passing(self, leaving)
+        group, works = self._real(), []
+        after, before = (
+            dist.get_global_rank(group, (self.rank + step) % self.size) for step in (1, -1)
+        )
+        for sent, into in zip(leaving, arriving, strict=True):
+            works.append(dist.isend(sent, after, group=group))
+            works.append(dist.irecv(into, before, group=group))
+        return Passing(self, arriving, tuple(works), leaving)
 
     def wait(self, work: dist.Work | None, what: str) -> None:
         """Wait until an operation is done; a rank that is gone raises an error here."""

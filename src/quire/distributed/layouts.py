@@ -33,10 +33,13 @@ class Division(NamedTuple):
     needs: Flags  # [ranks, entries, blocks]: the blocks of keys that its queries read
 
     @staticmethod
-    def of(layout: LayoutName, reads: Reads, num_ranks: int) -> Division:
-        """Return the blocks of each rank by a layout."""
-        work = reads.work()
-        owner = _LAYOUTS[layout](reads, work, num_ranks)
+    def of(layout: LayoutName, reads: Reads, num_ranks: int, width: int = 1) -> Division:
+        """Return the blocks of each rank by a layout, which gives `width` blocks away together."""
+        work, unit = reads.work(), np.arange(reads.num_blocks) // width
+        owners = _LAYOUTS[layout](
+            reads.in_units(width), np.bincount(unit, work).astype(np.int64), num_ranks
+        )
+        owner = owners[unit]
         load = np.bincount(owner, work, num_ranks).astype(np.int64)
         return Division(layout, owner, load, reads.of_ranks(owner, num_ranks))
 
@@ -72,16 +75,16 @@ MOST_TESTS = 2**24  # cells that it looks at
 UNITS_OF_RANK = 8  # it is left out if a rank would get fewer units of several blocks
 
 
-def compared(reads: Reads, num_ranks: int) -> list[Division]:
+def compared(reads: Reads, num_ranks: int, width: int = 1) -> list[Division]:
     """Return the division by every layout, the best first.
 
     Of the layouts that are about as balanced as the best, the best lets its ranks receive least.
     """
-    names = list(LAYOUTS)
-    width = unit_width(reads.num_blocks, num_ranks)
-    if width > 1 and reads.num_blocks < UNITS_OF_RANK * num_ranks * width:
+    names, units = list(LAYOUTS), -(-reads.num_blocks // width)
+    several = unit_width(units, num_ranks)
+    if several > 1 and units < UNITS_OF_RANK * num_ranks * several:
         names.remove("greedy")
-    found = [Division.of(name, reads, num_ranks) for name in names]
+    found = [Division.of(name, reads, num_ranks, width) for name in names]
     limit = ALIKE * min(each.balance for each in found)
 
     def cost(each: Division) -> tuple[float, int, int]:

@@ -1,16 +1,27 @@
-"""merge_over_ranks(): each rank has results over its own keys; all get the result over all keys."""
+"""Decoding with a cache over ranks: each computes over its own keys, all get the whole result.
+
+merge_over_ranks     results (out, lse) of each rank; agrees with one process up to rounding
+attend_over_ranks    computes pieces of 1,024 keys and merges these, with the bits of one process
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from quire.api.merge import merge_attention
+from quire.api.pieces import AttentionPiece, attention_piece, merge_pieces
+from quire.codegen.convention import KEYS_OF_PIECE
 from quire.distributed.group import TIMEOUT, RankGroup
-from quire.errors import ShapeError
+from quire.errors import ArgumentError, ShapeError
+from quire.ir.trace import Mod
+from quire.memory import Dense, Integers, Paged
+from quire.request import Mask
 
 
 def merge_over_ranks(
@@ -45,3 +56,111 @@ def merge_over_ranks(
     for other, other_lse in parts:
         total, total_lse = merge_attention(total, total_lse, other.to(lse.dtype), other_lse)
     return total.to(out.dtype), total_lse
+
+
+def attend_over_ranks(
+    query: Tensor,
+    memory: Dense | Paged | None,
+    *,
+    score_mod: Mod | None = None,
+    mask: Mask | None = None,
+    scale: float | None = None,
+    sink: Tensor | None = None,
+    q_start: int | Integers,
+    mesh: DeviceMesh | dist.ProcessGroup | None = None,
+    timeout: timedelta = TIMEOUT,
+) -> tuple[Tensor, Tensor]:
+    """Return out and lse of attention over the keys of all ranks, with the bits of one process.
+
+        part = Dense(key, value, start=2048)   # this rank has the positions from 2048 on
+        out, lse = attend_over_ranks(query, part, mask=causal, q_start=n)
+
+    Every rank has the same query [B, Hq, L, D] and its own part of a cache: `Dense` with a start,
+    or `Paged` with a `first_page`; None if it has no keys yet. Parts are cut at multiples of 1,024
+    positions. A rank computes every 1,024 keys apart, and one message merges the pieces of all
+    ranks in the order of their positions. All ranks get the same bits. There is no gradient.
+    """
+    group = RankGroup.of(mesh, timeout)
+    pieces: dict[int, AttentionPiece] = {}
+    error, options = None, {"score_mod": score_mod, "mask": mask, "scale": scale}
+    try:
+        for first, part in _ranges(memory):
+            pieces[first] = attention_piece(query, part, **options, q_start=q_start)  # type: ignore[arg-type]
+    except Exception as raised:  # whatever it is, the other ranks must not wait for this one
+        error = raised
+    facts = {"shape of the query": [*query.shape], "dtype": str(query.dtype)}
+    width = 0 if memory is None else memory.value.shape[-1]
+    notes = group.agree({**facts, "note": [width, *pieces]}, error)
+    widths, told = [width for width, *_ in notes], [firsts for _, *firsts in notes]
+    places = sorted(
+        (first, rank, n) for rank, each in enumerate(told) for n, first in enumerate(each)
+    )
+    if len({first for first, *_ in places}) < len(places):
+        raise ArgumentError(
+            f"ranks must have different keys, cut at multiples of {KEYS_OF_PIECE:,}, but several "
+            f"have keys from one of these positions on: {told}. Give each rank its own part."
+        )
+    if not places:
+        raise ArgumentError("some rank must have keys, but none has. Give the keys of the cache.")
+    most = max(map(len, told))
+    packed = _packed(list(pieces.values()), query, (most, max(widths)))
+    every = [AttentionPiece(x[..., :-2], x[..., -2], x[..., -1]) for x in group.gather(packed)]
+    ordered = [AttentionPiece(*(x[n] for x in every[rank])) for _, rank, n in places]
+    return merge_pieces(ordered, sink=sink, dtype=query.dtype)
+
+
+def _packed(pieces: list[AttentionPiece], query: Tensor, size: tuple[int, int]) -> Tensor:
+    """Return pieces in one tensor [most, B, Hq, L, Dv + 2], the rest of which is 0."""
+    most, width = size
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    packed = query.new_zeros((most, *query.shape[:-1], width + 2), dtype=dtype)
+    for place, (out, sums, maxima) in enumerate(pieces):
+        packed[place, ..., :-2] = out
+        packed[place, ..., -2], packed[place, ..., -1] = sums, maxima
+    return packed
+
+
+def _ranges(memory: Dense | Paged | None) -> list[tuple[int, Dense | Paged]]:
+    """Return the keys of each 1,024 positions, and the first of these positions."""
+    step = KEYS_OF_PIECE
+    if isinstance(memory, Dense):
+        begin, count = memory.start, memory.key.shape[2]
+        _check_cut(begin)
+        return [
+            (
+                begin + n,
+                Dense(
+                    memory.key[:, :, n : n + step],
+                    memory.value[:, :, n : n + step],
+                    start=begin + n,
+                ),
+            )
+            for n in range(0, count, step)
+        ]
+    if not isinstance(memory, Paged):
+        return []
+    page = memory.key.shape[2]
+    if step % page:
+        raise ArgumentError(
+            f"the page size must divide {step:,}, but is {page}. Choose a power of two."
+        )
+    ends = torch.as_tensor(memory.lengths).long()
+    first_page = torch.zeros_like(ends) if memory.first_page is None else memory.first_page
+    begins = torch.as_tensor(first_page).long() * page
+    for begin in begins.tolist():
+        _check_cut(begin)
+    found: list[tuple[int, Dense | Paged]] = []
+    for first in range(int(begins.min()), int(ends.max()), step):
+        low, high = begins.clamp(min=first), ends.clamp(max=first + step)
+        high = torch.maximum(low.clamp(max=first + step), high)
+        part = replace(memory, lengths=high, first_page=low.clamp(max=first + step) // page)
+        found.append((first, part))
+    return found
+
+
+def _check_cut(begin: int) -> None:
+    if begin % KEYS_OF_PIECE:
+        raise ArgumentError(
+            f"the part of a rank must begin at a multiple of {KEYS_OF_PIECE:,} positions for the "
+            f"bits of one process, but begins at {begin}. Cut it there, or use merge_over_ranks."
+        )

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import flex_attention as torch_flex
 
 from quire.block_mask import BlockMask, element_mod
+from quire.block_mask.blocks import ceil_div
 from quire.block_mask.tiles import fastest_form
 from quire.checks.arguments import whole_number
-from quire.distributed.context_plan import ContextPlan
+from quire.distributed.context_plan import METHODS, ContextPlan, MethodName
 from quire.distributed.group import TIMEOUT, RankGroup
 from quire.distributed.layouts import LAYOUTS, Division, LayoutName, compared
 from quire.distributed.reads import Reads, choose_block
@@ -21,6 +23,9 @@ from quire.ir.graph import inputs
 from quire.ir.trace import Mod, Traced, mod_name
 from quire.mods import noop_mask
 from quire.request import Mask
+from quire.runtime.slices import slice_size
+
+SLICES_OF_RANK = 8  # at least, so that layouts can be balanced
 
 
 def plan(
@@ -31,10 +36,12 @@ def plan(
     num_ranks: int | None = None,
     rank: int = 0,
     layout: LayoutName | str = "auto",
+    method: MethodName = "auto",
     block_size: int | None = None,
     batch: int | None = None,
     heads: int | None = None,
     bytes_per_key: int | None = None,
+    same_bits: bool | None = None,
     timeout: timedelta = TIMEOUT,
 ) -> ContextPlan:
     """Divide one sequence of `length` tokens among ranks, without communication.
@@ -52,6 +59,16 @@ def plan(
     them. `block_size` is the number of tokens that are given away together, 128 or less if ranks
     would have few blocks. If the mask differs by batch entry or head, give `batch` or `heads`.
     `bytes_per_key`, the bytes of a key and its value in all heads, makes the printed plan tell MiB.
+
+    `method` is "pages" (a rank receives the keys that its queries read), "heads" (a rank computes
+    some heads over the whole sequence) or "ring" (keys go round, and a rank holds those of two
+    ranks at a time). "auto" takes pages or heads, by which of them a call sends less.
+
+    With `same_bits`, gradients of keys, values and captured tensors have the bits of one process:
+    ranks have whole slices of the backward pass, at most 64, and the sums of every slice travel. By
+    default it is so if there are eight slices for each rank. Without it ranks can have any blocks,
+    and fewer bytes travel. All other results have the bits of one process in any case.
+
     An operation of the group that takes longer than `timeout` raises an error.
     """
     length = whole_number("length", length, minimum=1, advice="Give the number of tokens.")
@@ -61,17 +78,27 @@ def plan(
             f"layout must be one of auto, {', '.join(LAYOUTS)}, but is {layout!r}. Leave it out to "
             f"compare all."
         )
+    if method not in METHODS:
+        raise ArgumentError(
+            f"method must be one of {', '.join(METHODS)}, but is {method!r}. Leave it out to let "
+            f"the plan choose."
+        )
     if block_size is None:
         block_size = choose_block(length, group.size)
     advice = "Give the number of tokens of a block, such as 128."
     block = whole_number("block_size", block_size, minimum=1, advice=advice)
+    slice_blocks = _slice_blocks(length, block, group.size, same_bits)
     mod = _traced(mask)
     sizes = _count(mod, "batch", "b", batch), _count(mod, "heads", "h", heads)
     reads = Reads.of(mod, length, block, *sizes)
     if layout == "auto":
-        found = tuple(compared(reads, group.size))
+        found = tuple(compared(reads, group.size, slice_blocks or 1))
     else:
-        found = (Division.of(layout, reads, group.size),)
+        found = (Division.of(layout, reads, group.size, slice_blocks or 1),)
+    needs = None
+    if slice_blocks:
+        of_slice = np.arange(reads.num_blocks) // slice_blocks
+        needs = reads.of_ranks(of_slice, int(of_slice[-1]) + 1)
     return ContextPlan(
         mask=mod,
         length=length,
@@ -81,7 +108,23 @@ def plan(
         sizes=sizes,
         bytes_per_key=bytes_per_key,
         given=mask,
+        method=method,
+        slice_size=slice_blocks * block,
+        slice_needs=needs,
     )
+
+
+def _slice_blocks(length: int, block: int, num_ranks: int, wanted: bool | None) -> int:
+    """Return how many blocks a slice of the backward pass has; 0 if ranks share slices."""
+    size = slice_size(length)
+    if wanted is None:
+        wanted = ceil_div(length, size) >= SLICES_OF_RANK * num_ranks and size % block == 0
+    if wanted and size % block:
+        raise ArgumentError(
+            f"block_size must divide the {size} tokens of a slice for the bits of one process, but "
+            f"is {block}. Leave it out, or give same_bits=False."
+        )
+    return size // block if wanted else 0
 
 
 def _traced(mask: Mask | None) -> Mod:

@@ -68,6 +68,16 @@ class Reads(NamedTuple):
         size = (num_ranks * self.entries, self.num_blocks)
         return union(place, self.runs, size).reshape(num_ranks, self.entries, self.num_blocks)
 
+    def in_units(self, width: int) -> Reads:
+        """Return what units of `width` neighbouring blocks read, in units."""
+        if width == 1:
+            return self
+        batch, heads, rows, _ = self.runs.shape
+        units, ids = ceil_div(rows, width), self.runs.row_ids()
+        place = ids // rows * units + ids % rows // width
+        cells = union(place, self.runs, (batch * heads * units, units), width)
+        return Reads(Runs.of_cells(cells.reshape(batch, heads, units, units).astype(np.int8)))
+
     def documents(self) -> Numbers:
         """Return the number of the document of each block. No block reads another document.
 

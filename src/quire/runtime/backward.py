@@ -1,13 +1,13 @@
 """The backward pass on compiled kernels.
 
-Work is divided into shares (see `codegen/convention.py`). Each share adds to its own sums of the
-gradients of keys, values and captured tensors; at the end, all sums are added.
+Queries are cut into slices (`slices.py`). Each has its own sums of the gradients of keys, values
+and captured tensors, which are added in a fixed order.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -23,24 +23,17 @@ from quire.request import Problem
 from quire.results import Above, Gradients, Result, Wanted, folded
 from quire.runtime import chosen
 from quire.runtime.blocks import NO_LISTS, TileLists, tile_lists
-from quire.runtime.capture_sums import Round, SumsOfCapture, direct_inputs
-from quire.runtime.launch import Launcher, Records
+from quire.runtime.capture_sums import SumsOfCapture, direct_inputs
+from quire.runtime.launch import Launcher, Records, num_threads
 from quire.runtime.mods import ORIGIN, graphs_of
-from quire.runtime.prepare import make_launcher, num_products, record, table_of
+from quire.runtime.prepare import make_launcher, num_products
+from quire.runtime.slices import AtOnce, Round, Shares, Slices, SliceShares, in_pages
+from quire.runtime.sums_of_rows import SumsOfRows, Touched
 from quire.support.bounded import BoundedDict
 from quire.support.torch_private import has_memory
 
-ENOUGH_SHARES = 8  # of one sequence; the sums of more shares would take more memory
-QUERIES_OF_SHARE = 1024  # at least
 LARGEST_SUMS = 2**27
 """The most bytes for sums of captured tensors, if one share does not need more."""
-
-
-def num_slices(q_len: int, heads: int, key_heads: int) -> int:
-    """Return the number of slices of a sequence's queries, for each key head."""
-    count = max(1, key_heads)  # there may be no heads
-    rows = q_len * (heads // count)
-    return max(1, min(-(-ENOUGH_SHARES // count), rows // QUERIES_OF_SHARE))
 
 
 class BackwardPlan(NamedTuple):
@@ -50,7 +43,7 @@ class BackwardPlan(NamedTuple):
     lists: TileLists
     loads: tuple[Node, ...]  # loads of a mod that have a gradient
     learned: tuple[int, ...]  # indices of the captured tensors whose gradients are wanted
-    slices: tuple[int, ...]  # the number of slices of each sequence
+    slices: Slices  # of each sequence
     scale: float
     added_captures: tuple[Tensor, ...]  # tensors that mods load from, besides the user's captures
 
@@ -61,8 +54,12 @@ class BackwardPlan(NamedTuple):
         blocks: BlockRows | None,
         learned: tuple[int, ...],
         results: Result,
+        slice_size: int | None = None,
     ) -> BackwardPlan:
-        """Return the plan for operands and results with the layout of these."""
+        """Return the plan for operands and results with the layout of these.
+
+        Slices have `slice_size` queries, if it is given.
+        """
         lists = NO_LISTS
         origin = placed.rows if isinstance(placed.rows, One) else ORIGIN
         if blocks is not None:
@@ -79,7 +76,6 @@ class BackwardPlan(NamedTuple):
             block_q=BLOCK_Q,
             lists=lists,
         )
-        heads, key_heads = placed.query.shape[1], placed.key.shape[1]
         rows = placed.rows
         lengths = [rows.q_len] if isinstance(rows, One) else rows.q_len.tolist()
         return BackwardPlan(
@@ -87,16 +83,23 @@ class BackwardPlan(NamedTuple):
             lists=lists,
             loads=tuple(graphs.slopes.loads),
             learned=learned,
-            slices=tuple(num_slices(q_len, heads, key_heads) for q_len in lengths),
+            slices=Slices.of(lengths, slice_size),
             scale=problem.scale,
             added_captures=loaded[len(problem.captures) :],
         )
 
     def run(
-        self, placed: Placed, captures: tuple[Tensor, ...], wanted: Wanted, above: Above
+        self,
+        placed: Placed,
+        captures: tuple[Tensor, ...],
+        wanted: Wanted,
+        above: Above,
+        *,
+        apart: bool = False,
     ) -> Gradients | None:
         """Return the gradients; None if a number is not finite, or lse too far from 0."""
-        return Pass(self, placed, (*captures, *self.added_captures), wanted, above).gradients()
+        captures = (*captures, *self.added_captures)
+        return Pass(self, placed, captures, wanted, above, apart=apart).gradients()
 
 
 class BackwardPlans:
@@ -113,8 +116,12 @@ class BackwardPlans:
         blocks: BlockRows | None,
         wanted: Wanted,
         above: Above,
+        slice_size: int | None = None,
     ) -> Gradients | None:
-        """Return the gradients; None if the eager backend has to compute them."""
+        """Return the gradients; None if the eager backend has to compute them.
+
+        If `slice_size` is given, slices have so many queries, and their sums are kept apart.
+        """
         if problem.weighting != "softmax":
             above = above.of_weights(problem.weighting)
         out, lse, *given = above[:4]
@@ -135,13 +142,14 @@ class BackwardPlans:
                 return chosen.gradients(turned, placed, blocks, wanted, above)
         # Hooks on saved tensors may return them with other strides than in the forward pass.
         saved = (query, key, value, out, lse, *captures)
-        layout = (wanted.learned, *(tensor.stride() for tensor in saved))
+        layout = (slice_size, wanted.learned, *(tensor.stride() for tensor in saved))
         plan = self._known.get(layout)
         if plan is None:
             problem = problem.with_captures(captures)
-            new = BackwardPlan.of(problem, placed, blocks, wanted.learned, Result(out, lse))
+            results, learned = Result(out, lse), wanted.learned
+            new = BackwardPlan.of(problem, placed, blocks, learned, results, slice_size=slice_size)
             plan = self._known.keep(layout, new)
-        return plan.run(placed, captures, wanted, above)
+        return plan.run(placed, captures, wanted, above, apart=slice_size is not None)
 
 
 def key_mass(problem: Problem, placed: Placed, results: Result) -> Tensor | None:
@@ -159,7 +167,11 @@ def key_mass(problem: Problem, placed: Placed, results: Result) -> Tensor | None
 
 
 class Pass:
-    """One backward pass: its tensors, and the sums of its shares."""
+    """One backward pass: its tensors, and the sums of its slices.
+
+    With `apart`, the sums of slices are not added: gradients of keys, values and captured tensors
+    have one entry for each slice.
+    """
 
     def __init__(
         self,
@@ -168,14 +180,18 @@ class Pass:
         captures: tuple[Tensor, ...],
         wanted: Wanted,
         above: Above,
+        *,
+        apart: bool = False,
     ) -> None:
         self.plan, self.placed, self.captures = plan, placed, captures
-        self.wanted, self.above = wanted, above
+        self.wanted, self.above, self.apart = wanted, above, apart
         out, lse, grad_out, grad_lse = above[:4]
         self.grad_out = out.new_zeros(()).expand(out.shape) if grad_out is None else grad_out
         self.grad_lse = None if grad_lse is None else torch.empty_like(lse).copy_(grad_lse)
         self.dtype, self.key_heads = lse.dtype, placed.key.shape[1]
+        self._parts: dict[str, Tensor] = {}  # of threads; the kernel writes to them
         self.learned = {index: self._sums_of_capture(index) for index in plan.learned}
+        self.division, self.part = self._divided()
 
     def gradients(self) -> Gradients | None:
         """Launch the kernel for all shares, and return the sums of their gradients."""
@@ -183,53 +199,53 @@ class Pass:
         has_unowned_rows = not isinstance(placed.rows, One)  # perhaps; no share writes to them
         new = torch.zeros_like if has_unowned_rows else torch.empty_like
         query = new(placed.query) if wanted.query else None
-        key = self._sums_of_rows(placed.key) if wanted.key else None
-        value = self._sums_of_rows(placed.value) if wanted.value else None
+        widths = self.plan.launcher.terms.columns
+        sums = {
+            name: self._sums_of_rows(self.key_heads, width)
+            for name, width in zip(("key", "value"), widths, strict=True)
+            if getattr(wanted, name)
+        }
         delta = torch.zeros_like(self.above.lse)
         flags = torch.zeros(2, dtype=torch.int64, device="cpu")
         table = ctypes.create_string_buffer(CAPTURED_GRADIENT.size * len(self.plan.loads) + 1)
-        fields = self._fields(query, key, value, delta)
+        fields = self._fields(query, delta) | self._fields_of_sums(sums)
         fields |= {"captured": ctypes.addressof(table), "odd": flags.data_ptr()}
-        for part in self._rounds():
-            sums = {index: each.begin(part) for index, each in self.learned.items()}
+
+        def begin(part: Round) -> None:
+            places = {index: each.begin(part) for index, each in self.learned.items()}
             records = [
-                CAPTURED_GRADIENT.pack_in_order(*sums[index]) for index in self._loaded_captures
+                CAPTURED_GRADIENT.pack_in_order(*places[index]) for index in self._loaded_captures
             ]
             table.raw = b"".join((*records, b"\0"))
-            self._launch(fields, part)
-            for each in self.learned.values():
-                each.end()
+
+        self._run(fields, [*sums.values()], begin)
         not_finite, far = flags.tolist()
         if not_finite or (far and self.above.whole):
             return None
-        captures = [
-            self.learned[index].total if index in self.learned else None
-            for index in range(len(wanted.captures))
-        ]
+        learned = {index: each.total for index, each in self.learned.items()}
+        totals = {name: self._total(each, getattr(placed, name)) for name, each in sums.items()}
         return Gradients(
             query=query,
-            key=None if key is None else self._total(key, placed.key),
-            value=None if value is None else self._total(value, placed.value),
-            captures=tuple(captures),
+            key=totals.get("key"),
+            value=totals.get("value"),
+            captures=tuple(learned.get(index) for index in range(len(wanted.captures))),
             delta=delta,
             lse=self.above.lse,
         )
 
     def masses(self) -> Tensor | None:
         """Return the sum of weights of each key; None if an lse is too far from 0."""
-        placed = self.placed
-        sums = self._zeros(placed.query.shape[1], placed.key.shape[2])
-        fields = dict.fromkeys(GRADIENTS, 0) | _strided("masses", sums, ("slice", "batch", "head"))
+        self.division = SliceShares(whole=False, together=self.plan.slices.most)
+        sums = self._sums_of_rows(self.placed.query.shape[1])
+        fields: dict[str, int | float] = dict.fromkeys(GRADIENTS, 0)
+        fields |= _strided("masses", sums.sums, ("slice", "batch", "head"))
         flags = torch.zeros(2, dtype=torch.int64, device="cpu")
         fields["odd"] = flags.data_ptr()
-        for part in self._rounds():
-            self._launch(fields, part)
-        return None if flags[1].item() else self._sum_of_slices(sums)
+        self._run(fields, [sums], lambda _: None)
+        return None if flags[1].item() else sums.total
 
-    def _fields(
-        self, query: Tensor | None, key: Tensor | None, value: Tensor | None, delta: Tensor
-    ) -> dict[str, int | float]:
-        """Return the part of the kernel's record that is about gradients."""
+    def _fields(self, query: Tensor | None, delta: Tensor) -> dict[str, int | float]:
+        """Return the part of the kernel's record that is about gradients, but for sums."""
         wanted = self.wanted
         fields: dict[str, int | float] = dict.fromkeys(GRADIENTS, 0)
         fields |= _strided("grad_out", self.grad_out, ("batch", "head", "row", "column"))
@@ -237,14 +253,23 @@ class Pass:
             fields["grad_lse"] = self.grad_lse.data_ptr()
         if query is not None:
             fields |= _strided("grad_query", query, ("batch", "head", "row", "column"))
-        for name, sums in (("grad_key", key), ("grad_value", value)):
-            if sums is not None:
-                fields |= _strided(name, sums, ("slice", "batch", "head", "row"))
         return fields | {
             "delta": delta.data_ptr(),
             "wants_slopes": int(wanted.query or wanted.key or bool(wanted.learned)),
             "slope_scale": self.plan.scale,
         }
+
+    def _fields_of_sums(self, sums: dict[str, SumsOfRows]) -> dict[str, int | float]:
+        """Return the part of the record that is about the sums of keys and values."""
+        fields: dict[str, int | float] = {"whole": int(self.division.whole)}
+        for name, each in sums.items():
+            fields |= _strided(f"grad_{name}", each.sums, ("slice", "batch", "head", "row"))
+            if self.division.whole and self.plan.slices.most > 1:
+                shape = (num_threads(), self._num_keys, each.sums.shape[-1])
+                parts = torch.zeros(shape, dtype=self.dtype, device="cpu")
+                fields |= _strided(f"part_{name}", parts, ("thread",))
+                self._parts[name] = parts
+        return fields
 
     # --- shares
 
@@ -258,122 +283,99 @@ class Pass:
         rows = self.placed.rows
         return self.placed.query.shape[0] if isinstance(rows, One) else rows.num
 
-    def _rounds(self) -> Iterator[Round]:
-        """Yield all shares, in rounds whose sums of captured tensors are not too large."""
-        batch, heads = self._batch, self.key_heads
+    def _divided(self) -> tuple[SliceShares, AtOnce]:
+        """Return how slices become shares, and rounds whose captured sums are not too large."""
+        rows, part = self.placed.rows, AtOnce(self._batch, self.key_heads)
+        sequences = float(part.batch)
+        if not isinstance(rows, One):
+            work = rows.q_len * rows.kv_len
+            sequences = work.sum() / max(1, work.max(initial=1))
+        most = self.plan.slices.most
+        division = SliceShares.of(most, sequences * part.heads, num_threads())
+        if self.apart:
+            division = SliceShares(whole=False, together=most)
 
-        def size(batch: int, heads: int) -> int:
-            return sum(each.size(batch, heads) for each in self.learned.values())
+        def size(part: AtOnce, slices: int) -> int:
+            return sum(each.size(*part, slices) for each in self.learned.values())
 
-        while batch > 1 and size(batch, heads) > LARGEST_SUMS:
-            batch = -(-batch // 2)
-        while batch == 1 and heads > 1 and size(batch, heads) > LARGEST_SUMS:
-            heads = -(-heads // 2)
-        for b in range(0, self._batch, max(1, batch)):
-            for h in range(0, self.key_heads, max(1, heads)):
-                yield Round(b, min(b + batch, self._batch), h, min(h + heads, self.key_heads))
+        return division.within(size, part, LARGEST_SUMS, apart=self.apart)
 
-    def _launch(self, fields: dict[str, int | float], part: Round) -> None:
+    def _run(
+        self,
+        fields: dict[str, int | float],
+        sums: list[SumsOfRows],
+        begin: Callable[[Round], None],
+    ) -> None:
+        """Launch the kernel for all rounds, and add up what slices leave."""
+        batch, most = self._batch, self.plan.slices.most
+        touched = Touched()
+        for part in self.division.rounds(self.plan.slices, batch, self.key_heads, self.part):
+            begin(part)
+            self._launch(fields, part, touched)
+            for each in self.learned.values():
+                each.end(part)
+            if (part.b_stop, part.h_stop) == (batch, self.key_heads):
+                for captured in self.learned.values():
+                    captured.add_slices()
+                if not self.apart and not self.division.whole:
+                    for keys in sums:
+                        keys.add_slices(touched, last=part.s_stop == most)
+                    touched = Touched()
+
+    def _launch(self, fields: dict[str, int | float], part: Round, touched: Touched) -> None:
         """Launch the shares of a round."""
-        placed, above = self.placed, self.above
-        table, first, stop = self._shares(part)
-        if first == stop or 0 in placed.query.shape[:3]:
+        placed, above, rows = self.placed, self.above, self.placed.rows
+        shares = Shares.of(rows, self.plan.slices, self.division, self.key_heads, part)
+        if shares.first == shares.stop or 0 in placed.query.shape[:3]:
             return
+        if not self.division.whole:
+            ends = np.zeros((shares.stop, 2), np.int64)
+            fields = fields | {"touched": ends.ctypes.data}
         launcher = self.plan.launcher
         launcher.terms.check_gradients(fields)
-        rows = placed.rows
         count = 1 if isinstance(rows, One) else rows.num
         launcher.launch(
             placed,
-            Records(table, count, num_products(placed, rows), stop),
+            Records(shares.table, count, num_products(placed, rows), shares.stop),
             Result(above.out, above.lse),
             self.captures,
             lists=self.plan.lists,
             more=GRADIENTS_PART.pack(fields),
-            first=first,
+            first=shares.first,
         )
-
-    def _shares(self, part: Round) -> tuple[bytes, int, int]:
-        """Return the table of sequences, and the first and the end of the shares of a round.
-
-        Shares are numbered by sequence, then by head, then by slice.
-        """
-        rows, slices = self.placed.rows, self.plan.slices
-        if isinstance(rows, One):
-            shares = self.key_heads * slices[0]
-            first, stop = shares * part.b, shares * part.b_stop
-            table = record(rows, slices=slices[0])
-        else:
-            counts = np.array(slices, np.int64)
-            if part == Round(0, rows.num, 0, self.key_heads):
-                order = rows.largest_first()
-                counts, rows = counts[order], rows.where(order)
-            ends = np.cumsum(self.key_heads * counts)
-            table = table_of(rows, ends - self.key_heads * counts, {"slices": counts})
-            first, stop = ([0, *ends.tolist()][b] for b in (part.b, part.b_stop))
-        if part.h_stop - part.h < self.key_heads:
-            each = (stop - first) // self.key_heads
-            first, stop = first + part.h * each, first + part.h_stop * each
-        return table, first, stop
+        if not self.division.whole:
+            chosen = slice(shares.first, shares.stop)
+            touched.note(shares.slices(self.key_heads)[chosen], ends[chosen])
 
     # --- sums
 
-    def _sums_of_rows(self, rows: Tensor) -> Tensor:
-        """Return zeros for the gradients of keys or values: [slices, B, Hkv, S, D in panels]."""
-        columns = self.plan.launcher.terms.columns
-        width = columns[0 if rows is self.placed.key else 1]
-        return self._zeros(rows.shape[1], rows.shape[2], width)
+    @property
+    def _num_keys(self) -> int:
+        """Return the keys of the sequence that has most."""
+        rows = self.placed.rows
+        return rows.kv_end - rows.kv_begin if isinstance(rows, One) else longest(rows.kv_len)
 
-    def _zeros(self, heads: int, num_rows: int, *width: int) -> Tensor:
-        """Return zeros [slices, B, heads, num_rows, *width]; with pages, num_rows is positions."""
+    def _sums_of_rows(self, heads: int, *width: int) -> SumsOfRows:
+        """Return zeros [slices, B, heads, rows, *width]; with pages, rows are positions."""
         placed = self.placed
-        batch = placed.query.shape[0] if isinstance(placed.rows, One) else 1
+        batch, num_rows = placed.query.shape[0], placed.key.shape[2]
         if placed.page_table is not None:
             batch, num_rows = placed.sequences.num, longest(placed.sequences.kv_end)
-        shape = (max(self.plan.slices, default=1), batch, heads, num_rows, *width)
-        return torch.zeros(shape, dtype=self.dtype, device="cpu")
+        elif not isinstance(placed.rows, One):
+            batch = 1
+        num_slices = 1 if self.division.whole else self.division.together
+        return SumsOfRows(num_slices, (batch, heads, num_rows, *width), self.dtype)
 
-    def _total(self, sums: Tensor, like: Tensor) -> Tensor:
+    def _total(self, sums: SumsOfRows, like: Tensor) -> Tensor:
         """Return the gradient of keys or values, in the shape of `like`, from all sums."""
-        total = self._sum_of_slices(sums)
+        if self.apart:
+            return sums.sums[..., : like.shape[3]]
+        total = sums.total
         if self.placed.page_table is not None:
-            total = self._to_pages(total, like)
+            total = in_pages(total, self.placed, like)
         elif like.shape[0] != total.shape[0]:  # all batches share one batch of keys
             total = folded(total).unsqueeze(0)
         return total[..., : like.shape[3]].contiguous()
-
-    def _to_pages(self, total: Tensor, like: Tensor) -> Tensor:
-        """Add sums by position [B, Hkv, positions, D] to the pages, which may be shared."""
-        table = self.placed.page_table
-        assert table is not None, "keys must be in pages"
-        num_pages, heads, size, _ = like.shape
-        rows = total.new_zeros(num_pages * size, heads, total.shape[-1])
-        sequences = self.placed.sequences
-        for b, (begin, end) in enumerate(zip(sequences.kv_begin, sequences.kv_end, strict=True)):
-            positions = torch.arange(int(begin), int(end))
-            at = table[b, positions // size].long() * size + positions % size
-            rows.index_add_(0, at, total[b, :, positions].transpose(0, 1))
-        return rows.view(num_pages, size, heads, -1).transpose(1, 2)
-
-    def _sum_of_slices(self, sums: Tensor) -> Tensor:
-        """Add the slices of each sequence. Their number, and so the bits, depend on it alone."""
-        if sums.shape[0] == 1:
-            return sums[0]
-        if len(set(self.plan.slices)) <= 1:
-            return folded(sums)
-        counts, sequences = np.array(self.plan.slices), self.placed.sequences
-        if self.placed.page_table is not None:
-            each = [folded(sums[:count, b].clone()) for b, count in enumerate(self.plan.slices)]
-            return torch.stack(each)
-        ends = np.cumsum(sequences.kv_len)
-        first = sequences.kv_row + sequences.kv_begin - ends + sequences.kv_len
-        rows = np.arange(ends[-1]) + np.repeat(first, sequences.kv_len)
-        total = sums.new_zeros(sums.shape[1:])
-        for count in set(self.plan.slices):
-            chosen = np.repeat(counts == count, sequences.kv_len)
-            at = torch.from_numpy(rows[chosen])
-            total[:, :, at] = folded(sums[:count, :, :, at])
-        return total
 
     def _sums_of_capture(self, index: int) -> SumsOfCapture:
         """Return the sums of one captured tensor.
@@ -382,11 +384,10 @@ class Pass:
         elements. The same is true of heads and h, and of slices and q_idx.
         """
         loads = [load for load in self.plan.loads if load.payload == index]
-        shared = [
+        b, h, q = (
             all(name in direct_inputs(load) for load in loads) for name in ("b", "h", "q_idx")
-        ]
-        slices = 1 if shared[2] else max(self.plan.slices, default=1)
-        return SumsOfCapture(self.captures[index], self.dtype, (shared[0], shared[1]), slices)
+        )
+        return SumsOfCapture(self.captures[index], self.dtype, (b, h, q), apart=self.apart)
 
 
 def _strided(name: str, tensor: Tensor, axes: tuple[str, ...]) -> dict[str, int | float]:

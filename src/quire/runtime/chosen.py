@@ -40,6 +40,7 @@ from quire.runtime.blocks import num_tiles
 from quire.runtime.launch import Records
 from quire.runtime.mods import graphs_of
 from quire.runtime.prepare import make_launcher, num_products, row_strides, table_of
+from quire.runtime.slices import ALL_BLOCKS
 
 LANES = 64
 """Queries of a panel, about, for an estimate of what copied queries cost."""
@@ -276,7 +277,8 @@ class _Backward:
                 fields |= {f"grad_{side}": sums.data_ptr(), f"grad_{side}_row": width}
         launcher.terms.check_gradients(fields)
         order = rows.largest_first()
-        table = table_of(rows.where(order), np.arange(rows.num), {"slices": np.ones_like(order)})
+        one = {"slices": np.ones_like(order), "slice_blocks": np.full_like(order, ALL_BLOCKS)}
+        table = table_of(rows.where(order), np.arange(rows.num), one)
         records = Records(table, rows.num, num_products(placed, rows), rows.num)
         launcher.launch(placed, records, results, loaded, more=GRADIENTS_PART.pack(fields))
         return grad_query

@@ -331,9 +331,12 @@ def table_of(sequences: Sequences, first_item: Numbers, columns: dict[str, Numbe
     return np.stack([columns.get(name, zeros) for name in SEQUENCE.fields], axis=1).tobytes()
 
 
-def record(rows: One, pieces: int = 1, slices: int = 1) -> bytes:
+def record(
+    rows: One, pieces: int = 1, slices: int = 1, *, first_slice: int = 0, slice_blocks: int = 0
+) -> bytes:
     """Return the table of a dense call, with as many pieces of keys or slices of queries."""
     q_len, q_start, kv_begin, kv_end, b = rows
     positions = (q_len, q_start, -kv_begin, kv_begin, kv_end)
-    fields = (b, 0, 0, *positions, slices, pieces, 0, 1, 0)  # as in SEQUENCE
+    pieced = (slices, pieces, 0, 1, 0)
+    fields = (b, 0, 0, *positions, *pieced, first_slice, slice_blocks)  # as in SEQUENCE
     return SEQUENCE.pack_in_order(*fields)

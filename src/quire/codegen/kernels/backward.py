@@ -1,7 +1,7 @@
 """The backward kernel: the tiles of the forward pass again, with five products in each.
 
-    for every share (items; threads take them off a counter):
-        for every block of queries of the share:
+    for every share (items; threads take them off a counter), for every slice of it:
+        for every block of queries of the slice:
             read queries and grad_out, as rows and as panels; delta = grad_out . out
             for every block of keys that they attend to:
                 copy keys and values to scratch
@@ -13,10 +13,11 @@
                 grad_value += weights . grad_out
                 grad_key   += slopes . queries
             write grad_query to the user's tensor
+        add the sums of the slice to those of the share
 
-Each share has its own sums of grad_key, grad_value and of the gradients of captured tensors. Which
-shares there are depends only on the lengths of the sequence and on the heads, so the bits of a
-gradient depend on nothing else.
+Each slice has its own sums of grad_key, grad_value and of the gradients of captured tensors, which
+are added in ascending order. Which slices there are depends only on the number of queries, so the
+bits of a gradient depend on nothing else, and another process may compute some of them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from __future__ import annotations
 import math
 
 from quire.codegen.convention import BACKWARD, DERIVE, KernelSpec, Record, gradient_columns
-from quire.codegen.kernels.items import QueryBlock, Share
+from quire.codegen.kernels.items import QueryBlock, Share, Slice
+from quire.codegen.kernels.key_sums import KeySums
 from quire.codegen.kernels.nest import Nest, entry
 from quire.codegen.kernels.visits import KeyBlock, KeyRange
 from quire.codegen.llvm.builder import Function, Module, Value
@@ -36,6 +38,7 @@ from quire.codegen.phases.gradient_tiles import (
     write_clear,
     write_dot_rows,
     write_find_query_ranges,
+    write_move_rows,
     write_scale_rows,
 )
 from quire.codegen.phases.softmax import EPS, LOG4_E
@@ -65,6 +68,7 @@ class _BackwardPhases:
         self.clear = write_clear(module, tile)
         self.dot_rows = write_dot_rows(module, tile)
         self.scale_rows = write_scale_rows(module, tile)
+        self.move_rows = write_move_rows(module, tile)
 
 
 def write_backward(spec: KernelSpec) -> Module:
@@ -87,19 +91,22 @@ class _BackwardNest(Nest):
 
         super().__init__(spec, f, regions, OPERANDS, layout=BACKWARD, stride=gradient_stride)
         self.phases = phases
+        self.sums = KeySums(self)
 
     def compute(self, share: Share) -> None:
         """Compute one share."""
-        with self.items.query_blocks_of(share) as queries:
-            for name in self.placements:
-                self.place(queries, name)
-            self._start(queries)
-            with self.visits.key_blocks(queries) as block:
-                self._stage(block)
-                self._compute_panels(share, queries, block)
-                self._add_to_keys(share, queries, block)
-            self._finish(queries)
-        self._close(share)
+        with self.items.slices_of(share) as slice:
+            self.sums.begin()
+            with self.items.query_blocks_of(slice) as queries:
+                for name in self.placements:
+                    self.place(queries, name)
+                self._start(queries)
+                with self.visits.key_blocks(queries) as block:
+                    self._stage(block)
+                    self._compute_panels(slice, queries, block)
+                    self._add_to_keys(slice, queries, block)
+                self._finish(queries)
+            self._close(slice)
 
     def _gather(self, name: str, first: Value, count: Value, into: Value, stride: Value) -> None:
         """Copy `count` rows of a tensor to scratch."""
@@ -213,22 +220,17 @@ class _BackwardNest(Nest):
         """Write the gradient of the queries to the user's tensor."""
         f, rows, stride = self.f, self.scratch["grad_query"], self.stride["key"]
         with f.when(self.wanted("grad_query")):
-            scale = self.arg["slope_scale"]
-            self._scale(rows, stride, queries.q_count, self.depth["key"], scale)
+            size = {"stride": stride, "count": queries.q_count, "columns": self.depth["key"]}
+            scale = f.convert(self.arg["slope_scale"], self.tile.element)
+            self._note_odd(f.call(self.phases.scale_rows, rows=rows, **size, scale=scale))
             end = queries.q_first + queries.q_count
             place = {"rows": self.placements["grad_query"], "begin": queries.q_first, "end": end}
             f.call(self.phases.scatter_query, **place, source=rows, stride=stride)
 
-    def _scale(
-        self, rows: Value, stride: Value, count: Value, columns: Value, scale: Value
-    ) -> None:
-        """Multiply rows by a number; set the flag `odd` if a result is not finite."""
-        f = self.f
-        number = f.convert(scale, self.tile.element)
-        size = {"stride": stride, "count": count, "columns": columns}
-        odd = f.call(self.phases.scale_rows, rows=rows, **size, scale=number)
-        with f.when(odd):
-            f.store(f.value(1, I64), self.arg["odd"])
+    def _note_odd(self, odd: Value) -> None:
+        """Set the first flag of `odd` if some gradient is not finite."""
+        with self.f.when(odd):
+            self.f.store(self.f.value(1, I64), self.arg["odd"])
 
     # --- the keys of a block
 
@@ -240,7 +242,7 @@ class _BackwardNest(Nest):
             into = self.f.offset(self.scratch[f"{name}s"], block.begin * stride, self.tile.element)
             self._gather(name, block.origin + block.begin, count, into, stride)
 
-    def _compute_panels(self, share: Share, queries: QueryBlock, block: KeyBlock) -> None:
+    def _compute_panels(self, slice: Slice, queries: QueryBlock, block: KeyBlock) -> None:
         """Weights and slopes of every panel; what a panel does not read is zero."""
         f, tile, scratch = self.f, self.tile, self.scratch
         with f.range(0, queries.q_count, tile.width) as q:
@@ -257,11 +259,11 @@ class _BackwardNest(Nest):
                 with f.when(self.arg["wants_slopes"].differs(0)):
                     self._multiply("value", range.first, count, q, slopes)
                 tile_of = {"scores": weights, "slopes": slopes, "keys": count}
-                self._derive(share, queries, block, range, q=q, tile=tile_of)
+                self._derive(slice, queries, block, range, q=q, tile=tile_of)
                 with f.when(self.wanted("grad_query")):
                     self._add_to_queries(range.first, count, q, slopes)
                 with f.when(self.wanted("masses")):
-                    base = self._sums_of(share, queries.h, "masses")
+                    base = self.sums.of_head(slice.share, slice.slot, queries.h, "masses")
                     row = queries.kv_row + block.origin + range.first
                     masses = f.offset(base, row, tile.element)
                     f.call(self.phases.add_masses, weights, masses, count)
@@ -271,7 +273,7 @@ class _BackwardNest(Nest):
 
     def _derive(
         self,
-        share: Share,
+        slice: Slice,
         queries: QueryBlock,
         block: KeyBlock,
         range: KeyRange,
@@ -284,7 +286,7 @@ class _BackwardNest(Nest):
         rows = {x: f.offset(self.scratch[x], q, self.tile.element) for x in ("shift", "delta")}
         mod = self.visits.mod(range.kind)
         arguments = {name: arg[name] for name in ("arguments", "captured")}
-        head = {"b": queries.b, "h": queries.h, "key_head": share.key_head, "slice": share.slice}
+        head = {"b": queries.b, "h": queries.h, "key_head": queries.key_head, "slice": slice.slot}
         where = {"q_idx": queries.q_idx + q, "queries": queries.q_count - q}
         where |= {"kv_idx": block.origin + range.first}
         f.call_pointer(mod, DERIVE, **tile, **rows, **arguments, **head, **where)
@@ -311,48 +313,46 @@ class _BackwardNest(Nest):
         results = {"grads": grads, "grad_stride": stride, "columns": columns}
         f.call(self.phases.add_queries, **operands, **results)
 
-    def _add_to_keys(self, share: Share, queries: QueryBlock, block: KeyBlock) -> None:
+    def _add_to_keys(self, slice: Slice, queries: QueryBlock, block: KeyBlock) -> None:
         """grad_value += weights . grad_out and grad_key += slopes . queries, for all panels."""
         f, tile, scratch = self.f, self.tile, self.scratch
         panels = (queries.q_count + (tile.width - 1)).udiv(tile.width)
         ends = {"first": block.begin, "end": block.end}
         ranges = {name: scratch[name] for name in ("key_ranges", "query_ranges")}
         f.call(self.phases.find_query_ranges, **ranges, panels=panels, **ends)
+        self.sums.touch(block)
         for name, tiles, rows, width in (
             ("value", "weights", "grad_rows", "value_dim"),
             ("key", "slopes", "query_rows", "head_dim"),
         ):
             with f.when(self.wanted(f"grad_{name}")):
                 stride, step = self.stride[name], self.arg[f"grad_{name}_row"]
-                base = self._sums_of(share, share.key_head, f"grad_{name}")
-                row = queries.kv_row + block.origin
+                total, part = self.sums.of_keys(slice, name)
+                base = f.select(slice.share.in_parts, part, total)
                 f.call(
                     self.phases.add_keys,
                     weights=scratch[tiles],
                     query_ranges=scratch["query_ranges"],
                     rows=scratch[rows],
                     stride=stride,
-                    grads=f.offset(base, row * step, tile.element),
+                    grads=f.offset(base, block.origin * step, tile.element),
                     grad_stride=step,
                     **ends,
                     columns=gradient_columns(tile, self.arg[width]),
                 )
 
-    def _sums_of(self, share: Share, head: Value, name: str) -> Value:
-        """The address at which a share adds up the gradients of a head."""
-        arg = self.arg
-        at = share.slice * arg[f"{name}_slice"] + share.b * arg[f"{name}_batch"]
-        return self.f.offset(arg[name], at + head * arg[f"{name}_head"], self.tile.element)
-
-    def _close(self, share: Share) -> None:
-        """Multiply the sums of a share by their scale."""
-        f, arg = self.f, self.arg
-        field = self.items.sequence_fields(share.sequence)
-        first, last = (field["kv_row"] + field[end] for end in ("kv_begin", "kv_end"))
+    def _close(self, slice: Slice) -> None:
+        """Multiply the sums of a slice by their scale, and add them to those of its share."""
+        f, arg, tile = self.f, self.arg, self.tile
         one = f.value(1.0, arg["slope_scale"].type)
         for name, scale in (("key", arg["slope_scale"]), ("value", one)):
-            with f.when(self.wanted(f"grad_{name}")):
-                step = arg[f"grad_{name}_row"]
-                base = self._sums_of(share, share.key_head, f"grad_{name}")
-                rows = f.offset(base, first * step, self.tile.element)
-                self._scale(rows, step, last - first, self.depth[name], scale)
+            with self.sums.touched_rows(slice, name) as (total, part, count):
+                size = {"stride": arg[f"grad_{name}_row"], "count": count}
+                size["columns"] = self.depth[name]  # what is behind them is never read
+                size["scale"] = f.convert(scale, tile.element)
+                with f.when(slice.share.in_parts):
+                    move = self.phases.move_rows
+                    self._note_odd(f.call(move, rows=part, into=total, **size))
+                with f.when(~slice.share.in_parts):
+                    self._note_odd(f.call(self.phases.scale_rows, rows=total, **size))
+        self.sums.tell_touched(slice.share)

@@ -32,13 +32,24 @@ class QueryBlock(NamedTuple):
 
 
 class Share(NamedTuple):
-    """The query blocks of one slice of a sequence, in all heads that read one key head."""
+    """One slice or all slices of a sequence, in all heads that read one key head."""
 
+    number: Value  # of the item
     sequence: Value  # its record
     b: Value
     key_head: Value
-    slice: Value
-    slices: Value
+    first: Value  # its first slice
+    end: Value
+    in_parts: Value  # whether it has several slices, whose sums are added up one by one
+
+
+class Slice(NamedTuple):
+    """Some blocks of queries of a share: [first, end)."""
+
+    share: Share
+    slot: Value  # its number, counted from the first slice that is computed now
+    first: Value
+    end: Value
 
 
 class Piece(NamedTuple):
@@ -88,28 +99,49 @@ class Items:
 
     def share(self, number: Value) -> Share:
         """The share that an item of the backward kernel is."""
-        key_heads = self.arg["heads"].udiv(self.arg["group"])
+        f, key_heads = self.f, self.arg["heads"].udiv(self.arg["group"])
 
         def shares(sequence: Value) -> Value:
-            return self.f.field(SEQUENCE, sequence, "slices") * key_heads
+            return f.field(SEQUENCE, sequence, "slices") * key_heads
 
         b, place, sequence = self._locate(number, shares)
-        slices = self.f.field(SEQUENCE, sequence, "slices")
-        key_head = place.udiv(slices)
-        return Share(sequence, b, key_head, place - key_head * slices, slices)
+        field = self.sequence_fields(sequence)
+        key_head = place.udiv(field["slices"])
+        # The last slice first: under a causal mask it takes the longest.
+        turn = field["slices"] - 1 - (place - key_head * field["slices"])
+        slice, size = field["first_slice"] + turn, field["slice_blocks"]
+        count = (self._blocks(sequence) + (size - 1)).udiv(size)
+        whole = self.arg["whole"].differs(0)
+        return Share(
+            number=number,
+            sequence=sequence,
+            b=b,
+            key_head=key_head,
+            first=f.select(whole, 0, slice),
+            end=f.select(whole, count, slice + 1),
+            in_parts=whole & (count > 1),
+        )
 
     @contextmanager
-    def query_blocks_of(self, share: Share) -> Iterator[QueryBlock]:
-        """The query blocks of a share: every n-th block of all heads that read its keys."""
-        f, group = self.f, self.arg["group"]
-        blocks = self._blocks(share.sequence)
-        count = (blocks * group - share.slice + (share.slices - 1)).udiv(share.slices)
-        with f.range(0, count) as n:
-            place = share.slice + n * share.slices
-            head = place.udiv(blocks)
-            h = share.key_head * group + head
-            with f.when(self.goes_on()):
-                yield self._query_block(share.sequence, share.b, h, place - head * blocks)
+    def slices_of(self, share: Share) -> Iterator[Slice]:
+        """The slices of a share, in ascending order."""
+        f = self.f
+        size = f.field(SEQUENCE, share.sequence, "slice_blocks")
+        before = f.field(SEQUENCE, share.sequence, "first_slice")
+        with f.range(share.first, share.end) as n:
+            end = f.minimum((n + 1) * size, self._blocks(share.sequence))
+            yield Slice(share, n - before, n * size, end)
+
+    @contextmanager
+    def query_blocks_of(self, slice: Slice) -> Iterator[QueryBlock]:
+        """The query blocks of a slice, in all heads that read its keys."""
+        f, group, share = self.f, self.arg["group"], slice.share
+        with (
+            f.range(share.key_head * group, (share.key_head + 1) * group) as h,
+            f.range(slice.first, slice.end) as block,
+            f.when(self.goes_on()),
+        ):
+            yield self._query_block(share.sequence, share.b, h, block)
 
     def piece(self, number: Value) -> Piece:
         """The piece that an item of the decode kernel is."""

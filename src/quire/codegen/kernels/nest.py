@@ -45,8 +45,8 @@ class Nest:
         self.arg = arg = Record(f, layout, f.given["args"])
         self.items = Items(f, arg)
         self.visits = Visits(f, spec, self.items)
-        thread = f.atomic_add(f.offset(arg["counters"], 8, I64), 1)
-        base = f.offset(arg["scratch"], thread * arg["scratch_bytes"], I8)
+        self.thread = f.atomic_add(f.offset(arg["counters"], 8, I64), 1)
+        base = f.offset(arg["scratch"], self.thread * arg["scratch_bytes"], I8)
         self.scratch = {name: f.offset(base, at, self.tile.element) for name, at in regions(arg)}
         self.placements = {
             name: f.offset(self.scratch["records"], place * PLACEMENT.size, I8)

@@ -14,11 +14,11 @@ transposed. Sums start at zero in every tile. Rows are padded to whole pairs of 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from quire.codegen.convention import BLOCK_Q
 from quire.codegen.llvm.builder import Function, Module, Value
-from quire.codegen.llvm.types import I1, I64, typed
+from quire.codegen.llvm.types import I1, I64, Type, typed
 from quire.codegen.phases.tiles import SMALL_ROWS, TileShape, across, large_rows, outer_product
 from quire.codegen.scratch import weights_stride
 
@@ -212,22 +212,56 @@ def write_dot_rows(module: Module, tile: TileShape) -> Function:
 def write_scale_rows(module: Module, tile: TileShape) -> Function:
     """The function that multiplies rows by `scale`, and returns whether some are not finite."""
     parameters = typed("ptr rows, i64 stride count columns") | {"scale": tile.element}
-    with module.function("scale_rows", parameters, I1, internal=True) as f:
-        rows, stride, count, columns, scale = f.parameters
-        bits, wide = tile.element.as_int, f.splat(scale, tile.vector)
+
+    def scaled(f: Function, at: Value, scale: Value) -> Value:
+        x = tile.load(f, f.given["rows"], at) * scale
+        tile.store(f, x, f.given["rows"], at)
+        return x
+
+    return _write_each_vector(module, tile, "scale_rows", parameters, scaled)
+
+
+def write_move_rows(module: Module, tile: TileShape) -> Function:
+    """The function that adds rows times `scale` to the rows at `into`, and leaves zeros.
+
+    It returns whether some sum is not finite.
+    """
+    parameters = typed("ptr rows into, i64 stride count columns") | {"scale": tile.element}
+
+    def moved(f: Function, at: Value, scale: Value) -> Value:
+        rows, into = f.given["rows"], f.given["into"]
+        total = tile.load(f, into, at) + tile.load(f, rows, at) * scale
+        tile.store(f, total, into, at)
+        tile.store(f, f.value(0.0, tile.vector), rows, at)
+        return total
+
+    return _write_each_vector(module, tile, "move_rows", parameters, moved)
+
+
+def _write_each_vector(
+    module: Module,
+    tile: TileShape,
+    name: str,
+    parameters: dict[str, Type],
+    change: Callable[[Function, Value, Value], Value],
+) -> Function:
+    """The function that calls `change` for every vector of some rows, with its offset and scale.
+
+    It returns whether a number that `change` gives is not finite.
+    """
+    with module.function(name, parameters, I1, internal=True) as f:
+        given = f.given
+        bits, wide = tile.element.as_int, f.splat(given["scale"], tile.vector)
 
         def one_row(q: Value, seen: list[Value]) -> list[Value]:
-            row = f.offset(rows, q * stride, tile.element)
-
             def vector(d: Value, seen: list[Value]) -> list[Value]:
-                x = tile.load(f, row, d) * wide
-                tile.store(f, x, row, d)
+                x = change(f, q * given["stride"] + d, wide)
                 # x * 0 is NaN if x is not finite, else a zero
                 return [seen[0] | f.bitcast(x * 0.0, seen[0].type)]
 
-            return f.loop(0, columns, vector, carry=seen, step=tile.lanes)
+            return f.loop(0, given["columns"], vector, carry=seen, step=tile.lanes)
 
         nothing = f.value(0, bits.like(tile.vector))
-        (seen,) = f.loop(0, count, one_row, carry=[nothing])
+        (seen,) = f.loop(0, given["count"], one_row, carry=[nothing])
         f.give_back(f.any_lane((seen & ((1 << (bits.bits - 1)) - 1)).differs(0)))
     return f
