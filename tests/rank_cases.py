@@ -301,6 +301,26 @@ def bytes_on_the_wire(group: object, example: Example) -> tuple[int, int]:
     return sum(counted), int(divided.received[divided.rank]) * per_key * example.batch
 
 
+def gradients_on_the_wire(group: object, example: Example) -> tuple[int, int]:
+    """Return the gradients of keys that this rank receives, and those that the plan counts."""
+    divided = example.plan(group)
+    q, k, v = (x.requires_grad_() for x in divided.shard(*example.tensors(), dim=2))
+    out = example.together(divided, q, k, v)
+    counted, real = [], dist.all_to_all_single
+
+    def counting(into: Tensor, given: Tensor, **options: Any) -> Any:
+        counted.append(into.nbytes)
+        return real(into, given, **options)
+
+    group_module.dist.all_to_all_single = counting
+    try:
+        out.sum().backward()
+    finally:
+        group_module.dist.all_to_all_single = real
+    per_key = example.heads[1] * sum(example.width) * 4  # sums are float32
+    return sum(counted), int(divided.returned[divided.rank]) * per_key * example.batch
+
+
 def disagree(group: object, what: str) -> None:
     """Rank 1 does something else than the others."""
     odd = dist.get_rank(group) == 1  # type: ignore[arg-type]

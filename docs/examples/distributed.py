@@ -61,3 +61,15 @@ out, aux = attention(query, Dense(key, value), return_aux=AuxRequest(lse=True))
 merged, lse = merge_over_ranks(out, aux.lse)
 assert torch.equal(merged, out)  # of one rank
 dist.destroy_process_group()
+
+# %% quire.distributed.attend_over_ranks
+import torch
+
+from quire import Dense, attention
+from quire.distributed import attend_over_ranks
+from quire.mods import causal
+
+query, (key, value) = torch.randn(1, 4, 1, 32), torch.randn(2, 1, 4, 3000, 32)
+part = Dense(key, value, start=0)  # of several ranks, each has the positions from its start on
+out, lse = attend_over_ranks(query, part, mask=causal, q_start=2999)
+assert torch.equal(out, attention(query, Dense(key, value), mask=causal))

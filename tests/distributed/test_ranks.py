@@ -125,6 +125,15 @@ def test_bytes_on_the_wire_are_those_of_the_plan(ranks: Ranks, mask: str) -> Non
         assert any(counted > 0 for counted, _ in found)
 
 
+def test_gradients_on_the_wire_are_those_of_the_plan(ranks: Ranks) -> None:
+    example = Example("causal", 1399, width=(24, 8), dtype="bfloat16", method="pages")
+    for same_bits in (True, False):
+        chosen = replace(example, same_bits=same_bits)
+        found = ranks.run(rank_cases.gradients_on_the_wire, 3, chosen)
+        assert all(counted == planned for counted, planned in found)
+        assert any(counted > 0 for counted, _ in found)
+
+
 def test_a_dimension_of_a_mesh(ranks: Ranks) -> None:
     ranks.run(rank_cases.on_a_mesh, 4)
 

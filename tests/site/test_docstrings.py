@@ -101,6 +101,7 @@ piece_a = piece_b = piece_c = attention_piece(query, Dense(key, value))
 
 ELSEWHERE = {
     "quire.linear.load": "a model of transformers; docs/examples/linear.py runs the same",
+    "quire.distributed.attend_over_ranks": "ranks; docs/examples/distributed.py runs the same",
     "quire.distributed.merge_over_ranks": "ranks; docs/examples/distributed.py runs the same",
     "quire.engine.Engine": "a model with a tokenizer; docs/examples/engine.py runs the same",
     "quire.engine": "a model with a tokenizer; docs/learn/serve.md runs the same",

@@ -203,6 +203,18 @@ def tile_runs(
     return Runs.of_cells(kinds), rows if mixed else None
 
 
+def num_tiles(runs: Runs, size: tuple[int, int], tall: int, wide: int) -> int:
+    """Return how many tiles of `tall` x `wide` hold a block; blocks of `size` are not larger."""
+    q_size, kv_size = size
+    lists, row = np.divmod(runs.row_ids(), runs.shape[2])
+    tile = lists * -(-runs.shape[2] * q_size // tall) + row * q_size // tall
+    columns = -(-runs.shape[3] * kv_size // wide) + 2
+    low, high = runs.starts * kv_size // wide, (runs.stops * kv_size - 1) // wide
+    count = (int(tile.max(initial=-1)) + 1) * columns
+    begun, ended = (np.bincount(tile * columns + x, minlength=count) for x in (low, high + 1))
+    return int((np.cumsum(begun - ended) > 0).sum())
+
+
 def _rows_of_tiles(rows: BlockRows, block_q: int) -> Runs:
     """Return for each block of queries the runs of the row of blocks that it is in."""
     runs, q_len = rows.runs, rows.seq_lengths[0]

@@ -36,6 +36,7 @@ from quire.memory import Placed
 from quire.memory.tables import Numbers, Sequences
 from quire.request import Problem
 from quire.results import Above, Gradients, Result, Wanted
+from quire.runtime.blocks import num_tiles
 from quire.runtime.launch import Records
 from quire.runtime.mods import graphs_of
 from quire.runtime.prepare import make_launcher, num_products, row_strides, table_of
@@ -99,13 +100,8 @@ def is_worth(problem: Problem, placed: Placed, blocks: BlockRows, *, learns: boo
         return False
     widths = runs.stops - runs.starts
     tall, wide = max(LANES, q_size), max(LANES, kv_size)  # panels skip the keys that none reads
-    lists, row = np.divmod(runs.row_ids(), runs.shape[2])
-    tile = lists * -(-runs.shape[2] * q_size // tall) + row * q_size // tall
-    columns = -(-runs.shape[3] * kv_size // wide) + 2
-    low, high = runs.starts * kv_size // wide, (runs.stops * kv_size - 1) // wide
-    count = (int(tile.max(initial=-1)) + 1) * columns
-    begun, ended = (np.bincount(tile * columns + x, minlength=count) for x in (low, high + 1))
-    area = int((np.cumsum(begun - ended) > 0).sum()) * min(wide, kv_len) * min(tall, q_len)
+    area = num_tiles(runs, blocks.block_size, tall, wide) * min(wide, kv_len) * min(tall, q_len)
+    lists = runs.row_ids() // max(1, runs.shape[2])
     # Blocks of keys that few queries list leave lanes of panels empty.
     heads = runs.shape[0] * runs.shape[1]
     listing = np.bincount(

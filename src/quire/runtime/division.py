@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from quire.block_mask import BlockMask
@@ -26,7 +25,7 @@ from quire.codegen.llvm.types import F32, F64
 from quire.codegen.phases.tiles import TileShape
 from quire.memory import One, Placed, longest
 from quire.memory.tables import Sequences
-from quire.runtime.blocks import NO_LISTS, TileLists, read_lists
+from quire.runtime.blocks import NO_LISTS, TileLists, num_tiles, read_lists
 from quire.runtime.launch import num_threads
 from quire.support.bounded import BoundedDict
 
@@ -112,15 +111,7 @@ def _is_less(runs: Runs, size: tuple[int, int], q_len: int, form: Form) -> bool:
         return True
     cost = int((runs.stops - runs.starts).sum()) * q_size * kv_size * _score_cost(q_size)
     tall, wide = max(TILE, q_size), max(TILE, kv_size)
-    list_of_row, row = np.divmod(runs.row_ids(), runs.shape[2])
-    columns = -(-runs.shape[3] * kv_size // wide) + 1
-    tile = list_of_row * (-(-runs.shape[2] * q_size // tall)) + row * q_size // tall
-    low, high = runs.starts * kv_size // wide, (runs.stops * kv_size - 1) // wide
-    cells = (int(tile.max(initial=-1)) + 1) * (columns + 1)
-    begun, ended = (
-        np.bincount(tile * (columns + 1) + column, minlength=cells) for column in (low, high + 1)
-    )
-    area = int((np.cumsum(begun - ended) > 0).sum()) * wide * min(tall, q_len)
+    area = num_tiles(runs, size, tall, wide) * wide * min(tall, q_len)
     if form == "row":
         area *= ROW_COST
     return cost <= WORTH * area
