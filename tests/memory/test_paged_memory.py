@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -432,7 +433,8 @@ def test_sequences_that_have_nothing_of_their_own(length: int) -> None:
         alone = attention(query[b : b + 1], Paged(keys, values, row[None], [length]), mask=causal)
         assert torch.equal(out[b : b + 1], alone)
     placed = Paged(keys, values, row.expand(5, -1), [length] * 5).place(query, Queries())
-    records = _table(placed, placed.sequences, "row", 2, 1)
+    launcher: Any = SimpleNamespace(kernel=SimpleNamespace(form="row"), heads=2, block_q=1)
+    records = _table(placed, placed.sequences, launcher, None)
     assert records.members == 5 and records.slots == 5 * 2 * (length // 1024)
 
 
