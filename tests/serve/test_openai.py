@@ -171,7 +171,7 @@ def test_embeddings(client: openai.OpenAI) -> None:
     alone = client.embeddings.create(
         model="all-MiniLM-L6-v2", input=texts[1], encoding_format="float"
     )
-    assert alone.data[0].embedding == pytest.approx(vectors[1], abs=1e-6)
+    assert alone.data[0].embedding == vectors[1]  # the bits do not depend on the other texts
     with pytest.raises(openai.BadRequestError, match="dimensions must be 384, but is 100"):
         client.embeddings.create(model="all-MiniLM-L6-v2", input="x", dimensions=100)
     with pytest.raises(openai.BadRequestError, match="a text must have at most 512 tokens"):
