@@ -183,6 +183,23 @@ def test_closing_cancels_what_is_not_finished() -> None:
         served.submit(prompt(3))
 
 
+def test_a_listener_that_raises_ends_the_engine_and_nobody_waits() -> None:
+    def listener(event: Event) -> None:
+        if event.kind == "admit":
+            raise KeyError("a listener")
+
+    with Engine(packed("llama"), page_size=4, n_pages=64) as served:
+        served.listen(listener)
+        request = served.submit(prompt(9), max_tokens=4, n=2)
+        for answer in request.answers:
+            with pytest.raises(KeyError, match="a listener"):
+                answer.result(timeout=60)
+        assert served.statistics().running == 0
+        assert not served.is_alive
+        with pytest.raises(EngineClosed, match="must be open"):
+            served.submit(prompt(3))
+
+
 def test_an_error_in_sampling_ends_one_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     served = engine()
     good, bad = (served.submit(prompt(9), max_tokens=8, logprobs=1) for _ in range(2))

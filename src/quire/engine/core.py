@@ -253,10 +253,10 @@ class Core:
             if job.answer.is_cancelled:
                 self.finish(job, "cancelled")
 
-    def end_all(self) -> None:
-        """End all answers, because the engine is closed."""
+    def end_all(self, reason: FinishReason, error: BaseException | None = None) -> None:
+        """End all answers, because the engine is closed or has failed."""
         for job in [*self.running, *self.waiting]:
-            self.finish(job, "cancelled")
+            self.finish(job, reason, error)
 
     def _release(self, job: Job) -> None:
         self._keep(job)

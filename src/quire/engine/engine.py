@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from quire.checks.arguments import whole_number
-from quire.engine.answers import Answer, Completion, Generation
+from quire.engine.answers import Answer, Completion, FinishReason, Generation
 from quire.engine.core import Core, Drafter, Job
 from quire.engine.events import EngineStatistics, Listener
 from quire.engine.loading import load
@@ -229,7 +229,12 @@ class Engine:
                 )
             if self._closed:
                 return
-            self.step()
+            try:
+                self.step()
+            except BaseException as error:  # a listener's, or a mistake of ours
+                self._core.listeners.clear()
+                self._end("error", error)
+                return
 
     def _wake(self) -> None:
         if not self._threaded:
@@ -312,10 +317,16 @@ class Engine:
             self._awake.notify()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
+        self._end("cancelled")
+
+    def _end(self, reason: FinishReason, error: BaseException | None = None) -> None:
+        """Take no more requests, and end those that wait or run, so that nobody waits for ever."""
+        with self._submitting:
+            self._closed = True
         with self._stepping:
             while self._inbox:
                 self._core.enter(self._inbox.popleft())
-            self._core.end_all()
+            self._core.end_all(reason, error)
             while self._questions:
                 self._questions.popleft()()
 
