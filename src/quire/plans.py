@@ -356,7 +356,8 @@ class CallPlan:
             self._backward = self._backward or BackwardPlans()
             found = self._backward.run(problem, placed, self._blocks, wanted, above)
         found = found or eager.backward(problem, placed, self._blocks, wanted, above)
-        return found.of_scaled(placed.key_scale, placed.value_scale)
+        scales = placed.key_scale, placed.value_scale
+        return found if scales == (None, None) else found.of_scaled(*scales)
 
     def gradients_of_slices(
         self, placed: Placed, wanted: Wanted, above: Above, slice_size: int

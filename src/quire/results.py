@@ -141,29 +141,6 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def output_layout(query: Tensor, head_dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return shape and strides of the output [B, Hq, L, Dv] for a query [B, Hq, L, D].
-
-    It is contiguous in memory, and its dimensions are in the order of the query's strides. As in
-    PyTorch, the head dimension always has stride 1.
-    """
-    shape = (*query.shape[:-1], head_dim)
-    inner_first = sorted(range(4), key=lambda dim: (query.stride(dim), -dim))
-    strides = _dense_strides(shape, inner_first)
-    if strides[-1] != 1:
-        inner_first.remove(3)
-        strides = _dense_strides(shape, [3, *inner_first])
-    return shape, strides
-
-
-def _dense_strides(shape: tuple[int, ...], inner_first: list[int]) -> tuple[int, ...]:
-    strides, step = [0] * len(shape), 1
-    for dim in inner_first:
-        strides[dim] = step
-        step *= shape[dim]
-    return tuple(strides)
-
-
 def folded(parts: Tensor) -> Tensor:
     """Return `parts` [N, ...] summed over N, in an order that does not depend on threads.
 

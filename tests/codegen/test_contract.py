@@ -16,7 +16,7 @@ from quire.codegen.convention import BLOCK_Q, GRADIENTS, TANGENTS, Form, KernelS
 from quire.codegen.llvm.target import Target
 from quire.codegen.scratch import scratch_bytes
 from quire.errors import CodegenError
-from quire.runtime import division
+from quire.runtime import forward as division
 from quire.runtime import launch as launcher
 
 TARGET = Target.named("x86-64-v4")  # 64 queries to a panel

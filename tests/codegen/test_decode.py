@@ -16,7 +16,8 @@ from torch import Tensor
 from quire import AuxRequest, BlockMask, create_block_mask, flex_attention, reference
 from quire.codegen.convention import MOST_ROWS, Form
 from quire.errors import CapturedIndexError, DivisionByZeroError
-from quire.runtime import division, prepare
+from quire.runtime import forward as division
+from quire.runtime import prepare
 from quire.runtime.launch import LoadedKernel
 from quire.runtime.prepare import kernel
 

@@ -17,7 +17,7 @@ from quire.codegen.convention import KEYS_OF_PIECE, MOST_ROWS
 from quire.kv import PagedKVCache
 from quire.memory import Memory
 from quire.mods import alibi, causal, sliding_window, softcap
-from quire.runtime import division
+from quire.runtime import forward as division
 
 pytestmark = pytest.mark.every_width
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import os
 from typing import Any
 
 import pytest
 import torch
+from forking import forks
 from served import alone, assert_same, engine, packed, prompt, run
 from tiny_models import DECODERS, decoder
 
@@ -198,6 +200,22 @@ def test_a_listener_that_raises_ends_the_engine_and_nobody_waits() -> None:
         assert not served.is_alive
         with pytest.raises(EngineClosed, match="must be open"):
             served.submit(prompt(3))
+
+
+@forks
+def test_a_forked_process_is_refused() -> None:
+    with Engine(packed("llama"), page_size=4, n_pages=64) as served:
+        served.submit(prompt(9), max_tokens=4).result(timeout=60)
+        child = os.fork()
+        if child == 0:
+            try:
+                served.submit(prompt(9))
+            except EngineClosed as error:
+                served.close()  # ends at once: the thread is not here
+                os._exit(0 if "process that made it" in str(error) else 2)
+            os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+        served.submit(prompt(9), max_tokens=4).result(timeout=60)
 
 
 def test_an_error_in_sampling_ends_one_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from quire import AuxRequest, BlockMask, Dense, attention, plans, reference
 from quire.block_mask.blocks import EMPTY, FULL, PARTIAL
 from quire.codegen.convention import KEYS_OF_RUN
 from quire.memory import TOP_LEFT
-from quire.runtime import division
+from quire.runtime import forward as division
 from quire.runtime.blocks import EVERY_RUN, tile_lists
 
 HQ, HKV, D = 4, 2, 24

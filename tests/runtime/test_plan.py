@@ -7,7 +7,7 @@ import torch
 
 from quire.memory import One, Placed
 from quire.memory.tables import Sequences
-from quire.runtime.division import heads_of_item
+from quire.runtime.forward import heads_of_item
 
 
 def heads(q_len: list[int], kv_len: list[int], copies: int | None = None) -> int:

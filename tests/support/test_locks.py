@@ -57,7 +57,7 @@ def test_a_child_compiles_while_a_thread_of_its_parent_did() -> None:
 
 
 def test_every_lock_holds_across_a_fork() -> None:
-    """But for the one of a pool of threads, which a child does not use."""
+    """But for those of a pool of threads and of an engine, which a child does not use."""
     made = []
     for path in Path(quire.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -65,4 +65,5 @@ def test_every_lock_holds_across_a_fork() -> None:
                 ("Lock", "Condition")
             ):
                 made.append(path.name)
-    assert sorted(made) == ["launch.py", "locks.py"]
+    of_an_engine = {"answers.py", "engine.py"}  # tests/engine: a child is refused before it waits
+    assert sorted(name for name in made if name not in of_an_engine) == ["launch.py", "locks.py"]

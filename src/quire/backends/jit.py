@@ -15,9 +15,9 @@ from quire.ir.terms import TRUE
 from quire.ir.trace import Traced, mod_name
 from quire.request import Call, ReadyMod
 from quire.runtime.cache import processor_obstacle
-from quire.runtime.division import by_form
+from quire.runtime.forward import by_form
+from quire.runtime.launch import num_products
 from quire.runtime.mods import bounds_of
-from quire.runtime.prepare import num_products
 from quire.runtime.pyramids import is_worth
 from quire.support.torch_private import has_memory, is_jit_tracing
 

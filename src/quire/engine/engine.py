@@ -99,6 +99,7 @@ class Engine:
         self._num_threads = num_threads
         self._threaded = start
         self._thread: threading.Thread | None = None
+        self._process = os.getpid()  # a fork has neither the thread, nor the locks that it held
 
     @classmethod
     def from_pretrained(
@@ -143,6 +144,7 @@ class Engine:
         in addition to the model. If `causal` is False, `mask` takes the place of the model's mask.
         Then the prompt is read in chunks only if the mask is shown to hide later keys.
         """
+        self._expect_open()
         tokens = tokens_of(prompt, self.vocabulary)
         wanted = Sampling(**options) if sampling is None else sampling
         count = whole_number("n", n, minimum=1, advice="Say how many samples there are.")
@@ -311,6 +313,8 @@ class Engine:
 
     def close(self) -> None:
         """End all requests and the thread. Answers that are not finished are cancelled."""
+        if os.getpid() != self._process:
+            return
         with self._submitting:
             self._closed = True
         with self._awake:
@@ -331,6 +335,11 @@ class Engine:
                 self._questions.popleft()()
 
     def _expect_open(self) -> None:
+        if os.getpid() != self._process:
+            raise EngineClosed(
+                "the engine must be used in the process that made it, but this one was forked. "
+                "Make an engine here."
+            )
         if self._closed:
             raise EngineClosed("the engine must be open, but was closed. Make a new one.")
 

@@ -27,8 +27,10 @@ from quire.memory.tables import (
     Sequences,
     content_of,
     first_positions,
+    packed,
     query_spans,
     spans,
+    unpacked,
 )
 from quire.results import Result, working_dtype
 
@@ -138,6 +140,29 @@ class Placed(NamedTuple):
             one = One(q_len, q_start, kv_begin, kv_end, b)
             dense = Placed(query[:, :, queries], key[:, :, keys], value[:, :, keys], one)
             yield dense, queries, keys
+
+
+def output_layout(query: Tensor, head_dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return shape and strides of the output [B, Hq, L, Dv] for a query [B, Hq, L, D].
+
+    It is contiguous in memory, and its dimensions are in the order of the query's strides. As in
+    PyTorch, the head dimension always has stride 1.
+    """
+    shape = (*query.shape[:-1], head_dim)
+    inner_first = sorted(range(4), key=lambda dim: (query.stride(dim), -dim))
+    strides = _dense_strides(shape, inner_first)
+    if strides[-1] != 1:
+        inner_first.remove(3)
+        strides = _dense_strides(shape, [3, *inner_first])
+    return shape, strides
+
+
+def _dense_strides(shape: tuple[int, ...], inner_first: list[int]) -> tuple[int, ...]:
+    strides, step = [0] * len(shape), 1
+    for dim in inner_first:
+        strides[dim] = step
+        step *= shape[dim]
+    return tuple(strides)
 
 
 def longest(lengths: Numbers) -> int:
@@ -263,16 +288,6 @@ class Ragged:
     def keys_as_given(self, keys: Tensor) -> Tensor:
         """Return `keys` [1, H, total, ...] as [total, H, ...], like the user's keys."""
         return unpacked(keys)
-
-
-def packed(rows: Tensor) -> Tensor:
-    """Return rows [total, H, ...] as [1, H, total, ...]; a 1-D tensor is returned as it is."""
-    return rows.transpose(0, 1).unsqueeze(0) if rows.dim() > 1 else rows
-
-
-def unpacked(entry: Tensor) -> Tensor:
-    """Return rows [1, H, total, ...] as [total, H, ...]."""
-    return entry[0].transpose(0, 1)
 
 
 @dataclass(frozen=True, eq=False)

@@ -345,3 +345,13 @@ def content_of(tables: PageTables, sizes: tuple[int, ...]) -> Content | None:
         else:
             return None
     return sizes, tuple(parts)
+
+
+def packed(rows: Tensor) -> Tensor:
+    """Return rows [total, H, ...] as [1, H, total, ...]; a 1-D tensor is returned as it is."""
+    return rows.transpose(0, 1).unsqueeze(0) if rows.dim() > 1 else rows
+
+
+def unpacked(entry: Tensor) -> Tensor:
+    """Return rows [1, H, total, ...] as [total, H, ...]."""
+    return entry[0].transpose(0, 1)

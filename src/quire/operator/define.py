@@ -21,13 +21,13 @@ from torch.utils.flop_counter import register_flop_formula
 from quire.autograd import sink_gradient
 from quire.checks import shapes_only
 from quire.errors import BackendError, TensorKindError
-from quire.memory import Dense, Memory, Queries
+from quire.memory import Dense, Memory, Queries, output_layout
 from quire.mods.dropout import drawn_seed
 from quire.operator.arguments import BACKWARD_SCHEMA, SCHEMA, BackwardArguments, CallArguments
 from quire.operator.text import Form
 from quire.plans import find, over_ranks
 from quire.request import Call, call_of
-from quire.results import Above, Result, Wanted, output_layout, working_dtype
+from quire.results import Above, Result, Wanted, working_dtype
 from quire.runtime.work import Flops, flops_of
 from quire.support.torch_private import profiled
 

@@ -31,7 +31,8 @@ from quire.block_mask import BlockMask, BlockRows
 from quire.block_mask.blocks import FULL as FULL_BLOCK
 from quire.block_mask.blocks import PARTIAL as PARTIAL_BLOCK
 from quire.block_mask.blocks import Runs
-from quire.codegen.convention import FULL, KEYS_OF_RUN, PARTIAL, tile_entry
+from quire.codegen.convention import BLOCK_Q, FULL, KEYS_OF_RUN, PARTIAL, tile_entry
+from quire.codegen.llvm.target import Target
 from quire.ir.graph import Node, cast, const
 from quire.ir.simplify import simplify
 from quire.ir.trace import Traced
@@ -98,6 +99,12 @@ class TileLists(NamedTuple):
 
 NO_LISTS = TileLists(np.empty(0, np.int64), np.empty(0, np.int32))
 """The lists without a block mask: every tile is visited."""
+
+
+def cut_tiles(blocks: BlockRows) -> bool:
+    """Return whether the blocks of a mask are not made of whole tiles."""
+    q_size, kv_size = blocks.block_size
+    return bool(q_size % BLOCK_Q or kv_size % Target.host().block_kv)
 
 
 def read_lists(

@@ -30,16 +30,15 @@ from torch.nn.functional import embedding_bag
 from quire.block_mask import BlockRows
 from quire.block_mask.blocks import FULL, PARTIAL
 from quire.codegen.convention import BLOCK_Q, GRADIENTS, GRADIENTS_PART
-from quire.codegen.llvm.target import Target
 from quire.ir.trace import Kind, Traced, mod_name, trace
 from quire.memory import Placed
 from quire.memory.tables import Numbers, Sequences
 from quire.request import Problem
 from quire.results import Above, Gradients, Result, Wanted
 from quire.runtime.blocks import num_tiles
-from quire.runtime.launch import Records
+from quire.runtime.launch import Records, num_products, table_of
 from quire.runtime.mods import graphs_of
-from quire.runtime.prepare import make_launcher, num_products, row_strides, table_of
+from quire.runtime.prepare import make_launcher, row_strides
 from quire.runtime.slices import ALL_BLOCKS
 
 LANES = 64
@@ -96,8 +95,6 @@ def is_worth(problem: Problem, placed: Placed, blocks: BlockRows, *, learns: boo
     ):
         return False
     (q_size, kv_size), runs, (q_len, kv_len) = blocks.block_size, blocks.runs, blocks.seq_lengths
-    if q_size % BLOCK_Q == 0 and kv_size % Target.host().block_kv == 0:
-        return False
     widths = runs.stops - runs.starts
     tall, wide = max(LANES, q_size), max(LANES, kv_size)  # panels skip the keys that none reads
     area = num_tiles(runs, blocks.block_size, tall, wide) * min(wide, kv_len) * min(tall, q_len)

@@ -26,17 +26,19 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from quire.codegen.contract import ALIGNED, Terms
-from quire.codegen.convention import CALL_PART, PLAN_PART, Form, KernelSpec
+from quire.codegen.convention import CALL_PART, PLAN_PART, SEQUENCE, Form, KernelSpec
 from quire.codegen.llvm import jit, parallel
 from quire.codegen.llvm.target import Target
 from quire.codegen.phases.tiles import TileShape
 from quire.config import config
 from quire.ir.pyramid import Pyramid
-from quire.memory import Placed
+from quire.memory import One, Placed
+from quire.memory.tables import Numbers, Sequences
 from quire.results import Result
 from quire.runtime import pyramids
 from quire.runtime.blocks import NO_LISTS, TileLists
@@ -72,6 +74,32 @@ class Records(NamedTuple):
     slots: int = 0
     members: int = 1
     lists: TileLists | None = None  # of sequences with holes
+
+
+def num_products(placed: Placed, rows: One | Sequences) -> int:
+    """Estimate the number of multiplications for some sequences."""
+    batch, heads, _, head_dim = placed.query.shape
+    if isinstance(rows, One):
+        return batch * heads * head_dim * rows.q_len * (rows.kv_end - rows.kv_begin)
+    return int(np.vdot(rows.q_len, rows.kv_len)) * heads * head_dim
+
+
+def table_of(sequences: Sequences, first_item: Numbers, columns: dict[str, Numbers]) -> bytes:
+    """Return the table of sequences, with more `columns`; a field without a column is 0."""
+    columns = sequences._asdict() | {"first_item": first_item} | columns
+    zeros = np.zeros_like(first_item)
+    return np.stack([columns.get(name, zeros) for name in SEQUENCE.fields], axis=1).tobytes()
+
+
+def record(
+    rows: One, pieces: int = 1, slices: int = 1, *, first_slice: int = 0, slice_blocks: int = 0
+) -> bytes:
+    """Return the table of a dense call, with as many pieces of keys or slices of queries."""
+    q_len, q_start, kv_begin, kv_end, b = rows
+    positions = (q_len, q_start, -kv_begin, kv_begin, kv_end)
+    pieced = (slices, pieces, 0, 1, 0)
+    fields = (b, 0, 0, *positions, *pieced, first_slice, slice_blocks)  # as in SEQUENCE
+    return SEQUENCE.pack_in_order(*fields)
 
 
 class Launcher(NamedTuple):

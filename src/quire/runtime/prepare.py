@@ -24,7 +24,6 @@ from quire.codegen.convention import (
     OBSERVE,
     PARTIAL,
     PLAN_PART,
-    SEQUENCE,
     Form,
     KernelSpec,
     num_items,
@@ -47,7 +46,15 @@ from quire.memory.tables import HOLE, Numbers, Sequences
 from quire.results import Result
 from quire.runtime.blocks import BY_SEQUENCE, NO_LISTS, TileLists, hole_lists
 from quire.runtime.cache import cache_key, code_of
-from quire.runtime.launch import Launcher, LoadedKernel, Records, num_threads
+from quire.runtime.launch import (
+    Launcher,
+    LoadedKernel,
+    Records,
+    num_products,
+    num_threads,
+    record,
+    table_of,
+)
 from quire.runtime.mods import ModCode, ModGraphs, capture_shapes, compiled
 from quire.runtime.shared_prefix import shared_pieces
 
@@ -279,14 +286,6 @@ class Cut(NamedTuple):
         return np.where((self.shared == 0) & small, 1, own)
 
 
-def num_products(placed: Placed, rows: One | Sequences) -> int:
-    """Estimate the number of multiplications for some sequences."""
-    batch, heads, _, head_dim = placed.query.shape
-    if isinstance(rows, One):
-        return batch * heads * head_dim * rows.q_len * (rows.kv_end - rows.kv_begin)
-    return int(np.vdot(rows.q_len, rows.kv_len)) * heads * head_dim
-
-
 def _table(placed: Placed, rows: Sequences, launcher: Launcher, lists: TileLists | None) -> Records:
     """Return the table of many sequences. The largest come first, so that no thread ends late."""
     form, heads = launcher.kernel.form, launcher.heads
@@ -322,21 +321,3 @@ def _table(placed: Placed, rows: Sequences, launcher: Launcher, lists: TileLists
         members=most_members,
         lists=lists,
     )
-
-
-def table_of(sequences: Sequences, first_item: Numbers, columns: dict[str, Numbers]) -> bytes:
-    """Return the table of sequences, with more `columns`; a field without a column is 0."""
-    columns = sequences._asdict() | {"first_item": first_item} | columns
-    zeros = np.zeros_like(first_item)
-    return np.stack([columns.get(name, zeros) for name in SEQUENCE.fields], axis=1).tobytes()
-
-
-def record(
-    rows: One, pieces: int = 1, slices: int = 1, *, first_slice: int = 0, slice_blocks: int = 0
-) -> bytes:
-    """Return the table of a dense call, with as many pieces of keys or slices of queries."""
-    q_len, q_start, kv_begin, kv_end, b = rows
-    positions = (q_len, q_start, -kv_begin, kv_begin, kv_end)
-    pieced = (slices, pieces, 0, 1, 0)
-    fields = (b, 0, 0, *positions, *pieced, first_slice, slice_blocks)  # as in SEQUENCE
-    return SEQUENCE.pack_in_order(*fields)

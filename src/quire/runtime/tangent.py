@@ -24,8 +24,7 @@ from quire.memory.tables import Sequences
 from quire.request import Call, Problem
 from quire.results import Above, Moved, Result, Tangents
 from quire.runtime.blocks import NO_LISTS, TileLists, tile_lists
-from quire.runtime.division import heads_of_item, queries_of_item
-from quire.runtime.forward import ResultLayout, fill_holes
+from quire.runtime.forward import ResultLayout, fill_holes, heads_of_item, queries_of_item
 from quire.runtime.gather import gather
 from quire.runtime.launch import Launcher
 from quire.runtime.mods import ORIGIN, ModGraphs, graphs_of

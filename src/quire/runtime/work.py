@@ -33,13 +33,12 @@ from quire.ir.trace import Traced
 from quire.memory import One, Placed, longest
 from quire.memory.tables import Numbers, Sequences
 from quire.request import Call, Problem, ReadyMod
-from quire.runtime.blocks import EVERY_RUN, tile_runs, within_blocks
+from quire.runtime.blocks import EVERY_RUN, cut_tiles, tile_runs, within_blocks
 from quire.runtime.chosen import is_worth
-from quire.runtime.division import FormPart
-from quire.runtime.forward import division_of
+from quire.runtime.forward import FormPart, division_of
 from quire.runtime.gather import gather
+from quire.runtime.launch import num_products
 from quire.runtime.mods import ORIGIN
-from quire.runtime.prepare import num_products
 from quire.runtime.read_keys import MaskBounds, Panels, Tiling, Units
 from quire.runtime.shared_prefix import shared_pieces
 from quire.support.torch_private import has_memory, is_wrapped, without_modes
@@ -108,7 +107,7 @@ def _computed_scores(call: Call) -> tuple[int, int]:
         whole = _all_scores(placed, placed.rows)
         return whole, whole
     blocks = None if mask is None else mask.rows(*placed.lengths)
-    if blocks is not None and is_worth(problem, placed, blocks, learns=False):
+    if blocks is not None and cut_tiles(blocks) and is_worth(problem, placed, blocks, learns=False):
         stand_for = math.prod(placed.query.shape[:2]) // math.prod(blocks.runs.shape[:2])
         backward = blocks.runs.num_elements(placed.lengths, blocks.block_size) * stand_for
     else:

@@ -6,7 +6,6 @@ packed, so that a text has the same bits whichever texts come with it.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from quire.errors import ApiError
 from quire.integrations import minilm
 from quire.linear import pack
 from quire.memory import Ragged
+from quire.support.locks import lock
 
 NAME = "all-MiniLM-L6-v2"
 ROW = 2048
@@ -29,7 +29,7 @@ class Embedder:
     """The model and its tokenizer. They are loaded when they are first needed."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = lock()
         self._loaded: tuple[Any, Any] | None = None
 
     @property
@@ -42,10 +42,10 @@ class Embedder:
         with self._lock:
             if self._loaded is None:
                 self._loaded = _load()
-            model, tokenizer = self._loaded
-            texts = [self._tokens(tokenizer, each) for each in given]
-            with torch.inference_mode():
-                found = [_embed(model, row) for row in _rows(texts)]
+        model, tokenizer = self._loaded
+        texts = [self._tokens(tokenizer, each) for each in given]
+        with torch.inference_mode():
+            found = [_embed(model, row) for row in _rows(texts)]
         return torch.cat(found), sum(map(len, texts))
 
     def _tokens(self, tokenizer: Any, given: str | Sequence[int]) -> list[int]:

@@ -18,9 +18,9 @@ from quire.backends.eager.tile import (
     weighted_sum,
 )
 from quire.backends.eager.tiling import Stripe, stripes
-from quire.memory import Placed
+from quire.memory import Placed, output_layout
 from quire.request import Problem
-from quire.results import Result, output_layout, share_of
+from quire.results import Result, share_of
 
 
 def forward(
