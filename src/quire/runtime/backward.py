@@ -21,10 +21,9 @@ from quire.ir.graph import Node
 from quire.memory import One, Placed, longest
 from quire.request import Problem
 from quire.results import Above, Gradients, Result, Wanted, folded
+from quire.runtime import chosen
 from quire.runtime.blocks import NO_LISTS, TileLists, cut_tiles, tile_lists
 from quire.runtime.capture_sums import SumsOfCapture, direct_inputs
-from quire.runtime.chosen import gradients as turned_gradients
-from quire.runtime.chosen import is_worth
 from quire.runtime.launch import Launcher, Records, num_products, num_threads
 from quire.runtime.mods import ORIGIN, graphs_of
 from quire.runtime.prepare import make_launcher
@@ -145,11 +144,12 @@ class BackwardPlans:
         if blocks is not None:
             learns = bool(wanted.learned)
             if learns not in self._turns:
-                small = cut_tiles(blocks)
-                self._turns[learns] = small and is_worth(problem, placed, blocks, learns=learns)
+                turns = cut_tiles(blocks)
+                turns = turns and chosen.is_worth(problem, placed, blocks, learns=learns)
+                self._turns[learns] = turns
             if self._turns[learns]:
                 turned = problem.with_captures(captures)
-                return turned_gradients(turned, placed, blocks, wanted, above)
+                return chosen.gradients(turned, placed, blocks, wanted, above)
         # Hooks on saved tensors may return them with other strides than in the forward pass.
         saved = (query, key, value, out, lse, *captures)
         layout = (slice_size, wanted.learned, *(tensor.stride() for tensor in saved))
