@@ -50,7 +50,7 @@ clean:  ## remove .venv and everything that was generated
 $(READY): pyproject.toml constraints.txt | $(VENV)/bin/pip
 	@echo "Installing the pinned dependencies into $(VENV): this once, and for a minute or two"
 	@$(PIP) setuptools
-	@$(PIP) --no-build-isolation --editable '.[cli,dev,docs,draw,engine,kv,models,serve]'
+	@$(PIP) --no-build-isolation --editable '.[dev,docs,draw,engine,kv,models,ray,serve]'
 	@for package in $(WEIGHTS); do $(PIP) --no-deps $$package || \
 		echo "$$package is not installed: what needs it is left out, or runs on random weights." \
 			"To try again: $(PIP) --no-deps $$package"; done

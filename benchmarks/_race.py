@@ -19,8 +19,10 @@ from _results import conditions, keep
 from quire.codegen.llvm.target import Target
 
 
-def race(contestants: dict[str, Callable[[], object]], seconds: float = 2.0) -> dict[str, float]:
-    """Return the seconds of one call of each function: its best of at least five turns.
+def race(
+    contestants: dict[str, Callable[[], object]], seconds: float = 2.0, least: int = 5
+) -> dict[str, float]:
+    """Return the seconds of one call of each function: its best of five turns, or `least`, or more.
 
     A function that takes less than a millisecond is called several times in a turn.
     """
@@ -33,7 +35,7 @@ def race(contestants: dict[str, Callable[[], object]], seconds: float = 2.0) -> 
         repeats[name] = max(1, int(1e-3 / max(once, 1e-7)))
     best = dict.fromkeys(contestants, float("inf"))
     end, turns = time.perf_counter() + seconds, 0
-    while turns < 5 or time.perf_counter() < end:
+    while turns < least or time.perf_counter() < end:
         for name, run in contestants.items():
             count = repeats[name]
             start = time.perf_counter()
@@ -77,6 +79,9 @@ def arguments(description: str) -> argparse.Namespace:
     parser.add_argument(
         "--only", default="", help="run the part of this name, or all parts whose names contain it"
     )
+    parser.add_argument(
+        "--threads", type=int, default=0, help="as many threads alone; 0: all, and perhaps one"
+    )
     parser.add_argument("--json", default=None, help="write the rows to this file")
     parser.add_argument(
         "--save",
@@ -109,11 +114,14 @@ def run_parts(
     """
     options = arguments(description or "")
     warnings.simplefilter("ignore")
+    if options.threads:
+        torch.set_num_threads(options.threads)
     most = torch.get_num_threads()
     table = Table(f"{name}: {Target.host().cpu}, torch {torch.__version__}, {most} threads")
     for part in chosen_parts(parts, options.only):
         table.part = part.__name__
-        counts = [most, 1] if part in with_one_thread and most > 1 else [most]
+        both = part in with_one_thread and most > 1 and not options.threads
+        counts = [most, 1] if both else [most]
         for threads in counts:
             torch.set_num_threads(threads)
             part(table, options.seconds, threads)

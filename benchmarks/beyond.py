@@ -59,6 +59,9 @@ def _distances(
         measure = functools.partial(measure, _near(points), backward=backward)
         measure(_table(bias), peer="matrix", must=">= 0.6", memory=memory)
         measure(_untraced(points), peer="eager", must=">= 20")
+        measure(_plain, peer="no mod")  # what is left of the time is products and softmax
+        most = functools.partial(_row, table, seconds, threads, f"no mod instead of {case}")
+        most(_plain, _untraced(points), heads=heads, backward=backward, peer="eager")
 
 
 def _row(
@@ -144,16 +147,41 @@ def sigmoid(table: Table, seconds: float, threads: int) -> None:
                 out = call()
                 return out.backward(torch.ones_like(out)) if backward else out
 
-            times = race({x: functools.partial(run, call) for x, call in calls.items()}, seconds)
             passes = "forward and backward" if backward else "forward"
             case = f"sigmoid attention, {name}, {passes}, [1, 4, {LENGTH}, {WIDTH}]"
             for peer, wanted in (("softmax", ">= 0.95"), ("torch ops", ">= 4")):
+                # One race for each: whoever runs after the torch ops finds empty caches.
+                both = {x: functools.partial(run, calls[x]) for x in ("sigmoid", peer)}
+                times = race(both, seconds)
                 ratio = times[peer] / times["sigmoid"]
                 table.add(case, ratio, f"x as fast as {peer}", wanted, threads=threads)
 
 
+def prob_mods(table: Table, seconds: float, threads: int) -> None:
+    """A mod on probabilities that multiplies them, and one that does not, against none."""
+    gate = torch.rand(4)
+    mods = {
+        "prob * gate[h]": lambda prob, b, h, q_idx, kv_idx: prob * gate[h],
+        "prob ** 2": lambda prob, b, h, q_idx, kv_idx: prob**2,
+    }
+    for backward in (False, True):
+        tensors = [torch.randn(1, 4, LENGTH, WIDTH, requires_grad=backward) for _ in range(3)]
+
+        def run(prob_mod, tensors=tensors, backward=backward):
+            out = flex_attention(*tensors, mask_mod=causal, prob_mod=prob_mod)
+            return out.backward(torch.ones_like(out)) if backward else out
+
+        calls = {x: functools.partial(run, mod) for x, mod in {"none": None, **mods}.items()}
+        times = race(calls, seconds)
+        passes = "forward and backward" if backward else "forward"
+        for name in mods:
+            case = f"{name}, causal, {passes}, [1, 4, {LENGTH}, {WIDTH}]"
+            table.add(case, times["none"] / times[name], "x as fast as none", threads=threads)
+
+
 PARTS = (
     sigmoid,
+    prob_mods,
     distance,
     distance_gradients,
     distance_learned,
@@ -162,6 +190,7 @@ PARTS = (
     _chosen.tokens_backward,
     _chosen.blocks,
     _chosen.pages,
+    _chosen.pages_anew,
     _narrow.float8,
     _narrow.latent,
     _narrow.errors,

@@ -23,7 +23,7 @@ from quire import Dense, Paged
 from quire.checks.arguments import dtype_name
 from quire.kv import PagedKVCache
 from quire.mods import causal
-from quire.runtime import division
+from quire.runtime import forward as division
 
 BATCH, Q_HEADS, KV_HEADS, HEAD_DIM, KEYS = 16, 32, 8, 128, 4096
 PAGES = ((16, "15"), (64, "8"), (128, "5"))

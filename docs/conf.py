@@ -21,6 +21,7 @@ pygments_style, pygments_dark_style = "friendly", "github-dark"
 html_theme = "furo"
 html_title = "quire"
 html_css_files = ["site.css"]
+html_search_scorer = str(Path(__file__).parent / "static" / "scorer.js")
 html_copy_source = False
 html_show_sphinx = False
 html_last_updated_fmt = None

@@ -15,6 +15,8 @@ import torch
 from long_context import long_context
 from native_sparse import near
 from torch import Tensor
+from train_gpt import REACH, by_distance, own_piece
+from weight_curves import keep_large, sharpen
 
 from quire import mods
 
@@ -24,6 +26,8 @@ is_global = torch.arange(LENGTH) % 512 == 0
 parents = torch.cat([torch.tensor([-1]), torch.arange(LENGTH - 1) // 2])  # each node has two
 table = torch.linspace(-2, 2, 32)[:, None].expand(32, HEADS).contiguous()
 near_and_far = torch.linspace(-4, 4, 513).abs().neg()
+pieces = torch.arange(LENGTH)[None] // 400
+learned = torch.linspace(0, -6, REACH + 1).expand(HEADS, -1).contiguous()
 plane = torch.sin(torch.arange(LENGTH) / 200)[:, None] * torch.cos(torch.arange(LENGTH) / 150)
 
 MASKS = {
@@ -45,6 +49,8 @@ MASKS = {
     "offset": "offset(causal, 512)",
     "long_context": "offset(long_context, 262_144 * 2 - 1024, 262_144 * 2 - 1024)",
     "near": "near",
+    "three_documents": "three_documents",
+    "own_piece": "Mask(own_piece, document=pieces)",
 }
 """Names of masks, and the expressions that make them."""
 
@@ -55,12 +61,21 @@ SCORES = {
     "relative_position_bias": "relative_position_bias(table)",
     "table_bias": "table_bias(plane)",
     "in_turn": "alibi(8) >> softcap(30.0)",
+    "by_distance": "ScoreChange(by_distance, bias=learned)",
 }
 """Names of score mods, and the expressions that make them."""
+
+PROBS = {"keep_large": keep_large, "sharpen": sharpen}
+"""Names of mods on probabilities, and the mods."""
 
 ORIGINS = {
     "long_context": "examples/long_context.py",
     "near": "examples/native_sparse.py",
+    "three_documents": "examples/catalogue.py",
+    "own_piece": "examples/train_gpt.py",
+    "by_distance": "examples/train_gpt.py",
+    "keep_large": "examples/weight_curves.py",
+    "sharpen": "examples/weight_curves.py",
 }
 """Where a mod comes from that is not in `quire.mods`."""
 
@@ -76,4 +91,15 @@ def three_documents(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tens
     return (kv_idx <= q_idx) & (kv_idx // 683 == q_idx // 683)
 
 
-__all__ = ["MASKS", "ORIGINS", "SCORES", "long_context", "made", "near", "three_documents"]
+__all__ = [
+    "MASKS",
+    "ORIGINS",
+    "PROBS",
+    "SCORES",
+    "by_distance",
+    "long_context",
+    "made",
+    "near",
+    "own_piece",
+    "three_documents",
+]

@@ -25,6 +25,7 @@ from charts import Curve, line_chart, save
 from torch import Tensor, nn
 
 from quire import flex_attention
+from quire.mods import Mask, ScoreChange
 
 WIDTH, HEADS, LAYERS, REACH = 128, 4, 4, 128
 BATCH = 8
@@ -42,16 +43,27 @@ query, key and value are [B, H, N, D], bias [H, REACH + 1] and document [B, N].
 # --- attention, twice ----------------------------------------------------------------------------
 
 
+def own_piece(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, document: Tensor) -> Tensor:
+    """Return whether a key is in the piece of a query, and not after it."""
+    return (kv_idx <= q_idx) & (document[b, q_idx] == document[b, kv_idx])
+
+
+def by_distance(
+    score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, bias: Tensor
+) -> Tensor:
+    """Add what a head has learned about the distance of a key."""
+    return score + bias[h, torch.clamp(q_idx - kv_idx, 0, REACH)]
+
+
 def by_quire(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, document: Tensor) -> Tensor:
     """Compute attention with quire. The mask and the bias are functions of positions."""
-
-    def own_piece(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return (kv_idx <= q_idx) & (document[b, q_idx] == document[b, kv_idx])
-
-    def by_distance(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return score + bias[h, torch.clamp(q_idx - kv_idx, max=REACH)]
-
-    return flex_attention(query, key, value, score_mod=by_distance, mask_mod=own_piece)
+    return flex_attention(
+        query,
+        key,
+        value,
+        score_mod=ScoreChange(by_distance, bias=bias),
+        mask_mod=Mask(own_piece, document=document),
+    )
 
 
 def by_sdpa(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, document: Tensor) -> Tensor:

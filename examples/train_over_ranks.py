@@ -23,15 +23,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import train_gpt
 from torch import Tensor, nn
-from train_gpt import GPT, Batch, by_quire, packed, standard_library
+from train_gpt import GPT, Batch, by_quire, own_piece, packed, standard_library
 
 from quire.distributed import ContextPlan, context_parallel, plan
 from quire.mods import Mask
-
-
-def own_piece(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, document: Tensor) -> Tensor:
-    """Return whether a key is in the piece of a query, and not after it."""
-    return (kv_idx <= q_idx) & (document[b, q_idx] == document[b, kv_idx])
 
 
 class OfAllTokens(torch.autograd.Function):

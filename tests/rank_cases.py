@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import accumulate, product
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +22,28 @@ import torch
 import torch.distributed as dist
 from compare import assert_as_good_as
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import quire
-from quire import AuxRequest, Dense, Paged
+from quire import AuxRequest, Dense, Paged, Ragged
 from quire.distributed import (
     ContextPlan,
     attend_over_ranks,
+    attending,
     attention,
     context_parallel,
+    exchange,
+    local,
     merge_over_ranks,
+    passes,
     plan,
 )
 from quire.distributed import group as group_module
-from quire.errors import ArgumentError, DistributedError, ShapeError
+from quire.distributed.group import RankGroup
+from quire.errors import ArgumentError, DistributedError, OptionError, ShapeError
 from quire.kv import PagedKVCache
 from quire.mods import causal, document, sliding_window
+from quire.plans import CallPlan
 
 DTYPES = {x: getattr(torch, x) for x in ("float32", "bfloat16", "float16", "float64")}
 
@@ -143,6 +152,7 @@ class Example:
         return attention(q, Dense(k, v), plan=divided, **self.options, **more)
 
 
+SOON = timedelta(seconds=3)
 EVERYTHING = AuxRequest(lse=True, max_scores=True, argmax=True, entropy=True)
 
 
@@ -187,6 +197,15 @@ def gradients(group: object, examples: list[Example]) -> None:
             assert peer.grad is not None and truth.grad is not None
             assert_as_good_as(x, peer.grad, truth.grad, f"{example}", size=8.0)
     assert not wrong, "\n".join(wrong)
+
+
+def gradients_head_by_head(group: object, examples: list[Example]) -> None:
+    """Sums of slices of one head at a time, as for long sequences."""
+    largest, passes.LARGEST_SUMS = passes.LARGEST_SUMS, 1
+    try:
+        gradients(group, examples)
+    finally:
+        passes.LARGEST_SUMS = largest
 
 
 def in_a_ring(group: object, examples: list[Example]) -> None:
@@ -281,6 +300,61 @@ def unsent_is_unread(group: object, example: Example) -> None:
                 assert torch.equal(found, divided.shard(out, dim=2)[0])
 
 
+def while_keys_arrive(group: object, examples: list[Example]) -> int:
+    """Queries that read own keys are computed first; return how often that was before a wait."""
+    worth, local.WORTH_A_CALL = local.WORTH_A_CALL, 0
+    waited, early = exchange.Sending.wait, []
+    compute = local._in_pages
+    done: set[int] = set()
+
+    def wait(self: exchange.Sending) -> tuple[Tensor, ...]:
+        done.add(id(self.pages[0]))
+        return waited(self)
+
+    def in_pages(*args: Any, **named: Any) -> Any:
+        early.append(id(args[3][0]) not in done)
+        return compute(*args, **named)
+
+    exchange.Sending.wait, local._in_pages = wait, in_pages  # type: ignore[method-assign]
+    try:
+        same_results(group, examples)
+        gradients(group, examples)
+    finally:
+        exchange.Sending.wait, local._in_pages = waited, compute  # type: ignore[method-assign]
+        local.WORTH_A_CALL = worth
+    return sum(early)
+
+
+def memory(group: Any, learns: bool) -> tuple[float, float]:
+    """Return the most bytes that a call takes, and those of what the plan gives to this rank."""
+    heads, width, length = 2, 64, 2**16
+    divided = plan(sliding_window(256), length=length, mesh=group)
+    tokens, received = len(divided.positions), int(divided.received[divided.rank])
+    shape = (1, heads, tokens, width)
+    q, k, v, above = (torch.randn(shape).requires_grad_(learns) for _ in range(4))
+    for _ in range(2):  # the first one compiles
+        most = peak_bytes()
+        out = attention(q, Dense(k, v), plan=divided)
+        if learns:
+            torch.autograd.grad(out, (q, k, v), above.detach())
+        del out
+        taken = most()
+    row = heads * width * 4
+    return taken, row * (2 * tokens + 2 * (tokens + received))  # queries, results, keys, values
+
+
+def peak_bytes() -> Callable[[], float]:
+    """Begin to watch the memory of this process, and return what tells the most above now."""
+
+    def status(name: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(x.split()[1]) for x in lines if x.startswith(name)) * 1024
+
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status("VmRSS")
+    return lambda: status("VmHWM") - before
+
+
 def bytes_on_the_wire(group: object, example: Example) -> tuple[int, int]:
     """Return the bytes that this rank receives from others, and those that the plan counts."""
     whole, divided = example.tensors(), example.plan(group)
@@ -333,22 +407,75 @@ def disagree(group: object, what: str) -> None:
         example = replace(example, score="")
     elif odd and what == "dtype":
         example = replace(example, dtype="bfloat16")
+    elif odd and what == "sink":
+        example = replace(example, sink=True)
     q, k, v = example.plan(group).shard(*example.tensors(), dim=2)
     if odd and what == "bad input":
         k = k[:, :, 1:]
-    example.together(example.plan(group), q, k, v)
+    more = {"return_aux": AuxRequest(lse=True), "backend": "eager"}
+    if odd and what == "what learns":
+        q.requires_grad_()
+    example.together(
+        example.plan(group), q, k, v, **{what: more[what]} if odd and what in more else {}
+    )
 
 
-def patience(group: object, how: str) -> None:
-    """Rank 1 never calls, or ends."""
-    if dist.get_rank(group) == 1:  # type: ignore[arg-type]
-        if how == "ends":
-            os._exit(1)
-        time.sleep(3)
+def asks_for_too_much(group: object, what: str) -> None:
+    """Rank 1 gives arguments that are refused before anything else is looked at."""
+    odd = dist.get_rank(group) == 1  # type: ignore[arg-type]
+    divided = plan(causal, length=300, mesh=group, timeout=SOON)  # type: ignore[arg-type]
+    q, k, v = divided.shard(*Example(length=300).tensors(), dim=2)
+    weights = AuxRequest(weights=[0])
+    if what in ("mask", "q_start"):
+        more: Any = {"mask": {"mask": sliding_window(9)}, "q_start": {"q_start": 5}}
+        with context_parallel(divided):
+            quire.attention(q, Dense(k, v), **more[what] if odd else {})
+    elif what == "weights":
+        attention(q, Dense(k, v), plan=divided, return_aux=weights if odd else AuxRequest())
+    else:
+        attention(q, Dense(k, v), plan=divided, **{"score": None} if odd else {})  # type: ignore[call-overload]
+
+
+def fails(group: object, method: str, which: str) -> None:
+    """Rank 1 has an error in the middle of a forward or a backward pass."""
+    odd = dist.get_rank(group) == 1  # type: ignore[arg-type]
+    example = Example(length=1100, heads=(6, 3), same_bits=False, method=method)
+    divided = replace(example.plan(group), group=RankGroup.of(group, SOON))  # type: ignore[arg-type]
+    own = [x.requires_grad_() for x in divided.shard(*example.tensors(), dim=2)]
+    real = getattr(CallPlan, which)
+
+    def broken(*args: Any, **named: Any) -> Any:
+        raise ValueError("this is broken")
+
+    if odd:
+        setattr(CallPlan, which, broken)
+    try:
+        out = example.together(divided, *own)
+        out.sum().backward()
+    finally:
+        setattr(CallPlan, which, real)
+
+
+def patience(group: object, how: str, same_bits: bool) -> None:
+    """Rank 1 never calls, is killed before it does, or between a forward and a backward pass."""
+    odd = dist.get_rank(group) == 1  # type: ignore[arg-type]
+    example = Example(length=1100, same_bits=same_bits)
+    divided = plan(causal, length=1100, mesh=group, same_bits=same_bits, timeout=SOON)  # type: ignore[arg-type]
+    own = [x.requires_grad_() for x in divided.shard(*example.tensors(), dim=2)]
+    dist.barrier(group)  # type: ignore[arg-type]
+    if odd and how == "never calls":
+        time.sleep(6)
         return
-    example = Example(length=300)
-    divided = plan(causal, length=300, mesh=group, timeout=timedelta(seconds=1))  # type: ignore[arg-type]
-    example.together(divided, *divided.shard(*example.tensors(), dim=2))
+    if odd and how == "is killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    out = example.together(divided, *own)
+    dist.barrier(group)  # type: ignore[arg-type]
+    if odd and how == "is killed later":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if odd and how == "has no backward pass":
+        time.sleep(6)
+        return
+    out.sum().backward()
 
 
 def on_a_mesh(group: object) -> None:
@@ -372,10 +499,10 @@ def sharded_operands(group: object) -> None:
     q, k, v = (distribute_tensor(x, mesh, places).requires_grad_() for x in whole)
     wanted = AuxRequest(lse=True)
     with context_parallel(divided):
-        out, aux = quire.attention(q, Dense(k, v), return_aux=wanted)
+        out, aux = quire.attention(q, Dense(k, v), score_mod=table, return_aux=wanted)
     alone = [x.clone().requires_grad_() for x in whole]
     result, more = quire.attention(
-        alone[0], Dense(*alone[1:]), mask=causal, q_start=0, return_aux=wanted
+        alone[0], Dense(*alone[1:]), mask=causal, score_mod=table, q_start=0, return_aux=wanted
     )
     assert isinstance(out, DTensor) and out.placements == tuple(places)
     assert torch.equal(out.full_tensor(), result) and torch.equal(aux.lse.full_tensor(), more.lse)
@@ -389,9 +516,163 @@ def sharded_operands(group: object) -> None:
     ):
         with pytest.raises(ArgumentError, match=words):
             attention(q, Dense(odd, odd), plan=divided)
+    with pytest.raises(OptionError, match=r"dropout_p must be 0 if .* sharded by batch entries"):
+        attention(q, Dense(k, v), plan=divided, dropout_p=0.1)
+    by_entry = plan(by_batch, length=256, mesh=mesh["cp"], layout="contiguous", batch=2)
+    with pytest.raises(ArgumentError, match="mask of the plan must be the same for all batch"):
+        attention(q, Dense(k, v), plan=by_entry)
+    one_head = [x if n == 0 else x[:, :1] for n, x in enumerate(whole)]
+    uneven = [distribute_tensor(x, mesh, [Shard(1), Shard(2)]) for x in one_head]
+    with pytest.raises(ArgumentError, match="heads of key must be a multiple of the 2 ranks"):
+        attention(uneven[0], Dense(*uneven[1:]), plan=divided)
     by_heads = [distribute_tensor(x, mesh, [Shard(1), Shard(2)]) for x in whole]
-    with pytest.raises(ArgumentError, match="by heads"):
-        attention(by_heads[0], Dense(*by_heads[1:]), plan=divided)
+    with pytest.raises(ShapeError, match=r"sink must hold one number per query head, shape \[4\]"):
+        attention(by_heads[0], Dense(*by_heads[1:]), plan=divided, sink=torch.zeros(3))
+    with pytest.raises(OptionError, match="dropout_p must be 0 if operands are sharded by heads"):
+        attention(by_heads[0], Dense(*by_heads[1:]), plan=divided, dropout_p=0.1)
+
+
+def sharded_heads(group: object) -> None:
+    """DTensors that are sharded by heads beside the sequence: mods count the heads of the whole."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("heads", "cp"))
+    sink, options = torch.linspace(-1, 1, 4), {"layout": "contiguous", "same_bits": True}
+    for name, heads in (("causal", None), ("by head", 4)):
+        whole, mask = Example(length=1024, heads=(4, 2)).tensors(), MASKS[name]
+        divided = plan(mask, length=1024, mesh=mesh["cp"], heads=heads, **options)  # type: ignore[arg-type]
+        places = [Shard(1), Shard(2)]
+        q, k, v = (distribute_tensor(x, mesh, places).requires_grad_() for x in whole)
+        out = attention(q, Dense(k, v), plan=divided, score_mod=slopes, sink=sink)
+        alone = [x.clone().requires_grad_() for x in whole]
+        result = quire.attention(
+            alone[0], Dense(*alone[1:]), mask=mask, score_mod=slopes, sink=sink
+        )
+        assert torch.equal(out.full_tensor(), result)
+        out.square().sum().backward()
+        result.square().sum().backward()
+        for x, y in zip((q, k, v), alone, strict=True):
+            assert torch.equal(x.grad.full_tensor(), y.grad)
+
+
+SEQUENCES = ([300, 20, 0, 1500, 180], [1, 1, 1], [40] * 12, [2300], [0, 1100, 5, 700])
+
+
+def of_sequence(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score * (1 + 0.1 * b) - SLOPES[h] * (q_idx - kv_idx)
+
+
+def by_sequence(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return (q_idx >= kv_idx) & (q_idx - kv_idx < 40 + 100 * b)
+
+
+def several_sequences(group: object, dtype: str) -> None:
+    """Sequences in one tensor, over ranks: bits of one process; gradients of keys are as good."""
+    masks = {"causal": causal, "window": MASKS["window"], "random": allowed_blocks}
+    masks |= {"by sequence": by_sequence, "by head": by_head}
+    wrong = []  # raised at the end: all ranks take part in all calls
+    for number, (lengths, (name, mask)) in enumerate(product(SEQUENCES, masks.items())):
+        options = {"score_mod": of_sequence, "dropout_p": 0.2 * (number % 3 == 0)}
+        heads = 4 if name == "by head" else None
+        divided = plan(mask, lengths=lengths, mesh=group, heads=heads)  # type: ignore[arg-type]
+        offsets = [0, *accumulate(lengths)]
+        torch.manual_seed(0)
+        shapes = ((4, 24), (2, 24), (2, 8), (4, 8))
+        q, k, v, above = (torch.randn(offsets[-1], *x).to(DTYPES[dtype]) for x in shapes)
+
+        def alone(*tensors: Tensor) -> Any:
+            torch.manual_seed(1)
+            memory = Ragged(tensors[1], tensors[2], offsets)  # noqa: B023
+            return quire.attention(
+                tensors[0],
+                memory,
+                mask=mask,  # noqa: B023
+                q_start=0,
+                return_aux=EVERYTHING,
+                **options,  # noqa: B023
+            )
+
+        whole = [x.clone().requires_grad_() for x in (q, k, v)]
+        out, aux = alone(*whole)
+        out.backward(above)
+        for learns in (False, True):
+            own = [x.requires_grad_(learns) for x in divided.shard(q, k, v, dim=0)]
+            torch.manual_seed(1)
+            memory = Ragged(own[1], own[2], divided.offsets)
+            found, more = attention(own[0], memory, plan=divided, return_aux=EVERYTHING, **options)
+            wanted = divided.shard(out, *aux[:4], dim=0)
+            if not all(map(torch.equal, (found, *more[:4]), wanted)):
+                wrong.append(f"{lengths}, {name}, {divided}, learns {learns}")
+        found.backward(*divided.shard(above, dim=0))
+        grads = [divided.gather(x.grad, dim=0) for x in own]
+        if not torch.equal(grads[0], whole[0].grad):
+            wrong.append(f"{lengths}, {name}, {divided}, gradient of the query")
+        exact = [x.detach().double().requires_grad_() for x in whole]
+        alone(*exact)[0].backward(above.double())
+        for x, peer, truth in zip(grads[1:], whole[1:], exact[1:], strict=True):
+            assert_as_good_as(x, peer.grad, truth.grad, f"{lengths}, {name}", size=8.0)
+    assert not wrong, "\n".join(wrong)
+
+
+def long_and_short_sequences(group: object) -> None:
+    """If ranks could have heads of their own, a batch of sequences is still not one sequence."""
+    lengths = [1750, 250]
+    divided = plan(causal, lengths=lengths, mesh=group)  # type: ignore[arg-type]
+    torch.manual_seed(0)  # ranks have drawn different numbers before
+    q, k, v = torch.randn(3, sum(lengths), 4, 64)
+    whole = quire.attention(q, Ragged(k, v, [0, *accumulate(lengths)]), mask=causal, q_start=0)
+    rows, keys, values = divided.shard(q, k, v, dim=0)
+    found = attention(rows, Ragged(keys, values, divided.offsets), plan=divided)
+    assert torch.equal(found, *divided.shard(whole, dim=0))
+
+
+def refused_sequences(group: object) -> None:
+    """Offsets that are not the plan's, on one rank alone, raise on all ranks."""
+    divided = plan(causal, lengths=[50, 70], mesh=group)  # type: ignore[arg-type]
+    (x,) = divided.shard(torch.randn(120, 2, 8), dim=0)
+    offsets = divided.offsets if divided.rank else [0, 0, len(x)]
+    attention(x, Ragged(x, x, offsets), plan=divided)
+
+
+def in_blocks(group: object, examples: list[Example]) -> None:
+    """The way of other devices, on the CPU: dense blocks, and autograd records what is sent."""
+    real = attending.computes_in_blocks
+    attending.computes_in_blocks = lambda request: True
+    try:
+        for example in examples:
+            whole, divided = example.tensors(), example.plan(group)
+            above = example.alone(*whole).cos()
+            found: list[list[Tensor]] = []
+            for dtype in (None, torch.float64):
+                tensors = [x.to(dtype or x.dtype, copy=True).requires_grad_() for x in whole]
+                out = example.alone(*tensors)
+                out.backward(above.to(out.dtype))
+                found.append([out.detach(), *(x.grad for x in tensors if x.grad is not None)])
+            own = [x.clone().requires_grad_() for x in divided.shard(*whole, dim=2)]
+            out = example.together(divided, *own, backend="eager")
+            out.backward(divided.shard(above, dim=2)[0])
+            mine = [divided.gather(x, dim=2) for x in (out, *(x.grad for x in own))]
+            for x, peer, truth in zip(mine, *found, strict=True):
+                assert_as_good_as(x, peer, truth, f"{example}", size=8.0)
+        divided = plan(causal, lengths=[300, 20, 500], mesh=group)  # type: ignore[arg-type]
+        torch.manual_seed(0)  # ranks have drawn different numbers before
+        x = torch.randn(820, 2, 16)
+        (mine,) = divided.shard(x, dim=0)
+        out = attention(mine, Ragged(mine, mine, divided.offsets), plan=divided, backend="eager")
+        alone = quire.attention(x, Ragged(x, x, [0, 300, 320, 820]), mask=causal, q_start=0)
+        torch.testing.assert_close(divided.gather(out, dim=0), alone)
+    finally:
+        attending.computes_in_blocks = real
+
+
+def with_kernels_of_pytorch(group: object) -> None:
+    """PyTorch's flex_attention computes the blocks of a rank."""
+    whole = Example(length=300).tensors()
+    divided = plan(causal, length=300, mesh=group)  # type: ignore[arg-type]
+    q, k, v = divided.shard(*whole, dim=2)
+    out = attention(q, Dense(k, v), plan=divided, backend="inductor")
+    alone = quire.attention(whole[0], Dense(*whole[1:]), mask=causal)
+    torch.testing.assert_close(divided.gather(out, dim=2), alone)
 
 
 def models(group: Any) -> None:
@@ -495,11 +776,17 @@ def in_a_context(group: object) -> None:
             quire.attention(q, Dense(k, v), mask=mask),
             quire.attention(q, Dense(k, v), mask=causal),
             quire.flex_attention(q, k, v, block_mask=blocks, enable_gqa=True),
+            checkpoint(
+                lambda *x: quire.attention(x[0], Dense(*x[1:])), q, k, v, use_reentrant=False
+            ),
         ]
+        again = torch.autograd.grad(found[-1].sum(), k)[0]  # computes the forward pass again
         with pytest.raises(ArgumentError, match=r"is 'sliding_window_7'. Make the plan with it"):
             quire.attention(q, Dense(k, v), mask=sliding_window(7))
+        with pytest.raises(OptionError, match="prob_mod must be None inside of context_parallel"):
+            quire.attention(q, Dense(k, v), prob_mod=lambda prob, b, h, q_idx, kv_idx: prob * 2)
     assert all(torch.equal(x, wanted) for x in found)
-    grads = [torch.autograd.grad(x.sum(), k)[0] for x in found]
+    grads = [again, *(torch.autograd.grad(x.sum(), k)[0] for x in found[:-1])]
     assert all(torch.equal(x, grads[0]) for x in grads)
     assert quire.attention(q, Dense(k, v)).shape == q.shape  # outside it is one process again
 
@@ -549,7 +836,7 @@ def decoding_with_caches(group: dist.ProcessGroup, dtype: str) -> None:
         now = length + step + 1
         if rank == size - 1:  # it has the new tokens
             cache.append(mine, *(x[:, now - 1].unsqueeze(0) for x in rows))
-        part = _moved(cache.memory(0, mine), begin)
+        part = cache.memory(0, mine, first_page=begin // 64)
         options = {"mask": sliding_window(2000), "score_mod": slopes, "q_start": now - 1}
         found = attend_over_ranks(queries[step], part, sink=sink, mesh=group, **options)
         key, value = (x[:, :now].transpose(1, 2) for x in rows)
@@ -560,15 +847,30 @@ def decoding_with_caches(group: dist.ProcessGroup, dtype: str) -> None:
         assert torch.equal(found[0], whole) and torch.equal(found[1], aux.lse), f"step {step}"
     if size > 1:
         with pytest.raises((ArgumentError, DistributedError), match="must begin at a multiple"):
-            attend_over_ranks(queries[0], _moved(cache.memory(0, mine), 64), q_start=9, mesh=group)
+            attend_over_ranks(
+                queries[0], cache.memory(0, mine, first_page=1), q_start=9, mesh=group
+            )
 
 
-def _moved(memory: Paged, begin: int) -> Paged:
-    """Return pages whose first position is `begin`."""
-    pages = begin // memory.key.shape[2]
-    table = torch.nn.functional.pad(memory.page_table, (pages, 0), value=-1)
-    lengths = [int(x) + begin for x in memory.lengths]
-    return Paged(memory.key, memory.value, table, lengths, [pages] * len(lengths))
+def weights_in_a_ring(group: object) -> None:
+    """Sums of weights cannot be merged as results of a softmax."""
+    divided = plan(causal, length=300, mesh=group, method="ring")  # type: ignore[arg-type]
+    q, k, v = divided.shard(*Example(length=300).tensors(), dim=2)
+    with (
+        context_parallel(divided),
+        pytest.raises(OptionError, match="must be those of a softmax with the method 'ring'"),
+    ):
+        quire.attention(q, Dense(k, v), weight=quire.weights.relu)
+
+
+def long_cache(group: object, size: int) -> None:
+    """A rank has the keys of many pieces, and nobody has others."""
+    torch.manual_seed(0)
+    query, rows = torch.randn(1, 1, 1, 8), torch.randn(1, 1, size, 8)
+    rank = dist.get_rank(group)  # type: ignore[arg-type]
+    part = Dense(rows, rows) if rank == 0 else None
+    found, _ = attend_over_ranks(query, part, q_start=size, mesh=group)  # type: ignore[arg-type]
+    assert torch.equal(found, quire.attention(query, Dense(rows, rows), q_start=size))
 
 
 def training(group: object, same_bits: bool) -> tuple[list[float], list[float]]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -33,10 +34,11 @@ class Served(NamedTuple):
         return self.process.wait(60)
 
 
-def save_model(folder: Path, template: str | None = None) -> Path:
-    """Write a small random model and its tokenizer to a folder."""
+def save_model(folder: Path, template: str | None = None, added: Sequence[str] = ()) -> Path:
+    """Write a small random model and its tokenizer to a folder, which has `added` tokens."""
     torch.manual_seed(0)
-    tokenizer = byte_level()
+    tokenizer = copy.deepcopy(byte_level())
+    tokenizer.add_tokens(list(added))
     config = hf.LlamaConfig(
         vocab_size=len(tokenizer) + 3,  # a few logits have no token
         hidden_size=32,
@@ -50,9 +52,9 @@ def save_model(folder: Path, template: str | None = None) -> Path:
         initializer_range=0.3,
     )
     hf.LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
     if template is not None:
-        (folder / "chat_template.jinja").write_text(template)
+        tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
     return folder
 
 
@@ -71,9 +73,11 @@ def served(model: Path, *options: str) -> Iterator[Served]:
         )
     try:
         assert process.stdout is not None
-        line = process.stdout.readline()
-        found = re.search(r"http://\S+", line)
-        assert found, f"it said {line!r} and {log.read_text()}"
+        found = None
+        while found is None:
+            line = process.stdout.readline()
+            assert line, f"it has not started, and said {log.read_text()}"
+            found = re.search(r"http://\S+", line)
         yield Served(found[0], process, log)
     finally:
         if process.poll() is None:

@@ -369,7 +369,9 @@ def test_the_repository_speaks_of_itself_alone() -> None:
 
 def test_one_version() -> None:
     assert quire.__version__ == PYPROJECT["project"]["version"]
-    assert f"## {quire.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    sections = re.findall(r"^## (\S+)", changelog, re.MULTILINE)
+    assert quire.__version__ in sections and len(set(sections)) == len(sections), sections
     others = [path for path in (ROOT / "CITATION.cff", ROOT / "docs" / "conf.py") if path.exists()]
     assert not any(f'"{quire.__version__}"' in path.read_text() for path in others)
     assert "\nversion:" not in (ROOT / "CITATION.cff").read_text()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ SOURCE = ROOT / "src" / "quire"
 README = (ROOT / "README.md").read_text()
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 PROGRAMS = [page for page in PAGES if "```python" in page.read_text()]
-FIRST_SCREEN = 45
+FIRST_SCREEN = 36
 EAGER = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
 
 
@@ -67,10 +69,35 @@ def test_the_page_on_the_cache_shows_what_its_programs_draw(
 ) -> None:
     pytest.importorskip("safetensors")
     page = ROOT / "docs" / "kv.md"
-    (shown,) = re.findall(r"^```text\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    *_, shown = re.findall(r"^```text\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
     names = run_programs(page)
     assert (page.parent / "pages.svg").read_text() == names["picture"].svg()
     assert capsys.readouterr().out.endswith(shown)
+
+
+def is_program(text: str) -> bool:
+    """Whether a block is Python that calls something: not a drawing, nor a command of a shell."""
+    try:
+        tree = ast.parse(textwrap.dedent(text))
+    except SyntaxError:
+        return False
+    return any(isinstance(node, ast.Call) for node in ast.walk(tree))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_programs_that_do_not_run_say_why(page: Path) -> None:
+    text = page.read_text()
+    fenced = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+    blocks = [(found.span(), found[2]) for found in fenced.finditer(text) if found[1] != "python"]
+    outside = fenced.sub(lambda found: re.sub(r"[^\n]", "x", found[0]), text)
+    indented = re.compile(r"(?<=\n\n)(?: {4}.*\n)+")
+    blocks += [(found.span(), found[0]) for found in indented.finditer(outside)]
+    silent = [
+        block
+        for (start, end), block in blocks
+        if is_program(block) and "not run" not in text[max(0, start - 400) : end + 400]
+    ]
+    assert not silent, "a test runs blocks of ```python; of another, say why it is not run"
 
 
 def test_readme_has_a_program() -> None:
@@ -80,7 +107,10 @@ def test_readme_has_a_program() -> None:
 def test_the_first_screen_is_one() -> None:
     first, fold, _ = README.partition("\n## ")
     assert fold and len(first.splitlines()) <= FIRST_SCREEN
-    assert 'from_pretrained(name, attn_implementation="quire")\n' in first
+    (program,) = re.findall(r"^```python\n(.*?)^```", first, re.MULTILINE | re.DOTALL)
+    assert len([line for line in program.splitlines() if line]) <= 14
+    assert first.count("<img ") == 1 and "pip install" in first
+    assert 'from_pretrained(name, attn_implementation="quire")\n' in README
 
 
 def stated_counts() -> dict[str, int]:

@@ -15,6 +15,24 @@ TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 )
 
+# As Hermes and Qwen write tools, their calls and their results.
+TOOL_TEMPLATE = """\
+{%- if tools %}<|start|>system
+Call functions between <tool_call> and </tool_call>. They are:
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}<|end|>
+{% endif %}
+{%- for each in messages %}<|start|>{{ each.role }}
+{{ each.content }}
+{%- for call in each.tool_calls or [] %}
+<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>
+{%- endfor %}<|end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|start|>assistant
+{% endif %}"""
+
 
 @functools.cache
 def byte_level(size: int = 300) -> Any:

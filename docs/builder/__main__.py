@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 from pathlib import Path
 
@@ -13,9 +14,10 @@ from builder.stage import ROOT, stage
 
 
 def build(folder: Path, *, quiet: bool = False) -> int:
-    """Build the site below a folder: its sources in `source`, its pages in `site`."""
+    """Build the site below a folder, anew: its sources in `source`, its pages in `site`."""
     from sphinx.cmd.build import main as sphinx
 
+    shutil.rmtree(folder / "site", ignore_errors=True)  # pages of what is no more
     stage(folder / "source")
     options = ["-b", "html", "-c", str(ROOT / "docs"), "-W", "--keep-going", "-j", "2"]
     options += ["-D", f"html_static_path={folder / 'static'}"]

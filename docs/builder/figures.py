@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from builder.plots import THEMES, plots, svg
-from builder.results import Part, parts
+from builder.results import Part, misses, parts
 
 
 def pictures() -> dict[str, str]:
     """Return the plots as SVG by path."""
     return {
-        f"figures/{name}-{theme}.svg": svg(draw, theme, size)
-        for name, (_, _, draw, size) in plots().items()
+        f"figures/{name}-{theme}.svg": svg(plot.draw, theme, plot.size)
+        for name, plot in plots().items()
         for theme in THEMES
     }
 
@@ -18,12 +18,13 @@ def pictures() -> dict[str, str]:
 def page() -> str:
     """Return what the page of figures has below its introduction."""
     shown = [
-        f"## {title}\n\n{text}\n\n"
+        f"## {plot.title}\n\n{plot.text}\n\n"
         + "\n\n".join(
-            f"```{{image}} figures/{name}-{theme}.svg\n:alt: {title}\n:class: only-{theme}\n```"
+            f"````{{container}} plot only-{theme}\n```{{image}} figures/{name}-{theme}.svg\n"
+            f":alt: {plot.title}\n```\n````"
             for theme in THEMES
         )
-        for name, (title, text, _, _) in plots().items()
+        for name, plot in plots().items()
     ]
     return "\n\n".join([*shown, "## All rows", *map(table, parts())]) + "\n"
 
@@ -35,8 +36,9 @@ def table(part: Part) -> str:
         for row in part.rows
     ]
     head = "| case | figure | wanted |\n|---|---|---|"
-    title = f"### {part.script}: {part.name} ({part.target})"
-    return f"{title}\n\n`{part.command}`\\\n{part.conditions()}\n\n{head}\n" + "\n".join(lines)
+    return f"### {part.title}\n\n`{part.command}`\\\n{part.conditions()}\n\n{head}\n" + "\n".join(
+        lines
+    )
 
 
 def verdict(row: dict[str, object]) -> str:
@@ -44,12 +46,4 @@ def verdict(row: dict[str, object]) -> str:
     wanted = str(row["wanted"])
     if not wanted:
         return ""
-    sign, limit = wanted.split()[0], float(wanted.split()[1])
-    figure = float(str(row["figure"]))
-    kept = {
-        ">=": figure >= limit,
-        ">": figure > limit,
-        "<=": figure <= limit,
-        "<": figure < limit,
-    }[sign]
-    return wanted if kept else f"**{wanted}, missed**"
+    return f"**{wanted}, missed**" if misses(row) else wanted

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from builder import results, source
+from builder import errors_page, results, source
 from builder.symbols import TORCH, Symbol, public_modules, related, same_thing, symbols
 
 WIDTH = 88
@@ -21,6 +21,7 @@ def pages() -> dict[str, str]:
     found = {symbol.page: symbol_page(symbol) for symbol in symbols().values()}
     found |= {f"modules/{name}": module_page(name) for name in source.modules()}
     found |= {"index": index_page(), "modules/index": modules_index()}
+    found[errors_page.NAME] = errors_page.page()
     return {f"reference/{name}": text for name, text in found.items()}
 
 
@@ -68,9 +69,9 @@ def shapes(doc: str) -> dict[str, str]:
     found: dict[str, str] = {}
     text = " ".join(doc.split())
     for names, shape in re.findall(
-        r"((?:`?\w+`?,? (?:and )?)*`?\w+`?)(?: is| are)? (\[[^\]]+\])", text
+        r"((?:`?\w+`?,? (?:and )?)*`?\w+`?)(?: is| are| as a tensor)? (\[[^\]]*\])", text
     ):
-        if not re.fullmatch(r"\[[\w\s,.+*\-]+\]", shape):
+        if not re.fullmatch(r"\[[\w\s,.+*\-]*\]", shape):
             continue
         for name in re.findall(r"`(\w+)`", names) or re.findall(r"\w+$", names):
             found.setdefault(name, shape)
@@ -121,7 +122,7 @@ def symbol_page(symbol: Symbol) -> str:
     parts = [
         f"# {symbol.name}",
         f"[Reference](index.md) · [{symbol.home}](modules/{symbol.home}.md)",
-        directive(symbol),
+        directive(_kind(symbol), symbol.name),
         f"```python\n{_head(symbol)}\n```",
         markdown(symbol.doc),
         f"## Example\n\n```python\n{symbol.example}```",
@@ -134,10 +135,13 @@ def symbol_page(symbol: Symbol) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def directive(symbol: Symbol) -> str:
+def directive(kind: str, name: str) -> str:
     """Return what puts a name into the index of names and into the search."""
-    kind = "class" if symbol.is_class else "function" if callable(symbol.value) else "data"
-    return f"```{{py:{kind}}} {symbol.name}\n:no-typesetting:\n```"
+    return f"```{{py:{kind}}} {name}\n:no-typesetting:\n```"
+
+
+def _kind(symbol: Symbol) -> str:
+    return "class" if symbol.is_class else "function" if callable(symbol.value) else "data"
 
 
 def _head(symbol: Symbol) -> str:
@@ -170,12 +174,13 @@ def _methods(symbol: Symbol) -> list[str]:
                 continue
             call = value.__func__ if isinstance(value, classmethod | staticmethod) else value
             if inspect.isfunction(call):
-                head = signature(name, call, f"{symbol.doc}\n{text}")
+                kind, head = "method", signature(name, call, f"{symbol.doc}\n{text}")
             elif isinstance(value, property):
-                head = name
+                kind, head = "property", name
             else:
                 continue
-            found[name] = f"### {name}\n\n```python\n{head}\n```\n\n{markdown(text)}"
+            entry = directive(kind, f"{symbol.name}.{name}")
+            found[name] = f"### {name}\n\n{entry}\n\n```python\n{head}\n```\n\n{markdown(text)}"
     return ["## Methods", *found.values()] if found else []
 
 
@@ -195,6 +200,9 @@ def _design(symbol: Symbol) -> str:
     return "## Design\n\n" + "\n".join(lines)
 
 
+UNMEASURED = "No figure that is kept measures it by itself. [All figures](../figures.md)."
+
+
 def module_link(name: str) -> str:
     """Return a link to the page of a module, from a page of a name."""
     return f"[`{name}`](modules/{name}.md)"
@@ -203,25 +211,31 @@ def module_link(name: str) -> str:
 def _performance(symbol: Symbol) -> str:
     rows = results.rows_about(symbol.home, symbol.short)
     if not rows:
-        return ""
+        return f"## Performance\n\n{UNMEASURED}"
     lines = [
-        f"| {row['case']} | {row['figure']:.3g} {row['unit']} | {part.target} | `{part.command}` |"
+        f"| {row['case']} | {row['figure']:.3g} {row['unit']} | {part.label} | `{part.command}` |"
         for part, row in rows
     ]
     head = "| case | figure | processor | command |\n|---|---|---|---|"
-    intro = "Figures of benchmarks that use it; [all figures](../figures.md)."
+    intro = f"Some figures of benchmarks that use it. The rest of the rows: {rest(rows)}."
     return f"## Performance\n\n{intro}\n\n{head}\n" + "\n".join(lines)
 
 
+def rest(rows: list[tuple[results.Part, dict[str, Any]]]) -> str:
+    """Return links to all rows of the parts that some rows are of, on the page of figures."""
+    parts = dict.fromkeys((part.title, part.anchor) for part, _ in rows)
+    return ", ".join(f"[{title}](../figures.md#{anchor})" for title, anchor in parts)
+
+
 def _safety(symbol: Symbol) -> str:
-    errors = source.raises(symbol.home, symbol.short) if symbol.home else []
+    errors = [each for each in errors_page.raised_by(symbol) if each.meaning]
     if symbol.home == "quire.errors":
-        doc = source.modules()["quire.errors"].doc.split("\n\n")[1]
-        return f"## The tree of errors\n\n```text\n{textwrap.dedent(doc)}\n```"
+        return f"## The tree of errors\n\n{errors_page.tree()}"
     if not errors:
         return "## Safety\n\nNeither it nor what it calls raises an error of quire."
     lines = [
-        f"| `{each.name}` | {each.meaning} | {each.bases.replace('(as above)', '')} |"
+        f"| {errors_page.link(each.name)} | {each.meaning} | "
+        f"{each.bases.replace('(as above)', '')} |"
         for each in errors
     ]
     return (
@@ -245,7 +259,7 @@ def _related(symbol: Symbol) -> str:
 def module_page(name: str) -> str:
     """Return the page of a module: what it is, what it defines, what it stands on, who uses it."""
     module = source.modules()[name]
-    public = [symbol for symbol in symbols().values() if symbol.home == name]
+    public = [each for each in symbols().values() if name in (each.home, each.module)]
     parts = [f"# {name}", f"`{module.path.relative_to(source.ROOT)}`", markdown(module.doc)]
     if public:
         links = ", ".join(f"[`{each.name}`](../{each.page}.md)" for each in public)
@@ -293,11 +307,14 @@ def index_page() -> str:
         "[all modules](modules/index.md) are described, too.",
     ]
     for module, content in public_modules().items():
-        own = [each for name, each in symbols().items() if name.rpartition(".")[0] == module]
+        own = [each for each in symbols().values() if each.module == module]
         first = " ".join((content.__doc__ or "").split("\n\n")[0].split())
         rows = "\n".join(
             f"| [`{each.short}`]({each.page}.md) | {_cell(each.summary)} |" for each in own
         )
         table = f"| name | what it is |\n|---|---|\n{rows}"
         parts.append(f"## {module}\n\n[{first}](modules/{content.__name__}.md)\n\n{table}")
+    parts.append(
+        f"## quire.errors\n\n[All errors]({errors_page.NAME}.md), and when each is raised."
+    )
     return "\n\n".join(parts) + "\n"

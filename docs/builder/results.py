@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,13 @@ BENCHMARKS = ROOT / "benchmarks"
 MOST_PARTS, MOST_ROWS = 2, 3
 """How much of the figures the page of a name shows."""
 
+NAMES = {"znver4": "Zen 4", "znver5": "Zen 5"}
+INSTRUCTIONS = {"znver4": "AVX-512", "znver5": "AVX-512", "x86-64-v3": "AVX2"}
+"""What LLVM's names of processors stand for."""
+
+UNKNOWN = "unknown"
+"""What files have in place of a commit that is in no history."""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -23,9 +31,31 @@ class Part:
 
     script: str
     name: str
-    target: str
+    machine: str  # LLVM's name of the processor
+    target: str  # what the code was for; as a rule the machine
     processor: str
     kept: dict[str, Any]
+
+    @property
+    def place(self) -> str:
+        """The folder of its file."""
+        return self.machine if self.machine == self.target else f"{self.machine}-{self.target}"
+
+    @property
+    def label(self) -> str:
+        """The processor, and the instructions that were used: `Zen 5, AVX2`."""
+        known = (NAMES.get(self.machine, self.machine), INSTRUCTIONS.get(self.target, ""))
+        return ", ".join(filter(None, known))
+
+    @property
+    def title(self) -> str:
+        """What its table on the page of figures is called."""
+        return f"{self.script}: {self.name} ({self.label})"
+
+    @property
+    def anchor(self) -> str:
+        """Where that table is."""
+        return re.sub(r"[^\w-]", "", self.title.lower().replace(" ", "-"))
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -43,14 +73,47 @@ class Part:
         (found,) = (row["figure"] for row in self.rows if row["case"] == case)
         return float(found)
 
+    def runs(self) -> list[tuple[str, dict[str, float]]]:
+        """Return the commit and the figures of each run, from the first to the last.
+
+        Figures are those of rows that should keep a limit, by case and unit.
+        """
+        last = {f"{row['case']}, {row['unit']}": row["figure"] for row in self.rows}
+        before = [(run["commit"], run["figures"]) for run in self.kept.get("earlier", [])]
+        return [*before, (self.kept["commit"], last)]
+
     def conditions(self) -> str:
         """Return when and with what it was measured, as one line."""
         kept, versions = self.kept, self.kept["versions"]
+        commit, changed, _ = str(kept["commit"]).partition("-dirty")
+        source = f"commit {commit}" + (" with changes" if changed else "")
         return (
-            f"{self.processor} ({self.target}), {kept['threads']} threads, torch "
+            f"{self.processor} ({self.label}), {kept['threads']} threads, torch "
             f"{versions['torch'].split('+')[0]}, Python {versions['python']}, {kept['date']}, "
-            f"commit {kept['commit']}"
+            f"{source if commit != UNKNOWN else 'the commit was not kept'}"
         )
+
+
+def misses(row: dict[str, Any]) -> bool:
+    """Whether a row does not keep the limit that it should keep, if it has one."""
+    if not (wanted := str(row["wanted"])):
+        return False
+    sign, text = wanted.split()
+    figure, limit = float(row["figure"]), float(text)
+    return (
+        figure > limit or (sign == "<" and figure == limit)
+        if sign[0] == "<"
+        else (figure < limit or (sign == ">" and figure == limit))
+    )
+
+
+def number(row: dict[str, Any]) -> str:
+    """Return the figure of a row, in bold if it misses its limit."""
+    figure = float(row["figure"])
+    digits = "#.3g" if row["unit"] else "#.4g"  # what has no unit is a share or a perplexity
+    whole = isinstance(row["figure"], int) or abs(figure) >= 1000
+    text = f"{figure:,.0f}" if whole else f"{figure:{digits}}".rstrip(".")
+    return f"**{text}**" if misses(row) else text
 
 
 @functools.cache
@@ -60,15 +123,15 @@ def parts() -> tuple[Part, ...]:
     for path in sorted((BENCHMARKS / "results").glob("*/*.json")):
         content = json.loads(path.read_text())
         for name, kept in content["parts"].items():
-            found.append(Part(path.stem, name, content["target"], content["processor"], kept))
-    return tuple(found)
+            target = content["target"]
+            machine = content.get("machine", target)
+            found.append(Part(path.stem, name, machine, target, content["processor"], kept))
+    return tuple(sorted(found, key=lambda each: (each.target != each.machine, each.place)))
 
 
-def part(script: str, name: str, target: str = "znver5") -> Part:
-    """Return one part on one processor."""
-    wanted = (script, name, target)
-    (found,) = (each for each in parts() if (each.script, each.name, each.target) == wanted)
-    return found
+def named(script: str, name: str) -> list[Part]:
+    """Return a part as measured on each processor; code for another than the machine comes last."""
+    return [each for each in parts() if (each.script, each.name) == (script, name)]
 
 
 @functools.cache
@@ -118,14 +181,17 @@ def _benchmark(script: str) -> tuple[dict[str, ast.stmt], dict[str, str]]:
 def rows_about(module: str | None, name: str) -> list[tuple[Part, dict[str, Any]]]:
     """Return rows about a name: its own in the gallery, or some of the parts that use it.
 
-    Parts that use few names come first, since their figures say most about each.
+    Parts that use few names come first, since their figures say most about each. Of each part,
+    the figures of the newest processor are shown.
     """
     if module and module.startswith("quire.mods"):
         shown = [each for each in parts() if each.script == "gallery"]
-        if own := [(each, row) for each in shown for row in each.rows if row["case"] == name]:
-            return own
-    using = [each for each in parts() if (module, name) in touched(each.script, each.name)]
-    using.sort(key=lambda each: len(touched(each.script, each.name)))
+        if named := [(each, row) for each in shown for row in each.rows if row["case"] == name]:
+            return named
+    own = (each for each in parts() if each.target == each.machine)
+    once = {(each.script, each.name): each for each in own}.values()  # the last one stays
+    using = [each for each in once if (module, name) in touched(each.script, each.name)]
+    using.sort(key=lambda each: (len(touched(each.script, each.name)), each.script, each.name))
     return [
         (each, row)
         for each in using[:MOST_PARTS]

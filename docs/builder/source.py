@@ -1,4 +1,4 @@
-"""What the source of quire says about itself: modules, what they stand on, what they may raise.
+"""What the source of quire says about itself: modules, what they stand on, and the tree of errors.
 
 Nothing is imported here. Modules are parsed, and names are followed through their imports.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -141,54 +141,3 @@ def resolve(name: str) -> tuple[str, str] | None:
             return None
         name = modules()[module].imports[first] + rest[len(first) :]
     return None
-
-
-def _node(module: str, name: str) -> ast.AST | None:
-    first, _, rest = name.partition(".")
-    node: ast.AST | None = modules()[module].definitions.get(first)
-    if not rest or not isinstance(node, ast.ClassDef):
-        return node
-    methods = (each for each in node.body if isinstance(each, ast.FunctionDef))
-    return next((each for each in methods if each.name == rest), node)
-
-
-def _named(node: ast.AST) -> Iterator[str]:
-    """Yield the dotted names that code uses, also those in strings of annotations."""
-    for each in ast.walk(node):
-        if isinstance(each, ast.Name):
-            yield each.id
-        elif isinstance(each, ast.Attribute):
-            text = ast.unparse(each)
-            if re.fullmatch(r"[\w.]+", text):
-                yield text
-
-
-@functools.cache
-def uses(module: str, name: str) -> frozenset[tuple[str, str]]:
-    """Return what a function or class uses of quire: pairs of module and name."""
-    node, here = _node(module, name), modules()[module]
-    owner = name.split(".")[0]
-    found: set[tuple[str, str]] = set()
-    for text in _named(node) if node else ():
-        first, _, rest = text.partition(".")
-        if first in ("self", "cls") and rest:
-            found.add((module, f"{owner}.{rest.split('.')[0]}"))
-        elif first in here.definitions:
-            found.add((module, first))
-        elif first in here.imports:
-            where = resolve(here.imports[first] + (f".{rest}" if rest else ""))
-            found |= {where} if where else set()
-    return frozenset(found - {(module, name)})
-
-
-def raises(module: str, name: str, most: int = 4000) -> list[Drawn]:
-    """Return the errors that code names, in a function and in all that it calls, by the tree."""
-    tree, seen, todo = drawn_errors(), set[tuple[str, str]](), [(module, name)]
-    while todo and len(seen) < most:
-        here = todo.pop()
-        if here not in seen and here[0] in modules():
-            seen.add(here)
-            if here[0] != "quire.errors":
-                todo.extend(uses(*here))
-    named = {each for where, each in seen if where == "quire.errors"}
-    return [line for line in tree.values() if line.name in named]

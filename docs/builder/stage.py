@@ -15,6 +15,7 @@ from builder import explorer, figures, gallery, reference
 from builder.source import ROOT
 from builder.structure import DOCS, toctrees
 
+ELSEWHERE = re.compile(r"<!-- not on the site -->.*?<!-- end -->", re.DOTALL)
 LINK = re.compile(r"\[([^\[\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 IMAGE = re.compile(r'<img src="([^"]+)"')
 PICTURES = ("*.svg", "*.png")
@@ -61,11 +62,17 @@ def added() -> dict[str, str]:
     """Return what is generated below pages that are written by hand."""
     widget = (DOCS / "builder" / "explorer.html").read_text()
     return {
+        "index": REFERENCE,
         "figures": figures.page(),
         "gallery": gallery.page(),
         "explorer": f"```{{raw}} html\n{widget}```",
     }
 
+
+REFERENCE = """
+Every [public name](reference/index.md) has a page with its signature, an example, figures and
+errors. Every [module](reference/modules/index.md) has a page, too.
+"""
 
 PROJECT = """# Project
 
@@ -112,6 +119,7 @@ def rewritten(
     """Return a page with links that lead to the same things on the site.
 
     Of a link to a file that the site does not show, such as a test, only its words are left.
+    Remarks for readers of the files are left out.
     """
 
     def found(link: str) -> str | None:
@@ -128,7 +136,7 @@ def rewritten(
     def drawn(match: re.Match[str]) -> str:
         return f'<img src="{found(match[1]) or match[1]}"'
 
-    return IMAGE.sub(drawn, LINK.sub(moved, text))
+    return IMAGE.sub(drawn, LINK.sub(moved, ELSEWHERE.sub("", text)))
 
 
 def place_of(file: Path, places: dict[Path, PurePosixPath]) -> PurePosixPath | None:

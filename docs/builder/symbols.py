@@ -14,8 +14,9 @@ from builder import source
 from builder.examples import examples
 
 MODULES = """
-    quire quire.mods quire.weights quire.kv quire.linear quire.distributed quire.engine
-    quire.integrations.transformers
+    quire quire.mods quire.mods.attention_gym quire.weights quire.kv quire.linear
+    quire.distributed quire.engine quire.engine.speculation
+    quire.serve quire.draw.pages quire.integrations.transformers
 """
 """The modules whose `__all__` is public."""
 
@@ -32,6 +33,11 @@ class Symbol:
     def short(self) -> str:
         """The last part of the name."""
         return self.name.rpartition(".")[2]
+
+    @property
+    def module(self) -> str:
+        """The public module that has it."""
+        return self.name.rpartition(".")[0]
 
     @property
     def is_class(self) -> bool:
@@ -152,12 +158,32 @@ def same_thing(symbol: Symbol) -> list[Symbol]:
 
 
 def related(symbol: Symbol) -> list[Symbol]:
-    """Return the public names that its text names, then those of the same file."""
-    words = set(re.findall(r"\w+", " ".join(re.findall(r"`([^`]+)`", symbol.doc))))
-    by_text = [each for each in symbols().values() if each.short in words]
-    beside = [each for each in symbols().values() if each.home == symbol.home]
+    """Return up to ten other public names, the nearest first.
+
+    First come those that its text names, then those of its file, those that its example uses,
+    those whose text names it, and those of its public module.
+    """
+    every = symbols().values()
+    quoted, used = words(symbol), set(re.findall(r"\w+", imported(symbol.example)))
+    by_text = [each for each in every if each.short in quoted]
+    beside = [each for each in every if each.home == symbol.home]
+    by_example = [each for each in every if each.short in used]
+    back = [each for each in every if symbol.short in words(each)]
+    module = [each for each in every if each.module == symbol.module][:5]
     found: dict[str, Symbol] = {}
-    for each in (*by_text, *beside):
+    for each in (*by_text, *beside, *by_example, *back, *module):
         if each.value is not symbol.value and each.short not in {s.short for s in found.values()}:
             found[each.name] = each
     return list(found.values())[:10]
+
+
+@functools.cache
+def words(symbol: Symbol) -> frozenset[str]:
+    """Return the words that a text has in backquotes."""
+    return frozenset(re.findall(r"\w+", " ".join(re.findall(r"`([^`]+)`", symbol.doc))))
+
+
+def imported(program: str) -> str:
+    """Return the names that a program takes from quire."""
+    names = re.findall(r"^from quire[\w.]* import (.+)$|\bquire\.(\w+)\(", program, re.MULTILINE)
+    return " ".join(name for pair in names for name in pair)

@@ -4,6 +4,7 @@
     | ... |
     <!-- end -->
 
+The mark has a name of `TABLES`, or names a script and its parts (`rows.py`).
 `python docs/builder --tables` writes them anew; a test fails if a page has other figures.
 """
 
@@ -12,136 +13,216 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
-from builder.results import Part, part, parts
+from builder import rows
+from builder.results import Part, misses, named
 from builder.source import ROOT
 
-MARKED = re.compile(r"(<!-- figures: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+MARKED = re.compile(r"(<!-- figures: ([^>]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
 def million() -> str:
     """Return what create_block_mask costs at a million tokens."""
-    measured = part("masks", "million")
-    cases = [row["case"] for row in measured.rows if row["case"].startswith("create_block_mask")]
-    names = dict.fromkeys(re.split(r",", case)[0] for case in cases)
-    lines = [
-        f"| {name.removeprefix('create_block_mask ')} | "
-        f"{measured.figure(f'{name}, 1M x 1M') * 1e3:.0f} ms | "
-        f"{measured.figure(f'{name}, memory'):.0f} MB |"
-        for name in names
-    ]
-    return (
-        "| mask | time | memory |\n|---|---|---|\n" + "\n".join(lines) + f"\n\n{where(measured)}\n"
+    measured = named("masks", "million")
+    cases = [row["case"] for row in measured[0].rows if row["case"].startswith("create_block")]
+    names = dict.fromkeys(case.partition(",")[0] for case in cases)
+    times = [f"time, {part.label.partition(',')[0]}" for part in measured]
+    lines = []
+    for name in names:
+        seconds = [f"{part.figure(f'{name}, 1M x 1M') * 1e3:.0f} ms" for part in measured]
+        memory = max(part.figure(f"{name}, memory") for part in measured)
+        cells = [name.removeprefix("create_block_mask "), *seconds, f"{memory:.0f} MB"]
+        lines.append(f"| {' | '.join(cells)} |")
+    head = f"| mask | {' | '.join(times)} | memory |\n|---|{'---|' * len(times)}---|"
+    return f"{head}\n" + "\n".join(lines) + f"\n\n{rows.where(measured)}\n"
+
+
+class Line(NamedTuple):
+    """A line of a table: a label, and the cases and the unit whose range is shown."""
+
+    label: str
+    script: str
+    name: str
+    cases: str
+    unit: str
+
+
+def summary(lines: tuple[Line, ...], columns: list[Part]) -> str:
+    """Return a table with a line for each kind of figure, and a column for each processor."""
+    texts = []
+    for label, script, name, cases, unit in lines:
+        measured = {part.place: part for part in named(script, name)}
+        assert measured, f"benchmarks/{script}.py --only {name} was never kept"
+        figures = [span(measured.get(column.place), cases, unit) for column in columns]
+        texts.append([label, *figures, f"`{script}.py --only {name}`"])
+    head = ["case", *(column.label for column in columns), "`python benchmarks/...`"]
+    versions = columns[0].kept["versions"]
+    conditions = (
+        f"{columns[0].processor} of two generations, {columns[0].kept['threads']} threads, torch "
+        f"{versions['torch'].split('+')[0]}, Python {versions['python']}, "
+        f"{max(column.kept['date'] for column in columns)}"
     )
+    return f"{rows.markdown(head, texts)}\n\nMeasured on {conditions}.\n"
 
 
-def where(measured: Part) -> str:
-    """Return the sentence below a table."""
-    path = f"benchmarks/results/{measured.target}/{measured.script}.json"
-    return f"Measured on {measured.conditions()}; the rows are in `{path}`."
+def span(part: Part | None, cases: str, unit: str) -> str:
+    """Return the least and the largest figure of some cases on a processor, if it was measured.
 
-
-def against_torch() -> str:
-    """Return the table of README: some figures of each kind, also those that are low."""
-    rows = []
-    for label, script, name, cases, unit in SHOWN:
-        command = part(script, name).command.removeprefix("python benchmarks/")
-        figures = [span(script, name, cases, unit, target) for target in TARGETS]
-        rows.append(f"| {label} | {' | '.join(figures)} | `{command}` |")
-    conditions = part("forward", "sdpa").conditions().rpartition(", commit")[0]
-    head = f"| case | {' | '.join(TARGETS.values())} | `python benchmarks/...` |\n|---|---|---|---|"
-    return f"{head}\n" + "\n".join(rows) + f"\n\nMeasured on {conditions}.\n"
-
-
-def span(script: str, name: str, cases: str, unit: str, target: str) -> str:
-    """Return the least and the largest figure of some cases on a processor, if it was measured."""
-    measured = [each for each in parts() if (each.script, each.name) == (script, name)]
-    rows = [row for each in measured if each.target == target for row in each.rows]
+    They are bold if one of them misses its limit, or is slower than what it is measured against.
+    """
+    if part is None:
+        return ""
     found = [
-        row["figure"]
-        for row in rows
+        row
+        for row in part.rows
         if re.fullmatch(cases, row["case"]) and row["unit"].startswith(unit)
     ]
-    assert found or target != "znver5", f"benchmarks/{script}.py --only {name}: no row {cases}"
-    if not found:
-        return ""
-    low, high = f"{min(found):.2g}", f"{max(found):.2g}"
+    assert found, f"benchmarks/{part.script}.py --only {part.name}: no row {cases}"
+    figures = [row["figure"] for row in found]
+    low, high = f"{min(figures):.2g}", f"{max(figures):.2g}"
     text = low if low == high else f"{low} to {high}"
-    return text if unit == FASTER else f"**{text} {unit}**" if "slower" in unit else f"{text} %"
+    text += {FASTER: "", SLOWER: f" {unit}"}.get(unit, " %")
+    slower = unit == FASTER and min(figures) < 1
+    return f"**{text}**" if slower or any(map(misses, found)) else text
 
 
 FASTER = "x as fast"
-TARGETS = {"znver5": "AVX-512", "x86-64-v3": "AVX2"}
-"""The columns of README's table."""
+READING = "% of the reading speed"
+SLOWER = "% slower"
 
-SHOWN = (
-    (
+AGAINST_TORCH = (
+    Line(
         "dense, 512 to 8,192 tokens, against SDPA",
         "forward",
         "sdpa",
         r"dense N \d+ D \d+ threads 2",
         FASTER,
     ),
-    ("causal, against SDPA", "forward", "sdpa", r"causal N \d+ D \d+ threads 2", FASTER),
-    (
+    Line("causal, against SDPA", "forward", "sdpa", r"causal N \d+ D \d+ threads 2", FASTER),
+    Line(
         "causal, forward and backward, against SDPA",
         "backward",
         "masked",
         r"causal N \d+ D \d+ threads 2",
         FASTER,
     ),
-    (
+    Line(
         "the masks of the gallery, against SDPA with a dense mask",
         "gallery",
         "masks",
         r".*",
         FASTER,
     ),
-    (
+    Line(
         "a bias read from a tensor [L, S], against SDPA with it",
         "gallery",
         "scores",
         "table_bias",
         FASTER,
     ),
-    (
+    Line(
         "64 sequences of 16 to 2,048 tokens, packed, against SDPA in a loop",
         "ragged",
         "forward",
         r".*loop",
         FASTER,
     ),
-    ("nested tensors, against PyTorch's", "ragged", "nested", r".*", FASTER),
-    (
+    Line("nested tensors, against PyTorch's", "ragged", "nested", r".*", FASTER),
+    Line(
         "decode of 16 sequences of 4,096, bfloat16, against SDPA",
         "paged",
         "contiguous",
         r".*bfloat16",
         FASTER,
     ),
-    (
+    Line(
         "the same, as a share of the speed of only reading the bytes: float32 and bfloat16",
         "paged",
         "contiguous",
         r".*",
-        "% of the reading speed",
+        READING,
     ),
-    (
+    Line(
         "that decode in float32 from random pages of 16 to 128, against contiguous",
         "paged",
         "paged",
         r".*random pages.*",
-        "% slower",
+        SLOWER,
     ),
 )
-"""What README shows: a label, script and part, and the cases and unit whose range is shown."""
+"""What README shows."""
 
-TABLES: dict[str, Callable[[], str]] = {"million": million, "torch": against_torch}
+DECODING = (
+    Line("float32, contiguous, against SDPA", "paged", "contiguous", r".*float32", FASTER),
+    Line("share of the speed of reading", "paged", "contiguous", r".*float32", READING),
+    Line("bfloat16, contiguous, against SDPA", "paged", "contiguous", r".*bfloat16", FASTER),
+    Line("share of the speed of reading", "paged", "contiguous", r".*bfloat16", READING),
+    Line("float32 in random pages of 16, against contiguous", "paged", "paged", r".*16", SLOWER),
+    Line("pages of 64", "paged", "paged", r".*64", SLOWER),
+    Line("pages of 128", "paged", "paged", r".*128", SLOWER),
+    Line("int8 in pages of 64, against bfloat16", "paged", "int8", r".*", FASTER),
+)
+"""What the page on pages shows."""
+
+TRAINING = tuple(
+    Line(
+        f"{kind}, heads of {width}, 512 to 4,096 tokens",
+        "backward",
+        part,
+        rf"{kind} N \d+ D {width} threads 2",
+        FASTER,
+    )
+    for kind, part in (("dense", "dense"), ("causal", "masked"))
+    for width in (64, 128)
+)
+"""What the page on training shows."""
+
+DENSE = "dense, heads of {}, 512 to 8,192 tokens, against SDPA"
+LONG = "causal, heads of {}, 2,048 and 8,192 tokens, against SDPA"
+
+PROCESSORS = (
+    *(
+        Line(text.format(width), "forward", "sdpa", rf"{cases} D {width} threads 2", FASTER)
+        for text, cases in ((DENSE, r"dense N \d+"), (LONG, "causal N (?:2048|8192)"))
+        for width in (64, 128)
+    ),
+    Line("causal, 512 tokens, against SDPA", "forward", "sdpa", r"causal N 512 D.*2", FASTER),
+    *(
+        Line(
+            f"dense {dtype}, 2,048 tokens, against SDPA",
+            "forward",
+            "dtypes",
+            rf"dense {dtype} .*threads 2",
+            FASTER,
+        )
+        for dtype in ("bfloat16", "float16")
+    ),
+    *(line._replace(label=f"forward and backward, {line.label}") for line in TRAINING),
+    *(line._replace(label=f"decode, {line.label}") for line in DECODING),
+    Line("packed sequences, against padded SDPA", "ragged", "forward", r".*padded", FASTER),
+    Line("nested tensors, against PyTorch's", "ragged", "nested", r".*", FASTER),
+)
+"""What the page on processors shows."""
+
+TABLES: dict[str, Callable[[], str]] = {
+    "million": million,
+    "torch": lambda: summary(AGAINST_TORCH, named("forward", "sdpa")),
+    "decoding": lambda: summary(DECODING, named("paged", "contiguous")),
+    "processors": lambda: summary(PROCESSORS, named("forward", "sdpa")),
+    "training": lambda: summary(TRAINING, named("backward", "dense")),
+}
 
 
 def filled(text: str) -> str:
-    """Return a page with the tables that its marks name."""
-    return MARKED.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}{found[4]}", text)
+    """Return a page with the tables that its marks name, where there are files for them."""
+
+    def content(found: re.Match[str]) -> str:
+        mark, before = found[2], found[3]
+        made = TABLES[mark]() if mark in TABLES else rows.table(rows.wish(mark))
+        return f"{found[1]}{before if made is None else made}{found[4]}"
+
+    return MARKED.sub(content, text)
 
 
 def pages() -> list[Path]:

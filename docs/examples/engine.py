@@ -4,11 +4,12 @@
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from quire.engine import Engine
+from quire.linear import pack
 
 config = LlamaConfig(
     vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
 )
-engine = Engine(LlamaForCausalLM(config).eval(), n_pages=100, start=False)
+engine = Engine(pack(LlamaForCausalLM(config)), n_pages=100, start=False)
 requests = [engine.submit([1, 2, 3 + n], max_tokens=5, ignore_eos=True) for n in range(3)]
 for token in requests[0]:  # as they come; without a thread, reading computes steps
     print(token.token)
@@ -19,11 +20,12 @@ assert [len(request.result().tokens) for request in requests] == [5, 5, 5]
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from quire.engine import Engine, Sampling
+from quire.linear import pack
 
 config = LlamaConfig(
     vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
 )
-engine = Engine(LlamaForCausalLM(config).eval(), n_pages=100, start=False)
+engine = Engine(pack(LlamaForCausalLM(config)), n_pages=100, start=False)
 wanted = Sampling(max_tokens=6, temperature=0.8, top_p=0.9, seed=7, ignore_eos=True)
 one, two = (engine.submit([1, 2, 3], wanted).result() for _ in range(2))
 assert one.tokens == two.tokens  # the seed decides, not who else is served
@@ -33,11 +35,12 @@ assert one.tokens == two.tokens  # the seed decides, not who else is served
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from quire.engine import Engine
+from quire.linear import pack
 
 config = LlamaConfig(
     vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
 )
-engine = Engine(LlamaForCausalLM(config).eval(), n_pages=100, start=False)
+engine = Engine(pack(LlamaForCausalLM(config)), n_pages=100, start=False)
 request = engine.submit([1, 2, 3], n=2, temperature=1.0, seed=3, max_tokens=4, ignore_eos=True)
 assert len(request.answers) == 2  # two samples, which share the pages of the prompt
 first = request.result()
@@ -47,11 +50,12 @@ first = request.result()
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from quire.engine import Answer, Engine
+from quire.linear import pack
 
 config = LlamaConfig(
     vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
 )
-engine = Engine(LlamaForCausalLM(config).eval(), n_pages=100, start=False)
+engine = Engine(pack(LlamaForCausalLM(config)), n_pages=100, start=False)
 request = engine.submit([1, 2, 3], max_tokens=4, ignore_eos=True)
 (answer,) = request.answers
 assert isinstance(answer, Answer)
@@ -62,11 +66,12 @@ assert answer.result().finish_reason == "length"
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from quire.engine import Completion, Engine
+from quire.linear import pack
 
 config = LlamaConfig(
     vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
 )
-engine = Engine(LlamaForCausalLM(config).eval(), n_pages=100, start=False)
+engine = Engine(pack(LlamaForCausalLM(config)), n_pages=100, start=False)
 (done,) = engine.generate([[1, 2, 3]], max_tokens=4, logprobs=0, ignore_eos=True)
 assert isinstance(done, Completion)
 assert len(done.tokens) == len(done.logprobs) == 4 and done.num_prompt == 3
@@ -76,11 +81,12 @@ assert len(done.tokens) == len(done.logprobs) == 4 and done.num_prompt == 3
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from quire.engine import Engine, Token
+from quire.linear import pack
 
 config = LlamaConfig(
     vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
 )
-engine = Engine(LlamaForCausalLM(config).eval(), n_pages=100, start=False)
+engine = Engine(pack(LlamaForCausalLM(config)), n_pages=100, start=False)
 request = engine.submit([1, 2, 3], max_tokens=4, logprobs=2, ignore_eos=True)
 tokens = list(request)
 assert all(isinstance(token, Token) and token.logprob <= 0 for token in tokens)
@@ -91,11 +97,12 @@ assert len(tokens[0].top_logprobs) == 2
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from quire.engine import Engine, Event
+from quire.linear import pack
 
 config = LlamaConfig(
     vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
 )
-engine = Engine(LlamaForCausalLM(config).eval(), n_pages=100, start=False)
+engine = Engine(pack(LlamaForCausalLM(config)), n_pages=100, start=False)
 events: list[Event] = []
 engine.listen(events.append)
 engine.generate([[1, 2, 3]], max_tokens=4, ignore_eos=True)
@@ -106,15 +113,35 @@ assert {"admit", "token", "finish"} <= {event.kind for event in events}
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from quire.engine import Engine, EngineStatistics
+from quire.linear import pack
 
 config = LlamaConfig(
     vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
 )
-engine = Engine(LlamaForCausalLM(config).eval(), n_pages=100, start=False)
+engine = Engine(pack(LlamaForCausalLM(config)), n_pages=100, start=False)
 engine.generate([[1, 2, 3], [4, 5]], max_tokens=4, ignore_eos=True)
 found = engine.statistics()
 assert isinstance(found, EngineStatistics)
 assert found.finished == 2 and found.output_tokens == 8
+
+
+# %% quire.engine.EngineWarning
+import warnings
+
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from quire.engine import Engine, EngineWarning
+from quire.linear import pack
+
+config = LlamaConfig(
+    vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+)
+engine = Engine(pack(LlamaForCausalLM(config)), n_pages=100, start=False)
+engine.listen(lambda event: {}[event.kind])  # raises
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    (done,) = engine.generate([[1, 2, 3]], max_tokens=4, ignore_eos=True)
+assert len(done.tokens) == 4 and seen[0].category is EngineWarning
 
 
 # %% quire.engine.Grammar

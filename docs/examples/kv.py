@@ -93,3 +93,18 @@ known = PrefixCache(pool, page_size=4)
 pages = pool.allocate(2)
 known.insert(range(8), pages)  # two full pages of tokens 0 to 7
 assert known.match([0, 1, 2, 3, 9, 9, 9, 9]).tolist() == pages[:1].tolist()
+
+
+# %% quire.kv.SavedSequence
+import torch
+
+from quire.kv import PagedKVCache, SavedSequence
+
+cache = PagedKVCache(layers=1, heads=2, head_dim=8, page_size=4, n_pages=8)
+a = cache.sequence()
+cache.append([a], *torch.randn(2, 1, 10, 2, 8))
+copied = cache.copy_out(a)
+assert isinstance(copied, SavedSequence)
+cache.free(a)  # its pages serve others
+b = cache.restore(copied)
+assert cache.length(b) == 10

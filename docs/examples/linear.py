@@ -100,6 +100,30 @@ layer = PackedLinear.from_linear(nn.Linear(96, 96), epilogue=add)
 x = torch.randn(5, 96)
 y = layer(x, residual=x)  # x + layer(x), in one pass
 
+# %% quire.linear.silu
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from quire.linear import PackedLinear, silu
+
+linear = nn.Linear(96, 64)
+x = torch.randn(5, 96)
+layer = PackedLinear.from_linear(linear, epilogue=silu)
+torch.testing.assert_close(layer(x), F.silu(linear(x)).detach())
+
+# %% quire.linear.gelu
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from quire.linear import PackedLinear, gelu
+
+linear = nn.Linear(96, 64)
+x = torch.randn(5, 96)
+layer = PackedLinear.from_linear(linear, epilogue=gelu)
+torch.testing.assert_close(layer(x), F.gelu(linear(x)).detach())
+
 # %% quire.linear.silu_and_mul
 import torch
 

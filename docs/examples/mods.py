@@ -335,3 +335,39 @@ from quire import Dense, attention, weights
 
 query, key, value = torch.randn(3, 1, 4, 64, 32)
 out = attention(query, Dense(key, value), weight=weights.softplus)
+
+# %% quire.mods.attention_gym.generate_doc_mask_mod
+import torch
+import quire
+from quire.mods import causal
+from quire.mods.attention_gym import generate_doc_mask_mod
+
+query = torch.randn(1, 2, 12, 16)
+mask = generate_doc_mask_mod(causal, offsets=[0, 5, 12])
+out = quire.flex_attention(query, query, query, mask_mod=mask)
+
+# %% quire.mods.attention_gym.generate_packed_causal_doc_mask_mod
+import torch
+import quire
+from quire.mods.attention_gym import generate_packed_causal_doc_mask_mod
+
+query = torch.randn(1, 2, 12, 16)
+mask = generate_packed_causal_doc_mask_mod([0, 5, 12])
+out = quire.flex_attention(query, query, query, mask_mod=mask)
+
+# %% quire.mods.attention_gym.generate_natten
+import torch
+import quire
+from quire.mods.attention_gym import generate_natten
+
+query = torch.randn(1, 2, 8 * 6, 16)
+mask = generate_natten(canvas_w=8, canvas_h=6, kernel_w=3, kernel_h=3)
+out = quire.flex_attention(query, query, query, mask_mod=mask)
+
+# %% quire.mods.attention_gym.generate_tanh_softcap
+import torch
+import quire
+from quire.mods.attention_gym import generate_tanh_softcap
+
+query = torch.randn(1, 2, 12, 16)
+out = quire.flex_attention(query, query, query, score_mod=generate_tanh_softcap(30.0))

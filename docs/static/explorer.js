@@ -137,7 +137,7 @@ const explorer = (root) => {
     );
   };
 
-  canvas.addEventListener("pointermove", (event) => {
+  const ask = (event) => {
     const box = canvas.getBoundingClientRect();
     const at = (value, side) => Math.min(state.length - 1, Math.max(0, Math.floor((value / side) * state.length)));
     const kv_idx = at(event.clientX - box.left, box.width), q_idx = at(event.clientY - box.top, box.height);
@@ -146,7 +146,8 @@ const explorer = (root) => {
     const verdict = { [EMPTY]: "empty", [FULL]: "full", [UNSURE]: "unsure" }[state.found.verdicts[place]];
     find("point").textContent =
       `query ${q_idx}, key ${kv_idx}: ${holds ? "seen" : "hidden"}; bounds of its block: ${verdict}`;
-  });
+  };
+  for (const kind of ["pointermove", "pointerdown"]) canvas.addEventListener(kind, ask);
   picker.addEventListener("change", choose);
   choose();
 };

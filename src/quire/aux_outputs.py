@@ -46,7 +46,10 @@ OF_KERNELS = AuxRequest._fields[:-1]
 
 
 class AuxOutput(NamedTuple):
-    """The results that were asked for: `key_mass` [B, Hq, S], the others [B, Hq, L]; else None.
+    """The results that were asked for; the others are None.
+
+    `lse`, `max_scores`, `argmax` and `entropy` [B, Hq, L] have a number for each row of the query,
+    and `key_mass` [B, Hq, S] one for each key.
 
     `weights` is [B, Hq, rows, S], and 0 for a key that is not read. If queries are packed into one
     tensor it is [rows, Hq, S]. In ragged and paged memory S is the length of the longest sequence,

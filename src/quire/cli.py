@@ -11,8 +11,8 @@
     quire walk      print which files of quire a call enters
     quire cache     print or remove the compiled kernels on disk
 
-A command is a function below. Only the `quire` command imports this module, so rich and typer are
-optional packages. The exit status is 1 if a check of the demo fails, and 2 for a wrong argument,
+A command is a function below. Only the `quire` command imports this module, and with it rich and
+typer. The exit status is 1 if a check of the demo fails, and 2 for a wrong argument,
 which is reported without a traceback.
 """
 
@@ -28,17 +28,10 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
-
-try:
-    import typer
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-except ModuleNotFoundError as missing:
-    sys.exit(
-        f"quire: the command line needs rich and typer, but it found this: {missing}. "
-        f"Install both with: pip install 'quire[cli]'"
-    )
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from quire import __version__
 from quire.api.why import why
@@ -159,28 +152,35 @@ def serve(
     ] = 256,
     time_limit: Annotated[float, typer.Option(min=0.1, help="Seconds of a request.")] = 600.0,
     read_limit: Annotated[float, typer.Option(min=0.1, help="Until it has arrived.")] = 30.0,
+    replicas: Annotated[
+        int, typer.Option(min=0, help="Processes of the model, on Ray; 0 is this one alone.")
+    ] = 0,
     threads: Threads = None,
 ) -> None:
     """Serve a model by OpenAI's interface, with a page that shows its pages."""
     _prepare("serve", threads)
     from quire.serve import command
+    from quire.serve.options import Options, num_bytes
 
     command.serve(
-        model,
-        command.Options(
+        Options(
+            model=model,
             host=host,
             port=port,
             name=name,
             weights=weights,
-            max_bytes=command.num_bytes(max_bytes),
-            mask=None if mask is None else show.load(mask),
-            score_mod=None if score_mod is None else show.load(score_mod),
-            api_keys=command.read_keys(api_key or [], api_keys),
+            max_bytes=num_bytes(max_bytes),
+            mask=mask,
+            score_mod=score_mod,
+            api_keys=api_key or (),
+            api_keys_file=None if api_keys is None else str(api_keys.absolute()),
             allowed_hosts=tuple(allow_host or ()),
             lookup=lookup,
             max_ongoing=max_ongoing,
             time_limit=time_limit,
             read_limit=read_limit,
+            replicas=replicas,
+            threads=threads,
         ),
     )
 

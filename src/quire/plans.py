@@ -41,6 +41,7 @@ from quire.results import Above, Gradients, Moved, Result, Tangents, Wanted
 from quire.runtime import tangent as compiled
 from quire.runtime.backward import BackwardPlans
 from quire.runtime.forward import ForwardPlan
+from quire.runtime.slices import Taking
 from quire.support.bounded import BoundedDict
 from quire.support.torch_private import is_ordinary, is_transformed, is_watched, is_zero_tensor
 
@@ -213,17 +214,18 @@ def operand_layout(query: Tensor, key: Tensor, value: Tensor) -> Key | None:
 
 def key_of(layout: Key, call: Call) -> Key | None:
     """Return the key of a call whose request has this layout; None if its mods have no key."""
-    _, placed, (_, score_mod, mask_mod, mask, partial_mod, *_), captures, learns = call
-    rows = placed.rows
+    _, placed, problem, captures, learns = call
+    _, score_mod, mask_mod, mask, partial_mod, *_ = problem
+    rows, prob_mod = placed.rows, problem.prob_mod
     if isinstance(rows, One):
         if rows.q_start > MOST_KEYS:
             return None
     elif learns or placed.content is None:  # a backward plan depends on the lengths of sequences
         return None
-    if score_mod is None and mask_mod is None and mask is None:
+    if score_mod is None and mask_mod is None and mask is None and prob_mod is None:
         return (*layout, learns)
     key: list[object] = [*layout, learns]
-    for mod in (score_mod, mask_mod, partial_mod):
+    for mod in (score_mod, mask_mod, prob_mod, partial_mod):
         if mod is None:
             key.append(None)
         elif isinstance(mod, Traced):
@@ -238,12 +240,17 @@ def key_of(layout: Key, call: Call) -> Key | None:
 
 
 def _with_blocks(key: Key, call: Call, mask: BlockMask) -> Key | None:
-    """Return `key` with the content of the block mask; None if the mask has no key."""
+    """Return `key` with the content of the block mask; None if the mask has no key.
+
+    Its lists are cut by the lengths of sequences, which are part of the content of their tables.
+    """
     placed = call.placed
-    # A block mask counts from the first query: with q_start, each step would have another graph.
-    if placed.rows.q_start != 0 or mask.device != placed.query.device or mask.nbytes > MOST_BYTES:
+    if mask.device != placed.query.device or mask.nbytes > MOST_BYTES:
         return None
-    return (*key, mask.content(), mask.lists_pages, placed.key.shape[2])
+    # A block mask counts from the first query: with q_start, each step would have another graph.
+    if isinstance(placed.rows, One) and placed.rows.q_start != 0:
+        return None
+    return (*key, mask.content(), mask.lists_pages, placed.key.shape[2], placed.content)
 
 
 # --- backends ------------------------------------------------------------------------------------
@@ -359,19 +366,23 @@ class CallPlan:
         scales = placed.key_scale, placed.value_scale
         return found if scales == (None, None) else found.of_scaled(*scales)
 
-    def gradients_of_slices(
-        self, placed: Placed, wanted: Wanted, above: Above, slice_size: int
-    ) -> Gradients | None:
-        """Return gradients of keys, values and captures for each slice of queries.
+    @property
+    def has_slices(self) -> bool:
+        """Return whether a kernel computes gradients, and so slice by slice."""
+        return self.backend == "jit"
 
-        Their sum in ascending order is that of one call. None if no kernel can compute them.
+    def gradients_of_slices(
+        self, placed: Placed, wanted: Wanted, above: Above, taking: Taking
+    ) -> Gradients | None:
+        """Return gradients of the query, and those of captures for each slice of queries.
+
+        The sums of keys and values are taken. Added in ascending order of slices, they are the
+        gradients of one call. None if no kernel can compute them, as with a NaN.
         """
-        if self.backend != "jit":
-            return None
         self._backward = self._backward or BackwardPlans()
         problem = self.problem.with_captures(wanted.captures)
         operands = problem, placed, self._blocks, wanted, above
-        return self._backward.run(*operands, slice_size=slice_size)
+        return self._backward.run(*operands, taking=taking)
 
     def tangent(
         self,
@@ -384,7 +395,7 @@ class CallPlan:
     ) -> Result:
         """Return the tangents of out and lse. The mods load from `captures`."""
         problem, found = self.problem.with_captures(captures), None
-        if self.backend == "jit" and not in_torch and problem.weighting == "softmax":
+        if self.backend == "jit" and not in_torch and compiled.can(problem):
             found = compiled.tangent(problem, placed, self._blocks, above, along)
         return found or eager.tangent(problem, placed, self._blocks, above, along)
 

@@ -33,11 +33,13 @@ Whole score matrices are computed; nothing here is meant to be fast. A row is a 
 - The mass of a key is the sum of its probabilities over the queries of one query head, before
   dropout; a sink takes part of the probability. If a row is NaN, so is the mass of each key that it
   reads. No gradient.
-- With `weighting` "shares" or "sums", what the score_mod returns is the weight of a key and not a
-  score. The output is the sum of weight times value; with "shares" it is divided by the sum of the
-  weights. If that sum is 0, so is the output, with gradient 0. A weight of -inf means that the key
-  is not read. Other weights may be negative, inf or NaN, and are multiplied and added as they are.
-  The sum of the weights stands in place of the log-sum-exp, the largest weight in place of the
+- With `weighting` "shares" or "sums", what the last mod returns is the weight of a key and not a
+  score. That mod is `weight`, or else the score_mod. `weight` is called where the score_mod, if
+  there is one, returns a score above -inf; other keys are not read. The output is the sum of
+  weight times value; with "shares" it is divided by the sum of the weights. If that sum is 0, so
+  is the output, with gradient 0. A weight of -inf means that the key is not read. Other weights
+  may be negative, inf or NaN, and are multiplied and added as they are. The sum of the weights
+  stands in place of the log-sum-exp, 0 if no key is read; the largest weight in place of the
   maximum, weight / sum in place of a probability. There is no sink, and no entropy.
 - The weights of a row are its probabilities before dropout, and 0 for keys that it does not read; a
   sink takes part of the probability. No gradient.
@@ -93,6 +95,7 @@ def attention(
     keep: Tensor | None = None,
     dropout_p: float = 0.0,
     weighting: str = "softmax",
+    weight: Callable[..., Any] | None = None,
     prob_mod: Callable[..., Any] | None = None,
     q_start: int = 0,
     kv_start: int = 0,
@@ -122,7 +125,11 @@ def attention(
         scores = scale * _dot(query.to(dtype), keys.to(dtype), live, finite)
         if score_mod is not None:
             scores = evaluate(score_mod, live, starts, scores, fill=-math.inf)
-        return torch.where(live, scores, -math.inf)
+        scores = torch.where(live, scores, -math.inf)
+        if weight is None:
+            return scores
+        given = live if score_mod is None else live & (scores != -math.inf)
+        return evaluate(weight, given, starts, scores, fill=-math.inf)
 
     with torch.no_grad():  # find what is read first: all other scores have no gradient
         read = scores_where(mask) != -math.inf
@@ -201,9 +208,10 @@ def ragged_attention(
     """
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     nothing = query.new_full(query.shape[:2], -math.inf, dtype=wide)
+    is_softmax = options.get("weighting", "softmax") == "softmax"
     found = {
         "out": query.new_zeros(*query.shape[:2], value.shape[2]),
-        "lse": nothing,
+        "lse": nothing if is_softmax else torch.zeros_like(nothing),
         "max_scores": nothing,
         "argmax": torch.full(query.shape[:2], -1),
         "entropy": torch.zeros_like(nothing),

@@ -11,6 +11,7 @@ equal request has passed it.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,13 +24,14 @@ from torch.nn.attention import flex_attention as torch_flex
 
 from quire import checks
 from quire.aux_outputs import NO_AUX, AuxRequest
-from quire.block_mask import BlockMask, check_fits, element_mod
+from quire.block_mask import BlockMask, check_fits
 from quire.config import Backend as BackendName
-from quire.errors import ArgumentError, BlockMaskError, OptionError, QuireError, UnsupportedOpError
+from quire.errors import ArgumentError, OptionError, QuireError, UnsupportedOpError
 from quire.ir.terms import hidden_where
 from quire.ir.trace import Kind, Mod, Traced, call_name, mod_name, trace
 from quire.ir.vectorise import Opaque
-from quire.memory import Memory, One, Placed, Queries, longest
+from quire.memory import Memory, One, Placed, Queries
+from quire.memory.tables import Sequences
 from quire.mods.compose import and_masks, shift, where_there
 from quire.mods.dropout import Dropout, check_dropout
 from quire.mods.weights import Weighting
@@ -52,7 +54,7 @@ class Request(NamedTuple):
     query [B, Hq, L, D] or [total, Hq, D], sink [Hq]. Unless `weighting` is "softmax", the score_mod
     returns weights and not scores; a weight function is the last part of it. `learns` says
     whether a backward pass will follow, if autograd does not know; `seed` is the seed of dropout,
-    if it is drawn already.
+    if it is drawn already. `prob_mod` is one that is a multiple of the probability.
     """
 
     query: Tensor
@@ -70,6 +72,7 @@ class Request(NamedTuple):
     weighting: Weighting = "softmax"
     learns: bool | None = None
     seed: tuple[int, int] | None = None
+    prob_mod: Traced | None = None
 
     @property
     def mask_mod(self) -> Mod | None:
@@ -89,7 +92,8 @@ class Problem(NamedTuple):
 
     `mask_mod` applies to all blocks. `block_mask` lists the blocks to compute; `partial_mod` is its
     mask_mod and applies to its partial blocks. Mods take absolute positions. If sequences have
-    holes, `mask_mod` hides these, and `open_mask` is the mask without that.
+    holes, `mask_mod` hides these, and `open_mask` is the mask without that. `prob_mod` multiplies
+    probabilities that are not 0, before dropout.
     """
 
     scale: float
@@ -101,6 +105,7 @@ class Problem(NamedTuple):
     weighting: Weighting = "softmax"
     open_mask: Traced | None = None
     has_holes: bool = False
+    prob_mod: Traced | None = None
 
     def masks(self, full: bool) -> tuple[ReadyMod, ...]:
         """Return the masks that apply to a full block, or to a partial one."""
@@ -110,17 +115,19 @@ class Problem(NamedTuple):
     @property
     def mods(self) -> dict[str, ReadyMod]:
         """Return the mods that are not None, by field name."""
-        names = ("score_mod", "mask_mod", "partial_mod")
-        mods = (self.score_mod, self.mask_mod, self.partial_mod)
+        names = ("score_mod", "mask_mod", "prob_mod", "partial_mod")
+        mods = (self.score_mod, self.mask_mod, self.prob_mod, self.partial_mod)
         return {name: mod for name, mod in zip(names, mods, strict=True) if mod is not None}
 
     @property
     def captures(self) -> tuple[Tensor, ...]:
-        """Return the captured tensors of all mods: score_mod, mask_mod, then partial_mod."""
+        """Return the captured tensors of all mods, in the order of `mods`."""
         score, mask, partial = self.score_mod, self.mask_mod, self.partial_mod
         found = () if score is None else score.captures
         if mask is not None:
             found += mask.captures
+        if self.prob_mod is not None:
+            found += self.prob_mod.captures
         return found if partial is None else found + partial.captures
 
     def with_captures(self, captures: tuple[Tensor, ...]) -> Problem:
@@ -131,6 +138,13 @@ class Problem(NamedTuple):
             own, remaining = remaining[:count], remaining[count:]
             changed = changed._replace(**{name: replace(mod, captures=own)})  # type: ignore[arg-type]
         return changed
+
+    def open_captures(self, captures: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return `captures`, those of this problem, without the tensor that hides holes."""
+        score, mask = self.score_mod, self.mask_mod
+        before = -1 if mask is None else len(mask.captures) - 1
+        before += 0 if score is None else len(score.captures)
+        return captures[:before] + captures[before + 1 :]
 
     def opened(self) -> Problem:
         """Return the problem whose mask does not hide holes, for kernels that leave them out."""
@@ -221,8 +235,11 @@ def check_mods(call: Call) -> None:
         checks.check_held({"a captured tensor": tensor})
     mask, placed = call.problem.block_mask, call.placed
     if mask is not None:
-        batch, heads, q_len, _ = placed.query.shape
-        kv_len, device = placed.key.shape[2], placed.query.device
+        batch, heads, *_ = placed.query.shape
+        (q_len, kv_len), device = placed.lengths, placed.query.device
+        if not placed.is_dense:  # the mask may reach further than all sequences
+            batch = placed.sequences.num
+            q_len, kv_len = map(max, placed.lengths, mask.seq_lengths)
         check_fits(mask, B=batch, H=heads, q_len=q_len, kv_len=kv_len, device=device)
 
 
@@ -243,10 +260,14 @@ def call_of(request: Request, *, plain: bool = False) -> Call:
         known = scale is None and head_dim > 0
         scale = 1.0 / math.sqrt(head_dim) if known else checks.check_scale(scale, head_dim)
     dropout = None if type(dropout_p) is float and dropout_p == 0.0 else check_dropout(dropout_p)
-    if score_mod is None and not masks and placed.holes is None:
+    prob_mod = request.prob_mod
+    if score_mod is None and not masks and placed.holes is None and prob_mod is None:
         learns = _learns(request, placed, (), plain=plain)
         return Call(request, placed, Problem(scale, dropout=dropout), (), learns=learns)
     score_mod, mask_mod, block_mask, partial_mod = _ready_mods(request, placed)
+    open_mask, has_holes = None, False
+    if placed.holes is not None:
+        mask_mod, open_mask, has_holes = _without_holes(mask_mod, placed)
     problem = Problem(
         scale,
         score_mod,
@@ -255,9 +276,10 @@ def call_of(request: Request, *, plain: bool = False) -> Call:
         partial_mod,
         dropout=dropout,
         weighting=request.weighting,
+        open_mask=open_mask,
+        has_holes=has_holes,
+        prob_mod=prob_mod,
     )
-    if placed.holes is not None:
-        problem = _without_holes(problem, placed)
     captures = problem.captures
     if captures and any(map(Tensor.is_neg, captures)):
         captures = tuple(tensor.resolve_neg() for tensor in captures)
@@ -294,31 +316,29 @@ def _ready_mods(
     for mask in request.masks:
         if not isinstance(mask, torch_flex.BlockMask):
             mask_mod = ready(mask, "mask", query)
-        elif placed.page_table is not None:
-            mask_mod = ready(_by_element(mask, placed), "mask", query)
         else:
-            rows = _dense_rows(placed)
             block_mask = mask if isinstance(mask, BlockMask) else BlockMask.from_torch(mask)
-            mod = block_mask.mask_mod  # counts from the first query and key
-            if rows.q_start or rows.kv_begin:
-                mod = shift(mod, "mask", -rows.q_start, -rows.kv_begin)
+            mod = _from_origin(block_mask.mask_mod, placed.rows)
             partial_mod = ready(mod, "mask", query)
     return score, mask_mod, block_mask, partial_mod
 
 
-def _without_holes(problem: Problem, placed: Placed) -> Problem:
-    """Return a problem whose mask hides the holes of sequences, too."""
-    mask, holes, page = problem.mask_mod, placed.holes, placed.key.shape[2]
+def _without_holes(mask: ReadyMod | None, placed: Placed) -> tuple[ReadyMod, Traced | None, bool]:
+    """Return a mask that hides the holes of sequences, too, and the open mask if it is known."""
+    holes, page = placed.holes, placed.key.shape[2]
     assert holes is not None, "there are holes"
     if isinstance(mask, Opaque):
         hides = where_there(holes.there, page)
-        return problem._replace(mask_mod=ready(and_masks(mask, hides), "mask", placed.query))
-    captures = () if mask is None else mask.captures
-    graph = hidden_where(None if mask is None else mask.output, page, len(captures))
-    name = "holes" if mask is None else mask.name
-    both = Traced(graph, (*captures, holes.there), "mask", name)
-    kept = None if mask is None else Traced(mask.output, (), "mask", name)
-    return problem._replace(mask_mod=both, open_mask=kept, has_holes=True)
+        return ready(and_masks(mask, hides), "mask", placed.query), None, False
+    if mask is None:
+        graph = _hidden(None, page, 0)
+        return Traced(graph, (holes.there,), "mask", "holes"), None, True
+    graph = _hidden(mask.output, page, len(mask.captures))
+    both = Traced(graph, (*mask.captures, holes.there), "mask", mask.name)
+    return both, Traced(mask.output, (), "mask", mask.name), True
+
+
+_hidden = functools.lru_cache(maxsize=256)(hidden_where)
 
 
 def checked_call(request: Request) -> Call:
@@ -350,30 +370,12 @@ def _resolved(placed: Placed) -> Placed:
     return placed.on(query, key, value)
 
 
-def _dense_rows(placed: Placed) -> One:
-    if not isinstance(placed.rows, One):
-        raise BlockMaskError(
-            "mask must be a function of (b, h, q_idx, kv_idx) for Ragged memory, but is a "
-            "BlockMask, whose blocks are for a single length. Give its mask_mod: tiles that no "
-            "query reads are skipped with it, too."
-        )
-    return placed.rows
-
-
-def _by_element(mask: torch_flex.BlockMask, placed: Placed) -> Mod:
-    """Return a block mask as a mask_mod for pages. Its row 0 is the first query of a sequence."""
-    block_mask, sequences = BlockMask.from_torch(mask), placed.sequences
-    needed = longest(sequences.q_len), longest(sequences.kv_end)
-    q_len, kv_len = map(max, needed, block_mask.seq_lengths)
-    check_fits(
-        block_mask,
-        B=sequences.num,
-        H=placed.query.shape[1],
-        q_len=q_len,
-        kv_len=kv_len,
-        device=placed.query.device,
-    )
-    return shift(element_mod(block_mask), "mask", -torch.from_numpy(sequences.q_start))
+def _from_origin(mod: Mod, rows: One | Sequences) -> Mod:
+    """Return the mod of a block mask, which counts from the first query of each sequence."""
+    if isinstance(rows, One):
+        there = rows.q_start == rows.kv_origin == 0
+        return mod if there else shift(mod, "mask", -rows.q_start, -rows.kv_origin)
+    return shift(mod, "mask", torch.from_numpy(-rows.q_start))
 
 
 _warned: set[str] = set()

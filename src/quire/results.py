@@ -26,8 +26,10 @@ class Result(NamedTuple):
         return {name: rows for name, rows in named if rows is not None}
 
 
-NOWHERE = {"out": 0.0, "lse": -math.inf, "max_scores": -math.inf, "argmax": -1, "entropy": 0.0}
-"""The results of a query that reads no key."""
+def nowhere(weighting: str) -> dict[str, float]:
+    """Return the results of a query that reads no key; `lse` is a sum unless of a softmax."""
+    lse = -math.inf if weighting == "softmax" else 0.0
+    return {"out": 0.0, "lse": lse, "max_scores": -math.inf, "argmax": -1, "entropy": 0.0}
 
 
 class Wanted(NamedTuple):
@@ -80,7 +82,7 @@ class Above(NamedTuple):
             out = out.new_zeros(()).expand(out.shape)
         elif grad_lse is not None:
             grad_lse = grad_lse * lse
-        return self._replace(out=out, lse=share_of(weighting, lse), grad_lse=grad_lse)
+        return self._replace(out=out, lse=1.0 / divisor_of(weighting, lse), grad_lse=grad_lse)
 
     def at(self, rows: slice) -> Above:
         """Return the inputs for a slice of the queries."""
@@ -89,11 +91,11 @@ class Above(NamedTuple):
         return self._replace(out=out, lse=lse, grad_out=grads[0], grad_lse=grads[1])
 
 
-def share_of(weighting: str, total: Tensor) -> Tensor:
-    """Return the factor from weights to what values are multiplied by, from the sums of weights."""
+def divisor_of(weighting: str, total: Tensor) -> Tensor:
+    """Return what weights are divided by, from their sums. 1 / divisor may overflow."""
     if weighting == "sums":
         return torch.ones_like(total)
-    return torch.where(total == 0.0, 0.0, 1.0 / total)
+    return torch.where(total == 0.0, math.inf, total)
 
 
 class Tangents(NamedTuple):

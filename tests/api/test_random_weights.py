@@ -120,6 +120,23 @@ def test_mods_on_probabilities(mod: RandomMod, sizes: tuple[int, int]) -> None:
     assert same(outs[0], outs[1]) and same(outs[0], outs[2])
 
 
+@settings(max_examples=12)
+@given(random_mods("mask"), SIZES)
+def test_multiples_of_probabilities(mask: RandomMod, sizes: tuple[int, int]) -> None:
+    """A random condition chooses the factor, so one pass computes the mod."""
+    query, key, value = operands(*sizes)
+
+    def halved(prob: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return torch.where(mask(b, h, q_idx, kv_idx), prob * -1.5, prob / 2)
+
+    options: dict[str, Any] = {"prob_mod": halved, "scale": 0.5}
+    start = sizes[1] - sizes[0]
+    exact = reference.attention(query, key, value, mask_mod=causal, q_start=start, **options)
+    outs = [attended(query, x, mask=causal, **options) for x in memories(key, value).values()]
+    torch.testing.assert_close(outs[0], exact.out, rtol=1e-5, atol=1e-6)
+    assert same(outs[0], outs[1]) and same(outs[0], outs[2])
+
+
 SPECIAL = {
     "negative": [1.0, -2.0, 0.5],
     "cancel": [1.0, -1.0, 0.0],

@@ -14,7 +14,16 @@ from torch import Tensor
 import quire
 from quire import AuxRequest, Dense, Paged, Ragged, attention, create_block_mask, reference, weights
 from quire.config import Backend
-from quire.errors import ArgumentError, OptionError, ShapeError
+from quire.errors import (
+    ArgumentError,
+    DtypeError,
+    ModResultError,
+    ModSignatureError,
+    NotCallableError,
+    OptionError,
+    QuireError,
+    ShapeError,
+)
 from quire.mods import causal
 
 BACKENDS: list[Backend] = ["eager", "jit"]
@@ -217,6 +226,31 @@ def test_block_masks_and_dropout(backend: Backend) -> None:
     assert not torch.equal(dropped[0], quire.flex_attention(query, key, value, **options))
 
 
+@each_backend
+@pytest.mark.parametrize("q_len", [1, 20])
+def test_a_sum_whose_inverse_overflows(q_len: int, backend: Backend) -> None:
+    query, key = torch.ones(1, 1, q_len, 4), torch.ones(1, 1, 4, 4)
+    value = torch.randn(1, 1, 4, 4, requires_grad=True)
+
+    def tiny(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return 1e-40 * (kv_idx + 1)
+
+    exact = reference.attention(query, key, value, score_mod=tiny, weighting="shares").out
+    out, aux = quire.flex_attention(
+        query,
+        key,
+        value,
+        weight=tiny,
+        backend=backend,
+        return_aux=AuxRequest(weights=[0]),
+    )
+    torch.testing.assert_close(out, exact)
+    assert aux.weights is not None
+    torch.testing.assert_close(aux.weights[0, 0, 0], torch.tensor([0.1, 0.2, 0.3, 0.4]))
+    found, wanted = (torch.autograd.grad(x.sum(), value)[0] for x in (out, exact))
+    torch.testing.assert_close(found, wanted)
+
+
 def test_softmax_and_softmax_one_keep_the_running_maximum() -> None:
     query, key, value = (100 * x for x in operands(9, 9, group=1))
     plain = quire.flex_attention(query, key, value)
@@ -240,6 +274,42 @@ def test_forward_mode_and_vmap(backend: Backend) -> None:
     several = torch.randn(3, *query.shape, dtype=torch.float64)
     found = torch.func.vmap(attend, (0, None))(several, key)
     assert torch.equal(found, torch.stack([attend(x, key) for x in several]))
+
+
+@each_backend
+@normalised_or_not
+@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize("q_len", [1, 20])
+def test_keys_that_a_score_mod_hides(
+    q_len: int, name: str, normalise: bool, backend: Backend
+) -> None:
+    """A score of -inf says that a key is not read; most weights of it are 0, or a number."""
+    query, key, value = operands(q_len, 41)
+    value[:, :, ::3] = nan
+    tensors = tuple(x.requires_grad_() for x in (query, key, value))
+    options: dict[str, Any] = {
+        "score_mod": lambda score, b, h, q, k: torch.where(k % 3 == 0, -inf, score),
+        "weight": WEIGHTS[name],
+    }
+    out, aux = attention(
+        tensors[0],
+        Dense(*tensors[1:]),
+        normalise=normalise,
+        backend=backend,
+        return_aux=AuxRequest(max_scores=True, argmax=True),
+        **options,
+    )
+    weighting = "shares" if normalise else "sums"
+    exact = reference.attention(*tensors, weighting=weighting, q_start=41 - q_len, **options)
+    torch.testing.assert_close(aux.max_scores, exact.max_scores)
+    assert aux.argmax is not None and torch.equal(aux.argmax, exact.argmax)
+    assert out.isfinite().all()
+    if normalise and name in NEAR_ZERO:
+        return
+    torch.testing.assert_close(out, exact.out, rtol=1e-4, atol=1e-4)
+    found, wanted = (torch.autograd.grad(x.sum(), tensors) for x in (out, exact.out))
+    for mine, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-3)
 
 
 # --- mods on probabilities
@@ -330,3 +400,110 @@ def test_refusals() -> None:
         )
     with pytest.raises(ShapeError, match="bias must be 0-D or 1-D"):
         weights.sigmoid(torch.zeros(2, 2))
+
+
+@pytest.mark.parametrize("name", ["weight", "prob_mod"])
+def test_what_is_no_mod_is_named_as_it_was_given(name: str) -> None:
+    tensors = operands(3, 3, group=1)
+    with pytest.raises(NotCallableError, match=f"^{name} must be a function .* but is a int"):
+        quire.flex_attention(*tensors, **{name: 3})  # type: ignore[arg-type]
+    with pytest.raises(ModSignatureError, match=f"^{name} must take 5 arguments"):
+        quire.flex_attention(*tensors, **{name: lambda score: score})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "options", [{"weight": weights.softmax_one}, {"prob_mod": PROB_MODS["gate"]}]
+)
+@pytest.mark.parametrize("query", [None, [1.0], torch.randn(3)])
+def test_what_is_no_query_is_named(query: Any, options: dict[str, Any]) -> None:
+    _, key, value = operands(3, 3, group=1)
+    with pytest.raises(QuireError, match=r"^query must "):
+        attention(query, Dense(key, value), **options)
+
+
+def test_softmax_one_is_where_the_query_is() -> None:
+    query, key, value = operands(3, 3, group=1)
+    expected = attention(query, Dense(key, value), weight=weights.softmax_one)
+    with torch.device("meta"):
+        assert torch.equal(
+            attention(query, Dense(key, value), weight=weights.softmax_one), expected
+        )
+
+
+@each_backend
+def test_a_prob_mod_without_a_result(backend: Backend) -> None:
+    def nothing(prob: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> None: ...
+
+    with pytest.raises(ModResultError, match=r"^prob_mod 'nothing' must return one scalar"):
+        quire.flex_attention(*operands(3, 3, group=1), prob_mod=nothing, backend=backend)
+
+
+@pytest.mark.parametrize("normalise", [0, None, "no", torch.tensor([True, False])])
+def test_normalise_is_a_truth_value(normalise: Any) -> None:
+    for weight in (None, weights.relu):
+        with pytest.raises(ArgumentError, match="normalise must be True or False, but is"):
+            quire.flex_attention(*operands(3, 3, group=1), weight=weight, normalise=normalise)
+
+
+@pytest.mark.parametrize("bias", [None, "a", 1j, True, torch.tensor([1, 2])])
+def test_what_is_no_bias(bias: Any) -> None:
+    with pytest.raises((ArgumentError, DtypeError), match=r"^bias must "):
+        weights.sigmoid(bias)
+
+
+@each_backend
+@normalised_or_not
+def test_the_log_of_a_sum_of_0(normalise: bool, backend: Backend) -> None:
+    """It is -inf, as for a softmax without keys, and what is 0 above it gives no NaN below."""
+    query, key = (torch.randn(1, 4, 9, 8, requires_grad=True) for _ in range(2))
+    signs = torch.tensor([1.0, -1.0, 0.0]).repeat(3)
+
+    def attend(above_lse: float) -> tuple[Tensor, ...]:
+        out, aux = quire.flex_attention(
+            query,
+            key,
+            key,
+            weight=lambda score, b, h, q, k: torch.where(q == 2, signs[k], 2.0) + 0.0 * score,
+            normalise=normalise,
+            backend=backend,
+            return_aux=AuxRequest(lse=True),
+        )
+        assert aux.lse is not None and (aux.lse[:, :, 2] == -inf).all()
+        assert aux.lse.isfinite().sum() == 4 * 8
+        above = torch.full_like(aux.lse, above_lse)
+        return torch.autograd.grad((out, aux.lse), (query, key), (torch.ones_like(out), above))
+
+    for above_lse in (0.0, 1.0):
+        assert all(x.isfinite().all() for x in attend(above_lse))
+
+
+@each_backend
+def test_rows_of_no_sequence_have_no_weights(backend: Backend) -> None:
+    query = torch.randn(6, 4, 8, requires_grad=True)
+    key = torch.randn(6, 4, 8)
+    out, aux = attention(
+        query,
+        Ragged(key, key, [0, 3, 6]),
+        q_offsets=[0, 3, 6],
+        q_lengths=[2, 3],
+        weight=weights.softplus,
+        backend=backend,
+        return_aux=AuxRequest(lse=True, max_scores=True),
+    )
+    assert aux.lse is not None and aux.max_scores is not None
+    rows = [range(2), range(3, 6)]
+    exact = reference.ragged_attention(
+        query,
+        key,
+        key,
+        rows,
+        [range(3), range(3, 6)],
+        score_mod=weights.softplus,
+        weighting="shares",
+    )
+    torch.testing.assert_close(aux.lse, exact.lse.log())
+    torch.testing.assert_close(aux.max_scores, exact.max_scores)
+    assert (aux.lse[2] == -inf).all() and not out[2].any()
+    above = aux.lse.detach().isfinite().float()
+    (grad,) = torch.autograd.grad(aux.lse, query, above)
+    assert grad.isfinite().all() and not grad[2].any()

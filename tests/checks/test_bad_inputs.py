@@ -235,6 +235,14 @@ OPERANDS = {
         "[2, 4, 5, 0] and [2, 4, 6, 0].",
         lambda: {"query": tensor(B, HQ, L, 0), "key": tensor(B, HQ, S, 0)},
     ),
+    "no head dim, no backend named": Bad(
+        ShapeError,
+        "the embedding dimension of query and key must be at least 1, but is 0: they have shapes "
+        "[2, 4, 5, 0] and [2, 4, 6, 0].",
+        call=lambda: quire.attention(
+            tensor(B, HQ, L, 0), Dense(tensor(B, HQ, S, 0), tensor(B, HQ, S, D))
+        ),
+    ),
     "lengths of key and value": Bad(
         ShapeError,
         "key and value must agree in batch, heads and length, but have shapes [2, 4, 6, 8] and "

@@ -10,11 +10,14 @@ import pytest
 from quire.codegen.convention import KernelSpec
 from quire.codegen.kernels.backward import write_backward
 from quire.codegen.kernels.forward import write_forward
+from quire.codegen.kernels.linear import LinearSpec, write_linear
 from quire.codegen.llvm import jit
 from quire.codegen.llvm.target import Target
 from quire.codegen.llvm.types import F32, F64
 from quire.codegen.phases.gradient_tiles import UNROLLED, query_strips
+from quire.codegen.phases.linear_tiles import DECODED
 from quire.codegen.phases.tiles import NARROW_ROWS, SMALL_ROWS, TileShape
+from quire.codegen.phases.weights import FORMATS
 
 TARGETS = ["x86-64-v3", "x86-64-v4", "aarch64"]
 FMA = re.compile(r"\bvfn?m(?:add|sub)\w+|\bfml[as]\b")
@@ -105,3 +108,19 @@ def test_nothing_is_called_outside(target: str, dtype: str, backward: bool) -> N
     called = set(re.findall(r"^\s+(?:callq|bl)\s+([A-Za-z_]\w*)", text, re.MULTILINE))
     defined = set(re.findall(r"^([A-Za-z_]\w*):", text, re.MULTILINE))
     assert called <= defined, called - defined
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_tiles_of_linear_layers_do_not_spill(name: str) -> None:
+    """Where registers are few, decoding integers spills."""
+    spec = LinearSpec(Target.named("x86-64-v4"), name, "float32")
+    text, tiling = jit.assembly(write_linear(spec).text, spec.target), spec.tiling
+    tiles = [(size, name, "_once") for size in tiling.few]
+    tiles += [(size, name, "") for size in tiling.of_many if size.rows <= tiling.direct]
+    if tiling.way(tiling.many.rows) == DECODED:
+        tiles += [(size, "float32", "") for size in tiling.of_many]
+    for size, format, suffix in tiles:
+        function = f"tile_{size.rows}x{size.panels}_{format}{suffix}"
+        (loop,) = innermost_loops(text, function)
+        assert len(FMA.findall(loop)) >= size.rows * size.panels
+        assert not STACK.search(loop), f"the stack is used in\n{loop}"

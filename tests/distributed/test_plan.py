@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import numpy as np
@@ -63,6 +65,34 @@ def test_every_token_has_one_rank(
         assert part.tolist() == [n for start, stop in chunks for n in range(start, stop)]
 
 
+@given(
+    lengths=st.lists(st.integers(0, 300), min_size=1, max_size=9).filter(any),
+    num_ranks=st.integers(1, 5),
+    layout=st.sampled_from(["auto", *LAYOUTS]),
+    mask=st.sampled_from([causal, MASKS["window"], MASKS["future"]]),
+    block_size=st.sampled_from([None, 16, 50]),
+)
+def test_every_token_of_several_sequences_has_one_rank_and_all_keys_that_it_reads(
+    lengths: list[int], num_ranks: int, layout: str, mask: Any, block_size: int | None
+) -> None:
+    made = plan(mask, lengths=lengths, num_ranks=num_ranks, layout=layout, block_size=block_size)
+    parts = [made.for_rank(rank) for rank in range(num_ranks)]
+    every = torch.cat([each.rows for each in parts])
+    assert torch.equal(every.sort().values, torch.arange(sum(lengths)))
+    texts = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    places = torch.cat([torch.arange(n) for n in lengths])
+    for rank, each in enumerate(parts):
+        assert len(each.rows) == made.num_tokens[rank]
+        assert torch.equal(each.positions, places[each.rows])
+        counts = texts[each.rows].bincount(minlength=len(lengths))
+        assert np.diff(each.offsets).tolist() == counts.tolist()
+        assert [n for start, stop in each.chunks for n in range(start, stop)] == each.rows.tolist()
+        alike = texts[each.rows, None] == texts
+        reads = alike & mask(0, 0, places[each.rows, None], places)  # type: ignore[operator]
+        needed = made.blocks.rows(made.division.needs[rank, 0].nonzero()[0])
+        assert set(reads.any(0).nonzero().flatten().tolist()) <= set(needed.tolist())
+
+
 @given(layout=st.sampled_from(LAYOUTS), name=st.sampled_from([*MASKS]), num_ranks=st.integers(1, 7))
 def test_a_rank_has_every_key_that_its_queries_read(layout: Any, name: str, num_ranks: int) -> None:
     made = plan(MASKS[name], length=500, num_ranks=num_ranks, layout=layout, block_size=16)
@@ -91,7 +121,7 @@ def test_what_one_rank_sends_another_receives(layout: Any, name: str, num_ranks:
             pages += [
                 (page // len(sender.own), int(sender.own[page % len(sender.own)])) for page in sent
             ]
-        for entry, block in np.argwhere(route.table != route.zeros).tolist():
+        for entry, block in np.argwhere(route.table >= 0).tolist():
             assert pages[route.table[entry, block]] == (entry, block)
 
 
@@ -111,7 +141,7 @@ def test_shards() -> None:
 
 
 def of_layout(layout: Any, mask: Any, length: int, num_ranks: int) -> Division:
-    block = choose_block(length, num_ranks)
+    block = choose_block(np.array([length]), num_ranks)
     return Division.of(layout, Reads.of(trace(mask, "mask"), length, block, 1, 1), num_ranks)
 
 
@@ -162,7 +192,7 @@ def test_masks_that_differ_by_batch_or_head() -> None:
     assert entries == [0, 4, 7]  # entry 0 reads nothing, the others 99 and 199 tokens around
     assert made.received[1] == 32 * 4  # the mean, rounded up
     table = made.for_rank(1).route(3).table
-    assert (table[0] == made.for_rank(1).route(3).zeros).all()
+    assert (table[0] == -1).all()
 
 
 def test_a_mask_without_a_graph() -> None:
@@ -221,6 +251,23 @@ def test_it_is_printed() -> None:
     assert "a rank receives at most 1,024 of 57,344 keys" in str(keys)
 
 
+@pytest.mark.parametrize("method", ["heads", "ring"])
+def test_it_says_for_which_method_it_counts_keys(method: Any) -> None:
+    made = plan(causal, length=1000, num_ranks=4, method=method, layout="zigzag")
+    last = str(made).splitlines()[-1]
+    assert last == f"the method is {method}; what is received is that of the method pages"
+
+
+def test_routes_are_kept_as_long_as_their_plan() -> None:
+    made = plan(causal, length=16384, num_ranks=2, same_bits=True)
+    assert made.route(2) is made.route(2) and made.route(2) is not made.for_rank(1).route(2)
+    assert made.slice_route(0, 1) is made.slice_route(0, 1)
+    gone = weakref.ref(made)
+    del made
+    gc.collect()
+    assert gone() is None
+
+
 def test_it_is_drawn() -> None:
     divided = plan(sliding_window(32), length=256, num_ranks=4, layout="zigzag", block_size=16)
     assert str(quire.draw(divided)).splitlines()[1:] == [
@@ -267,6 +314,23 @@ def made(**changes: Any) -> ContextPlan:
         ),
         ({"mask": by_batch}, ArgumentError, r"batch must be given for 'by_batch', which reads b"),
         ({"block_size": 0}, ArgumentError, r"block_size must be a whole number of at least 1"),
+        ({"lengths": [3, 4]}, ArgumentError, r"either length or lengths must be given, but both"),
+        ({"length": None}, ArgumentError, r"either length or lengths must be given, but both"),
+        (
+            {"length": None, "lengths": [3, -1]},
+            ArgumentError,
+            r"lengths must be numbers from 0 on, not all 0, but are \[3, -1\]",
+        ),
+        (
+            {"length": None, "lengths": [3, 4], "method": "ring"},
+            OptionError,
+            r"method must be 'pages' without same_bits if lengths are given, but is 'ring'",
+        ),
+        (
+            {"length": None, "lengths": [3, 4], "same_bits": True},
+            OptionError,
+            r"method must be 'pages' without same_bits if lengths are given",
+        ),
     ],
 )
 def test_arguments(changes: dict[str, Any], kind: type[Exception], message: str) -> None:
@@ -284,6 +348,21 @@ def test_what_does_not_fit_a_plan() -> None:
         made().for_rank(5)
     with pytest.raises(DistributedError, match=r"must have a process group to send anything"):
         made().gather(x, dim=2)
+
+
+def test_several_sequences_in_a_context() -> None:
+    divided, x = plan(causal, lengths=[20, 12]), torch.randn(32, 2, 8)
+    ragged = quire.Ragged(x, x, [0, 20, 32])
+    with quire.distributed.context_parallel(divided, instead_of=causal):
+        out = quire.attention(x, ragged, mask=causal, q_start=0)
+    assert torch.equal(out, quire.attention(x, ragged, mask=causal, q_start=0))
+    assert "32 tokens of 2 sequences over 1 ranks" in str(divided)
+    assert len({divided.digest, plan(causal, lengths=[12, 20]).digest}) == 2
+    rows = x.transpose(0, 1).unsqueeze(0)
+    with pytest.raises(ArgumentError, match=r"memory must be Ragged\(key, value, plan.offsets\)"):
+        quire.distributed.attention(rows, quire.Dense(rows, rows), plan=divided)
+    with pytest.raises(ArgumentError, match=r"memory must be Dense\(key, value\) without a start"):
+        quire.distributed.attention(x, ragged, plan=plan(causal, length=32))
 
 
 def test_what_attention_refuses() -> None:

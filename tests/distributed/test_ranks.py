@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import rank_cases
@@ -13,7 +16,10 @@ import torch
 from rank_cases import DTYPES, MASKS, SCORES, Example
 from ranks import Ranks
 
+from quire.distributed import exchange, plan
 from quire.distributed.layouts import LAYOUTS
+from quire.distributed.local import Lookups, SideBySide
+from quire.mods import causal
 
 SIZES = (1, 2, 3, 4)
 
@@ -76,6 +82,12 @@ def test_gradients_have_the_bits_of_one_process(ranks: Ranks, size: int) -> None
     ranks.run(rank_cases.gradients, size, [replace(x, same_bits=True) for x in examples])
 
 
+def test_gradients_head_by_head(ranks: Ranks) -> None:
+    examples = random_examples(6, seed=60, lengths=(1399, 2049))
+    many = [replace(x, same_bits=True, heads=(4, 2), batch=2) for x in examples]
+    ranks.run(rank_cases.gradients_head_by_head, 3, many)
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_heads_have_the_bits_of_one_process(ranks: Ranks, size: int) -> None:
     examples = [
@@ -125,6 +137,20 @@ def test_bytes_on_the_wire_are_those_of_the_plan(ranks: Ranks, mask: str) -> Non
         assert any(counted > 0 for counted, _ in found)
 
 
+def test_own_queries_are_computed_while_keys_arrive(ranks: Ranks) -> None:
+    names = ("causal", "causal documents", "window", "random")
+    examples = [Example(name, 1399, layout="contiguous", batch=1) for name in names]
+    early = ranks.run(rank_cases.while_keys_arrive, 3, examples)
+    assert all(count > 0 for count in early)
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's /proc")
+@pytest.mark.parametrize("learns", [False, True])
+def test_memory_is_what_the_plan_says(ranks: Ranks, learns: bool) -> None:
+    for taken, planned in ranks.run(rank_cases.memory, 4, learns):
+        assert taken < (4.5 if learns else 2.5) * planned  # all keys are 2 times what is planned
+
+
 def test_gradients_on_the_wire_are_those_of_the_plan(ranks: Ranks) -> None:
     example = Example("causal", 1399, width=(24, 8), dtype="bfloat16", method="pages")
     for same_bits in (True, False):
@@ -140,6 +166,10 @@ def test_a_dimension_of_a_mesh(ranks: Ranks) -> None:
 
 def test_operands_that_are_sharded_tensors(ranks: Ranks) -> None:
     ranks.run(rank_cases.sharded_operands, 4)
+
+
+def test_operands_that_are_sharded_by_heads(ranks: Ranks) -> None:
+    ranks.run(rank_cases.sharded_heads, 4)
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -166,6 +196,14 @@ def test_caches_over_ranks_have_the_bits_of_one_process(ranks: Ranks, size: int)
     ranks.run(rank_cases.decoding_with_caches, size, "bfloat16" if size == 3 else "float32")
 
 
+def test_a_rank_may_have_the_keys_of_many_pieces(ranks: Ranks) -> None:
+    ranks.run(rank_cases.long_cache, 2, 1024 * 900)
+
+
+def test_a_ring_merges_no_other_weights(ranks: Ranks) -> None:
+    ranks.run(rank_cases.weights_in_a_ring, 2)
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_example_trains_as_one_process_does(ranks: Ranks, size: int) -> None:
     pytest.importorskip("matplotlib")  # of the example that has the model
@@ -182,6 +220,53 @@ def test_a_chunk_of_few_rows_has_the_bits_of_one_process(ranks: Ranks, length: i
     ranks.run(rank_cases.same_results, 3, [few])
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_several_sequences_have_the_bits_of_one_process(ranks: Ranks, size: int) -> None:
+    ranks.run(rank_cases.several_sequences, size, "bfloat16" if size == 2 else "float32")
+
+
+def test_several_sequences_are_never_computed_as_one(ranks: Ranks) -> None:
+    ranks.run(rank_cases.long_and_short_sequences, 4)
+
+
+def test_offsets_must_be_those_of_the_plan(ranks: Ranks) -> None:
+    outcomes = ranks.outcomes(rank_cases.refused_sequences, 3)
+    assert [text.split(":")[0] for _, text in outcomes] == [
+        "ArgumentError",
+        "DistributedError",
+        "DistributedError",
+    ]
+    assert all("offsets must be those of the plan" in text for _, text in outcomes)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_dense_blocks_as_on_other_devices(ranks: Ranks, size: int) -> None:
+    examples = [replace(x, dropout_p=0.0) for x in random_examples(5, seed=70 + size)]
+    ranks.run(rank_cases.in_blocks, size, [replace(x, method="pages") for x in examples])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_kernels_of_pytorch_compute_blocks(ranks: Ranks) -> None:
+    ranks.run(rank_cases.with_kernels_of_pytorch, 2)
+
+
+@pytest.mark.parametrize("lengths", [[1000], [300, 20, 680]])
+def test_what_is_sent_and_gathered_stays_on_its_device(lengths: list[int]) -> None:
+    alone = plan(causal, lengths=lengths) if len(lengths) > 1 else plan(causal, length=1000)
+    rows = torch.empty(1, 2, 1000, 8, device="meta", requires_grad=True)
+    (pages,) = exchange.spread(alone, rows)
+    side = SideBySide.of(alone, 1)
+    gathered = side.gathered(pages)
+    assert gathered.shape == rows.shape and gathered.device == rows.device
+    (grad,) = torch.autograd.grad(gathered.sum(), rows)
+    assert grad.shape == rows.shape and grad.device == rows.device
+    assert side.scattered(gathered).shape == pages.shape
+    assert all(
+        x.device == rows.device for x in Lookups(keys=side.rows).to(rows.device) if x is not None
+    )
+
+
 # Ranks that differ
 
 DIFFERENT = {
@@ -190,6 +275,10 @@ DIFFERENT = {
     "score_mod": r"the score_mod must be the same on all ranks",
     "dtype": r"the dtype must be the same on all ranks, but is \['torch.float32'",
     "bad input": r"must be able to compute this call, but rank 1 is not: ShapeError",
+    "sink": r"the sink must be the same on all ranks, but is None on rank 0",
+    "return_aux": r"the return_aux must be the same on all .*, but is \[\] on rank 0 and \['lse'\]",
+    "backend": r"the backend must be the same on all ranks, .* and \['cpu', 'eager'\] on rank 1",
+    "what learns": r"the choice of tensors that learn must be the same on all ranks",
 }
 
 
@@ -206,8 +295,52 @@ def test_ranks_that_differ_all_raise(ranks: Ranks, what: str) -> None:
     ranks.run(rank_cases.same_results, 3, [Example()])  # the group still works
 
 
-@pytest.mark.parametrize("how", ["never calls", "ends"])
-def test_a_rank_that_is_gone_ends_the_others(how: str) -> None:
-    with Ranks(2) as pair:
-        (ok, text), _ = pair.outcomes(rank_cases.patience, 2, how)
-    assert not ok and text.startswith("DistributedError: all 2 ranks must take part")
+TOO_MUCH = {
+    "mask": "ArgumentError: the mask of a call must be None or the mask of the plan",
+    "q_start": "ArgumentError: q_start must be None over ranks, since the plan has the positions",
+    "weights": "OptionError: AuxRequest.weights must be None over ranks",
+    "score": "TypeError: ",
+}
+
+
+@pytest.mark.parametrize("what", TOO_MUCH)
+def test_what_one_rank_must_not_ask_for_raises_on_all(ranks: Ranks, what: str) -> None:
+    one_raises(ranks, TOO_MUCH[what], rank_cases.asks_for_too_much, what)
+
+
+@pytest.mark.parametrize("which", ["forward", "backward"])
+@pytest.mark.parametrize("method", ["pages", "heads", "ring"])
+def test_an_error_in_a_pass_of_one_rank_raises_on_all(
+    ranks: Ranks, method: str, which: str
+) -> None:
+    one_raises(ranks, "ValueError: this is broken", rank_cases.fails, method, which)
+
+
+def one_raises(ranks: Ranks, words: str, *call: Any) -> None:
+    """Run a function whose error on rank 1 all others name; the group works afterwards."""
+    function, *args = call
+    outcomes = ranks.outcomes(function, 3, *args)
+    for rank, (ok, text) in enumerate(outcomes):
+        theirs = (
+            "DistributedError: all ranks must be able to compute this call, but rank 1 is not: "
+        )
+        assert not ok and text.startswith(words if rank == 1 else theirs + words), text
+    ranks.run(rank_cases.same_results, 3, [Example()])
+
+
+GONE = {
+    "never calls": False,
+    "is killed": False,
+    "is killed later": True,
+    "has no backward pass": False,
+}
+
+
+@pytest.mark.parametrize("how", GONE)
+def test_a_rank_that_is_gone_ends_the_others_and_is_named(how: str) -> None:
+    with Ranks(3) as three:
+        outcomes = three.outcomes(rank_cases.patience, 3, how, GONE[how])
+    for rank in (0, 2):
+        ok, text = outcomes[rank]
+        assert not ok and text.startswith("DistributedError: all 3 ranks must take part")
+        assert f"but rank {rank} has no message from rank 1: " in text

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import copy
 import os
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from forking import forks
 from served import alone, assert_same, engine, packed, prompt, run
-from tiny_models import DECODERS, decoder
+from tiny_models import DECODERS, WINDOWED, decoder
 
 from quire.engine import Completion, Engine, Event, Token
 from quire.errors import ArgumentError, EngineClosed, RequestTooLong
@@ -34,11 +36,7 @@ def test_greedy_answers_are_those_of_generate(family: str) -> None:
         assert request.result().tokens == text[0, length:].tolist()
 
 
-# Of Llama 4, quire.linear does not compute all layers by rows.
-BY_ROWS = [family for family in DECODERS if family != "llama4"]
-
-
-@pytest.mark.parametrize("family", BY_ROWS)
+@pytest.mark.parametrize("family", DECODERS)
 @pytest.mark.parametrize("chunk", [1, 5, 100])
 def test_a_request_does_not_notice_others_or_chunks(family: str, chunk: int) -> None:
     options: dict[str, Any] = {"max_tokens": 7, "logprobs": 3, "temperature": 0.9, "seed": 11}
@@ -185,37 +183,66 @@ def test_closing_cancels_what_is_not_finished() -> None:
         served.submit(prompt(3))
 
 
-def test_a_listener_that_raises_ends_the_engine_and_nobody_waits() -> None:
-    def listener(event: Event) -> None:
-        if event.kind == "admit":
-            raise KeyError("a listener")
+def test_a_question_is_answered_if_the_engine_closes_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    served = Engine(packed("llama"), page_size=4, n_pages=64)
+    served.submit(prompt(3), max_tokens=2).result()
 
-    with Engine(packed("llama"), page_size=4, n_pages=64) as served:
-        served.listen(listener)
-        request = served.submit(prompt(9), max_tokens=4, n=2)
-        for answer in request.answers:
-            with pytest.raises(KeyError, match="a listener"):
-                answer.result(timeout=60)
-        assert served.statistics().running == 0
-        assert not served.is_alive
-        with pytest.raises(EngineClosed, match="must be open"):
-            served.submit(prompt(3))
+    class Late(deque[Any]):
+        def append(self, question: Any) -> None:
+            served.close()
+            super().append(question)
+
+    monkeypatch.setattr(served._gap, "questions", Late())
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(served.statistics).result(timeout=30)
+    assert (found.running, found.finished) == (0, 1)
+
+
+async def first(request: Any) -> Token:
+    return await anext(aiter(request))
 
 
 @forks
-def test_a_forked_process_is_refused() -> None:
-    with Engine(packed("llama"), page_size=4, n_pages=64) as served:
-        served.submit(prompt(9), max_tokens=4).result(timeout=60)
+@pytest.mark.parametrize("start", [True, False])
+def test_a_forked_process_is_refused(start: bool) -> None:
+    """There is neither the engine's thread, nor anybody who would free a lock that it holds."""
+    with Engine(packed("llama"), page_size=4, n_pages=64, start=start) as served:
+        read = served.submit(prompt(9), max_tokens=4)
+        read.result(timeout=60)
+        request = served.submit(prompt(17), max_tokens=40)
         child = os.fork()
         if child == 0:
-            try:
-                served.submit(prompt(9))
-            except EngineClosed as error:
-                served.close()  # ends at once: the thread is not here
-                os._exit(0 if "process that made it" in str(error) else 2)
-            os._exit(1)
-        assert os.waitpid(child, 0)[1] == 0
+            calls = (
+                lambda: served.submit(prompt(9)), served.step, served.statistics, served.look,
+                served.check_integrity, request.result, lambda: list(request),
+                lambda: asyncio.run(first(request)),
+            )  # fmt: skip
+            for number, call in enumerate(calls):
+                try:
+                    call()
+                except EngineClosed as error:
+                    if "process that made it" in str(error):
+                        continue
+                os._exit(10 + number)
+            served.close()  # ends at once: the thread is not here
+            os._exit(0 if len(read.result().tokens) == 4 else 1)  # what was read stays
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        request.cancel()
         served.submit(prompt(9), max_tokens=4).result(timeout=60)
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+def test_prompts_of_windowed_models_are_read_again(family: str) -> None:
+    """Layers with windows give back pages that a later prompt would need."""
+    served = engine(family)
+    assert served.submit(prompt(20), max_tokens=4).result().num_cached == 0
+    assert served.submit(prompt(20), max_tokens=4).result().num_cached == 0
+    now = served.statistics()
+    assert now.kept_pages == 0 and now.free_pages == now.pages
+    with pytest.raises(ArgumentError, match="prefix must be None or False for a model with slid"):
+        engine(family, prefix=True)
 
 
 def test_an_error_in_sampling_ends_one_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:

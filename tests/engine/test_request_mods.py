@@ -87,6 +87,42 @@ def test_a_mod_that_is_wrong_is_refused_at_submit() -> None:
     assert served.statistics().submitted == 0
 
 
+def test_engines_of_one_model_have_mods_of_their_own() -> None:
+    model, wide = packed("llama"), sliding_window(5)
+    enable(model, mask=wide)
+    mods: list[dict[str, Any]] = [{"mask": sliding_window(3)}, {}, {"score_mod": alibi(4)}]
+    sizes: dict[str, Any] = {"page_size": 4, "n_pages": 64, "start": False}
+    served = [Engine(model, **sizes, **each) for each in mods]
+    requests = [each.submit(prompt(20), **OPTIONS) for each in served]
+    for _ in range(12):
+        for each in served:
+            each.step()
+    for request, own in zip(requests, mods, strict=True):
+        assert_same(request.result(), alone("llama", prompt(20), **OPTIONS, **own))
+    ids = torch.tensor([prompt(20)])
+    with torch.no_grad():
+        seen = model(ids).logits[0, -1]
+    found = Engine(model, **sizes, mask=wide).submit(prompt(20), max_tokens=1).result().tokens
+    enable(model)
+    assert found == [int(seen.argmax())]  # the model keeps the mods that enable gave it
+
+
+@pytest.mark.parametrize("mask", [prefix_lm(14), causal, None])
+def test_mods_of_an_engine_may_take_the_models_place(mask: Any) -> None:
+    served = engine(chunk=3, max_tokens=5, mask=mask, causal=False)
+    for _ in range(2):  # the second finds pages only if no token has seen a later one
+        result = served.submit(prompt(14), **OPTIONS).result()
+        assert_same(result, alone("llama", prompt(14), **OPTIONS, mask=mask, causal=False))
+    assert result.num_cached == (12 if mask is causal else 0)
+
+
+def test_mods_of_an_engine_are_checked_when_it_is_made() -> None:
+    with pytest.raises(ModError, match=r"branch|if"):
+        engine(mask=lambda b, h, q, k: q > 3 and k > 3)
+    with pytest.raises(ModError):
+        engine(score_mod=lambda score, b: score)
+
+
 def test_a_mod_that_raises_ends_its_own_request() -> None:
     short = torch.zeros(12)
 

@@ -85,7 +85,7 @@ def test_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
     mine = sampler(prompt, repetition_penalty=penalty)
     for token in answer:
         mine.accept(token)
-    assert torch.equal(torch.from_numpy(mine._changed(logits.numpy())), wanted)
+    assert torch.equal(torch.from_numpy(mine.changed(logits.numpy())), wanted)
 
 
 def test_penalties_of_openai_count_the_answer_alone() -> None:
@@ -96,7 +96,7 @@ def test_penalties_of_openai_count_the_answer_alone() -> None:
     wanted = logits.clone()
     wanted[3] -= 0.25 + 0.5
     wanted[11] -= 0.5 + 0.5
-    changed = torch.from_numpy(mine._changed(logits.numpy()))
+    changed = torch.from_numpy(mine.changed(logits.numpy()))
     torch.testing.assert_close(changed, wanted, rtol=0, atol=1e-6)
 
 

@@ -24,8 +24,13 @@ def served() -> Engine:
     return Engine.from_pretrained(name, weights="float32", max_bytes=1 << 28, start=False)
 
 
+@functools.cache
+def reference() -> Any:
+    return smollm2.load(attention="sdpa")
+
+
 def test_greedy_answers_are_those_of_generate() -> None:
-    model, tokenizer = smollm2.load(attention="sdpa")
+    model, tokenizer = reference()
     requests = [served().submit(chat, max_tokens=12) for chat in CHATS]
     for chat, request in zip(CHATS, requests, strict=True):
         ids: Any = tokenizer.apply_chat_template(
@@ -39,6 +44,22 @@ def test_greedy_answers_are_those_of_generate() -> None:
         assert result.tokens == new
         assert result.text == tokenizer.decode(new, skip_special_tokens=True)
         assert "".join(token.text for token in request) == result.text
+
+
+def test_beams_are_those_of_generate() -> None:
+    model, tokenizer = reference()
+    request = served().submit(CHATS[1], max_tokens=8, beams=3, n=3, length_penalty=0.5)
+    ids: Any = tokenizer.apply_chat_template(
+        CHATS[1], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    text = model.generate(
+        **ids, do_sample=False, max_new_tokens=8, num_beams=3, num_return_sequences=3,
+        length_penalty=0.5, temperature=None, top_p=None,
+    )  # fmt: skip
+    for result, row in zip(request.results(), text, strict=True):
+        new = row[ids["input_ids"].shape[1] :].tolist()
+        assert result.tokens == new[: len(result.tokens)]
+        assert result.text == tokenizer.decode(new, skip_special_tokens=True)
 
 
 def test_the_next_turn_reads_only_what_is_new() -> None:

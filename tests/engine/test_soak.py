@@ -47,6 +47,7 @@ def soak(count: int) -> list[tuple[int, int]]:
         live = [each for each in live if any(one.finish_reason is None for one in each.answers)]
     served.check_integrity()
     now = served.statistics()
+    assert served._core.pages.statistics().sequences == 0
     assert now.pages - now.free_pages == now.kept_pages and now.running == now.waiting == 0
     return seen
 

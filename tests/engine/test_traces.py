@@ -19,7 +19,9 @@ from hypothesis import strategies as st
 from served import engine, packed
 
 from quire.engine import Answer, Engine, Generation
-from quire.errors import CapturedIndexError
+from quire.engine.sampling import Sampler
+from quire.engine.speculation import DraftModel, DraftTree
+from quire.errors import CapturedIndexError, RequestTooLong
 from quire.mods import causal, prefix_lm, sliding_window
 
 FEW = settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -28,6 +30,17 @@ MANY = settings(max_examples=10_000, deadline=None, suppress_health_check=list(H
 
 class Broken(Exception):
     """What the sampler of a request raises that fails."""
+
+
+class FailingSampler(Sampler):
+    """A sampler that raises at the token `fails`, as its copies do."""
+
+    fails = 0
+
+    def accept(self, token: int) -> None:
+        if len(self.tokens) == self.fails:
+            raise Broken
+        super().accept(token)
 
 
 # Mods of requests. Some requests share a mod, others have tensors of their own.
@@ -67,6 +80,7 @@ class Asked:
     seed: int | None
     priority: int
     n: int
+    beams: int
     mods: str
     cancelled: int | None  # so many steps after it has arrived
     fails: int | None  # the token at which its sampler raises
@@ -80,8 +94,11 @@ class Asked:
 
     @property
     def options(self) -> dict[str, Any]:
-        sampled = {} if self.seed is None else {"temperature": 1.0, "seed": self.seed}
-        return {"max_tokens": self.max_tokens, "logprobs": 2, **sampled, **MODS[self.mods]}
+        sampled: dict[str, Any] = {} if self.seed is None else {"temperature": 1.0}
+        if self.beams > 1:
+            sampled = {"beams": self.beams}
+        common = {"max_tokens": self.max_tokens, "logprobs": 2, "seed": self.seed}
+        return {**common, **sampled, **MODS[self.mods]}
 
 
 prompts = st.builds(
@@ -91,17 +108,18 @@ prompts = st.builds(
     own=st.lists(st.integers(1, 60), max_size=6),
 )
 asked = st.builds(
-    Asked,
+    lambda n, beams, **rest: Asked(n=n if beams == 1 else min(n, beams), beams=beams, **rest),
     arrival=st.integers(0, 12),
     prompt=prompts,
     max_tokens=st.integers(1, 9),
     seed=st.none() | st.integers(0, 3),
     priority=st.sampled_from([0, 0, 0, 1, -1]),
     n=st.sampled_from([1, 1, 1, 2, 3]),
+    beams=st.sampled_from([1, 1, 1, 1, 1, 2, 3]),
     mods=st.sampled_from(["none"] * 6 + list(MODS)),
     cancelled=st.none() | st.none() | st.integers(0, 8),
     fails=st.none() | st.none() | st.none() | st.integers(0, 4),
-    drafts=st.sampled_from(["none", "none", "right", "wrong", "mixed"]),
+    drafts=st.sampled_from(["none", "none", "right", "wrong", "mixed", "tree", "tree"]),
 )
 
 
@@ -115,7 +133,9 @@ class Trace:
     max_tokens: int
     max_requests: int
     prefix: bool
+    saves: bool
     threads: int
+    model: tuple[str, tuple[int, ...], int] | None  # that drafts: its family, widths and pages
     requests: tuple[Asked, ...]
 
 
@@ -127,6 +147,13 @@ traces = st.builds(
     max_tokens=st.sampled_from([1, 4, 9, 100]),
     max_requests=st.integers(1, 6),
     prefix=st.booleans(),
+    saves=st.booleans(),
+    model=st.none()
+    | st.tuples(
+        st.sampled_from(["llama", "qwen2"]),
+        st.sampled_from([(1, 1, 1), (2, 1), (1, 3)]),
+        st.sampled_from([12, 60]),
+    ),
     threads=st.sampled_from([1, 2]),
     requests=st.lists(asked, min_size=1, max_size=6).map(tuple),
 )
@@ -151,15 +178,19 @@ def read(answer: Answer) -> tuple[list[Any], type[BaseException] | None]:
     return tokens, None
 
 
-def drafter(one: Asked, answers: Any) -> Callable[[Sequence[int]], list[int]] | None:
-    """Guesses of what the first answer says: right, wrong, or right at first."""
+def drafter(one: Asked, answers: Any) -> Callable[[Sequence[int]], Any] | None:
+    """Guesses of what the first answer says: right, wrong, right at first, or right among wrong."""
     right = [token.token for token in answers[0][0]]
 
-    def guess(tokens: Sequence[int]) -> list[int]:
+    def guess(tokens: Sequence[int]) -> list[int] | DraftTree:
         said = len(tokens) - len(one.prompt)
         following = right[said : said + 3]
+        wrong = [(token + 1) % 60 for token in following]
+        if one.drafts == "tree" and len(following) == 3:
+            nodes = [wrong[0], following[0], wrong[1], following[1], following[2], wrong[2]]
+            return DraftTree(nodes, [-1, -1, 1, 1, 3, 0])
         if one.drafts == "wrong":
-            return [(token + 1) % 60 for token in following]
+            return wrong
         return [*following[:1], 5] if one.drafts == "mixed" else following
 
     return None if one.drafts == "none" else guess
@@ -174,20 +205,17 @@ def submit(served: Engine, one: Asked, answers: Any) -> Generation:
         **one.options,
     )
     if one.fails is not None:
-        sampler = served._inbox[-one.n].sampler  # of the first answer
-        accept = sampler.accept
-
-        def failing(token: int) -> None:
-            if len(sampler.tokens) == one.fails:
-                raise Broken
-            accept(token)
-
-        sampler.accept = failing  # type: ignore[method-assign]
+        sampler: Any = served._inbox[-one.n if one.beams == 1 else -1].sampler  # the first answer's
+        sampler.__class__, sampler.fails = FailingSampler, one.fails
     return request
 
 
 def check(family: str, trace: Trace) -> None:
     torch.set_num_threads(trace.threads)
+    drafts = None
+    if trace.model is not None:
+        name, widths, n_pages = trace.model
+        drafts = DraftModel(packed(name), widths=widths, page_size=2, n_pages=n_pages)
     served = Engine(
         packed(family),
         page_size=trace.page_size,
@@ -195,7 +223,9 @@ def check(family: str, trace: Trace) -> None:
         chunk=trace.chunk,
         max_tokens=trace.max_tokens,
         max_requests=trace.max_requests,
-        prefix=trace.prefix,
+        prefix=None if trace.prefix else False,
+        preemption="save" if trace.saves else "recompute",
+        drafts=drafts,
         start=False,
     )
     expected = {one: wanted(family, one.alone) for one in trace.requests}
@@ -205,7 +235,10 @@ def check(family: str, trace: Trace) -> None:
     while waiting or busy:
         while waiting and waiting[0][1].arrival <= clock:
             place, one = waiting.pop(0)
-            requests[place] = submit(served, one, expected[one])
+            try:
+                requests[place] = submit(served, one, expected[one])
+            except RequestTooLong:  # all beams of a request must fit
+                assert one.beams > 1
         for place, request in requests.items():
             one = trace.requests[place]
             if one.cancelled is not None and clock >= one.arrival + one.cancelled:
@@ -220,7 +253,10 @@ def check(family: str, trace: Trace) -> None:
     now = served.statistics()
     assert now.running == now.waiting == 0
     assert now.pages - now.free_pages == now.kept_pages
-    assert now.finished == sum(one.n for one in trace.requests)
+    assert now.finished == sum(trace.requests[place].n for place in requests)
+    if drafts is not None:
+        assert drafts.runner.pages.statistics().sequences == 0
+        drafts.runner.pages.check_integrity()
 
 
 def judge(one: Asked, sample: int, answer: Answer, expected: Any) -> None:
@@ -231,7 +267,7 @@ def judge(one: Asked, sample: int, answer: Answer, expected: Any) -> None:
     assert plain == [token._replace(text="") for token in right[: len(tokens)]]
     reason = answer.finish_reason
     if error is Broken:
-        assert sample == 0 and len(tokens) == one.fails
+        assert tokens == [] if one.beams > 1 else sample == 0 and len(tokens) == one.fails
     elif reason == "cancelled":
         assert one.cancelled is not None
     else:

@@ -65,6 +65,27 @@ def test_mods_hold_there_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert changed[1] == text[0, 17:].tolist()
 
 
+@pytest.mark.parametrize("family", ["mistral", "gemma2"])
+def test_mods_of_a_window_know_absolute_positions(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once its window is full, a layer has a few keys only, and they have other positions."""
+    allow(monkeypatch)
+    model = copy.deepcopy(decoder(family).ours)
+    table = 3 * torch.randn(64, generator=torch.Generator().manual_seed(0))
+    enable(
+        model,
+        mask=lambda b, h, q_idx, kv_idx: (kv_idx % 3 != 1) | (q_idx == kv_idx),
+        score_mod=lambda score, b, h, q_idx, kv_idx: score + table[kv_idx],
+    )
+    for length, answer in zip(LENGTHS, answers(model), strict=True):
+        ids = tokens(length, seed=length)[None]
+        text = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=9
+        )
+        assert answer == text[0, length:].tolist()
+
+
 def test_another_cache_is_not_ignored() -> None:
     query = torch.randn(1, 4, 3, 8)
     with pytest.raises(ArgumentError, match="continuous batching, but is object"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 hf = pytest.importorskip("transformers")
 
-from served import engine, prompt, run  # noqa: E402
+from served import assert_same, engine, prompt, run  # noqa: E402
 from tiny_models import (  # noqa: E402
     CLOSE,
     GENERATE,
@@ -23,8 +24,10 @@ from tiny_models import (  # noqa: E402
     tokens,
 )
 
+from quire.engine import Engine  # noqa: E402
 from quire.errors import ArgumentError  # noqa: E402
 from quire.integrations.transformers import PagedCache, enable  # noqa: E402
+from quire.integrations.transformers.latent import Absorbed  # noqa: E402
 from quire.linear import pack  # noqa: E402
 from quire.mods import sliding_window  # noqa: E402
 
@@ -175,3 +178,42 @@ def test_answers_of_an_engine(family: str) -> None:
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=8
         )
         assert request.result().tokens == text[0, length:].tolist()
+
+
+@families
+def test_a_packed_layer_computes_each_row_by_itself(family: str) -> None:
+    """So requests share pages, and nobody notices the others."""
+    model = pack(copy.deepcopy(decoder(family).ours))
+    options: dict[str, Any] = {"max_tokens": 5, "logprobs": 2}
+
+    def served(**sizes: Any) -> Engine:
+        return Engine(model, page_size=4, n_pages=100, start=False, **sizes)
+
+    wanted = {
+        length: served(max_tokens=512, prefix=False).submit(prompt(length), **options).result()
+        for length in (5, 17, 30)
+    }
+    for sizes in ({"chunk": 3, "max_tokens": 9}, {"max_tokens": 64}):
+        together = served(**sizes)
+        for _ in range(2):  # the second time, pages are found
+            requests = [together.submit(prompt(length), **options) for length in wanted]
+            run(together)
+            for request, expected in zip(requests, wanted.values(), strict=True):
+                assert_same(request.result(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_of_heads_do_not_know_other_rows(dtype: torch.dtype) -> None:
+    model = pack(copy.deepcopy(decoder("youtu").ours).to(dtype))
+    (module, *_) = [each for each in model.modules() if hasattr(each, "kv_b_proj")]
+    width = model.config.qk_nope_head_dim + model.config.qk_rope_head_dim
+    query, out = torch.randn(3, 4, 65, width).to(dtype), torch.randn(3, 65, 4, 16).to(dtype)
+    with torch.no_grad():
+        absorbed = Absorbed(module, query, 16, 4)
+        plain = query[..., : model.config.qk_nope_head_dim].float() @ absorbed.keys.float()
+        assert torch.allclose(absorbed.query(query)[..., :16].float(), plain, atol=0.1, rtol=0.02)
+        for first, last in ((0, 1), (3, 20), (64, 65)):
+            one = absorbed.query(query[1:2, :, first:last])
+            assert torch.equal(one, absorbed.query(query)[1:2, :, first:last])
+            one = absorbed.out(out[1:2, first:last])
+            assert torch.equal(one, absorbed.out(out)[1:2, first:last])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -40,6 +41,8 @@ from quire.integrations.transformers import (  # noqa: E402
     enable,
     register,
 )
+from quire.integrations.transformers.attention import attend  # noqa: E402
+from quire.integrations.transformers.cache import LayerStates  # noqa: E402
 from quire.mods import and_masks, causal, distance_bias, sliding_window  # noqa: E402
 
 families = pytest.mark.parametrize("family", DECODERS)
@@ -315,6 +318,24 @@ def test_weights_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.integrations.transformers.attention.MOST_WEIGHTS", 10)
     with pytest.warns(AttentionWeightsWarning, match=r"weights of a layer are more than 10\. Give"):
         assert ours(states, output_attentions=True)[1] is None
+
+
+@pytest.mark.parametrize("where", ["in continuous batching", "in an engine"])
+def test_who_gives_no_weights_says_so(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class OfEngine(LayerStates):
+        def attend(self, *_: Any, **__: Any) -> torch.Tensor:
+            return states
+
+    states = torch.randn(1, 2, 3, 4)
+    place = "quire.integrations.transformers.attention"
+    monkeypatch.setattr(f"{place}.attend_to_cache", lambda *_, **__: states)
+    given = OfEngine() if where == "in an engine" else states
+    cache = None if where == "in an engine" else object()
+    run = functools.partial(attend, torch.nn.Linear(1, 1), states, given, given, None, cache=cache)
+    with pytest.warns(AttentionWeightsWarning, match=f"returns None {where}. Call the model"):
+        out, weights = run(output_attentions=True)
+    assert out is states and weights is None
+    assert run()[1] is None  # warnings are errors here
 
 
 def test_weights_of_a_model_with_padding() -> None:

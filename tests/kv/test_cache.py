@@ -601,3 +601,22 @@ def test_it_says_what_it_holds() -> None:
     cache = made()
     append(cache, cache.sequence(), 9)
     assert repr(cache) == "PagedKVCache(2 layers, 1 sequences, 9 tokens, 9 of 12 pages free)"
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_memory_may_begin_where_that_of_others_ends(window: int | None) -> None:
+    cache = made(None, groups=[Group([0], window)])
+    sequence = cache.sequence()
+    key = torch.cat([append(cache, sequence, count) for count in (9, 2)], 1)
+    assert int(torch.as_tensor(cache.memory(0, [sequence]).lengths)) == 11
+    moved = cache.memory(0, [sequence], first_page=2)
+    begin = 0 if window is None else 4  # the window has released a page
+    assert torch.equal(moved.lengths, torch.tensor([19]))
+    assert moved.first_page is not None
+    assert int(torch.as_tensor(moved.first_page)[0]) == 2 + begin // 4
+    query = torch.randn(1, 2, 1, 4)
+    rows = key[0, begin:].transpose(0, 1)[None]
+    wanted = quire.attention(query, quire.Dense(rows, 2 * rows, start=8 + begin), q_start=18)
+    torch.testing.assert_close(quire.attention(query, moved, q_start=18), wanted)
+    with pytest.raises(ArgumentError, match="first_page must be a whole number of at least 0"):
+        cache.memory(0, [sequence], first_page=-1)

@@ -72,6 +72,26 @@ def test_what_is_saved_is_loaded(
     assert os.listdir(tmp_path) == ["a"]
 
 
+@pytest.mark.parametrize("counts", [(), (4,), (9, 9, 1)])
+def test_a_copy_outside_of_pages_is_restored(counts: tuple[int, ...]) -> None:
+    cache, other = made(), made()
+    sequence = filled(cache, *counts)
+    copied = cache.copy_out(sequence)
+    restored = other.restore(copied)
+    assert_same(cache, sequence, other, restored)
+    cache.free(sequence)
+    filled(cache, 8)  # writes to the pages that were freed
+    assert_same(other, restored, cache, cache.restore(copied))
+    for each in (cache, other):
+        each.check_integrity()
+    for options in ({"groups": [Group([0, 1, 2])]}, {"page_size": 8}, {"heads": 4}):
+        unlike = made(**options)
+        if options != {"page_size": 8} or copied.header.starts[1] % 8:
+            with pytest.raises(SequenceFileError, match="a copy must be of a cache like this one"):
+                unlike.restore(copied)
+            assert unlike.statistics().sequences == 0
+
+
 def test_nan_and_signed_zeros_keep_their_bits(tmp_path: Path) -> None:
     cache = PagedKVCache(1, heads=1, head_dim=2, page_size=4, n_pages=2)
     sequence = cache.sequence()
@@ -164,7 +184,7 @@ def test_a_header_that_lies_is_refused(change: dict[str, Any], tmp_path: Path) -
         for layer in range(3)
         for name in ("key", "value")
     }
-    files.save(tmp_path / "a", header, tensors)
+    files.save(tmp_path / "a", files.SavedSequence(header, tensors))
     cache.load(tmp_path / "a")
     content = (tmp_path / "a").read_bytes()
     (length,) = struct.unpack("<Q", content[:8])

@@ -7,11 +7,14 @@ from typing import get_args
 import pytest
 import targets
 import torch
+import torch.nn.functional as F
+from compare import assert_as_good_as
 from guards import EDGES, Edge, everything_guarded, guarded
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from quire import reference
 from quire.linear import PackedLinear, Weights
 
 WEIGHTS = get_args(Weights)
@@ -66,10 +69,11 @@ def test_all_widths_of_vectors_give_the_same_bits(weights: Weights) -> None:
         assert torch.equal(results[0], other)
 
 
+@pytest.mark.every_width
 @given(
-    depth=st.integers(1, 150),
+    depth=st.integers(1, 700),  # a chain of sums has at most 256
     width=st.integers(1, 70),
-    rows=st.integers(1, 30),
+    rows=st.integers(1, 140),  # a chunk has at most 128
     weights=st.sampled_from(WEIGHTS),
     data=st.data(),
 )
@@ -81,6 +85,10 @@ def test_any_sizes_and_strides(
     wide = torch.randn(rows, depth * step + data.draw(st.integers(0, 3), "gap"))
     x = wide[:, : depth * step : step]
     whole = layer(x)
+    integers = weights.endswith("a8")
+    truth = reference.linear(x, layer.weight, integers=integers)
+    rounded = reference.quantised_rows(x).float() if integers else x
+    assert_as_good_as(whole, F.linear(rounded, layer.weight), truth, most=2.0)
     first = data.draw(st.integers(0, rows - 1), "first row")
     last = data.draw(st.integers(first + 1, rows), "last row")
     assert torch.equal(layer(x[first:last].contiguous()), whole[first:last])

@@ -10,7 +10,9 @@ import pytest
 import tiny_models
 import torch
 import transformers as hf
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+from quire.errors import DeviceError
 from quire.linear import PackedLinear, pack, unpack
 from quire.linear.families import GatedMLP
 
@@ -55,7 +57,79 @@ def test_unpacked_it_is_the_model_that_it_was(family: str) -> None:
     assert {*again.state_dict()} == {*model.state_dict()}
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gemma3"])
+def test_of_qwen3_the_mlp_is_fused() -> None:
+    model = tiny("qwen3")
+    packed = pack(copy.deepcopy(model))
+    layer = packed.model.layers[1]
+    assert isinstance(layer.mlp, GatedMLP) and isinstance(layer.self_attn.q_proj, PackedLinear)
+    assert torch.allclose(logits(packed), logits(model), **tiny_models.CLOSE)
+    again = unpack(packed)
+    assert torch.equal(logits(again), logits(model))
+    assert {*again.state_dict()} == {*model.state_dict()}
+
+
+class ParallelLayer(LlamaDecoderLayer):
+    """Has the attention and the MLP of a known family, and uses the second norm for both."""
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        x = self.post_attention_layernorm(hidden_states)
+        attended, _ = self.self_attn(hidden_states=x, **kwargs)
+        return hidden_states + attended + self.mlp(x)  # type: ignore[no-any-return]
+
+
+class ShiftedRMSNorm(torch.nn.RMSNorm):
+    """Is not the norm that a family has."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + 1
+
+
+def share_the_gate(layers: Any) -> None:
+    layers[1].mlp.gate_proj = layers[0].mlp.gate_proj
+    layers[1].self_attn.k_proj = layers[0].self_attn.k_proj
+
+
+def make_parallel(layers: Any) -> None:
+    for layer in layers:
+        layer.__class__ = ParallelLayer
+
+
+def exchange_norms(layers: Any) -> None:
+    for layer in layers:
+        layer.input_layernorm, layer.post_attention_layernorm = (
+            ShiftedRMSNorm(32),
+            ShiftedRMSNorm(32),
+        )
+
+
+def exchange_forward(layers: Any) -> None:
+    for layer in layers:
+        norm, whole = layer.post_attention_layernorm, layer.forward
+        layer.forward = lambda x, whole=whole, norm=norm, **options: whole(norm(x), **options)
+
+
+@pytest.mark.parametrize(
+    "change", [share_the_gate, make_parallel, exchange_norms, exchange_forward]
+)
+def test_what_only_looks_like_a_family_gets_plain_layers(change: Any) -> None:
+    model = tiny("llama")
+    change(model.model.layers)
+    expected = logits(model)
+    packed = pack(model)
+    assert not any(isinstance(module, GatedMLP) for module in packed.modules())
+    assert torch.allclose(logits(packed), expected, atol=5e-5)
+
+
+def test_a_model_on_another_device_is_refused_and_keeps_its_weights() -> None:
+    model = tiny("llama").to("meta")
+    with pytest.raises(DeviceError, match="must be on the CPU"):
+        pack(model)
+    layer = model.model.layers[0]
+    parts = [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.mlp.up_proj]
+    assert all(part.weight.numel() for part in parts)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3"])
 def test_other_families_get_plain_layers(family: str) -> None:
     model = tiny(family)
     packed = pack(copy.deepcopy(model))
@@ -79,6 +153,18 @@ def test_fusing_can_be_left_out_or_chosen() -> None:
     assert isinstance(some.model.layers[0].mlp, GatedMLP)
     assert type(some.model.layers[0].self_attn.q_proj) is torch.nn.Linear
     assert torch.allclose(logits(some), logits(plain), **tiny_models.CLOSE)
+
+
+def test_progress_counts_fused_layers(capfd: pytest.CaptureFixture[str]) -> None:
+    pack(tiny("llama"), progress=True)
+    shown = capfd.readouterr().err.split("\r")
+    seen = [(line.split()[-2], line.split()[-1]) for line in shown if "layers" in line]
+    assert seen[:3] == [
+        ("0/15", "model.layers.0.self_attn.qkv"),
+        ("3/15", "model.layers.0.mlp.gate_up"),
+        ("5/15", "model.layers.1.self_attn.qkv"),
+    ]
+    assert "15/15" in shown[-1]
 
 
 def test_fused_models_are_copied_pickled_and_watched() -> None:

@@ -13,8 +13,9 @@ import torch
 import transformers as hf
 from torch import nn
 
-from quire.errors import ArgumentError, MissingFileError, PackedFileError
+from quire.errors import ArgumentError, DtypeError, MissingFileError, PackedFileError
 from quire.linear import PackedLinear, load, pack, packed_layers, save, unpack
+from quire.linear.epilogues import ELEMENTWISE
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5, 8, 9, 7, 9, 3]])
 
@@ -80,6 +81,90 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
         load(nn.Sequential(nn.Linear(20, 30)), path)
     with pytest.raises(PackedFileError, match="cannot be written"):
         save(model, tmp_path / "none" / "file")
+
+
+class Shared(nn.Module):
+    """A layer and an embedding in two places, two tied embeddings, and buffers of many dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Embedding(50, 32)
+        self.second = nn.Embedding(50, 32)
+        self.second.weight = self.first.weight
+        self.head = nn.Linear(32, 50, bias=False)
+        self.input = nn.Embedding(50, 32)
+        self.input.weight = self.head.weight
+        self.again = nn.ModuleList([self.head, self.input])
+        for dtype in DTYPES:
+            numbers = torch.arange(3).to(dtype)
+            self.register_buffer(str(dtype).removeprefix("torch."), numbers)
+        self.register_buffer("lost", torch.ones(3), persistent=False)
+        self.twin = nn.Module()
+        self.twin.register_buffer("lost", self.lost, persistent=False)
+
+    def forward(self, ids: Any) -> Any:
+        return self.head(self.first(ids) + self.second(ids) * 2 + self.again[1](ids))
+
+
+DTYPES = (
+    torch.int16,
+    torch.int8,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.complex64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+)
+
+
+def test_what_is_shared_is_written_once_and_stays_shared(tmp_path: Path) -> None:
+    model = pack(Shared())
+    expected = model(IDS)
+    save(model, tmp_path / "file")
+    packed = model.head.packed.nbytes
+    assert (tmp_path / "file").stat().st_size < packed + 50 * 32 * 4 + 4096
+    with torch.device("meta"):
+        empty = Shared()
+    again: Any = load(empty, tmp_path / "file")
+    assert torch.equal(again(IDS), expected)
+    assert again.first.weight is again.second.weight
+    assert again.again[0] is again.head and again.again[1] is again.input
+    assert again.input.layer is again.head
+    assert torch.equal(again.twin.lost, torch.ones(3)) and torch.equal(again.lost, torch.ones(3))
+    for name, buffer in model.named_buffers():
+        assert torch.equal(again.get_buffer(name), buffer), name
+    unpack(again)
+    assert again.again[0] is again.head and again.head.weight is again.input.weight
+
+
+def test_a_dtype_that_no_file_has(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    model.register_buffer("wide", torch.zeros(3, dtype=torch.complex128))
+    with pytest.raises(DtypeError, match="wide must be of a dtype that safetensors has"):
+        save(pack(model), tmp_path / "file")
+    assert not [*tmp_path.iterdir()]
+
+
+def test_an_interrupt_leaves_no_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*places: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save(pack(nn.Sequential(nn.Linear(4, 4))), tmp_path / "file")
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("epilogue", ELEMENTWISE.values())
+def test_activations_are_epilogues_that_are_saved(tmp_path: Path, epilogue: Any) -> None:
+    x, linear = torch.randn(5, 20), nn.Linear(20, 30)
+    fused = PackedLinear.from_linear(linear, epilogue=epilogue)
+    expected = epilogue(linear(x), None, None).detach()
+    assert torch.allclose(fused(x), expected, atol=1e-6)
+    save(nn.Sequential(fused), tmp_path / "file")
+    again = load(nn.Sequential(nn.Linear(20, 30)), tmp_path / "file")
+    assert torch.equal(again(x), fused(x))
 
 
 def test_an_epilogue_of_ones_own_is_not_saved(tmp_path: Path) -> None:

@@ -57,11 +57,35 @@ def test_tied_weights_stay_tied_and_are_stored_once() -> None:
     assert model.embed.weight is model.head.weight
 
 
+def test_state_dicts_of_packed_models() -> None:
+    model, other = pack(Tied(), "int8"), pack(Tied(), "int8")
+    expected = model(IDS)
+    assert not torch.equal(other(IDS), expected)
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other(IDS), expected) and other.embed.layer is other.head
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        pack(Tied(), "int4").load_state_dict(model.state_dict())
+
+
 def test_two_layers_with_one_weight_share_it() -> None:
     model = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False))
     model[1].weight = model[0].weight
     pack(model)
     assert model[0] is model[1]
+
+
+def test_what_is_registered_twice_is_exchanged_in_both_places() -> None:
+    model = Tied()
+    model.again = nn.ModuleDict({"embed": model.embed, "head": model.head, "mix": model.mix})
+    with torch.no_grad():
+        expected = model(IDS)
+    pack(model)
+    assert model.again["head"] is model.head and isinstance(model.head, PackedLinear)
+    assert model.again["embed"] is model.embed and isinstance(model.embed, PackedEmbedding)
+    assert torch.allclose(model(IDS), expected, atol=1e-5)
+    unpack(model)
+    assert model.again["head"] is model.head and model.again["embed"] is model.embed
+    assert torch.equal(model(IDS), expected) and model.embed.weight is model.head.weight
 
 
 @pytest.mark.parametrize("only", [["mix.*"], lambda name, layer: name.startswith("mix")])
@@ -95,6 +119,11 @@ def test_fused_layers_are_not_unpacked() -> None:
     layer = PackedLinear.from_linear(nn.Linear(32, 32), norm=nn.RMSNorm(32))
     with pytest.raises(ArgumentError, match="0 must be a plain layer"):
         unpack(nn.Sequential(layer))
+    model = nn.Sequential(pack(nn.Sequential(nn.Linear(32, 32), nn.SiLU())), layer)
+    before = dict(model.named_modules())
+    with pytest.raises(ArgumentError, match="1 must be a plain layer"):
+        unpack(model)
+    assert dict(model.named_modules()) == before and "forward" in vars(model[0][1])
 
 
 def test_an_embedding_that_does_more_keeps_its_weights() -> None:

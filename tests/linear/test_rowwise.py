@@ -14,15 +14,33 @@ import torch.nn.functional as F
 import transformers as hf
 from torch import Tensor, nn
 
-from quire.errors import ArgumentError, DtypeError, PackedTrainingError, ShapeError
+from quire.errors import (
+    ArgumentError,
+    DeviceError,
+    DtypeError,
+    PackedTrainingError,
+    ShapeError,
+)
 from quire.linear import PackedLinear, load, pack, save, unpack
+from quire.linear.experts import gate_of
 from quire.linear.rowwise import RowWise, kind_of, place_rows
 
 MIXTRAL = hf.MixtralConfig(
     **tiny_models._DECODER, num_local_experts=4, num_experts_per_tok=2, sliding_window=None
 )
 CONFIGS = {**tiny_models.DECODERS, "mixtral": MIXTRAL}
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "gpt2", "gpt_oss", "mixtral")
+FAMILIES = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "gemma2",
+    "gemma3",
+    "gpt2",
+    "gpt_oss",
+    "mixtral",
+    "llama4",
+)
 IDS = torch.randint(1, tiny_models.VOCABULARY, (65, 7), generator=torch.Generator().manual_seed(0))
 WIDTHS = (1, 3, 16, 33, 63, 100, 576, 577)
 
@@ -111,7 +129,7 @@ def test_it_says_what_the_model_said(family: str) -> None:
     assert_equal(states(unpacked, IDS[:4]), expected, "unpacked")
 
 
-@pytest.mark.parametrize("family", ["gpt2", "gpt_oss", "gemma3", "mixtral"])
+@pytest.mark.parametrize("family", ["gpt2", "gpt_oss", "gemma3", "mixtral", "llama4"])
 def test_files_copies_and_pickles(family: str, tmp_path: Path) -> None:
     packed = pack(tiny(family), "int8")
     others = [copy.deepcopy(packed), pickle.loads(pickle.dumps(packed))]
@@ -135,6 +153,39 @@ def test_every_product_of_these_models_is_packed() -> None:
             assert not norm or isinstance(module.forward, RowWise), f"{family}: {name}"
 
 
+def test_a_row_without_an_expert_gets_nothing_from_it() -> None:
+    """A process that has some of the experts gives the others a number that no expert has."""
+    experts = tiny("mixtral").model.layers[0].mlp.experts
+    pack(nn.ModuleList([experts]))
+    rows, chosen = torch.randn(5, 32), torch.tensor([[0, 1]]).expand(5, 2).clone()
+    weights = torch.full((5, 2), 0.5)
+    chosen[:, 1], weights[:, 1] = experts.num_experts, 0
+    expected = experts.down[0](experts.gate_up[0](rows)) * 0.5
+    with pytest.MonkeyPatch.context() as patch:  # memory that was used before may hold anything
+        patch.setattr(Tensor, "new_empty", lambda x, *shape: x.new_full(shape, torch.nan))
+        assert torch.equal(experts(rows, chosen, weights), expected)
+
+
+def test_a_model_that_is_only_looked_at_stays_as_it_is() -> None:
+    experts = tiny("llama4").model.layers[0].feed_forward.experts
+    before = {*vars(experts)}
+    assert gate_of(experts) is not None and {*vars(experts)} == before
+
+
+def test_a_router_scores_each_row_by_itself() -> None:
+    """PyTorch's sigmoid computes the end of an array by other instructions than the rest."""
+    config = hf.Llama4TextConfig(hidden_size=32, num_local_experts=3, num_experts_per_tok=2)
+    router = hf.models.llama4.modeling_llama4.Llama4Router(config)
+    pack(nn.ModuleList([router]))
+    x = torch.randn(65, 32)
+    scores, logits = router(x)
+    for row in range(65):
+        alone, _ = router(x[row : row + 1])
+        assert torch.equal(alone, scores[row : row + 1])
+    expected = torch.where(scores > 0, logits.sigmoid(), 0)
+    assert torch.allclose(scores, expected) and (scores > 0).sum() == 2 * 65
+
+
 # --- norms and activations by themselves
 
 MODULES: dict[str, Any] = {
@@ -142,6 +193,7 @@ MODULES: dict[str, Any] = {
     "layer": lambda width: nn.LayerNorm(width),
     "no bias": lambda width: nn.LayerNorm(width, bias=False),
     "gemma": lambda width: hf.models.gemma2.modeling_gemma2.Gemma2RMSNorm(width),
+    "nemotron": lambda width: hf.models.nemotron.modeling_nemotron.NemotronLayerNorm1P(width),
     "silu": lambda width: nn.SiLU(),
     "gelu": lambda width: nn.GELU(),
     "gelu tanh": lambda width: nn.GELU(approximate="tanh"),
@@ -198,6 +250,27 @@ def test_other_weights_are_seen() -> None:
     assert torch.allclose(norm(x), before, atol=1e-6)
 
 
+def test_rows_under_another_default_device_and_with_gradients() -> None:
+    norm, silu = nn.LayerNorm(59), nn.SiLU()  # of a size that no other test has
+    x = torch.randn(3, 59, dtype=torch.complex64).conj().imag
+    with torch.no_grad():
+        expected = norm(x), silu(x)
+    with torch.device("meta"):
+        pack(nn.ModuleList([norm, silu]))
+        assert all(isinstance(each.forward, RowWise) for each in (norm, silu))
+        found = norm(x), silu(x)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-5)
+    norm.weight.requires_grad_()
+    with pytest.raises(PackedTrainingError, match="weight must not require a gradient"):
+        norm(x)
+    with torch.no_grad():
+        assert torch.equal(norm(x), found[0])
+    norm.to("meta")
+    with torch.no_grad(), pytest.raises(DeviceError, match="weight must be on the CPU"):
+        norm(x)
+
+
 def test_what_is_no_rows() -> None:
     module = module_of("rms", 8)
     place_rows(module, kind_of(module) or pytest.fail("not known"))
@@ -229,8 +302,70 @@ def test_a_norm_that_only_looks_known() -> None:
     assert torch.allclose(pack(model)(x), expected, atol=1e-5)
 
 
-def test_gemmas_norm_can_be_fused() -> None:
-    norm, x = module_of("gemma", 24), torch.randn(3, 24)
+class FarLayerNorm(nn.LayerNorm):
+    """Inherits from a known norm, and computes something else."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).clamp(max=0.5)
+
+
+class GatedRMSNorm(nn.RMSNorm):
+    """Takes a second tensor."""
+
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        return super().forward(x if gate is None else x * gate)
+
+
+class NeedsGateRMSNorm(nn.RMSNorm):
+    """Takes a second tensor always."""
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        return super().forward(x * gate)
+
+
+class SplitRMSNorm(nn.RMSNorm):
+    """Returns two tensors."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return super().forward(x), x
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (FarLayerNorm, "FarLayerNorm computes something else"),
+        (GatedRMSNorm, "takes x, gate"),
+        (NeedsGateRMSNorm, "raises TypeError"),
+        (SplitRMSNorm, "returns something else"),
+    ],
+)
+def test_norms_of_others_are_left_alone(kind: type[nn.Module], reason: str) -> None:
+    norm = kind(12)
+    with pytest.raises(ArgumentError, match=reason):
+        PackedLinear.from_weight(torch.randn(4, 12), norm=norm)
+    model = pack(nn.ModuleList([norm, nn.Linear(12, 12)]))
+    assert "forward" not in vars(model[0]) and isinstance(model[1], PackedLinear)
+
+
+def test_a_norm_on_another_device_is_left_alone() -> None:
+    norm = nn.LayerNorm(12, device="meta")
+    assert kind_of(norm) is None
+    with pytest.raises(DeviceError, match="norm_weight must be on the CPU"):
+        PackedLinear.from_weight(torch.randn(4, 12), norm=norm)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_large_weights_hide_no_offset(dtype: torch.dtype) -> None:
+    for name, offset in (("gemma", 1), ("rms", 0), ("nemotron", 1), ("layer", 0)):
+        norm = module_of(name, 24).to(dtype)
+        norm.weight.uniform_(50, 60)
+        kind = kind_of(norm)
+        assert kind is not None and kind.offset == offset, name
+
+
+@pytest.mark.parametrize("name", ["gemma", "nemotron"])
+def test_a_norm_that_adds_to_its_weight_can_be_fused(name: str) -> None:
+    norm, x = module_of(name, 24), torch.randn(3, 24)
     weight = torch.randn(10, 24)
     fused = PackedLinear.from_weight(weight, norm=norm)(x)
     assert torch.allclose(fused, norm(x) @ weight.T, atol=1e-4)

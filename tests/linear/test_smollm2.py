@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +16,7 @@ import torch
 from quire.errors import PackedFileError
 from quire.integrations import smollm2
 from quire.linear import pack, packed_layers
+from quire.linear.gguf import FileWeights
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -58,6 +60,23 @@ def test_blocks_of_its_file_have_the_bits_of_float32(plain: Plain) -> None:
     assert {layer.shape.weights for _, layer in packed_layers(model)} == {"int4", "int8"}
     assert sum(layer.packed.nbytes for _, layer in packed_layers(model)) < 97e6
     assert torch.equal(model(plain.ids).logits, packed(plain)(plain.ids).logits)
+
+
+def test_a_file_is_read_layer_by_layer(plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most q, k and v are integers at a time, which become one layer."""
+    seen: list[weakref.ref[torch.Tensor]] = []
+    counts, own = [], FileWeights.get
+
+    def get(self: FileWeights, name: str) -> Any:
+        found = own(self, name)
+        if found is not None:
+            seen.append(weakref.ref(found.numbers))
+        counts.append(sum(each() is not None for each in seen))
+        return found
+
+    monkeypatch.setattr(FileWeights, "get", get)
+    packed(plain, gguf=smollm2.weights())
+    assert len(seen) == 30 * 7 + 1 and max(counts) == 3
 
 
 def test_another_file_is_refused(plain: Plain) -> None:

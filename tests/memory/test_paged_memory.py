@@ -434,7 +434,7 @@ def test_sequences_that_have_nothing_of_their_own(length: int) -> None:
         assert torch.equal(out[b : b + 1], alone)
     placed = Paged(keys, values, row.expand(5, -1), [length] * 5).place(query, Queries())
     launcher: Any = SimpleNamespace(kernel=SimpleNamespace(form="row"), heads=2, block_q=1)
-    records = _table(placed, placed.sequences, launcher, None)
+    records = _table(placed, placed.sequences, launcher)
     assert records.members == 5 and records.slots == 5 * 2 * (length // 1024)
 
 

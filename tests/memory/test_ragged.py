@@ -16,14 +16,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import quire
-from quire import AuxRequest, Dense, Ragged, attention, create_block_mask, reference
+from quire import AuxRequest, Dense, Ragged, attention, reference
 from quire.api.explain import explain_call
 from quire.aux_outputs import OF_KERNELS
 from quire.config import Backend
 from quire.errors import (
     ArgumentError,
     BackendError,
-    BlockMaskError,
     DeviceError,
     DtypeError,
     HeadsError,
@@ -536,13 +535,6 @@ BAD = {
         "q_start must hold integers, but is float32. Give one position for all sequences, or one "
         "for each.",
         options={"q_start": 0.5},
-    ),
-    "a block mask": Bad(
-        BlockMaskError,
-        "mask must be a function of (b, h, q_idx, kv_idx) for Ragged memory, but is a BlockMask, "
-        "whose blocks are for a single length. Give its mask_mod: tiles that no query reads are "
-        "skipped with it, too.",
-        options={"mask": create_block_mask(causal, 1, 1, 12, 12)},
     ),
     "a sink for other heads": Bad(
         ShapeError,

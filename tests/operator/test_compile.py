@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 import quire
-from quire import Dense, Paged, Ragged, attention, flex_attention
+from quire import Dense, Paged, Ragged, attention, flex_attention, weights
 from quire.mods import (
     LearnedDistanceBias,
     alibi,
@@ -66,6 +67,58 @@ def assert_same(
         gradients = [torch.autograd.grad(loss, learned, allow_unused=True) for loss in losses]
         for one, other in zip(*gradients, strict=True):
             assert one is other is None or torch.equal(one, other)
+
+
+def gated(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return torch.sigmoid(score) * SLOPES[h]
+
+
+def squared(prob: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return prob**2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"weight": weights.sigmoid(-3.0), "normalise": False},
+        {"weight": weights.sigmoid(SLOPES)},
+        {"weight": gated},
+        {"prob_mod": squared},
+        {"prob_mod": lambda prob, b, h, q, k: prob * SLOPES[h]},
+        {"prob_mod": lambda prob, b, h, q, k: torch.where(q - k < 9, prob / 2, 0.0)},
+    ],
+)
+def test_weights_and_mods_on_probabilities(options: dict[str, Any]) -> None:
+    assert_same(lambda *tensors: flex_attention(*tensors, **options), operands())
+
+
+@pytest.mark.parametrize("kind", ["ragged", "paged"])
+def test_mods_on_probabilities_in_packed_memory(kind: str) -> None:
+    """One pass is a part of the graph. Two passes break it, since tables are read between them."""
+    table, offsets = torch.arange(2, dtype=torch.int32).view(2, 1), torch.tensor([0, 11, 24])
+    gate = SLOPES.clone().requires_grad_()
+
+    def attend(mod: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        query, key, value = (2 * x for x in tensors)
+        if kind == "paged":
+            return attention(query, Paged(key, value, table, [24, 20]), prob_mod=mod) + 1
+        rows = (x[0].transpose(0, 1) for x in (query, key, value))
+        query, key, value = rows
+        return attention(query, Ragged(key, value, offsets), prob_mod=mod) + 1
+
+    def linear(prob: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return prob * gate[h]
+
+    tensors = [*operands(), gate]
+    assert_same(lambda q, k, v, _: attend(linear, q, k, v), tensors)
+    torch._dynamo.reset()
+    twice = functools.partial(attend, squared)
+    given = [x.detach() for x in tensors[:3]]
+    found = torch.compile(twice, backend="aot_eager")(*given)
+    assert torch.equal(found, twice(*given))
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="quire computes between graphs"):
+        torch.compile(twice, backend="aot_eager", fullgraph=True)(*given)
 
 
 @pytest.mark.slow

@@ -12,9 +12,12 @@ import tarfile
 import tomllib
 import venv
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent.parent
 TOP = [
@@ -93,22 +96,45 @@ def test_the_metadata_is_whole(built: Path) -> None:
     assert f"\nVersion: {PROJECT['version']}\n" in text
     assert "\nRequires-Python: >=3.11\n" in text
     assert "\nDescription-Content-Type: text/markdown\n" in text
-    assert set(re.findall(r"Provides-Extra: (\w+)", text)) >= {"cli", "draw", "kv", "models"}
+    assert set(re.findall(r"Provides-Extra: (\w+)", text)) >= {"draw", "kv", "models", "serve"}
+    always = re.findall(r"^Requires-Dist: ([\w-]+)[^;\n]*$", text, re.MULTILINE)
+    assert set(always) == {"torch", "numpy", "llvmlite", "rich", "typer"}
+
+
+def needed(name: str) -> set[str]:
+    """The packages that a package needs, with itself and without extras."""
+    found, todo = set[str](), [name]
+    while todo:
+        package = canonicalize_name(todo.pop())
+        if package in found:
+            continue
+        found.add(package)
+        stated = PROJECT["dependencies"] if package == "quire" else metadata.requires(package)
+        required = [Requirement(text) for text in stated or []]
+        todo += [r.name for r in required if r.marker is None or r.marker.evaluate({"extra": ""})]
+    return found
+
+
+def borrow(packages: Path) -> None:
+    """Let an environment see the packages of this one that the wheel needs, and no others."""
+    if os.name == "nt":  # links need rights there: all packages are seen, but no .pth file of them
+        (packages / "borrowed.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+        return
+    for name in needed("quire") - {"quire"}:
+        package = metadata.distribution(name)
+        for top in {file.parts[0] for file in package.files or ()} - {"..", "__pycache__"}:
+            if not (packages / top).exists():
+                (packages / top).symlink_to(Path(str(package.locate_file(top))))
 
 
 @pytest.fixture(scope="module")
 def environment(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An environment with the wheel; what it depends on is borrowed from this one.
-
-    A .pth file adds this environment's packages, but not its own .pth files. So a quire that is
-    installed here as editable is not seen there.
-    """
+    """An environment with the wheel and what it says that it needs, borrowed from this one."""
     folder = tmp_path_factory.mktemp("clean")
     venv.create(folder, with_pip=False, symlinks=os.name != "nt")
     python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     paths = sysconfig.get_paths(vars={"base": str(folder), "platbase": str(folder)})
-    packages = Path(paths["purelib"])
-    (packages / "borrowed.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    borrow(Path(paths["purelib"]))
     (wheel,) = built.glob("*.whl")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python]
     subprocess.run(
@@ -136,6 +162,9 @@ def test_quire_demo_works_from_the_wheel(environment: Path, tmp_path: Path) -> N
     options = ("--tokens", "256", "--seconds", "0.1")
     said = run(environment, "-m", "quire.cli", "demo", *options, cwd=tmp_path)
     assert "256 tokens" in said and "quire" in said
+    if os.name != "nt":
+        seen = "from importlib.util import find_spec; print(find_spec('transformers'))"
+        assert run(environment, "-c", seen, cwd=tmp_path) == "None\n"
 
 
 def test_the_changelog_is_kept_by_towncrier() -> None:

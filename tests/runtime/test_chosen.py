@@ -6,18 +6,22 @@ import math
 import random
 import subprocess
 import sys
+import tracemalloc
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from compare import assert_as_good_as
 from torch import Tensor
 
-from quire import AuxRequest, BlockMask, Dense, attention, reference
-from quire.block_mask.blocks import FULL
+from quire import AuxRequest, BlockMask, Dense, Paged, Ragged, attention, reference
+from quire.block_mask import BlockRows
+from quire.block_mask.blocks import FULL, Runs
 from quire.memory import TOP_LEFT
 from quire.request import Problem
 from quire.runtime import chosen
+from quire.runtime.blocks import num_tiles
 
 HQ, HKV, D = 4, 2, 16
 
@@ -137,8 +141,63 @@ def test_threads_and_chunks(turned: list[int], monkeypatch: pytest.MonkeyPatch) 
     torch.set_num_threads(1)
     assert all(map(torch.equal, gradients(), whole))
     monkeypatch.setattr(chosen, "MOST_BYTES", 2**25)
-    torch.testing.assert_close(gradients(), whole)
+    assert all(map(torch.equal, gradients(), whole))
     assert len(turned) == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "own", "dtype"),
+    [
+        ("dense", 1, torch.float32),
+        ("dense", HQ, torch.bfloat16),
+        ("ragged", HKV, torch.float32),
+        ("paged", HQ, torch.float32),
+    ],
+)
+def test_a_sequence_alone_and_in_a_batch(
+    dtype: torch.dtype,
+    own: int,
+    kind: str,
+    turned: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(chosen, "MOST_BYTES", 2**16)
+    length, kv_len = 41, 192
+    cells = torch.zeros(3, own, length, kv_len // 16, dtype=torch.int32)
+    for b in range(3):
+        cells[b] = (torch.rand(cells.shape[1:]) < 0.2 * (b + 1)).int()
+        cells[b] *= torch.randint(1, 3, cells.shape[1:])
+    if own == HKV:
+        cells = cells.repeat_interleave(HQ // HKV, 1)
+    query = torch.randn(3, HQ, length, D).to(dtype)
+    key, value = (torch.randn(3, HKV, kv_len, D).to(dtype) for _ in range(2))
+
+    def gradients(which: slice) -> list[Tensor]:
+        mask = BlockMask._from_cells(
+            cells[which], True, BLOCK_SIZE=(1, 16), mask_mod=causal, seq_lengths=(length, kv_len)
+        )
+        tensors = [x[which].clone().requires_grad_() for x in (query, key, value)]
+        count = len(tensors[0])
+        if kind == "dense":
+            out = attention(tensors[0], Dense(*tensors[1:]), mask=mask, q_start=0)
+        elif kind == "ragged":
+            rows = [x.transpose(1, 2).flatten(0, 1) for x in tensors]
+            offsets = [x * kv_len for x in range(count + 1)]
+            starts = [x * length for x in range(count + 1)]
+            memory = Ragged(*rows[1:], offsets)
+            out = attention(rows[0], memory, mask=mask, q_offsets=starts, q_start=0)
+        else:
+            pages = [x.unflatten(2, (-1, 16)).transpose(1, 2).flatten(0, 1) for x in tensors[1:]]
+            table = torch.arange(count * 12, dtype=torch.int32).view(count, 12)
+            memory = Paged(*pages, table, [kv_len] * count)
+            out = attention(tensors[0], memory, mask=mask, q_start=0)
+        return list(torch.autograd.grad((out * out).sum(), tensors))
+
+    whole = gradients(slice(0, 3))
+    for b in range(3):
+        for one, other in zip(gradients(slice(b, b + 1)), whole, strict=True):
+            assert torch.equal(one, other[b : b + 1])
+    assert len(turned) == 4
 
 
 def test_numbers_that_are_not_finite_reach_those_who_read_them(turned: list[int]) -> None:
@@ -174,9 +233,51 @@ def test_when_it_is_worth_it() -> None:
     assert not worth(BlockMask._from_cells(every, True, BLOCK_SIZE=(64, 64)))
 
 
+def slow_num_tiles(runs: Runs, size: tuple[int, int], tall: int, wide: int) -> int:
+    """Count tiles one by one."""
+    rows = runs.row_ids()
+    return len(
+        {
+            (row // runs.shape[2], row % runs.shape[2] * size[0] // tall, position // wide)
+            for row, start, stop in zip(rows, runs.starts, runs.stops, strict=True)
+            for position in range(start * size[1], stop * size[1], min(wide, size[1]))
+        }
+    )
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_how_many_tiles_hold_a_block(seed: int) -> None:
+    cells = np.random.default_rng(seed).integers(-2, 3, (2, 2, 9, 13)).clip(0)
+    runs = Runs.of_cells(cells)
+    for size in ((1, 16), (8, 8), (64, 64)):
+        found = num_tiles(runs, size, 64, 64)
+        assert found == slow_num_tiles(runs, size, 64, 64)
+    assert num_tiles(Runs.of_cells(cells * 0), (8, 8), 64, 64) == 0
+
+
+@pytest.mark.parametrize("below", [False, True])
+def test_the_estimate_takes_memory_for_runs(below: bool) -> None:
+    """A million tokens in blocks of 64: a table of all tiles would have 268 million entries."""
+    count = 2**14
+    rows = np.arange(count)
+    starts = np.zeros_like(rows) if below else rows * 31 % count
+    stops = rows + 1 if below else starts + 1
+    kinds = np.full(count, FULL, np.int8)
+    runs = Runs((1, 1, count, count), np.arange(count + 1), starts, stops, kinds)
+    length = 64 * count
+    blocks = BlockRows(runs, (64, 64), (length, length))
+    operand = torch.empty(1).expand(1, 1, length, D)
+    placed = Dense(operand, operand).place(operand, TOP_LEFT)
+    tracemalloc.start()
+    worth = chosen.is_worth(Problem(1.0), placed, blocks, learns=False)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert not worth and peak < 100 * 8 * count
+
+
 MEASURED = """
 import resource, torch
-from quire import BlockMask, Dense, attention
+from quire import BlockMask, Dense, Paged, attention
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -189,7 +290,11 @@ def step(length):
     mask = BlockMask.from_kv_blocks(counts, lists, BLOCK_SIZE=(1, 64),
                                     seq_lengths=(length, length), compute_q_blocks=False)
     q, k, v = (torch.randn(1, 1, length, 16, requires_grad=True) for _ in range(3))
-    attention(q, Dense(k, v), mask=mask).sum().backward()
+    memory = Dense(k, v)
+    if %r:
+        table = torch.arange(columns, dtype=torch.int32).view(1, -1)
+        memory = Paged(*(x.view(columns, 1, 64, 16) for x in (k, v)), table, [length])
+    attention(q, memory, mask=mask).sum().backward()
     return mask
 step(256)
 before = peak()
@@ -198,10 +303,11 @@ print(peak() - before)
 """
 
 
-def test_memory_is_that_of_the_lists() -> None:
+@pytest.mark.parametrize("in_pages", [False, True])
+def test_memory_is_that_of_the_lists(in_pages: bool) -> None:
     """A table of all blocks would have 131,072 x 2,048 cells of four bytes, which are 1 GB."""
     length = 2**17
-    code = MEASURED % length
+    code = MEASURED % (in_pages, length)
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     listed = length * 4  # blocks, each with the copies of a query and two gradients of it
     assert int(ran.stdout) < 800 * listed < length * (length // 64) * 4

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,8 +13,8 @@ from hypothesis import strategies as st
 from quire import create_block_mask
 from quire.block_mask import BlockRows
 from quire.block_mask.blocks import Runs
-from quire.codegen.convention import FULL, PARTIAL
-from quire.runtime.blocks import read_lists, tile_lists
+from quire.codegen.convention import FULL, KEYS_OF_RUN, PARTIAL
+from quire.runtime.blocks import EVERY_RUN, hole_lists, read_lists, tile_lists
 
 
 @given(st.data())
@@ -65,3 +68,33 @@ def test_lists_are_known_by_what_a_mask_contains() -> None:
     edited = read_lists(mask, (300, 300), 128, 128)
     assert len(edited.entries) < len(lists.entries)
     assert read_lists(equal, (300, 300), 128, 128) is lists
+
+
+@pytest.mark.parametrize("page", [16, 32, 48, 64, 128, 256])
+@pytest.mark.parametrize("kind", [PARTIAL, FULL])
+def test_pages_that_are_there_are_listed(page: int, kind: int) -> None:
+    tile = 128
+    for seed in range(20):
+        random = np.random.default_rng(seed)
+        there = random.random((3, 1 + seed)) < random.choice([0.1, 0.5, 0.9, 1.0])
+        pages = SimpleNamespace(there=torch.from_numpy(there))
+        placed = SimpleNamespace(holes=pages, key=torch.empty(1, 1, page, 1))
+        lists = hole_lists(placed, kind, tile)  # type: ignore[arg-type]
+        assert (lists.batch_stride, lists.head_stride, lists.block_stride) == (1, 0, 0)
+        runs = np.zeros(len(lists.entries), np.uint16) if lists.runs is None else lists.runs
+        whole = runs == 0
+        assert (lists.entries & 3 == kind).all() and not (runs == kind * EVERY_RUN).any()
+        runs = np.where(whole, kind * EVERY_RUN, runs)
+        found = np.zeros((3, -(-there.shape[1] * page // tile) * tile), np.bool_)
+        for b, (first, end) in enumerate(zip(lists.offsets, lists.offsets[1:], strict=False)):
+            tiles = lists.entries[first:end] >> 2
+            assert (np.diff(tiles) > 0).all()
+            for place, bits in zip(tiles, runs[first:end], strict=True):
+                for run in range(8):
+                    assert bits >> 2 * run & 3 in (0, kind)
+                    start = place * tile + run * KEYS_OF_RUN
+                    found[b, start : start + KEYS_OF_RUN] = bits >> 2 * run & 3
+        expected = there.repeat(page, axis=1)
+        assert (found[:, : expected.shape[1]] == expected).all()
+        # What is behind the last page counts as listed if that page is.
+        assert (found[:, expected.shape[1] :] == there[:, -1:]).all()

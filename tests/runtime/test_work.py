@@ -22,7 +22,9 @@ from quire.codegen.convention import CALL_PART, ENTRY, Form, KernelSpec
 from quire.codegen.kernels.backward import _BackwardNest
 from quire.codegen.kernels.items import Piece, QueryBlock, Share
 from quire.codegen.kernels.panel_nest import PanelNest, PanelTile
+from quire.codegen.kernels.pieces import Pieces
 from quire.codegen.kernels.row_nest import RowNest
+from quire.codegen.kernels.sections import KeyBlocks
 from quire.codegen.kernels.visits import KeyBlock
 from quire.codegen.llvm import jit
 from quire.codegen.llvm.builder import Value
@@ -66,9 +68,9 @@ def attend_panel(self: PanelNest, at: PanelTile, careful: Value) -> None:
     _ATTEND_PANEL(self, at, careful)
 
 
-def attend_block(self: RowNest, piece: Piece, block: KeyBlock) -> None:
-    add(self, 0, (block.end - block.begin) * self.count(piece))
-    _ATTEND_BLOCK(self, piece, block)
+def attend_blocks(self: RowNest, piece: Piece, blocks: KeyBlocks, pieces: Pieces) -> None:
+    add(self, 0, (blocks.end - blocks.begin) * self.count(piece))
+    _ATTEND_BLOCKS(self, piece, blocks, pieces)
 
 
 def compute_panels(self: Any, share: Share, queries: QueryBlock, block: KeyBlock) -> None:
@@ -95,7 +97,7 @@ def add_to_keys(self: Any, share: Share, queries: QueryBlock, block: KeyBlock) -
         add(self, 3, f.maximum(f.minimum(end, queries.q_count) - first, 0) * keys)
 
 
-_ATTEND_PANEL, _ATTEND_BLOCK = PanelNest.attend_panel, RowNest.attend_block
+_ATTEND_PANEL, _ATTEND_BLOCKS = PanelNest.attend_panel, RowNest.attend_blocks
 _MULTIPLY, _ADD_TO_QUERIES = _BackwardNest._multiply, _BackwardNest._add_to_queries
 _COMPUTE_PANELS, _ADD_TO_KEYS = _BackwardNest._compute_panels, _BackwardNest._add_to_keys
 
@@ -111,7 +113,7 @@ def counting_kernel(form: Form, spec: KernelSpec) -> LoadedKernel:
 def counters(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """What the kernels of all launches so far have counted."""
     monkeypatch.setattr(PanelNest, "attend_panel", attend_panel)
-    monkeypatch.setattr(RowNest, "attend_block", attend_block)
+    monkeypatch.setattr(RowNest, "attend_blocks", attend_blocks)
     monkeypatch.setattr(_BackwardNest, "_compute_panels", compute_panels)
     monkeypatch.setattr(_BackwardNest, "_multiply", multiply)
     monkeypatch.setattr(_BackwardNest, "_add_to_queries", add_to_queries)
@@ -252,6 +254,35 @@ def test_block_masks_over_keys_that_begin_later(
     query, memory = dense(300, 700)
     mask = quire.create_block_mask(MASKS["window"], None, None, 300, 700, "cpu", size)
     check(call_of(query, Dense(memory.key, memory.value, start=start), mask), counters)
+
+
+@pytest.mark.parametrize("size", [128, (48, 80)])
+@pytest.mark.parametrize("name", ["window", "windows of heads"])
+def test_block_masks_over_sequences(
+    name: str, size: int | tuple[int, int], counters: list[int]
+) -> None:
+    heads = 4 if "heads" in name else None
+    mask = quire.create_block_mask(MASKS[name], None, heads, 700, 3000, "cpu", size)
+    check(call_of(*ragged(5, 0, 395, 697), mask), counters)
+    check(call_of(*paged(70), mask), counters)
+    check(call_of(*paged(1), mask), counters, within=1.0)  # few keys, which fill up strips
+
+
+@pytest.mark.parametrize("q_block", [1, 8, 16, 64, 128])
+def test_what_is_listed_is_all_that_is_computed(q_block: int, counters: list[int]) -> None:
+    """Each block of queries chooses 3 of 128 blocks of 16 keys for each sequence and key head."""
+    for q_len in (1, 130):
+        rows, (query, memory) = -(-q_len // q_block), paged(q_len, (2048,) * 4)
+        chosen = torch.rand(4, 2, rows, 128).argsort(-1)[..., :3].sort(-1).values.int()
+        lists = (x.repeat_interleave(2, 1) for x in (torch.full_like(chosen[..., 0], 3), chosen))
+        nothing = torch.zeros(4, 4, rows, dtype=torch.int32), torch.empty(4, 4, rows, 0).int()
+        mask = quire.BlockMask.from_kv_blocks(
+            *nothing, *lists, BLOCK_SIZE=(q_block, 16), seq_lengths=(q_len, 2048)
+        )
+        call = call_of(query, memory, mask)
+        counters[:] = [0] * 4
+        assert ForwardPlan.of(call, False).run(call) is not None
+        assert counters[0] == 4 * 4 * q_len * 3 * 16
 
 
 def test_a_block_mask_and_few_queries(counters: list[int]) -> None:

@@ -30,6 +30,6 @@ def guarded(model: Path) -> Iterator[Served]:
     keys = model.parent / "keys"
     keys.write_text(f"{KEYS[1]}\n\n")
     options = ["--api-key", KEYS[0], "--api-keys", str(keys), "--max-ongoing", "4", "--lookup"]
-    with served(model, *options, "--time-limit", "4", "--read-limit", "2") as running:
+    with served(model, *options, "--read-limit", "2") as running:
         yield running
         assert running.stop() == 0

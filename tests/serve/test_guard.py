@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import re
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,9 @@ import httpx2 as httpx
 import openai
 import pytest
 from serving import KEYS, Served, served
+from starlette.requests import ClientDisconnect
+
+from quire.serve.streams import Stream
 
 CLOSE = b"\r\nConnection: close"
 BODY = {"model": "tiny", "prompt": "the fox", "max_tokens": 4, "temperature": 0}
@@ -154,6 +159,22 @@ def test_a_huge_body_is_refused(server: Served) -> None:
     assert chunked.status_code == 413
 
 
+@pytest.mark.parametrize(
+    ("content", "status"),
+    [
+        (b'"prompt": [' + b"null," * 200_000 + b"null]", 400),
+        (b'"prompt": [' + b"1," * 1_000_000 + b"1]", 413),
+        (b",".join(b'"%d" : 1' % name for name in range(100_000)), 413),
+        (b'"messages": [' + b"{}," * 200_000 + b"{}]", 400),
+    ],
+)
+def test_a_body_of_many_values_holds_nobody_up(server: Served, content: bytes, status: int) -> None:
+    """One error is enough: a million of them took half a minute, in which nobody was answered."""
+    response = post(server, b'{"model": "tiny", ' + content + b"}")
+    assert response.status_code == status
+    assert len(error_of(response)["message"]) < 200
+
+
 def test_huge_headers_are_refused(server: Served) -> None:
     host = server.url.removeprefix("http://").encode()
     head = b"GET /health HTTP/1.1\r\nHost: " + host + b"\r\nX-Long: " + b"a" * 100_000
@@ -176,6 +197,9 @@ def test_a_request_that_does_not_arrive_is_given_up(server: Served) -> None:
     assert raw(server, b"") == b""  # nothing at all
     assert raw(server, b"POST /v1/completions HTTP/1.1\r\nHost: " + host) == b""
     head = CLOSE + b"\r\nContent-Type: application/json\r\nContent-Length: 50\r\n\r\n{"
+    # The first request is complete, the headers of the second never are.
+    first = b"GET /health HTTP/1.1\r\nHost: " + host + b"\r\n\r\n"
+    assert raw(server, first + b"GET /health HTTP/1.1\r\nHo").count(b"HTTP/1.1 200") == 1
     late = raw(server, b"POST /v1/completions HTTP/1.1\r\nHost: " + host + head)
     assert b" 408 " in late.partition(b"\r\n")[0]
     assert time.monotonic() - began < 110
@@ -205,14 +229,14 @@ def test_a_reader_that_is_slow_holds_nobody_up(server: Served) -> None:
     wait_until_idle(server)
 
 
-def test_an_answer_has_a_time_limit(guarded: Served) -> None:
-    key = {"authorization": f"Bearer {KEYS[0]}"}
-    long = BODY | {"max_tokens": 1000, "n": 4, "ignore_eos": True}
-    began = time.monotonic()
-    response = post(guarded, long, headers=key)
-    if response.status_code != 200:  # a fast machine is done in time
+def test_an_answer_has_a_time_limit(model: Path) -> None:
+    with served(model, "--time-limit", "0.3") as running:
+        long = BODY | {"max_tokens": 1000, "n": 16, "ignore_eos": True}
+        response = post(running, long)
         assert response.status_code == 504 and error_of(response)["code"] == "timeout"
-    assert time.monotonic() - began < 30
+        lines = post(running, long | {"stream": True}).text.split("\n\n")
+        assert json.loads(lines[-2].removeprefix("data: "))["error"]["code"] == "timeout"
+        wait_until_idle(running)
 
 
 def test_a_full_queue_says_when_to_come_again(guarded: Served) -> None:
@@ -222,7 +246,7 @@ def test_a_full_queue_says_when_to_come_again(guarded: Served) -> None:
         found = list(pool.map(lambda _: post(guarded, long, headers=key), range(8)))
     refused = [each for each in found if each.status_code == 429]
     assert 0 < len(refused) < 8
-    assert {each.status_code for each in found} <= {200, 429, 504}
+    assert {each.status_code for each in found} == {200, 429}
     for response in refused:
         assert 1 <= int(response.headers["retry-after"]) <= 60
         assert error_of(response)["code"] == "queue_full"
@@ -248,14 +272,34 @@ def test_streams_end_before_the_process(model: Path) -> None:
             assert rest[-1].choices[0].finish_reason == "length"
             for _ in frames:
                 pass
-        assert running.process.wait(30) == 0
+        assert running.process.wait(60) == 0
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{running.url}/health")
 
 
+def test_a_stream_gives_back_what_it_holds_if_nobody_reads_it() -> None:
+    closed = []
+
+    async def parts() -> AsyncGenerator[bytes]:
+        yield b"never sent"
+
+    async def gone(*_: Any) -> Any:
+        raise OSError
+
+    async def answer() -> None:
+        held = contextlib.AsyncExitStack()
+        held.callback(closed.append, True)
+        await Stream(parts(), held)({"type": "http", "asgi": {"spec_version": "2.4"}}, gone, gone)
+
+    with pytest.raises(ClientDisconnect):
+        asyncio.run(answer())
+    assert closed == [True]
+
+
 def wait_until_idle(server: Served) -> None:
-    for _ in range(200):
-        text = httpx.get(f"{server.url}/metrics").text
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        text = httpx.get(f"{server.url}/metrics", timeout=60).text
         if "quire_ongoing_answers 0.0" in text and "quire_engine_running 0.0" in text:
             return
         time.sleep(0.1)

@@ -31,6 +31,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if importlib.util.find_spec("sphinx") is None:
         pytest.skip("sphinx is not installed: pip install 'quire[docs]'")
     folder = tmp_path_factory.mktemp("docs")
+    (folder / "site").mkdir()
+    (folder / "site" / "page-of-before.html").write_text("")
     done = subprocess.run(
         [sys.executable, ROOT / "docs" / "builder", "--quiet", "--out", folder],
         capture_output=True,

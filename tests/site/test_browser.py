@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from builder.explorer import LONGEST, Shown, movable, shown
+from builder.structure import toctrees
 
 import quire
 from quire.block_mask.classify import UNSURE, Rectangles
@@ -86,6 +87,10 @@ def test_the_explorer_answers_about_one_point(site: Path, page: Any) -> None:
     assert "seen" in said and "full" in said
     page.mouse.move(box["x"] + box["width"] * 0.9, box["y"] + box["height"] * 0.1)
     assert "hidden" in page.locator("[data-point]").inner_text()
+    page.locator("[data-canvas]").dispatch_event(  # a tap
+        "pointerdown", {"clientX": box["x"] + 0.1, "clientY": box["y"] + 0.1}
+    )
+    assert page.locator("[data-point]").inner_text().startswith("query 0, key 0: seen")
 
 
 def test_numbers_that_move_are_captured() -> None:
@@ -101,6 +106,7 @@ def test_numbers_that_move_are_captured() -> None:
     [
         ("page table", "quire.Paged"),
         ("reserve", "quire.PagedAttention"),
+        ("fork", "quire.kv.PagedKVCache.fork"),
         ("ragged offsets", "quire.Ragged"),
         ("lse", "quire.AuxRequest"),
         ("merge_pieces", "quire.merge_pieces"),
@@ -114,7 +120,7 @@ def test_the_search_finds_names_by_their_words(
         "() => /found|did not match/i.test(document.querySelector('#search-results').innerText)"
     )
     titles = page.locator("#search-results ul.search li > a").all_inner_texts()
-    assert wanted in titles, titles[:20]
+    assert wanted in titles[:10], titles[:20]
 
 
 QUESTIONS = {
@@ -141,3 +147,52 @@ def test_pages_fit_the_screen(site: Path, page: Any, name: str, width: int) -> N
     page.set_viewport_size({"width": width, "height": 844})
     page.goto((site / f"{name}.html").as_uri())
     assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+# Light and dark
+
+TOP = [name for name, below in toctrees().items() for name in (name, *below)]
+"""The start pages of all parts, and the pages below them."""
+
+CONTRASTS = """() => {
+    const channel = x => (x /= 255) <= 0.03928 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4;
+    const numbers = text => text.match(/[\\d.]+/g).map(Number);
+    const light = ([r, g, b]) => 0.2126 * channel(r) + 0.7152 * channel(g) + 0.0722 * channel(b);
+    const behind = node => {
+        for (; node; node = node.parentElement) {
+            const colour = numbers(getComputedStyle(node).backgroundColor);
+            if (colour.length < 4 || colour[3] > 0.9) return colour;
+        }
+        return [255, 255, 255];
+    };
+    const found = [];
+    for (const node of document.querySelectorAll("article p, article li, article td, article h1")) {
+        if (!node.innerText.trim() || !node.offsetParent) continue;
+        const pair = [numbers(getComputedStyle(node).color), behind(node)].map(light);
+        const ratio = (Math.max(...pair) + 0.05) / (Math.min(...pair) + 0.05);
+        found.push([ratio, node.innerText.slice(0, 60)]);
+    }
+    return found;
+}"""
+"""Reads the contrast of each text of a page, as WCAG defines it, and the beginning of the text."""
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_texts_can_be_read(site: Path, browser: Any, scheme: str, width: int) -> None:
+    page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    faint, wide, seen, shades = [], [], 0, set()
+    for name in dict.fromkeys(TOP):
+        page.goto((site / f"{name}.html").as_uri())
+        found = page.evaluate(CONTRASTS)
+        seen += len(found)
+        faint += [(name, round(ratio, 2), text) for ratio, text in found if ratio < 4.5]
+        shades.add(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+        over = page.evaluate("document.documentElement.scrollWidth - innerWidth")
+        wide += [(name, over)] if over > 1 else []
+    page.close()
+    assert seen > 500 and not faint, faint[:10]
+    assert not wide, f"pages that are wider than the window: {wide}"
+    (shade,) = shades
+    brightness = sum(map(int, re.findall(r"\d+", shade)[:3])) / 3
+    assert (brightness > 200) == (scheme == "light") and (brightness < 60) == (scheme == "dark")

@@ -8,32 +8,17 @@ from __future__ import annotations
 import ast
 import doctest
 import importlib
-import inspect
-import re
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from builder import source
-from builder.symbols import public_modules, symbols
-
-import quire
+from docstrings import COMMON, PROGRAMS, TINY
 
 WITH_PROMPTS = [
     name for name, module in source.modules().items() if ">>>" in module.path.read_text()
 ]
-
-COMMON = """
-import math, torch
-from torch import nn
-import quire, quire.distributed, quire.linear
-from quire import *
-from quire.kv import *
-from quire.ir.trace import trace
-from quire.mods import *
-{more}
-"""
 
 NAMES: dict[str, str] = {
     "quire.api.explain": "query, key, value = torch.randn(3, 1, 2, 64, 32)",
@@ -69,6 +54,13 @@ x, labels = torch.randn(1, n, 8), torch.arange(n)[None]
 q, k, v = torch.randn(3, 1, 4, n, 32)
 bias, model = None, nn.Identity()
 """
+ONE_RANK = """
+import torch.distributed as dist
+from quire.distributed import attend_over_ranks, merge_over_ranks
+dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+first, n = 0, 3071
+query, key, value = torch.randn(1, 4, 1, 32), *torch.randn(2, 1, 4, 1024, 32)
+"""
 LINEAR = "linear, rms_norm, x = nn.Linear(96, 96), nn.RMSNorm(96), torch.randn(5, 96)"
 SETUPS: dict[str, str | list[str]] = {
     "quire.attention": [DENSE, PACKED, PAGES],
@@ -95,21 +87,44 @@ piece_a = piece_b = piece_c = attention_piece(query, Dense(key, value))
     "quire.distributed.context_parallel": DIVIDED,
     "quire.distributed.plan": DIVIDED,
     "quire.distributed": DIVIDED,
+    "quire.distributed.attend_over_ranks": ONE_RANK,
+    "quire.distributed.merge_over_ranks": ONE_RANK,
+    "quire.draw.pages": """
+from quire.draw.pages import draw_pages
+monkeypatch.chdir(folder)  # it draws a file
+cache, maps = PagedKVCache(layers=1, heads=1, head_dim=1, page_size=4, n_pages=4), []
+cache.append([cache.sequence()], *torch.zeros(2, 1, 5, 1, 1))
+""",
+    "quire.engine.Engine": f"{TINY}\nfrom quire.linear import pack\npack(model)",
+    "quire.engine.speculation.DraftModel": f"""
+{TINY}
+from quire.engine.speculation import DraftModel
+small = model
+""",
+    "quire.engine": f"""
+{TINY}
+monkeypatch.setattr(loading.smollm2, "load", lambda: (model, tokenizer))  # as small as that
+""",
+    "quire.integrations.transformers": f"""
+{TINY}
+from quire.integrations.transformers import PagedCache, enable
+name, batch = folder / "tiny", {{"input_ids": torch.ones(1, 4, dtype=torch.long)}}
+""",
+    "quire.linear.load": """
+from transformers import AutoModelForCausalLM, LlamaConfig
+config = LlamaConfig(vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2)
+""",
     "quire.weights": f"{DENSE}; memory = Dense(key, value); from quire.mods.weights import *",
 }
 """What the program in a docstring takes as known; a list has an entry for each statement."""
 
-ELSEWHERE = {
-    "quire.linear.load": "a model of transformers; docs/examples/linear.py runs the same",
-    "quire.distributed.attend_over_ranks": "ranks; docs/examples/distributed.py runs the same",
-    "quire.distributed.merge_over_ranks": "ranks; docs/examples/distributed.py runs the same",
-    "quire.engine.Engine": "a model with a tokenizer; docs/examples/engine.py runs the same",
-    "quire.engine": "a model with a tokenizer; docs/learn/serve.md runs the same",
-    "quire.integrations.transformers": "a model's files; docs/learn/serve.md runs the same",
+UNDONE = {
+    "quire.patch_torch": "quire.unpatch_torch()",
+    "quire.distributed.attend_over_ranks": "dist.destroy_process_group()",
+    "quire.distributed.merge_over_ranks": "dist.destroy_process_group()",
+    "quire.engine.Engine": "engine.close()",
+    "quire.engine": "engine.close()",
 }
-"""Programs that need what a test cannot give them here, and where the same is run."""
-
-UNDONE = {"quire.patch_torch": "quire.unpatch_torch()"}
 
 
 class FromTheStart(doctest.OutputChecker):
@@ -131,46 +146,18 @@ def test_prompts(name: str) -> None:
     assert runner.failures == 0 and runner.tries > 0
 
 
-def programs() -> Iterator[tuple[str, str]]:
-    """The indented programs of public docstrings that call something."""
-    seen = set()
-    texts = [(name, symbol.doc) for name, symbol in symbols().items()]
-    texts += [(name, module.__doc__ or "") for name, module in public_modules().items()]
-    for name, doc in texts:
-        for block in re.findall(
-            r"(?:^ {4,}.*\n|^\s*\n)+", inspect.cleandoc(doc) + "\n", re.MULTILINE
-        ):
-            text = inspect.cleandoc(block)
-            if text and text not in seen and ">>>" not in text and is_program(text):
-                seen.add(text)
-                yield name, text
-
-
-def is_program(text: str) -> bool:
-    try:
-        tree = ast.parse(text)
-    except SyntaxError:
-        return False
-    return any(isinstance(node, ast.Call) for node in ast.walk(tree))
-
-
-PROGRAMS = list(programs())
-
-
 def test_programs_are_found() -> None:
     assert len(PROGRAMS) > 15
     names = {name for name, _ in PROGRAMS}
-    assert names <= SETUPS.keys() | ELSEWHERE.keys(), "give what it takes as known a value here"
-    assert SETUPS.keys() | ELSEWHERE.keys() <= names
+    assert names == SETUPS.keys(), "give what it takes as known a value here"
 
 
-HERE = [(name, program) for name, program in PROGRAMS if name not in ELSEWHERE]
-
-
-@pytest.mark.parametrize(("name", "program"), HERE, ids=[name for name, _ in HERE])
-def test_programs_run(name: str, program: str) -> None:
+@pytest.mark.parametrize(("name", "program"), PROGRAMS, ids=[name for name, _ in PROGRAMS])
+def test_programs_run(
+    name: str, program: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     torch.set_num_threads(1)
-    known: dict[str, Any] = {}
+    known: dict[str, Any] = {"monkeypatch": monkeypatch, "folder": tmp_path}
     exec(COMMON.format(more=""), known)
     given = SETUPS[name]
     try:
@@ -182,4 +169,4 @@ def test_programs_run(name: str, program: str) -> None:
             exec(setup, known)
             exec(ast.unparse(statement), known)
     finally:
-        exec(UNDONE.get(name, ""), {"quire": quire})
+        exec(UNDONE.get(name, ""), known)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from builder import gallery, reference, results, source, stage, structure, tables
+from builder import gallery, raising, reference, results, source, stage, structure, tables
 from builder.examples import examples
 from builder.symbols import TORCH, public_modules, symbols
 
@@ -18,7 +20,9 @@ import quire
 @pytest.mark.parametrize("name", examples())
 def test_examples_run(name: str) -> None:
     torch.set_num_threads(1)
-    exec(compile(examples()[name], f"example of {name}", "exec"), {"__name__": "example"})
+    code = compile(examples()[name], f"example of {name}", "exec")
+    with ThreadPoolExecutor(1) as another:  # a browser's driver keeps an event loop in this thread
+        another.submit(exec, code, {"__name__": "example"}).result()
 
 
 def test_every_public_name_has_an_example() -> None:
@@ -39,14 +43,67 @@ def test_every_page_has_its_parts() -> None:
     pages = reference.pages()
     for symbol in symbols().values():
         page = pages[f"reference/{symbol.page}"]
-        for part in ("# ", "## Example", "## Design"):
+        for part in ("# ", "## Example", "## Design", "## Performance", "## Related"):
             assert part in page, (symbol.name, part)
         assert "## Safety" in page or "## The tree of errors" in page, symbol.name
         assert symbol.doc.split("\n")[0][:40] in page, f"{symbol.name} has no text"
+    assert "[`quire.serve.Service`]" in pages["reference/modules/quire.serve"]
     attention = pages["reference/quire.attention"]
     assert "query: Tensor,  # [B, Hq, L, D]" in attention
-    assert "| `HeadsError` |" in attention and "## Performance" in attention
+    assert (
+        "| [`HeadsError`](quire.errors.md#headserror) |" in attention
+        and reference.UNMEASURED not in attention
+    )
+    assert "[`quire.Dense`]" in attention and "| Zen 5, AVX-512 |" in attention
     assert "scaled_dot_product_attention`" in attention
+
+
+def test_the_page_of_errors_has_each_of_them(site: Path) -> None:
+    page = (site / "reference" / "quire.errors.html").read_text()
+    text = reference.pages()["reference/quire.errors"]
+    for name in source.drawn_errors():
+        assert f'id="{name.lower()}"' in page and f'id="quire.errors.{name}"' in page
+        assert f"## {name}\n" in text
+    assert "Names that can raise it: " in text and "[`quire.attention`](quire.attention.md)" in text
+    index = (site / "genindex.html").read_text()
+    assert "quire.errors.html#quire.errors.TracedBranchError" in index
+
+
+def test_pages_of_names_lead_to_all_rows_of_their_figures(site: Path) -> None:
+    figures = (site / "figures.html").read_text()
+    places = set(re.findall(r'\bid="([^"]+)"', figures))
+    assert {part.anchor for part in results.parts()} <= places
+    page = reference.pages()["reference/quire.attention"]
+    assert "The rest of the rows: [" in page and "](../figures.md#" in page
+
+
+WITHOUT_SHAPES = {
+    "AttentionGradients": "those of the operands",
+    "weights": "a list of rows",
+    "BlockMask": "the text gives a shape to fields that begin alike",
+    "block_table": "it must be None",
+    "paths": "lists of nodes",
+    "given": "what an epilogue reads: it says the shapes",
+    **dict.fromkeys(("score", "b", "h", "q_idx", "kv_idx"), "numbers: parameters of mods"),
+    **dict.fromkeys(("batch", "head", "token_q", "token_kv"), "numbers: PyTorch's names of these"),
+}
+"""Names and parameters of which no shape is stated, and why."""
+
+
+def test_signatures_say_the_shapes_of_tensors() -> None:
+    """Those of functions, of classes and of their methods."""
+    missing = []
+    for symbol in symbols().values():
+        heads = re.findall(r"```\n\n```python\n(.*?)```", reference.symbol_page(symbol), re.DOTALL)
+        lines = [line for head in heads for line in head.splitlines() if "#" not in line]
+        tensors = [
+            name
+            for line in lines
+            for name in re.findall(r"(\w+): [^#,()]*\bTensor\b", line.partition("->")[0])
+        ]
+        if symbol.short not in WITHOUT_SHAPES:
+            missing += [f"{symbol.name}: {x}" for x in tensors if x not in WITHOUT_SHAPES]
+    assert not missing, f"say the shape in the docstring, as in `query` [B, Hq, L, D]: {missing}"
 
 
 def test_pages_do_not_clash_where_case_does_not_count() -> None:
@@ -54,9 +111,43 @@ def test_pages_do_not_clash_where_case_does_not_count() -> None:
     assert len(pages) == len(set(pages))
 
 
+IMPORT = re.compile(
+    r"(?m)^\s*(?:\"\s*)?from (quire[\w.]*) import ([\w, ]+)|^\s*import (quire[\w.]*)"
+)
+LISTED = {"quire.errors", "quire.integrations", "quire.integrations.smollm2", "quire.draw.picture"}
+"""Modules of which a page lists all names: errors by their tree, and helpers of the project."""
+
+
+def test_what_pages_and_examples_import_is_public() -> None:
+    files = [*structure.DOCS.rglob("*.md"), *structure.DOCS.glob("examples/*.py")]
+    files += [source.ROOT / "README.md", *structure.DOCS.glob("notebooks/*.ipynb")]
+    public, unknown = public_modules(), set()
+    for file in files:
+        for module, names, alone in IMPORT.findall(file.read_text()):
+            if alone or module in LISTED:
+                unknown |= {alone} - public.keys() - {""}
+                continue
+            named = {f"{module}.{name.strip()}" for name in names.split(",")}
+            unknown |= {name for name in named if not {name, module} & public.keys()}
+            unknown |= named - symbols().keys() - public.keys()
+    assert not unknown
+
+
 def test_the_public_modules_are_all_there() -> None:
     named = {f"quire.{name}" for name in quire.__all__ if hasattr(getattr(quire, name), "__path__")}
     assert named - {"quire.draw"} <= public_modules().keys()
+    folders = {name for name in source.modules() if name.count(".") == 1 and is_public(name)}
+    assert folders - INSIDE <= public_modules().keys()
+
+
+INSIDE = {"quire.draw", "quire.block_mask", "quire.memory"}
+"""Packages whose names users get from `quire`."""
+
+
+def is_public(name: str) -> bool:
+    """Whether a package says which of its names are public."""
+    module = source.modules()[name]
+    return module.path.name == "__init__.py" and "\n__all__" in module.path.read_text()
 
 
 @pytest.mark.parametrize("name", sorted(TORCH.values()))
@@ -86,13 +177,21 @@ def test_shapes_are_found() -> None:
 
 
 def test_errors_are_followed_through_calls() -> None:
-    found = {each.name for each in source.raises("quire.mods.masks", "sliding_window")}
+    found = {each.name for each in raising.raises("quire.mods.masks", "sliding_window")}
     assert "ArgumentError" in found
     assert "OutOfPages" not in found
     assert {"OutOfPages", "SequenceError"} <= {
-        each.name for each in source.raises("quire.kv.cache", "PagedKVCache")
+        each.name for each in raising.raises("quire.kv.cache", "PagedKVCache")
     }
-    assert not source.raises("quire.linear.epilogues", "add")
+    assert not raising.raises("quire.linear.epilogues", "add")
+
+
+def test_naming_a_class_does_not_call_its_methods() -> None:
+    found = {each.name for each in raising.raises("quire.api.attention", "attention")}
+    assert not found & {"MaskFileError", "MaskPickleError", "MissingFileError", "BlockIndexError"}
+    assert {"RankError", "HeadsError", "TracedBranchError", "RandomModError"} <= found
+    of_masks = {each.name for each in raising.raises("quire.block_mask.mask", "BlockMask")}
+    assert {"MaskFileError", "MaskPickleError", "SlicedMaskError"} <= of_masks
 
 
 # Figures
@@ -103,7 +202,7 @@ def test_figures_were_measured_with_all_that_is_said_of_them() -> None:
     for part in results.parts():
         assert part.processor and part.rows, part
         assert {"python", "torch", "quire"} <= part.kept["versions"].keys()
-        assert re.fullmatch(r"[0-9a-f]{9}(-dirty)?", part.kept["commit"])
+        assert re.fullmatch(r"[0-9a-f]{9}(-dirty)?|unknown", part.kept["commit"])
         script = (results.BENCHMARKS / f"{part.script}.py").read_text()
         assert (
             f"def {part.name}(" in script or f"import {part.name}" in script or "_chosen" in script
@@ -118,22 +217,51 @@ def test_tables_of_pages_are_those_of_the_results(path: Path) -> None:
 
 def test_plots_show_all_of_their_lines() -> None:
     plots = pytest.importorskip("builder.plots", reason="matplotlib is not installed")
+    shown = plots.by_length([results.named("forward", "sdpa")])
     figure = plots.Figure()
-    plots.speed_by_length(figure, [plots.named("forward", "sdpa")])
+    shown.draw(figure)
     drawn = [line.get_ydata() for panel in figure.axes for line in panel.get_lines()]
     low, high = figure.axes[0].get_ylim()
-    assert len(figure.axes) == 2 and low == 0
-    assert high > max(max(values) for values in drawn)
+    titles = [panel.get_title() for panel in figure.axes if panel.get_visible()]
+    assert titles == list(shown.panels) and {"Zen 4, AVX-512", "Zen 5, AVX2"} <= set(titles)
+    assert low == 0 and high > max(max(values) for values in drawn)
+
+
+def test_the_plots_that_readers_look_for_are_there() -> None:
+    plots = pytest.importorskip("builder.plots", reason="matplotlib is not installed")
+    wanted = {"forward", "backward", "memory", "decode", "linear", "engine", "commits-forward"}
+    assert wanted <= plots.plots().keys()
+    for name, (_, _, (script, parts, unit, _)) in plots.BARS.items():
+        source = (results.BENCHMARKS / f"{script}.py").read_text()
+        missing = [part for part in parts if f"def {part}(table" not in source]
+        assert not missing and f'"{unit}"' in source, name
+
+
+def test_earlier_runs_are_older_than_the_last() -> None:
+    seen = 0
+    for part in results.parts():
+        runs = part.runs()
+        commits = [commit for commit, _ in runs if commit != results.UNKNOWN]
+        assert len(set(commits)) == len(commits), part
+        for _, figures in runs[:-1]:
+            seen += 1
+            assert figures, part
+    assert seen > 3
 
 
 def test_benchmarks_are_known_to_touch_names() -> None:
     assert ("quire.api.flex", "flex_attention") in results.touched("forward", "sdpa")
     rows = results.rows_about("quire.mods.masks", "sliding_window")
-    assert [row["case"] for _, row in rows] == ["sliding_window"]
+    assert {row["case"] for _, row in rows} == {"sliding_window"}
+    assert len({part.place for part, _ in rows}) == len(rows) > 1  # once for each processor
 
 
 def test_the_gallery_shows_every_mod() -> None:
     assert not gallery.missing()
+    assert {"own_piece", "by_distance", "keep_large", "three_documents"} <= gallery.written()
+    page = gallery.page()
+    assert "### own_piece" in page and "from [examples/train_gpt.py]" in page
+    assert "return torch.where(prob > 0.3, prob, 0.0)" in page
 
 
 # Structure
@@ -164,6 +292,17 @@ def test_links_lead_to_the_same_things_on_the_site(written: str, shown: str) -> 
     assert stage.rewritten(written, path, place, stage.placed()) == shown
 
 
+def test_remarks_about_files_are_not_on_the_site(site: Path) -> None:
+    for name in ("explorer", "gallery"):
+        written = (structure.DOCS / f"{name}.md").read_text()
+        shown = (site / f"{name}.html").read_text()
+        assert "in this file" in written and "in this file" not in shown
+
+
+def test_pages_of_a_build_before_are_gone(site: Path) -> None:
+    assert not (site / "page-of-before.html").exists()
+
+
 def test_search_is_offline(site: Path) -> None:
     page = (site / "search.html").read_text()
     assert "searchindex.js" in page
@@ -172,9 +311,16 @@ def test_search_is_offline(site: Path) -> None:
 
 
 def test_pages_lead_nowhere_that_does_not_exist(site: Path) -> None:
+    """Every link leads to a file of the site, and to a place in it."""
+    texts = {path: path.read_text() for path in site.rglob("*.html")}
+    places = {path: set(re.findall(r'\bid="([^"]+)"', text)) for path, text in texts.items()}
     missing = []
-    for path in site.rglob("*.html"):
-        for link in set(re.findall(r'(?:href|src)="([^"#?:]+)[#?"]', path.read_text())):
-            if not (path.parent / link).exists():
-                missing.append((path.name, link))
-    assert not missing[:10]
+    for path, text in texts.items():
+        for link, _, place in {
+            link.partition("#") for link in re.findall(r'(?:href|src)="([^":?]+)[?"]', text)
+        }:
+            target = Path(os.path.normpath(path.parent / link)) if link else path
+            known = target in places and (not place or place in places[target])
+            if not known and (place or not target.exists()):
+                missing.append((path.relative_to(site).as_posix(), f"{link}#{place}"))
+    assert not missing, missing[:10]

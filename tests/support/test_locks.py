@@ -66,5 +66,5 @@ def test_every_lock_holds_across_a_fork() -> None:
             ):
                 made.append(path.name)
     # tests/engine: a forked child is refused by an engine before it waits for one of its locks.
-    of_an_engine = ["answers.py"] * 2 + ["engine.py"] * 3
+    of_an_engine = ["answers.py"] * 2 + ["engine.py"] * 2 + ["gap.py"]
     assert sorted(made) == [*of_an_engine, "launch.py", "locks.py"]

@@ -408,12 +408,7 @@ def test_an_error_of_ours_is_one_line_without_a_traceback() -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("missing", ["rich", "typer"])
-def test_what_to_install(missing: str) -> None:
-    program = f"import sys; sys.modules[{missing!r}] = None; import quire; import quire.cli"
+def test_importing_quire_imports_nothing_of_the_command_line() -> None:
+    program = "import sys, quire; print({'rich', 'typer', 'quire.cli'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 1
-    start, found, rest = re.split(r"found this: (.*?)\. Install", done.stderr)
-    assert start == "quire: the command line needs rich and typer, but it "
-    assert missing in found
-    assert rest == " both with: pip install 'quire[cli]'\n"
+    assert done.stdout == "set()\n"

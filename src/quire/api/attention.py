@@ -98,7 +98,7 @@ def attention(
     softmax: `quire.weights` has some. The weights are divided by their sum, unless `normalise` is
     False. `lse` is then the logarithm of their sum, and `max_scores` the largest weight.
     `prob_mod(prob, b, h, q_idx, kv_idx)` returns what a value is multiplied by in place of its
-    probability; it takes a second pass over the keys.
+    probability; unless it is a multiple of that, it takes a second pass over the keys.
 
     In `Ragged` memory, `b` is the number of a sequence, and positions count from its first token.
     Queries have the offsets of the keys, unless `q_offsets` [B + 1] and `q_lengths` [B] are given.
@@ -123,7 +123,7 @@ def attention(
         backend=backend,
         generator=generator,
     )
-    if weight is None and normalise and prob_mod is None:
+    if weight is None and normalise is True and prob_mod is None:
         result = compute(request)
     else:
         request, result = computed(request, WeightOptions(weight, normalise, prob_mod))

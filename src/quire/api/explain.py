@@ -57,7 +57,7 @@ def explain(
 def explain(query: Tensor, *operands: Any, **options: Any) -> str:
     """Return text that says which backend would compute a call, and why the others would not.
 
-    The parameters are those of `flex_attention`, with query [B, Hq, L, D], or of `attention`.
+    The parameters are those of `flex_attention`, with `query` [B, Hq, L, D], or of `attention`.
 
         explain(query, key, value, mask_mod=causal)                   # flex_attention's arguments
         explain(query, Ragged(key, value, offsets), mask=causal)      # attention's
@@ -84,9 +84,12 @@ def explain(query: Tensor, *operands: Any, **options: Any) -> str:
     weighting = WeightOptions(asked.weight, asked.normalise, asked.prob_mod)
     first, *second = passes(request, weighting)
     explained = explain_call(checked_call(first))
-    return f"{explained}\n{TWO_PASSES}" if second else explained
+    if asked.prob_mod is None:
+        return explained
+    return f"{explained}\n{TWO_PASSES if second else ONE_PASS}"
 
 
+ONE_PASS = "prob_mod multiplies the probability, so it takes no second pass."
 TWO_PASSES = "prob_mod takes a second pass over the keys, with the log-sum-exp of this one."
 
 

@@ -162,7 +162,7 @@ def flex_attention(
         backend=backend,
         generator=generator,
     )
-    if weight is None and normalise and prob_mod is None:
+    if weight is None and normalise is True and prob_mod is None:
         result = compute(request)
     else:
         request, result = computed(request, WeightOptions(weight, normalise, prob_mod))

@@ -69,9 +69,10 @@ def attention_gradients(
 
     `query` [B, Hq, L, D] or [total, Hq, D] is that of `attention`. `out` [B, Hq, L, Dv] and `lse`
     [B, Hq, L] are its results, perhaps merged from several shards; for packed queries they are
-    [total, Hq, Dv] and [total, Hq]. `grad_out` and `grad_lse` are their gradients and have the same
-    shapes. `q_start`, `q_offsets` and `q_lengths` have the same shapes as in `attention`, and all
-    other parameters the same meaning. A sink is not a parameter, as `lse` includes it.
+    [total, Hq, Dv] and [total, Hq]. `grad_out` [B, Hq, L, Dv] and `grad_lse` [B, Hq, L] are their
+    gradients and have the same shapes. `q_start`, `q_offsets` and `q_lengths` have the same shapes
+    as in `attention`, and all other parameters the same meaning. A sink is not a parameter, as
+    `lse` includes it.
     """
     call = checked_call(
         Request(

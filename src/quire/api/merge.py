@@ -32,9 +32,10 @@ def merge_attention(
         out, lse = merge_attention(out_a, lse_a, out_b, lse_b)
         out, lse = merge_attention(out, lse, out_c, lse_c)    # and so on
 
-    Both sides are results of `attention` for the same queries, with `AuxRequest(lse=True)`: out
-    [B, Hq, L, Dv] and lse [B, Hq, L], or packed, out [total, Hq, Dv] and lse [total, Hq]. The two
-    sides must have no key in common. A sink counts as a key: give it to one call only.
+    Both sides are results of `attention` for the same queries, with `AuxRequest(lse=True)`. `out_a`
+    and `out_b` [B, Hq, L, Dv] come with `lse_a` and `lse_b` [B, Hq, L]; those of packed queries are
+    [total, Hq, Dv] and [total, Hq]. The two sides must have no key in common. A sink counts as a
+    key: give it to one call only.
 
     A row that reads no key on one side has lse -inf there, and the exact bits of the other side are
     returned. A row that reads no key on both sides is 0, with lse -inf. An lse of inf outweighs any

@@ -38,8 +38,8 @@ class AttentionPiece(NamedTuple):
     """Attention over some of the keys of a sequence, to be merged with that over others.
 
     `out` [B, Hq, L, Dv] is the sum of weights times values, `sums` [B, Hq, L] that of the weights
-    exp(score - maximum), and `maxima` has these maxima times log4(e). All are float32, or float64
-    for float64 queries. If queries are packed, they are [total, Hq, Dv] and [total, Hq].
+    exp(score - maximum), and `maxima` [B, Hq, L] has these maxima times log4(e). All are float32,
+    or float64 for float64 queries. If queries are packed, they are [total, Hq, Dv] and [total, Hq].
     """
 
     out: Tensor

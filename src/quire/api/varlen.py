@@ -67,7 +67,7 @@ def varlen_attention(
     The parameters up to `block_table` are those of flash_attn_varlen_func. Leave `cu_seqlens_k` out
     if it equals `cu_seqlens_q` [B + 1]. `max_seqlen_q` and `max_seqlen_k` are optional: no sequence
     may be longer. `seqused_k` [B] says how many keys of each sequence are used. Scores are scaled,
-    soft-capped, lowered by distance times `alibi_slopes` ([Hq] or [B, Hq]), and then given to
+    soft-capped, lowered by distance times `alibi_slopes` [Hq] or [B, Hq], and then given to
     `score_mod`. A query reads a key if the window, the causal mask and `mask` allow it. `sink` [Hq]
     is a logit per head that joins the softmax. In mods `b` is the sequence, and positions count
     from its start. `block_table` is unused and must be None; `deterministic` has no effect.

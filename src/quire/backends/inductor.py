@@ -52,6 +52,8 @@ def obstacle(call: Call) -> str | None:
         return "PyTorch's flex_attention takes no sequences that are packed into one tensor"
     if call.problem.dropout is not None:
         return "PyTorch's flex_attention has no dropout, and dropout_p is not 0"
+    if call.problem.prob_mod is not None:
+        return "PyTorch's flex_attention has no prob_mod"
     if call.problem.weighting != "softmax":
         return "PyTorch's flex_attention has no weights but those of a softmax"
     if call.placed.query.shape[2] == 0 or call.placed.key.shape[2] == 0:

@@ -51,7 +51,7 @@ def obstacle(call: Call) -> str | None:
 
 def _mod_obstacle(name: str, mod: ReadyMod) -> str | None:
     if not isinstance(mod, Traced):
-        kind = "score_mod" if name == "score_mod" else "mask_mod"
+        kind = "mask_mod" if name == "partial_mod" else name
         return f"the {kind} {mod_name(mod.mod)!r} cannot be traced"
     try:
         check_lowerable(mod.output)
@@ -64,7 +64,6 @@ def computed_unread(call: Call) -> str | None:
     """Return which tiles are computed though perhaps no query reads them; None if all are read."""
     problem, placed = call.problem, call.placed
     mask = problem.mask_mod
-    # Without a mask_mod in the request, this mask_mod was made from a block mask, over pages.
     if problem.block_mask is not None or call.request.mask_mod is None:
         return None
     if not isinstance(mask, Traced):
@@ -85,6 +84,4 @@ def computed_unread(call: Call) -> str | None:
     if bounds.can is TRUE:
         tiles = f"every tile, {scores}"
     advice = "A block_mask, made once with create_block_mask, says which tiles no query reads"
-    if not placed.is_dense and placed.page_table is None:  # Ragged memory takes no block mask
-        advice = "Comparisons of positions, and tables that they index, are bounded"
     return f"{tiles}: in the mask_mod {mask.name!r} {' and '.join(reasons)}. {advice}"

@@ -382,5 +382,5 @@ class BlockTensors(torch_flex.BlockMask):
 def _repeats(first: NDArray[np.integer], every: NDArray[np.integer]) -> bool:
     """Return whether all heads [B, H, ...] of each group are the `first` [B, groups, ...] of it."""
     batches, groups, *others = first.shape
-    heads = every.reshape(batches, groups, -1, *others)
+    heads = every.reshape(batches, groups, every.shape[1] // max(1, groups), *others)
     return all(np.array_equal(first, heads[:, :, at]) for at in range(1, heads.shape[2]))

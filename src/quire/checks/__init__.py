@@ -278,7 +278,7 @@ def _check_sizes(query: Tensor, key: Tensor, value: Tensor, shared: str) -> None
 def check_scale(scale: object, head_dim: int) -> float:
     """Return the factor of the scores as a float: `scale`, or 1 / sqrt(head_dim) if it is None."""
     if scale is None:
-        return 1.0 / math.sqrt(head_dim)
+        return 1.0 / math.sqrt(head_dim or 1)  # `check_operands` refuses an empty head_dim
     if isinstance(scale, Tensor) and scale.numel() == 1:
         if scale.requires_grad:
             raise ArgumentError(

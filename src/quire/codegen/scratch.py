@@ -18,6 +18,8 @@ from quire.codegen.phases.staging import PLACEMENT, Number, padded, scratch_stri
 from quire.codegen.phases.tiles import SMALL_ROWS, TileShape
 
 BLOCKS_TOGETHER = 4  # blocks of keys that the decode kernel computes at once
+MOST_SECTIONS = 32  # entries of a tile list among these: each has at least 16 keys
+SECTION_SIZE = 6 * I64.size  # bytes of the record of one
 MOST_SQUARES = 4  # squares of keys whose scores it writes at once, perhaps past the last key
 
 Regions: TypeAlias = Iterator[tuple[str, Number]]
@@ -108,6 +110,7 @@ def row_regions(
         ("surprise", rows * tile.lanes),
         ("queries", rows * scratch_stride(tile, head_dim)),
         ("out", rows * scratch_stride(tile, value_dim)),
+        ("sections", (MOST_SECTIONS + 1) * SECTION_SIZE // tile.element.size),  # of keys
         ("pieces", 2 * I64.size // tile.element.size),  # as in the forward kernel, to the end
         ("merged_running_max", rows * tile.lanes),
         ("merged_running_sum", rows * tile.lanes),

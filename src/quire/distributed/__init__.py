@@ -6,11 +6,11 @@
     with quire.distributed.context_parallel(plan):
         model(x)
 
-Reading order: reads (which blocks of keys each block of queries reads), layouts (blocks to ranks),
-routes (who sends which pages to whom), context_plan (all of it, as a value), planning (`plan`),
-group (agreement and errors), exchange (pages there, gradients back), local (what a rank computes),
-passes, heads and ring (the methods), attending (`attention`), context (`context_parallel`) and
-merging (decoding).
+Reading order: reads (which blocks of keys each block of queries reads), token_blocks (where blocks
+lie), layouts (blocks to ranks), routes (who sends which pages to whom), context_plan (all of it, as
+a value), planning (`plan`), group (agreement and errors), exchange (pages there, gradients back),
+local (what a rank computes), passes, heads and ring (the methods), attending (`attention`), context
+(`context_parallel`) and merging (decoding).
 """
 
 from quire.distributed.attending import attention

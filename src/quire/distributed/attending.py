@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypedDict, Unpack, overload
 
 import torch
@@ -11,18 +12,19 @@ from quire.api.attention import aux_output
 from quire.autograd import recorded
 from quire.aux_outputs import NO_AUX, AuxOutput, AuxRequest, checked_request
 from quire.config import Backend as BackendName
-from quire.distributed.context_plan import ContextPlan, MethodName, digest_of
-from quire.distributed.exchange import send
-from quire.distributed.heads import compute_by_heads
+from quire.distributed.context_plan import ContextPlan, MethodName, digest_of, digest_of_tensors
+from quire.distributed.exchange import Sending
+from quire.distributed.heads import check_heads, compute_by_heads
 from quire.distributed.heads import obstacle as heads_obstacle
-from quire.distributed.local import compute_in_pages
+from quire.distributed.local import compute_in_blocks, compute_in_pages, computes_in_blocks
 from quire.distributed.passes import PagePasses
-from quire.distributed.ring import RingPasses
+from quire.distributed.ring import RingPasses, check_merged
 from quire.distributed.sharded import Shards
 from quire.errors import ArgumentError, OptionError, ShapeError
 from quire.ir.trace import Mod, Traced
-from quire.memory import Dense, Queries
+from quire.memory import Dense, Queries, Ragged
 from quire.mods.dropout import drawn_seed
+from quire.plans import candidates
 from quire.request import Call, Request, call_of, check, ready
 from quire.results import Result
 from quire.support.dynamo import never_traced
@@ -42,7 +44,7 @@ class SpreadOptions(TypedDict, total=False):
 @overload
 def attention(
     query: Tensor,
-    memory: Dense,
+    memory: Dense | Ragged,
     *,
     plan: ContextPlan,
     return_aux: None = ...,
@@ -53,7 +55,7 @@ def attention(
 @overload
 def attention(
     query: Tensor,
-    memory: Dense,
+    memory: Dense | Ragged,
     *,
     plan: ContextPlan,
     return_aux: AuxRequest,
@@ -64,7 +66,7 @@ def attention(
 @never_traced
 def attention(
     query: Tensor,
-    memory: Dense,
+    memory: Dense | Ragged,
     *,
     plan: ContextPlan,
     return_aux: AuxRequest | None = None,
@@ -74,56 +76,63 @@ def attention(
 
         out = quire.distributed.attention(q, Dense(k, v), plan=plan, score_mod=bias)
 
-    Query [B, Hq, tokens, D], keys and values [B, Hkv, tokens, D] are the shards of this rank, in
+    `query` [B, Hq, tokens, D], keys and values [B, Hkv, tokens, D] are the shards of this rank, in
     the order of `plan.positions`; out is [B, Hq, tokens, Dv]. The mask is the plan's. Mods take
     positions in the whole sequence. All ranks of the plan call this together. Other options are
     `score_mod`, `scale`, `sink`, `dropout_p`, `generator` and `backend`, as for `quire.attention`.
-    Rank 0 draws the seed of dropout.
+    Rank 0 draws the seed of dropout. If the plan was made of `lengths`, query and out are
+    [tokens, Hq, D], and the memory is `Ragged(k, v, plan.offsets)`.
 
     The gradient of a key or a value is the sum over all ranks. The gradient of a tensor that is the
     same on all ranks, as a sink or what a score_mod captured, is this rank's part of it: add it up
     over ranks, as the gradients of all other parameters of a model.
     """
-    aux = NO_AUX if return_aux is None else checked_request(return_aux)
-    if return_aux is not None and return_aux.weights is not None:
-        raise OptionError(
-            "AuxRequest.weights must be None over ranks, each of which has a part of the keys, but "
-            "rows are given. Gather the keys, and call quire.attention for these rows."
-        )
-    request = Request(query, memory, Queries(start=0), aux=aux, **options)
-    result = compute(request, plan)
+
+    def asked() -> Request:
+        aux = NO_AUX if return_aux is None else checked_request(return_aux)
+        if return_aux is not None and return_aux.weights is not None:
+            raise OptionError(
+                "AuxRequest.weights must be None over ranks, each of which has a part of the keys, "
+                "but rows are given. Gather the keys, and call quire.attention for these rows."
+            )
+        return Request(query, memory, Queries(start=0), aux=aux, **options)
+
+    request, result = compute(asked, plan)
     if return_aux is None:
         return result.out
     return result.out, aux_output(result, return_aux, request)
 
 
-def compute(request: Request, plan: ContextPlan) -> Result:
+def compute(asked: Callable[[], Request], plan: ContextPlan) -> tuple[Request, Result]:
     """Compute a request over the ranks of a plan; its mask is that of the plan.
 
-    If operands are DTensors that are sharded along the sequence, so are the results.
+    An error in `asked`, which returns the request, is one of all ranks. If operands are DTensors
+    that are sharded along the sequence, so are the results.
     """
-    shards = Shards.of(request, plan)
-    return shards.wrapped(_compute(shards.request, plan, shards.error))
-
-
-def _compute(request: Request, plan: ContextPlan, error: Exception | None) -> Result:
     facts: dict[str, object] = {}
-    try:
-        if error is not None:
-            raise error
-        request = _prepared(request, plan)
-        facts = _facts(request, plan)
-    except Exception as raised:  # whatever it is, the other ranks must not wait for this one
-        error = raised
-    seed, *_ = plan.group.agree(facts, error)
-    request = request._replace(seed=None if seed is None else tuple(seed), generator=None)
-    call = call_of(request)
-    method = chosen(plan, call)
+    with plan.group.agreeing(facts) as notes:
+        request = asked()
+        shards = Shards.of(request, plan)
+        call = call_of(_prepared(shards, plan))
+        method = chosen(plan, call)
+        facts |= _facts(call, method, plan)
+    with plan.group.telling():
+        seed = notes[0]
+        drawn = None if seed is None else tuple(seed)
+        call = call._replace(request=call.request._replace(seed=drawn, generator=None))
+        return request, shards.wrapped(_by(method, plan, call))
+
+
+def _by(method: MethodName, plan: ContextPlan, call: Call) -> Result:
+    """Return the results of this rank's queries by a method."""
+    request = call.request
     if method == "heads":
         return compute_by_heads(plan, request, call)
-    if method == "pages" and not call.learns and len(plan.positions):
+    if method == "pages" and computes_in_blocks(request):
+        return compute_in_blocks(plan, request, call)
+    if method == "pages" and not call.learns and len(plan.rows):
         query, key, value = call.placed[:3]
-        return compute_in_pages(plan, request, query, *send(plan, key, value))
+        return compute_in_pages(plan, request, query, Sending(plan, key, value))
     passes = (RingPasses if method == "ring" else PagePasses)(plan, request, call.problem)
     result = recorded(passes, call) if call.learns else passes.forward(call)
     return result._replace(out=result.out.to(call.placed.query.dtype))
@@ -133,8 +142,12 @@ def chosen(plan: ContextPlan, call: Call) -> MethodName:
     """Return the method of a call: the plan's, or for 'auto' the one by which least arrives.
 
     Only methods with the bits of one process are chosen. With `heads`, gradients of captured
-    tensors do not have them.
+    tensors do not have them. Raise if the plan's cannot compute the call.
     """
+    if plan.method == "heads":
+        check_heads(plan, call)
+    if plan.method == "ring":
+        check_merged(call)
     if plan.method != "auto":
         return plan.method
     learned = any(x.requires_grad for x in call.captures) and call.learns
@@ -150,14 +163,18 @@ def chosen(plan: ContextPlan, call: Call) -> MethodName:
     return "heads" if there + most * heads * value_width * away < pages else "pages"
 
 
-def _prepared(request: Request, plan: ContextPlan) -> Request:
+def _prepared(shards: Shards, plan: ContextPlan) -> Request:
     """Check a request, and return it with the mask of the plan and traced mods."""
+    request = shards.request
     query, memory = request.query, request.memory
-    if not isinstance(memory, Dense) or memory.start != 0:
+    is_plain = isinstance(memory, Dense) and memory.start == 0
+    if not is_plain or shards.is_packed != plan.is_ragged:
+        kind = "Ragged(key, value, plan.offsets)" if plan.is_ragged else "Dense(key, value)"
         raise ArgumentError(
-            f"memory must be Dense(key, value) without a start, but is a {type(memory).__name__} "
-            f"that is not. Give this rank's shards; the plan knows their positions."
+            f"memory must be {kind} without a start, but is a {shards.given} that is not. Give "
+            f"this rank's shards; the plan knows their positions."
         )
+    assert isinstance(memory, Dense)
     if request.aux.key_mass:
         raise OptionError(
             "key_mass must not be asked for over ranks, but is: it is a sum over the queries of "
@@ -166,13 +183,13 @@ def _prepared(request: Request, plan: ContextPlan) -> Request:
     check(request)
     for name, tensor in (("query", query), ("key", memory.key), ("value", memory.value)):
         _, heads, _, width = tensor.shape
-        wanted = [query.shape[0], heads, len(plan.positions), width]
+        wanted = [query.shape[0], heads, len(plan.rows), width]
         if list(tensor.shape) != wanted:
             raise ShapeError(
                 f"{name} must be the shard of rank {plan.rank}, {wanted}, but has shape "
                 f"{list(tensor.shape)}. Cut it with plan.shard."
             )
-    for name, given, planned in zip(("batch", "heads"), query.shape, plan.sizes, strict=False):
+    for name, given, planned in zip(("batch", "heads"), shards.sizes, plan.sizes, strict=True):
         if planned not in (1, given):
             raise ShapeError(
                 f"query must have {name} {planned}, as the plan has, but has {given}. Make the "
@@ -182,20 +199,29 @@ def _prepared(request: Request, plan: ContextPlan) -> Request:
     if score_mod is not None:
         traced = ready(score_mod, "score", query)
         score_mod = traced if isinstance(traced, Traced) else score_mod
-    return request._replace(masks=(plan.mask,), score_mod=score_mod)
+    return request._replace(masks=(shards.masked(plan),), score_mod=score_mod)
 
 
-def _facts(request: Request, plan: ContextPlan) -> dict[str, object]:
+def _facts(call: Call, method: MethodName, plan: ContextPlan) -> dict[str, object]:
     """Return what must be the same on all ranks, and as a note the seed of dropout."""
-    query, memory, score_mod = request.query, request.memory, request.score_mod
+    request = call.request
+    query, memory, sink = request.query, request.memory, request.sink
+    assert isinstance(memory, Dense), "it was checked"
     _, key_heads, _, width = memory.value.shape
+    learning = [call.learns, *(x.requires_grad for x in call.captures)]
     return {
         "plan": f"{plan.digest} of {plan.length} tokens, {plan.layout}, for {plan.num_ranks} ranks",
-        "score_mod": digest_of(score_mod),
+        "score_mod": digest_of(request.score_mod),
+        "kind of weights": request.weighting,
+        "sink": None if sink is None else [digest_of_tensors([sink]), sink.requires_grad],
         "size of the query": [*query.shape[:2], query.shape[3]],
         "size of the values": [key_heads, width],
         "dtype": [str(x.dtype) for x in (query, memory.key, memory.value)],
         "scale": request.scale,
         "dropout_p": request.dropout_p,
+        "return_aux": [name for name, wanted in request.aux._asdict().items() if wanted],
+        "backend": [query.device.type, *candidates(request.backend).names],
+        "choice of tensors that learn": "".join(map(str, map(int, learning))),
+        "method": method,
         "note": drawn_seed(request.generator) if request.dropout_p else None,
     }

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
 from quire.block_mask.mask_mods import try_trace
@@ -13,6 +14,7 @@ from quire.distributed.attending import compute
 from quire.distributed.context_plan import ContextPlan, digest_of
 from quire.errors import ArgumentError
 from quire.ir.trace import Mod, Traced, mod_name
+from quire.memory import Queries
 from quire.plans import over_ranks
 from quire.request import Mask, Request
 from quire.results import Result
@@ -31,13 +33,18 @@ def context_parallel(plan: ContextPlan, *, instead_of: Mask | None = None) -> It
     Inside, every call gets the shards of this rank, and the mask of the plan applies. A call may
     have no mask, the mask that the plan was made of, or the mask `instead_of`: one that the model
     always applies and that the mask of the plan includes, such as `causal`. Another mask is an
-    error. A backward pass may run outside of the block.
+    error. A backward pass may run outside of the block, unless it computes calls again, as
+    `torch.utils.checkpoint` does: outside they would be those of one process.
     """
 
     def together(request: Request) -> Result:
-        for mask in request.masks:
-            _check_mask(mask, plan, instead_of)
-        return compute(request._replace(masks=()), plan)
+        def asked() -> Request:
+            for mask in request.masks:
+                _check_mask(mask, plan, instead_of)
+            _check_queries(request.queries, plan)
+            return request._replace(masks=())
+
+        return compute(asked, plan)[1]
 
     token = over_ranks.set(together)
     try:
@@ -57,6 +64,18 @@ def _check_mask(mask: Mask, plan: ContextPlan, instead_of: Mask | None) -> None:
             f"but is {mod_name(_function(mask))!r}. Make the plan with it. If the mask of the plan "
             f"includes it, say so: context_parallel(plan, instead_of=mask)."
         )
+
+
+def _check_queries(queries: Queries, plan: ContextPlan) -> None:
+    """Raise if a call says where its queries are: the plan does."""
+    for name, given in zip(("q_start", "q_offsets", "q_lengths"), queries, strict=True):
+        known = (0, plan.offsets) if plan.is_ragged else (0,)
+        value = given.tolist() if isinstance(given, Tensor) else given
+        if value is not None and value not in known:
+            raise ArgumentError(
+                f"{name} must be None over ranks, since the plan has the positions of all tokens, "
+                f"but is {value}. Leave it out."
+            )
 
 
 def _function(mask: Mask) -> Mod:

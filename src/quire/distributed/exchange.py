@@ -2,7 +2,8 @@
 
 Sending is a linear map, and its transpose is the way back: a rank receives the gradients of all
 copies of its pages and adds them, those of rank 0 first. So sums do not depend on what arrives
-first. `add_slices` adds in the order of one process: slice by slice of the queries.
+first. `AddedSlices` adds in the order of one process, slice by slice of the queries: sums go from
+rank to rank.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ import torch
 from torch import Tensor
 
 from quire.distributed.context_plan import ContextPlan
+from quire.distributed.group import Passing
 from quire.distributed.reads import Numbers
-from quire.distributed.routes import SliceRoute
+from quire.distributed.routes import Addition, Hop
 from quire.results import working_dtype
+from quire.runtime.slices import Round
 
 
 def spread(plan: ContextPlan, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return own, received and zero pages [pages, block, H, D], from own rows [B, H, tokens, D].
+    """Return own and received pages [pages, block, H, D], from own rows [B, H, tokens, D].
 
     The pages are those of `plan.route(B)`. Gradients of pages travel back to their owners. Tensors
     are sent in their order, there and back, so that all ranks send the same at the same time.
@@ -35,7 +38,7 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: ContextPlan, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.plan, ctx.shapes = plan, [rows.shape for rows in tensors]
-        return tuple(_sent(plan, rows) for rows in tensors)
+        return Sending(plan, *tensors).wait()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -69,43 +72,116 @@ class _Returned(torch.autograd.Function):
         return (None, None, *spread(ctx.plan, *grads))
 
 
-def send(plan: ContextPlan, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return what `spread` returns, without autograd."""
-    with torch.no_grad():
-        return tuple(_sent(plan, rows.detach()) for rows in tensors)
+class Sending:
+    """What `spread` returns, without autograd, and before all of it is there.
 
-
-def add_slices(plan: ContextPlan, route: SliceRoute, sums: Tensor, columns: Numbers) -> Tensor:
-    """Return the gradients of own rows [B, H, tokens, D], from the sums of the slices of all ranks.
-
-    `sums` [slices, B, H, keys, D] are those of the own slices, for the keys that this rank has
-    side by side; the block b of the sequence begins at key `columns[b] * block` of them.
+    Own pages are; received ones are on their way until `wait` returns.
     """
-    _, batch, heads, _, width = sums.shape
 
-    def pages(places: Numbers | int, entries: Numbers, blocks: Numbers) -> Tensor:
-        rows = torch.from_numpy(columns[blocks] * plan.block).unsqueeze(1)
-        rows = (rows + torch.arange(plan.block)).clamp(max=max(0, sums.shape[3] - 1))
-        at = (torch.as_tensor(x).unsqueeze(-1) for x in (places, entries))
-        place, entry = at
-        return sums[place, entry, :, rows]  # past the last key it is repeated, and cut off later
+    def __init__(self, plan: ContextPlan, *tensors: Tensor) -> None:
+        with torch.no_grad():
+            found = [_sent(plan, rows.detach()) for rows in tensors]
+        self.pages = tuple(pages for pages, _ in found)
+        self._passing = [passing for _, passing in found]
 
-    leaving = pages(*route.leaving.T)
-    arriving = leaving.new_empty((int(route.num_received.sum()), plan.block, heads, width))
-    plan.group.exchange(leaving, arriving, route.num_sent, route.num_received)
-    own = plan.route(batch).own
-    total = sums.new_zeros((batch * len(own), plan.block, heads, width))
-    for slice, first, entries, blocks, at in route.additions:
-        if slice >= 0:
-            part = pages(np.full_like(entries, slice), entries, blocks)
-        else:
-            part = arriving[first : first + len(at)]
-        total.index_add_(0, torch.from_numpy(at), part)
-    rows = total.view(batch, len(own) * plan.block, heads, width)
-    return rows[:, : len(plan.positions)].transpose(1, 2)
+    def wait(self) -> tuple[Tensor, ...]:
+        """Return all pages, when they are there."""
+        for each in self._passing:
+            each.wait()
+        self._passing = []
+        return self.pages
 
 
-def add_captured(plan: ContextPlan, route: SliceRoute, sums: Tensor) -> Tensor:
+class AddedSlices:
+    """The gradients of own rows [B, H, tokens, D], from the sums of the slices of all ranks.
+
+    Keys that this rank has lie side by side; the block b of the sequence begins at the row
+    `columns[b] * block`.
+    """
+
+    def __init__(self, plan: ContextPlan, columns: Numbers, keys: dict[str, Tensor]) -> None:
+        self._plan, self._starts = plan, columns * plan.block
+        own = (plan.division.owner == plan.rank).nonzero()[0]
+        self._own_starts = np.zeros(plan.num_blocks, np.int64)
+        self._own_starts[own] = np.arange(len(own)) * plan.block
+        self._rows = {
+            name: x.new_zeros(
+                (*x.shape[:2], len(own) * plan.block, x.shape[3]), dtype=working_dtype(x.dtype)
+            )
+            for name, x in keys.items()
+        }
+
+    def total(self, name: str) -> Tensor | None:
+        """Return the sums over all slices; None if they were not wanted."""
+        rows = self._rows.get(name)
+        return None if rows is None else rows[:, :, : len(self._plan.rows)]
+
+    def take(self, part: Round, sums: dict[str, Tensor]) -> None:
+        """Add up the sums [slices, b, key heads, rows, D] of a round, over the slices of all ranks.
+
+        Sums of keys and values travel together. Columns behind D are not used.
+        """
+        if not sums:
+            return
+        plan = self._plan
+        each = [x[..., : self._rows[name].shape[3]] for name, x in sums.items()]
+        route = plan.slice_route(part.b, part.b_stop)
+        totals = [torch.zeros_like(x[0]) for x in each]
+        single = self._sent(route.slices, each)
+        for number, turn in enumerate(route.turns):
+            if number:
+                for total, pages in zip(totals, self._sent(turn.hop, totals), strict=True):
+                    _put(total, self._starts, turn.hop.arriving, pages)
+            for total, slices, pages in zip(totals, each, single, strict=True):
+                self._add(turn.additions, total, slices, pages)
+        stays, arriving = route.stays, self._sent(route.home, totals)
+        for name, total, pages in zip(sums, totals, arriving, strict=True):
+            rows = self._rows[name][part.b : part.b_stop, part.h : part.h_stop]
+            _put(rows, self._own_starts, stays, self._pages(total, stays))
+            _put(rows, self._own_starts, route.home.arriving, pages)
+
+    def _add(
+        self, additions: tuple[Addition, ...], total: Tensor, slices: Tensor, pages: Tensor
+    ) -> None:
+        """Add own slices [slices, b, H, rows, D], and received ones in pages [n, block, H, D]."""
+        for place, entry, first, end, page in additions:
+            at = int(self._starts[first])
+            rows = slice(at, at + (end - first) * self._plan.block)
+            into = total[entry, :, rows]
+            if place >= 0:
+                into += slices[place, entry, :, rows]
+            else:
+                given = pages[page : page + end - first].flatten(0, 1).transpose(0, 1)
+                into += given[:, : into.shape[1]]
+
+    def _sent(self, hop: Hop, sums: list[Tensor]) -> list[Tensor]:
+        """Send sums to the ranks that go on with them, and return what arrives."""
+        leaving = torch.cat([self._pages(x, hop.leaving) for x in sums], -1)
+        arriving = leaving.new_empty((len(hop.arriving), *leaving.shape[1:]))
+        self._plan.group.exchange(leaving, arriving, hop.num_sent, hop.num_received).wait()
+        return [*arriving.split([x.shape[-1] for x in sums], -1)]
+
+    def _pages(self, sums: Tensor, pages: Numbers) -> Tensor:
+        """Return pages [n, block, H, D] of [b, H, rows, D], or of [slices, b, H, rows, D].
+
+        Past the last row it repeats.
+        """
+        *first, blocks = pages.T
+        at = tuple(torch.from_numpy(x).unsqueeze(1) for x in first)
+        rows = torch.from_numpy(self._starts[blocks]).unsqueeze(1) + torch.arange(self._plan.block)
+        rows.clamp_(max=max(0, sums.shape[-2] - 1))
+        chosen: Tensor = sums.movedim(-3, -2)[(*at, rows)]
+        return chosen
+
+
+def _put(rows: Tensor, starts: Numbers, pages: Numbers, sums: Tensor) -> None:
+    """Write pages [n, block, H, D] to rows [b, H, rows, D], where their blocks start."""
+    for (entry, block), page in zip(pages.tolist(), sums, strict=True):
+        into = rows[entry, :, starts[block] : starts[block] + len(page)]
+        into.copy_(page.transpose(0, 1)[:, : into.shape[1]])
+
+
+def add_captured(plan: ContextPlan, sums: Tensor) -> Tensor:
     """Return on rank 0 the sum over all slices of all ranks, in their order, and zeros elsewhere.
 
     `sums` [slices, ...] are those of the own slices. However ranks then add up their gradients,
@@ -117,10 +193,10 @@ def add_captured(plan: ContextPlan, route: SliceRoute, sums: Tensor) -> Tensor:
     if is_first:
         num_received[0] = 0
     else:
-        num_sent[0] = len(route.slices)
+        num_sent[0] = counts[plan.rank]
     leaving = sums.contiguous()[: num_sent[0]]
     arriving = sums.new_empty((int(num_received.sum()), *sums.shape[1:]))
-    plan.group.exchange(leaving, arriving, num_sent, num_received)
+    plan.group.exchange(leaving, arriving, num_sent, num_received).wait()
     total = sums.new_zeros(sums.shape[1:])
     if is_first:
         every = torch.cat([sums, arriving])
@@ -130,28 +206,27 @@ def add_captured(plan: ContextPlan, route: SliceRoute, sums: Tensor) -> Tensor:
     return total
 
 
-def _sent(plan: ContextPlan, rows: Tensor) -> Tensor:
-    """Send own pages to the ranks that read them, and return all pages of this rank."""
+def _sent(plan: ContextPlan, rows: Tensor) -> tuple[Tensor, Passing]:
+    """Begin to send own pages to the ranks that read them; return all pages of this rank."""
     batch, heads, _, width = rows.shape
     route = plan.route(batch)
-    pages = rows.new_empty((route.zeros + 1, plan.block, heads, width))
-    own, arriving = pages[: route.num_own], pages[route.num_own : route.zeros]
-    fill_own(own, rows)
-    pages[-1] = 0
-    leaving = own.index_select(0, torch.from_numpy(route.sent))
-    plan.group.exchange(leaving, arriving, route.num_sent, route.num_received)
-    return pages
+    pages = rows.new_empty((route.num_pages, plan.block, heads, width))
+    own, arriving = pages[: route.num_own], pages[route.num_own :]
+    fill_own(plan, own, rows)
+    leaving = own.index_select(0, torch.from_numpy(route.sent).to(own.device))
+    return pages, plan.group.exchange(leaving, arriving, route.num_sent, route.num_received)
 
 
 def _returned(plan: ContextPlan, grad: Tensor, shape: torch.Size) -> Tensor:
     """Send gradients of received pages back, and return the sums of those of own rows."""
     batch, heads, count, width = shape
     route = plan.route(batch)
-    leaving = grad[route.num_own : route.zeros]
+    leaving = grad[route.num_own :]
     arriving = grad.new_empty((len(route.sent), *grad.shape[1:]))
-    plan.group.exchange(leaving.contiguous(), arriving, route.num_received, route.num_sent)
+    sent = plan.group.exchange(leaving.contiguous(), arriving, route.num_received, route.num_sent)
+    sent.wait()
     sums = torch.zeros_like(grad[: route.num_own], dtype=working_dtype(grad.dtype))
-    places = torch.from_numpy(route.sent).split(route.num_sent.tolist())
+    places = torch.from_numpy(route.sent).to(grad.device).split(route.num_sent.tolist())
     parts = arriving.split(route.num_sent.tolist())
     for rank, (at, part) in enumerate(zip(places, parts, strict=True)):
         if rank == plan.rank:
@@ -159,12 +234,17 @@ def _returned(plan: ContextPlan, grad: Tensor, shape: torch.Size) -> Tensor:
         else:
             sums.index_add_(0, at, part.to(sums.dtype))
     rows = sums.to(grad.dtype).view(batch, len(route.own) * plan.block, heads, width)
-    return rows[:, :count].transpose(1, 2)
+    own = rows[:, :count] if plan.lines is None else rows[:, plan.lines]
+    return own.transpose(1, 2)
 
 
-def fill_own(pages: Tensor, rows: Tensor) -> None:
-    """Write rows [B, H, tokens, D] into pages [B * pages, block, H, D], and 0 behind the last."""
+def fill_own(plan: ContextPlan, pages: Tensor, rows: Tensor) -> None:
+    """Write rows [B, H, tokens, D] into pages [B * pages, block, H, D], and 0 where none is."""
     batch, heads, count, width = rows.shape
     lines = pages.view(batch, len(pages) * pages.shape[1] // max(1, batch), heads, width)
-    lines[:, :count] = rows.transpose(1, 2)
-    lines[:, count:] = 0
+    if plan.lines is None:
+        lines[:, :count] = rows.transpose(1, 2)
+        lines[:, count:] = 0
+    else:
+        lines.zero_()
+        lines[:, plan.lines] = rows.transpose(1, 2)

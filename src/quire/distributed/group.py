@@ -2,14 +2,22 @@
 
 Every call begins with one small message from each rank to all others: what it is about to compute,
 or the error that keeps it from that. So ranks that would compute different things, and ranks that
-wait for one that has raised, find out before they send data. A rank that dies or never calls is
-found by the time-out.
+wait for one that has raised, find out before they send data. A message is waited for from each
+rank apart: so one that dies or never calls is known by its number.
+
+An error on a rank becomes a part of the next message: `agreeing` agrees after a block, and raises
+its error on all ranks. `telling` sends the error of a block in place of the rank's next message,
+and waits for nobody, since others may compute for a while before they agree again.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeAlias
 
@@ -25,13 +33,22 @@ from quire.errors import ArgumentError, DistributedError, QuireError, RankError
 TIMEOUT = timedelta(minutes=5)
 
 Counts: TypeAlias = NDArray[np.int64]
+_Begun: TypeAlias = "list[dist.Work] | RuntimeError"
 
 MESSAGE_BYTES = 4096
 """The size of the message in which a rank says what it is about to compute."""
 
+TALK, KEYS = 1, 0
+"""Tags of what is sent from rank to rank: a message never arrives in the place of keys."""
+
+TOLD = "quire: the other ranks of the group are told of this error."
+
+_LAST_WORDS: deque[object] = deque(maxlen=64)
+"""Messages that nobody has waited for. A message is lost if its memory is freed too early."""
+
 
 class Passing(NamedTuple):
-    """Tensors that are on their way from the last rank, while others go to the next."""
+    """Tensors that are on their way from other ranks, while others leave."""
 
     group: RankGroup | None = None
     arriving: tuple[Tensor, ...] = ()
@@ -87,21 +104,21 @@ class RankGroup(NamedTuple):
 
         The fact `note` may differ: it is what ranks tell each other.
         """
+        told = [facts] if self.size == 1 else self._told(facts if error is None else _about(error))
         if error is not None:
-            facts = {"error": f"{type(error).__name__}: {error}"[: MESSAGE_BYTES // 8]}
-        told = [facts] if self.size == 1 else self._told(facts)
-        if error is not None:
+            if self.size > 1:
+                error.add_note(TOLD)
             raise error
         for rank, other in enumerate(told):
             if "error" in other:
                 raise DistributedError(
                     f"all ranks must be able to compute this call, but rank {rank} is not: "
-                    f"{other['error']} Mend it there; nothing was sent."
+                    f"{other['error']} Mend it there."
                 )
         first = told[0]
         for rank, other in enumerate(told):
-            for name in sorted({*first, *other} - {"note"}):
-                if first.get(name) != other.get(name):
+            for name in {**first, **other}:
+                if name != "note" and first.get(name) != other.get(name):
                     raise DistributedError(
                         f"the {name} must be the same on all ranks, but is {first.get(name)} on "
                         f"rank 0 and {other.get(name)} on rank {rank}. Give all ranks the same "
@@ -109,13 +126,93 @@ class RankGroup(NamedTuple):
                     )
         return [each.get("note") for each in told]
 
+    @contextmanager
+    def agreeing(self, facts: dict[str, object]) -> Iterator[list[Any]]:
+        """Agree after the block on the facts that it adds; an error in it is raised on all ranks.
+
+        The list is filled with all `note`s.
+        """
+        notes: list[Any] = []
+        error = None
+        try:
+            yield notes
+        except Exception as raised:  # whatever it is, the other ranks must not wait for this one
+            error = raised
+        notes += self.agree(facts, error)
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Tell the other ranks of an error in the block: they raise when they next agree."""
+        try:
+            yield
+        except DistributedError:  # the others have it, too, or are gone
+            raise
+        except Exception as error:
+            if self.size > 1 and TOLD not in getattr(error, "__notes__", ()):
+                _LAST_WORDS.append(self._talked(_about(error)))
+                error.add_note(TOLD)
+            raise
+
     def _told(self, facts: dict[str, object]) -> list[dict[str, Any]]:
         """Return the facts of all ranks."""
+        every, works = self._talked(facts)
+        end = time.monotonic() + self.timeout.total_seconds()
+        missing: dict[int, str] = {}
+        for rank, begun in works.items():
+            left = timedelta(seconds=max(1e-3, end - time.monotonic()))
+            try:
+                if isinstance(begun, RuntimeError):
+                    raise begun
+                for work in begun:
+                    work.wait(left)
+            except RuntimeError as error:
+                # A time-out ends the connections to all ranks, and most messages are there by then.
+                if not every[rank][-1]:
+                    missing[rank] = str(error).splitlines()[0]
+        if missing:
+            raise DistributedError(
+                f"all {self.size} ranks must take part in a call within {self.timeout}, but rank "
+                f"{self.rank} has no message from rank {', '.join(map(str, missing))}: "
+                f"{'; '.join(sorted({*missing.values()}))}. See why it ended, raised or did not "
+                f"call."
+            )
+        return [json.loads(bytes(each.tolist())) for each in every]
+
+    def _talked(self, facts: dict[str, object]) -> tuple[list[Tensor], dict[int, _Begun]]:
+        """Begin to send the own message to all ranks; return theirs, and what fills them."""
         written = json.dumps(facts, ensure_ascii=False).encode()
         assert len(written) <= MESSAGE_BYTES, "facts are short"
-        mine = torch.frombuffer(bytearray(written.ljust(MESSAGE_BYTES)), dtype=torch.uint8)
-        every = self.gather(mine)
-        return [json.loads(bytes(each.tolist())) for each in every]
+        message = torch.frombuffer(bytearray(written.ljust(MESSAGE_BYTES)), dtype=torch.uint8)
+        mine = message.to(self._device)
+        every = [mine if n == self.rank else torch.zeros_like(mine) for n in range(self.size)]
+        begun: dict[int, _Begun] = {}
+        for rank in range(self.size):
+            if rank != self.rank:
+                try:
+                    begun[rank] = self._between((every[rank],), rank, (mine,), rank, TALK)
+                except RuntimeError as error:
+                    begun[rank] = error
+        return every, begun
+
+    def _between(
+        self,
+        arriving: tuple[Tensor, ...],
+        before: int,
+        leaving: tuple[Tensor, ...],
+        after: int,
+        tag: int,
+    ) -> list[dist.Work]:
+        """Begin to receive tensors from the rank `before`, and to send others to `after`.
+
+        Both begin together, as some backends would wait for the first one else.
+        """
+        group = self._real()
+        source, target = (dist.get_global_rank(group, x) for x in (before, after))
+        works: list[dist.Work] = dist.batch_isend_irecv(
+            [dist.P2POp(dist.irecv, x, source, group, tag) for x in arriving]
+            + [dist.P2POp(dist.isend, x, target, group, tag) for x in leaving]
+        )
+        return works
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """Return the tensors of all ranks, which have the same shape."""
@@ -128,13 +225,13 @@ class RankGroup(NamedTuple):
 
     def exchange(
         self, leaving: Tensor, arriving: Tensor, num_sent: Counts, num_received: Counts
-    ) -> None:
-        """Send rows of `leaving` to each rank, in order, and fill `arriving` with theirs.
+    ) -> Passing:
+        """Begin to send rows of `leaving` to each rank, in order, and to fill `arriving`.
 
         `num_sent` and `num_received` [ranks] count rows. Rows are sent as bytes, in their dtype.
         """
         if self.size == 1:
-            return
+            return Passing(self, (arriving,))
         work = dist.all_to_all_single(
             as_bytes(arriving),
             as_bytes(leaving),
@@ -143,19 +240,14 @@ class RankGroup(NamedTuple):
             group=self._real(),
             async_op=True,
         )
-        self.wait(work, "exchange of keys")
+        return Passing(self, (arriving,), (work,), (leaving,))
 
     def pass_on(self, leaving: tuple[Tensor, ...], arriving: tuple[Tensor, ...]) -> Passing:
         """Begin to send tensors to the next rank, and to fill `arriving` with those of the last."""
         if self.size == 1:
             return Passing(self, leaving)
-        group, works = self._real(), []
-        after, before = (
-            dist.get_global_rank(group, (self.rank + step) % self.size) for step in (1, -1)
-        )
-        for sent, into in zip(leaving, arriving, strict=True):
-            works.append(dist.isend(sent, after, group=group))
-            works.append(dist.irecv(into, before, group=group))
+        after, before = ((self.rank + step) % self.size for step in (1, -1))
+        works = self._between(arriving, before, leaving, after, KEYS)
         return Passing(self, arriving, tuple(works), leaving)
 
     def wait(self, work: dist.Work | None, what: str) -> None:
@@ -171,6 +263,12 @@ class RankGroup(NamedTuple):
                 f"rank {self.rank} waited in vain: {error} See which rank ended or raised."
             ) from error
 
+    @property
+    def _device(self) -> str:
+        """Return a device whose tensors the group can send: the CPU, if it can."""
+        devices = [x.split(":")[0] for x in dist.get_backend_config(self._real()).split(",")]
+        return "cpu" if "cpu" in devices else devices[0]
+
     def _real(self) -> dist.ProcessGroup:
         if self.process_group is None:
             raise DistributedError(
@@ -178,6 +276,11 @@ class RankGroup(NamedTuple):
                 f"made with num_ranks. Give plan a mesh or a group."
             )
         return self.process_group
+
+
+def _about(error: Exception) -> dict[str, object]:
+    """Return the facts of a rank that has an error."""
+    return {"error": f"{type(error).__name__}: {error}"[: MESSAGE_BYTES // 8]}
 
 
 def as_bytes(rows: Tensor) -> Tensor:

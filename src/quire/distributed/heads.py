@@ -15,8 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.autograd import recorded
 from quire.distributed.context_plan import ContextPlan
 from quire.distributed.local import Lookups, made
+from quire.distributed.passes import Telling
 from quire.errors import ArgumentError
 from quire.memory import Dense, Queries
 from quire.request import Call, Request
@@ -31,14 +33,18 @@ def obstacle(plan: ContextPlan, call: Call) -> str | None:
     return None
 
 
-def compute_by_heads(plan: ContextPlan, request: Request, call: Call) -> Result:
-    """Return the results of this rank's queries. Autograd records what is sent, and the call."""
+def check_heads(plan: ContextPlan, call: Call) -> None:
+    """Raise if heads cannot be given to ranks."""
     reason = obstacle(plan, call)
     if reason is not None:
         raise ArgumentError(
             f"key heads must be a multiple of the ranks for the method 'heads', but there are "
             f"{reason}. Make the plan with another method."
         )
+
+
+def compute_by_heads(plan: ContextPlan, request: Request, call: Call) -> Result:
+    """Return the results of this rank's queries. Autograd records what is sent, and the call."""
     if plan.num_ranks == 1:
         local, there = made(request, Lookups())
         return local.run(there)
@@ -52,8 +58,11 @@ def compute_by_heads(plan: ContextPlan, request: Request, call: Call) -> Result:
         queries=Queries(start=0),
         sink=None if sink is None else sink[own.long()],
     )
-    local, there = made(wanted, Lookups(heads=own))
-    found = local.run(there).by_query
+    with plan.group.agreeing({}):
+        local, there = made(wanted, Lookups(heads=own))
+        learns = there.learns and local.backend != "inductor"  # PyTorch records its own operator
+        result = recorded(Telling(plan.group, local), there) if learns else local.run(there)
+        found = result._replace(out=result.out.to(query.dtype)).by_query
     return Result(**{name: _to_tokens(plan, x) for name, x in found.items()})
 
 
@@ -80,6 +89,7 @@ class _Exchanged(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
         back = _to_tokens if ctx.to_heads else _to_heads
+        ctx.plan.group.agree({"gradients": "of operands" if ctx.to_heads else "of results"})
         return None, back(ctx.plan, grad), None
 
 
@@ -89,23 +99,24 @@ def _heads_of_tokens(plan: ContextPlan, rows: Tensor) -> Tensor:
     counts = plan.num_tokens
     leaving = rows.movedim(0, 2).contiguous().flatten(0, 1)  # a row for each head and token
     arriving = leaving.new_empty((heads * plan.length, *leaving.shape[1:]))
-    plan.group.exchange(leaving, arriving, np.full_like(counts, heads * own), heads * counts)
+    here = np.full_like(counts, heads * own)
+    plan.group.exchange(leaving, arriving, here, heads * counts).wait()
     whole = rows.new_empty((len(rows), heads, plan.length, *rows.shape[3:]))
     for rank, part in enumerate(arriving.split((heads * counts).tolist())):
         of_rank = part.unflatten(0, (heads, int(counts[rank]))).movedim(2, 0)
-        whole[:, :, plan.positions_of(rank)] = of_rank
+        whole[:, :, plan.rows_of(rank)] = of_rank
     return whole
 
 
 def _tokens_of_heads(plan: ContextPlan, rows: Tensor) -> Tensor:
     """Send each rank its tokens of the own heads [B, heads, length, ...]."""
-    heads, own, counts = rows.shape[1], len(plan.positions), plan.num_tokens
+    heads, own, counts = rows.shape[1], len(plan.rows), plan.num_tokens
     parts = [
-        rows[:, :, plan.positions_of(rank)].movedim(0, 2).flatten(0, 1)
-        for rank in range(plan.num_ranks)
+        rows[:, :, plan.rows_of(rank)].movedim(0, 2).flatten(0, 1) for rank in range(plan.num_ranks)
     ]
     leaving = torch.cat(parts)
     arriving = leaving.new_empty((heads * plan.num_ranks * own, *leaving.shape[1:]))
-    plan.group.exchange(leaving, arriving, heads * counts, np.full_like(counts, heads * own))
+    here = np.full_like(counts, heads * own)
+    plan.group.exchange(leaving, arriving, heads * counts, here).wait()
     by_head: Tensor = arriving.unflatten(0, (heads * plan.num_ranks, own))
     return by_head.movedim(2, 0)

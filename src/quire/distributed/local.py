@@ -1,18 +1,21 @@
 """What one rank computes: its own queries over the keys that it has.
 
-Without gradients it is one paged call. Blocks are pages, chunks of the rank are sequences with
-their own q_start, and blocks that nobody sent are the page of zeros, which the mask hides.
+A forward pass is a paged call. Blocks are pages, chunks of the rank are sequences with their own
+q_start, and blocks that nobody sent are holes in the page table.
 
-If autograd records, blocks are gathered side by side, and mods find positions in two lookups. The
+In a backward pass, blocks are gathered side by side, and mods find positions in two lookups. The
 gradients of keys then take memory for the keys that the rank has, not for the whole sequence.
 Pieces of keys (`codegen/phases/order.py`) hold the same keys in both cases, so results have the
 bits of one process.
+
+Where PyTorch computes, as on all devices but the CPU, blocks are gathered in the same way, and
+autograd records the gathering and the sending.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -20,61 +23,117 @@ from torch import Tensor
 
 from quire.codegen.convention import KEYS_OF_PIECE
 from quire.distributed.context_plan import ContextPlan
+from quire.distributed.exchange import Sending, spread
 from quire.distributed.reads import Numbers
 from quire.ir.graph import inputs
 from quire.ir.trace import Kind, Mod, Traced, mod_name, trace
-from quire.memory import Dense, Paged, Placed, Queries
+from quire.memory import Dense, Paged, Placed, Queries, Ragged
+from quire.memory.tables import unpacked
 from quire.mods.compose import Mask, ScoreChange
 from quire.mods.dropout import Dropout, keep_mask
-from quire.plans import CallPlan, make
+from quire.plans import CallPlan, candidates, make
 from quire.request import Call, Request, call_of, check
 from quire.results import Gradients, Result, Wanted
 
+WORTH_A_CALL = 2**18
+"""Bytes to receive: while they are on their way, queries that read own keys are computed."""
 
-def compute_in_pages(
-    plan: ContextPlan, wanted: Request, query: Tensor, key: Tensor, value: Tensor
-) -> Result:
+Chunks: TypeAlias = tuple[tuple[int, int], ...]
+
+
+def compute_in_pages(plan: ContextPlan, wanted: Request, query: Tensor, sending: Sending) -> Result:
     """Return the results of this rank's queries [B, Hq, tokens, D], without autograd.
+
+    Queries that read only own keys come first, while other keys are on their way. A row has the
+    same bits in any call, so nothing is merged.
+    """
+    route = plan.route(len(query))
+    table, (home, away) = route.table, plan.chunks_at_home
+    size = sum(x[0].nbytes for x in sending.pages if len(x)) * (route.num_pages - route.num_own)
+    if not home or size < WORTH_A_CALL:
+        return _in_pages(plan, wanted, query, sending.wait(), numbers=table, chunks=plan.chunks)
+    local = np.where(table < route.num_own, table, -1)
+    results, places = [], []
+    for chunks, pages in ((home, local), (away, table)):
+        if chunks:
+            rows = torch.cat([torch.arange(*each) for each in chunks])
+            at = torch.searchsorted(plan.rows, rows)
+            keys = sending.pages if pages is local else sending.wait()
+            some = query.index_select(2, at)
+            found = _in_pages(plan, wanted, some, keys, numbers=pages, chunks=chunks)
+            results.append(found.by_query)
+            places.append(at)
+    sending.wait()
+    order = torch.cat(places).argsort()
+    return Result(
+        **{name: torch.cat([x[name] for x in results], 2)[:, :, order] for name in results[0]}
+    )
+
+
+def computes_in_blocks(request: Request) -> bool:
+    """Return whether PyTorch computes a request, from dense blocks: it has no pages of ours."""
+    is_pytorch = candidates(request.backend).names == ("inductor",)
+    return request.query.device.type != "cpu" or is_pytorch
+
+
+def compute_in_blocks(plan: ContextPlan, wanted: Request, call: Call) -> Result:
+    """Return the results of this rank's queries over dense blocks. Autograd records all of it."""
+    query, key, value = call.placed[:3]
+    side = SideBySide.of(plan, len(query))
+    local, there = side.call(wanted, query, *spread(plan, key, value))
+    return local.run(there)
+
+
+def _in_pages(
+    plan: ContextPlan,
+    wanted: Request,
+    query: Tensor,
+    pages: tuple[Tensor, ...],
+    *,
+    numbers: Numbers,
+    chunks: Chunks,
+) -> Result:
+    """Return the results of the queries of some chunks.
 
     Keys and values are pages [pages, block, Hkv, D]; options and mods are those of `wanted`. It is
     one paged call with a sequence for each chunk of each batch entry.
     """
-    batch, _, count, _ = query.shape
-    route, num_chunks = plan.route(batch), len(plan.chunks)
-    starts, stops = np.array(plan.chunks).reshape(num_chunks, 2).T
+    (key, value), (batch, _, count, _) = pages, query.shape
+    starts, stops = np.array(chunks).reshape(len(chunks), 2).T
     ends = np.cumsum(stops - starts)
     offsets = [0, *(np.arange(batch)[:, None] * count + ends).ravel().tolist()]
-    table = torch.from_numpy(route.table.astype(np.int32))
+    entries, table = plan.sequences_of(starts, numbers)
+    lengths = plan.blocks.lengths[entries if plan.is_ragged else np.zeros_like(entries)]
+    begins = np.tile(starts, batch) - (plan.blocks.begins[entries] if plan.is_ragged else 0)
     memory = Paged(
         key.transpose(1, 2),
         value.transpose(1, 2),
-        table.repeat_interleave(num_chunks, 0),
-        lengths=[plan.length] * (batch * num_chunks),
+        torch.from_numpy(table.astype(np.int32)),
+        lengths=lengths.tolist(),
     )
-    entries = torch.arange(batch).repeat_interleave(num_chunks)
     rows = query.transpose(1, 2).flatten(0, 1)
-    queries = Queries(starts.tolist() * batch, offsets)
-    plan_of_rank, call = made(
-        wanted._replace(query=rows, memory=memory, queries=queries), Lookups(entries=entries)
-    )
+    request = wanted._replace(query=rows, memory=memory, queries=Queries(begins.tolist(), offsets))
+    plan_of_rank, call = made(request, Lookups(entries=torch.from_numpy(entries)))
+    result = plan_of_rank.forward(call) if wanted.learns else plan_of_rank.run(call)
     return Result(
         **{
             name: memory.as_given(rows, x).unflatten(0, (batch, count)).transpose(1, 2)
-            for name, x in plan_of_rank.run(call).by_query.items()
+            for name, x in result.by_query.items()
         }
     )
 
 
 class SideBySide(NamedTuple):
-    """The blocks that queries of a rank read, in the order of positions, as dense keys and values.
+    """The blocks that queries of a rank read, in their order, as dense or ragged keys and values.
 
-    `pages` [B, blocks] is the page of each; its keys have the positions `positions`. Block n of the
-    sequence is the block `columns[n]` here.
+    `pages` [B, blocks] is the page of each, or -1 if nobody sent it. Its keys are the rows `rows`
+    of the whole, and begin at `columns[n] * block` here if it is block n of one sequence.
     """
 
     plan: ContextPlan
+    blocks: Numbers
     pages: Tensor
-    positions: Tensor
+    rows: Tensor
     columns: Numbers
 
     @staticmethod
@@ -82,12 +141,10 @@ class SideBySide(NamedTuple):
         """Return the blocks for a batch of `batch` entries."""
         route = plan.route(batch)
         blocks = _whole_pieces(route.needed, plan)
-        places = torch.arange(plan.block) + torch.from_numpy(blocks * plan.block).unsqueeze(1)
-        positions = places.flatten()
         columns = np.zeros(plan.num_blocks, np.int64)
         columns[blocks] = np.arange(len(blocks))
         pages = torch.from_numpy(route.table[:, blocks])
-        return SideBySide(plan, pages, positions[positions < plan.length], columns)
+        return SideBySide(plan, blocks, pages, plan.blocks.rows(blocks), columns)
 
     @property
     def batch(self) -> int:
@@ -96,32 +153,65 @@ class SideBySide(NamedTuple):
 
     def gathered(self, pages: Tensor) -> Tensor:
         """Return pages [pages, block, H, D] side by side: [B, H, keys, D]."""
-        chosen = pages.index_select(0, self.pages.flatten())
+        numbers = self.pages.flatten()
+        chosen = pages.index_select(0, numbers.clamp(min=0).to(pages.device))
+        missing = numbers < 0
+        if missing.any():
+            chosen = chosen.masked_fill(missing.view(-1, 1, 1, 1).to(pages.device), 0)
         rows = chosen.view(*self.pages.shape, *pages.shape[1:]).flatten(1, 2).transpose(1, 2)
-        return rows[:, :, : len(self.positions)]
+        if self.plan.is_ragged:
+            return rows.index_select(2, self._lines(rows))
+        return rows[:, :, : len(self.rows)]
 
     def scattered(self, rows: Tensor) -> Tensor:
         """Return rows [B, H, keys, D] as pages: what `gathered` is the transpose of."""
         route, block = self.plan.route(self.batch), self.plan.block
-        missing = self.pages.shape[1] * block - rows.shape[2]
-        whole = torch.nn.functional.pad(rows, (0, 0, 0, missing)).transpose(1, 2)
-        parts = whole.unflatten(1, (self.pages.shape[1], block)).flatten(0, 1)
-        pages: Tensor = parts.new_zeros((route.zeros + 1, *parts.shape[1:]))
-        return pages.index_add(0, self.pages.flatten(), parts)
+        places = self.pages.shape[1] * block
+        if self.plan.is_ragged:
+            empty = rows.new_zeros((*rows.shape[:2], places, rows.shape[3]))
+            whole = empty.index_copy(2, self._lines(rows), rows)
+        else:
+            whole = torch.nn.functional.pad(rows, (0, 0, 0, places - rows.shape[2]))
+        parts = whole.transpose(1, 2).unflatten(1, (self.pages.shape[1], block)).flatten(0, 1)
+        pages: Tensor = parts.new_zeros((route.num_pages, *parts.shape[1:]))
+        numbers = self.pages.flatten()
+        there = (numbers >= 0).nonzero().flatten()
+        at, of_parts = numbers[there].to(rows.device), there.to(rows.device)
+        return pages.index_add(0, at, parts.index_select(0, of_parts))
+
+    def _lines(self, rows: Tensor) -> Tensor:
+        """Return where the keys of several sequences lie in their blocks."""
+        return self.plan.blocks.lines(self.blocks).to(rows.device)
 
     def call(self, wanted: Request, query: Tensor, *pages: Tensor) -> tuple[CallPlan, Call]:
         """Return the plan and the call of this rank's queries over the blocks."""
         key, value = (self.gathered(x) for x in pages)
-        lookups = Lookups(queries=self.plan.positions.int(), keys=self.positions.int())
+        if self.plan.is_ragged:
+            return self._ragged_call(wanted, query, key, value)
+        lookups = Lookups(queries=self.plan.rows.int(), keys=self.rows.int())
         request = wanted._replace(query=query, memory=Dense(key, value), queries=Queries(start=0))
-        return made(request, lookups)
+        return made(request, lookups.to(query.device))
 
-    def with_positions(self, result: Result) -> Result:
-        """Return results whose argmax is a position in the whole sequence."""
-        if result.argmax is None or not len(self.positions):
-            return result
-        found = self.positions[result.argmax.clamp(min=0)]
-        return result._replace(argmax=torch.where(result.argmax < 0, -1, found))
+    def _ragged_call(
+        self, wanted: Request, query: Tensor, key: Tensor, value: Tensor
+    ) -> tuple[CallPlan, Call]:
+        """Return the call of the sequences of which this rank has queries."""
+        plan = self.plan
+        counts = [np.diff(plan.offsets), plan.blocks.tokens_of(self.blocks)]
+        there = np.flatnonzero(counts[0]) if len(plan.rows) else np.arange(1)
+        firsts = [np.concatenate([[0], np.cumsum(x[there])]) for x in counts]
+        of_query, of_keys = (torch.from_numpy(x[:-1].astype(np.int32)) for x in firsts)
+        lookups = Lookups(
+            entries=torch.from_numpy(there.astype(np.int32)),
+            queries=plan.positions.int(),
+            keys=plan.blocks.positions(self.rows).int(),
+            first_query=of_query,
+            first_key=of_keys,
+        )
+        memory = Ragged(unpacked(key), unpacked(value), firsts[1].tolist())
+        queries = Queries([0] * len(there), firsts[0].tolist())
+        request = wanted._replace(query=unpacked(query), memory=memory, queries=queries)
+        return made(request, lookups.to(query.device))
 
 
 def _whole_pieces(blocks: Numbers, plan: ContextPlan) -> Numbers:
@@ -129,10 +219,13 @@ def _whole_pieces(blocks: Numbers, plan: ContextPlan) -> Numbers:
 
     So pieces hold the same keys as in one process, which makes the same bits.
     """
-    in_unit = math.lcm(plan.block, KEYS_OF_PIECE) // plan.block
-    units = np.unique(blocks // in_unit)
-    whole: Numbers = (units[:, None] * in_unit + np.arange(in_unit)).ravel()
-    return whole[whole < plan.num_blocks]
+    piece = math.lcm(plan.block, KEYS_OF_PIECE)
+    unit = plan.blocks.first // piece
+    begins = np.diff(unit, prepend=-1) != 0
+    begins |= np.diff(plan.blocks.sequence, prepend=-1) != 0
+    unit = np.cumsum(begins) - 1
+    whole: Numbers = np.flatnonzero(np.isin(unit, unit[blocks]))
+    return whole
 
 
 # --- mods -----------------------------------------------------------------------------------------
@@ -141,17 +234,24 @@ def _whole_pieces(blocks: Numbers, plan: ContextPlan) -> Numbers:
 class Lookups(NamedTuple):
     """What mods are told: the batch entry of `b`, the head of `h`, the positions of q_idx, kv_idx.
 
-    None stands for the number itself.
+    None stands for the number itself. If there are several sequences, the tables of positions
+    begin for each at `first_query` and `first_key` [b].
     """
 
     entries: Tensor | None = None
     heads: Tensor | None = None
     queries: Tensor | None = None
     keys: Tensor | None = None
+    first_query: Tensor | None = None
+    first_key: Tensor | None = None
+
+    def to(self, device: torch.device) -> Lookups:
+        """Return the tables on a device."""
+        return Lookups(*(None if x is None else x.to(device) for x in self))
 
     def mapped(self, mod: Mod, kind: Kind) -> Mod:
         """Return a mod that looks up its indices, and calls `mod` with what it finds."""
-        named = zip(("b", "h", "q_idx", "kv_idx"), self, strict=True)
+        named = zip(("b", "h", "q_idx", "kv_idx"), self, strict=False)
         moved = {name for name, table in named if table is not None}
         if not moved or (isinstance(mod, Traced) and not moved & inputs(mod.output)):
             return mod
@@ -166,8 +266,12 @@ def _looked_up(
     heads: Tensor | None,
     queries: Tensor | None,
     keys: Tensor | None,
+    first_query: Tensor | None,
+    first_key: Tensor | None,
 ) -> Tensor:
     *score, b, h, q_idx, kv_idx = args
+    if first_query is not None and first_key is not None:
+        q_idx, kv_idx = q_idx + first_query[b], kv_idx + first_key[b]
     place = (_at(entries, b), _at(heads, h), _at(queries, q_idx), _at(keys, kv_idx))
     found: Tensor = mod(*score, *place)
     return found
@@ -208,9 +312,9 @@ class LocalCall(NamedTuple):
     given: dict[int, int]
 
     @staticmethod
-    def of(plan: CallPlan, call: Call, user: Call) -> LocalCall:
-        """Return the call, whose results belong to the call of a user."""
-        numbers = {id(x): n for n, x in reversed([*enumerate(user.captures)])}
+    def of(plan: CallPlan, call: Call, captures: tuple[Tensor, ...]) -> LocalCall:
+        """Return the call, whose results belong to a user's call with these captures."""
+        numbers = {id(x): n for n, x in reversed([*enumerate(captures)])}
         given = {n: numbers[id(x)] for n, x in enumerate(call.captures) if id(x) in numbers}
         return LocalCall(plan, call.placed.on(_EMPTY, _EMPTY, _EMPTY), call.captures, given)
 

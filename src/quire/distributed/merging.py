@@ -37,19 +37,19 @@ def merge_over_ranks(
         out, aux = attention(query, part, mask=causal, q_start=n, return_aux=AuxRequest(lse=True))
         out, lse = merge_over_ranks(out, aux.lse)
 
-    For decoding, with a cache whose parts are on several ranks: every rank has the same queries,
+    `out` is [B, Hq, L, Dv], `lse` is [B, Hq, L], or those of packed queries without B. This is for
+    decoding with a cache whose parts are on several ranks: every rank has the same queries,
     and one small message per step takes the place of the keys. `merge_attention` merges results,
     rank 0 first, in float32, and they are rounded once. A rank without keys has lse -inf. There is
     no gradient.
     """
     group = RankGroup.of(mesh, timeout)
-    error = None
-    if out.shape[:-1] != lse.shape:
-        error = ShapeError(
-            f"lse must have shape {list(out.shape[:-1])}, since out has {list(out.shape)}, but has "
-            f"{list(lse.shape)}. Give what attention returned."
-        )
-    group.agree({"shape of out": [*out.shape], "dtype": str(out.dtype)}, error)
+    with group.agreeing({"shape of out": [*out.shape], "dtype": str(out.dtype)}):
+        if out.shape[:-1] != lse.shape:
+            raise ShapeError(
+                f"lse must have shape {list(out.shape[:-1])}, since out has {list(out.shape)}, but "
+                f"has {list(lse.shape)}. Give what attention returned."
+            )
     parts = zip(*(group.gather(x.detach().contiguous()) for x in (out, lse)), strict=True)
     total, total_lse = next(parts)
     total = total.to(lse.dtype)
@@ -78,32 +78,33 @@ def attend_over_ranks(
     Every rank has the same query [B, Hq, L, D] and its own part of a cache: `Dense` with a start,
     or `Paged` with a `first_page`; None if it has no keys yet. Parts are cut at multiples of 1,024
     positions. A rank computes every 1,024 keys apart, and one message merges the pieces of all
-    ranks in the order of their positions. All ranks get the same bits. There is no gradient.
+    ranks in the order of their positions. `sink` [Hq] is given by all ranks, and counts once. All
+    ranks get the same bits. There is no gradient.
     """
     group = RankGroup.of(mesh, timeout)
-    pieces: dict[int, AttentionPiece] = {}
-    error, options = None, {"score_mod": score_mod, "mask": mask, "scale": scale}
-    try:
-        for first, part in _ranges(memory):
-            pieces[first] = attention_piece(query, part, **options, q_start=q_start)  # type: ignore[arg-type]
-    except Exception as raised:  # whatever it is, the other ranks must not wait for this one
-        error = raised
-    facts = {"shape of the query": [*query.shape], "dtype": str(query.dtype)}
-    width = 0 if memory is None else memory.value.shape[-1]
-    notes = group.agree({**facts, "note": [width, *pieces]}, error)
-    widths, told = [width for width, *_ in notes], [firsts for _, *firsts in notes]
+    pieces: list[AttentionPiece] = []
+    options = {"score_mod": score_mod, "mask": mask, "scale": scale, "q_start": q_start}
+    facts: dict[str, object] = {"shape of the query": [*query.shape], "dtype": str(query.dtype)}
+    with group.agreeing(facts) as notes:
+        parts = _ranges(memory)
+        pieces += (attention_piece(query, part, **options) for _, part in parts)  # type: ignore[arg-type]
+        width = 0 if memory is None else memory.value.shape[-1]
+        facts["note"] = [width, parts[0][0] if parts else 0, len(parts)]
     places = sorted(
-        (first, rank, n) for rank, each in enumerate(told) for n, first in enumerate(each)
+        (first + n * KEYS_OF_PIECE, rank, n)
+        for rank, (_, first, count) in enumerate(notes)
+        for n in range(count)
     )
     if len({first for first, *_ in places}) < len(places):
+        told = [[first, first + count * KEYS_OF_PIECE] for _, first, count in notes]
         raise ArgumentError(
             f"ranks must have different keys, cut at multiples of {KEYS_OF_PIECE:,}, but several "
-            f"have keys from one of these positions on: {told}. Give each rank its own part."
+            f"have some of the same positions: {told}. Give each rank its own part."
         )
     if not places:
         raise ArgumentError("some rank must have keys, but none has. Give the keys of the cache.")
-    most = max(map(len, told))
-    packed = _packed(list(pieces.values()), query, (most, max(widths)))
+    widths, counts = [width for width, *_ in notes], [count for *_, count in notes]
+    packed = _packed(pieces, query, (max(counts), max(widths)))
     every = [AttentionPiece(x[..., :-2], x[..., -2], x[..., -1]) for x in group.gather(packed)]
     ordered = [AttentionPiece(*(x[n] for x in every[rank])) for _, rank, n in places]
     return merge_pieces(ordered, sink=sink, dtype=query.dtype)

@@ -13,14 +13,16 @@ from torch.nn.attention import flex_attention as torch_flex
 from quire.block_mask import BlockMask, element_mod
 from quire.block_mask.blocks import ceil_div
 from quire.block_mask.tiles import fastest_form
-from quire.checks.arguments import whole_number
+from quire.checks.arguments import tensor_of, whole_number
 from quire.distributed.context_plan import METHODS, ContextPlan, MethodName
 from quire.distributed.group import TIMEOUT, RankGroup
 from quire.distributed.layouts import LAYOUTS, Division, LayoutName, compared
-from quire.distributed.reads import Reads, choose_block
-from quire.errors import ArgumentError
+from quire.distributed.reads import Numbers, Reads, choose_block
+from quire.distributed.token_blocks import TokenBlocks
+from quire.errors import ArgumentError, OptionError
 from quire.ir.graph import inputs
 from quire.ir.trace import Mod, Traced, mod_name
+from quire.memory import Integers
 from quire.mods import noop_mask
 from quire.request import Mask
 from quire.runtime.slices import slice_size
@@ -31,7 +33,8 @@ SLICES_OF_RANK = 8  # at least, so that layouts can be balanced
 def plan(
     mask: Mask | None,
     *,
-    length: int,
+    length: int | None = None,
+    lengths: Integers | None = None,
     mesh: DeviceMesh | dist.ProcessGroup | None = None,
     num_ranks: int | None = None,
     rank: int = 0,
@@ -44,7 +47,7 @@ def plan(
     same_bits: bool | None = None,
     timeout: timedelta = TIMEOUT,
 ) -> ContextPlan:
-    """Divide one sequence of `length` tokens among ranks, without communication.
+    """Divide one sequence of `length` tokens among ranks, or several, without communication.
 
         plan = quire.distributed.plan(mask, length=n, mesh=mesh["cp"])
         x, labels = plan.shard(x, labels, dim=1)
@@ -54,6 +57,10 @@ def plan(
     or a process group; by default it is the group of all processes, or this process alone if there
     is none. With `num_ranks`, ranks are imagined: the plan can be printed and drawn, as `rank` sees
     it.
+
+    With `lengths` in the place of `length`, it is a batch of sequences that lie one after the other
+    in one tensor: shards are `Ragged(key, value, plan.offsets)`. Mods take the sequence as `b`, and
+    positions in it. The method is "pages".
 
     `layout` is "contiguous", "zigzag", "documents", "paired" or "greedy"; "auto" compares all of
     them. `block_size` is the number of tokens that are given away together, 128 or less if ranks
@@ -71,7 +78,14 @@ def plan(
 
     An operation of the group that takes longer than `timeout` raises an error.
     """
-    length = whole_number("length", length, minimum=1, advice="Give the number of tokens.")
+    given = _lengths(length, lengths)
+    is_ragged, length = lengths is not None, int(given.sum())
+    if is_ragged and (same_bits or method in ("heads", "ring")):
+        raise OptionError(
+            f"the method must be 'pages' without same_bits if lengths are given, but is {method!r} "
+            f"with same_bits {same_bits}. Leave both out, or give the length of one sequence and a "
+            f"document mask."
+        )
     group = _group(mesh, num_ranks, rank, timeout)
     if layout != "auto" and layout not in LAYOUTS:
         raise ArgumentError(
@@ -84,13 +98,16 @@ def plan(
             f"the plan choose."
         )
     if block_size is None:
-        block_size = choose_block(length, group.size)
+        block_size = choose_block(given, group.size)
     advice = "Give the number of tokens of a block, such as 128."
     block = whole_number("block_size", block_size, minimum=1, advice=advice)
-    slice_blocks = _slice_blocks(length, block, group.size, same_bits)
-    mod = _traced(mask)
-    sizes = _count(mod, "batch", "b", batch), _count(mod, "heads", "h", heads)
-    reads = Reads.of(mod, length, block, *sizes)
+    slice_blocks = 0 if is_ragged else _slice_blocks(length, block, group.size, same_bits)
+    mod, blocks = _traced(mask), TokenBlocks.of(given, block)
+    sizes = 1 if is_ragged else _count(mod, "batch", "b", batch), _count(mod, "heads", "h", heads)
+    if is_ragged:
+        reads = Reads.of(_traced(blocks.spread(mod)), blocks.num * block, block, *sizes)
+    else:
+        reads = Reads.of(mod, length, block, *sizes)
     if layout == "auto":
         found = tuple(compared(reads, group.size, slice_blocks or 1))
     else:
@@ -101,17 +118,38 @@ def plan(
         needs = reads.of_ranks(of_slice, int(of_slice[-1]) + 1)
     return ContextPlan(
         mask=mod,
-        length=length,
-        block=block,
+        blocks=blocks,
         compared=found,
         group=group,
         sizes=sizes,
         bytes_per_key=bytes_per_key,
         given=mask,
-        method=method,
+        method="pages" if is_ragged else method,
         slice_size=slice_blocks * block,
         slice_needs=needs,
+        at_home=reads.at_home(found[0].owner),
+        is_ragged=is_ragged,
     )
+
+
+def _lengths(length: int | None, lengths: Integers | None) -> Numbers:
+    """Return the lengths of all sequences."""
+    if (length is None) == (lengths is None):
+        raise ArgumentError(
+            "either length or lengths must be given, but both or none are. Give the number of "
+            "tokens of one sequence, or of each."
+        )
+    if lengths is None:
+        one = whole_number("length", length, minimum=1, advice="Give the number of tokens.")
+        return np.array([one])
+    advice = "Give the number of tokens of each sequence."
+    found = tensor_of("integers", "lengths", lengths, ranks=(1,), advice=advice)
+    given: Numbers = found.detach().cpu().numpy().astype(np.int64)
+    if (given < 0).any() or given.sum() < 1:
+        raise ArgumentError(
+            f"lengths must be numbers from 0 on, not all 0, but are {given.tolist()}. {advice}"
+        )
+    return given
 
 
 def _slice_blocks(length: int, block: int, num_ranks: int, wanted: bool | None) -> int:

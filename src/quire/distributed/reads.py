@@ -68,6 +68,14 @@ class Reads(NamedTuple):
         size = (num_ranks * self.entries, self.num_blocks)
         return union(place, self.runs, size).reshape(num_ranks, self.entries, self.num_blocks)
 
+    def at_home(self, owner: Numbers) -> Flags:
+        """Return which blocks of queries [blocks] read only keys of their own rank."""
+        rows, starts, stops = self.rows(), self.runs.starts, self.runs.stops
+        changes = np.concatenate([[0], np.cumsum(owner[1:] != owner[:-1])])
+        strange = (owner[starts] != owner[rows]) | (changes[starts] != changes[stops - 1])
+        home: Flags = np.bincount(rows, strange, self.num_blocks) == 0
+        return home
+
     def in_units(self, width: int) -> Reads:
         """Return what units of `width` neighbouring blocks read, in units."""
         if width == 1:
@@ -112,9 +120,20 @@ MOST_TOKENS, FEWEST_TOKENS = 128, 16  # of a block
 BLOCKS_OF_RANK = 16  # at least, if blocks can be made smaller
 
 
-def choose_block(length: int, num_ranks: int) -> int:
-    """Return the number of tokens of a block: 128, or fewer if ranks would have few blocks."""
+MOST_EMPTY = 1.1  # places of blocks for each token, if blocks can be made smaller
+
+
+def choose_block(lengths: Numbers, num_ranks: int) -> int:
+    """Return the number of tokens of a block of sequences with these lengths.
+
+    It is 128, or fewer if ranks would have few blocks, or if blocks would be half empty, since no
+    block has tokens of two sequences.
+    """
     block = MOST_TOKENS
-    while block > FEWEST_TOKENS and ceil_div(length, block) < BLOCKS_OF_RANK * num_ranks:
+    while block > FEWEST_TOKENS:
+        counts = -(-lengths // block)
+        fills = len(lengths) == 1 or counts.sum() * block <= MOST_EMPTY * lengths.sum()
+        if fills and counts.sum() >= BLOCKS_OF_RANK * num_ranks:
+            break
         block //= 2
     return block

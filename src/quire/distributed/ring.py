@@ -12,6 +12,7 @@ agree up to rounding.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -26,6 +27,21 @@ from quire.request import Call
 from quire.results import Above, Gradients, Result, Wanted
 
 
+def check_merged(call: Call) -> None:
+    """Raise if the results of a call cannot be merged."""
+    aux, weighting = call.request.aux, call.request.weighting
+    if aux.argmax or aux.entropy:
+        raise OptionError(
+            "argmax and entropy must not be asked for with the method 'ring', which merges "
+            "results, but one is. Make the plan with another method."
+        )
+    if weighting != "softmax":
+        raise OptionError(
+            f"weights must be those of a softmax with the method 'ring', which merges results, but "
+            f"weight= gives {weighting}. Make the plan with another method."
+        )
+
+
 class RingPasses(Reverse):
     """The passes of one call on this rank; `_calls` has the call on the keys of each rank."""
 
@@ -33,19 +49,14 @@ class RingPasses(Reverse):
 
     def forward(self, call: Call) -> Result:
         """Return out and lse of this rank's queries, and their largest scores if wanted."""
-        aux = self.wanted.aux
-        if aux.argmax or aux.entropy:
-            raise OptionError(
-                "argmax and entropy must not be asked for with the method 'ring', which merges "
-                "results, but one is. Make the plan with another method."
-            )
         query, key, value = call.placed[:3]
         self._calls = {}
-        total: Result | None = None
-        with torch.no_grad():
+        total, errors = None, Errors()
+        with torch.no_grad(), errors.raised():
             for rank, keys in self._round(key.detach(), value.detach()):
-                found = self._on_keys_of(rank, call, query, keys)
-                total = found if total is None else _merged(total, found)
+                with errors.kept():
+                    found = self._on_keys_of(rank, call, query, keys)
+                    total = found if total is None else _merged(total, found)
         assert total is not None, "there is a rank"
         return total
 
@@ -58,7 +69,7 @@ class RingPasses(Reverse):
         if not own and not plan.division.needs[plan.rank][:, plan.division.owner == rank].any():
             self._calls[rank] = None
             return None
-        lookups = Lookups(queries=plan.positions.int(), keys=plan.positions_of(rank).int())
+        lookups = Lookups(queries=plan.rows.int(), keys=plan.rows_of(rank).int())
         request = self.wanted._replace(
             query=query,
             memory=Dense(keys[0], keys[1]),
@@ -67,24 +78,25 @@ class RingPasses(Reverse):
             learns=True,
         )
         local, here = made(request, lookups)
-        self._calls[rank] = LocalCall.of(local, here, call)
+        self._calls[rank] = LocalCall.of(local, here, call.captures)
         return local.forward(here)
 
-    def backward(
-        self, placed: Placed, wanted: Wanted, above: Above, *, in_torch: bool = False
+    def _gradients(
+        self, placed: Placed, wanted: Wanted, above: Above, *, in_torch: bool
     ) -> Gradients:
-        """Return the gradients of the shards, and this rank's part of those of captured tensors."""
-        if in_torch:
-            raise unknown("a second derivative")
-        plan, total = self.plan, _Sums(self.plan.rank, wanted)
+        plan, total, errors = self.plan, _Sums(self.plan.rank, wanted), Errors()
+        with plan.group.agreeing({"gradients": [wanted.key, wanted.value]}):
+            if in_torch:
+                raise unknown("a second derivative")
         after = Passing()
         for rank, keys in self._round(placed.key, placed.value):
             local = self._calls[rank]
             if local is not None:
-                here = local.placed.on(placed.query, *keys)
-                part = above._replace(whole=False)
-                found = local.plan.backward(here, local.wanted(wanted), part)
-                total.add(found, local.captured(found, wanted))
+                with errors.kept():
+                    here = local.placed.on(placed.query, *keys)
+                    part = above._replace(whole=False)
+                    found = local.plan.backward(here, local.wanted(wanted), part)
+                    total.add(found, local.captured(found, wanted))
             sums = after.wait() if rank != plan.rank else ()
             dtype = above.lse.dtype
             mine = total.of_keys(keys, dtype)
@@ -95,6 +107,8 @@ class RingPasses(Reverse):
             )
             after = plan.group.pass_on(sums, arriving)
         key, value = after.wait()
+        with plan.group.agreeing({}), errors.raised():
+            pass  # sums that an error left out would be wrong on other ranks
         return total.gradients(key, value)
 
     def _round(self, key: Tensor, value: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
@@ -110,6 +124,28 @@ class RingPasses(Reverse):
                 following = plan.group.pass_on(held, into)
             yield rank, held
             held = following.wait() or held
+
+
+class Errors:
+    """Errors of a rank that goes on to pass keys, since the others wait for these."""
+
+    def __init__(self) -> None:
+        self._first: Exception | None = None
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Keep an error in the block."""
+        try:
+            yield
+        except Exception as error:
+            self._first = self._first or error
+
+    @contextmanager
+    def raised(self) -> Iterator[None]:
+        """Raise the first error after the block."""
+        yield
+        if self._first is not None:
+            raise self._first
 
 
 class _Sums:

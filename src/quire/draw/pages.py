@@ -25,6 +25,8 @@ from quire.kv.page_map import FREE, KEPT, OWNED, SHARED, PageMap
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+__all__ = ["draw_pages"]
+
 MOST = 1024  # the largest number of rows and of columns
 LARGEST = 24  # the largest size of a cell in dots
 

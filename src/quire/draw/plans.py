@@ -63,7 +63,8 @@ class PlanDrawing(Drawing):
 
     @property
     def _lengths(self) -> Pair:
-        return self.plan.num_ranks, self.plan.length
+        plan = self.plan
+        return plan.num_ranks, plan.num_blocks * plan.block if plan.is_ragged else plan.length
 
     def _figure(self) -> Figure:
         from quire.draw.picture import SIDE, legend, paint, sheet, whole_dots

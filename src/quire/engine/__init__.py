@@ -4,14 +4,15 @@
     request = engine.submit(prompt, max_tokens=64, temperature=0.8, seed=7, stop=["\\n\\n"])
     for token in request: ...            # also: async for, request.cancel(), request.result()
 
-Reading order: engine (what users call), core (the four functions of a step), scheduler (who is
-computed), runner (the packed call of the model), answers (what users read), sampling (how a token
-is chosen), prompts, loading, events.
+Reading order: engine (what users call), core (the four functions of a step), job (an answer and its
+sequences), scheduler (who is computed), runner (the packed call of the model), answers (what users
+read), arguments (what is checked), gap (between two steps), sampling (how a token is chosen, and
+beams), speculation (guesses), prompts, loading, events.
 """
 
 from quire.engine.answers import Answer, Completion, Generation, Token
 from quire.engine.engine import Engine
-from quire.engine.events import EngineStatistics, Event
+from quire.engine.events import EngineStatistics, EngineWarning, Event
 from quire.engine.sampling import Grammar, Sampling
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "Completion",
     "Engine",
     "EngineStatistics",
+    "EngineWarning",
     "Event",
     "Generation",
     "Grammar",

@@ -10,12 +10,25 @@ of threads and event loops, from its first token on, at any time.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from quire.errors import EngineClosed
+
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+def expect_process(process: int) -> None:
+    """Raise in a process that was forked: it has neither the engine's thread, nor its locks."""
+    if os.getpid() != process:
+        raise EngineClosed(
+            "the engine must be used in the process that made it, but this one was forked. Make an "
+            "engine here."
+        )
 
 
 class Token(NamedTuple):
@@ -41,19 +54,25 @@ class Completion:
 
 
 class Answer:
-    """One answer. `drive` computes a step if nobody else does, and is None if a thread does."""
+    """One answer. `drive` computes a step if nobody else does, and is None if a thread does.
 
-    def __init__(self, number: int, drive: Callable[[], object] | None) -> None:
+    `expect` raises where nobody can wait for the answer.
+    """
+
+    def __init__(
+        self, number: int, drive: Callable[[], object] | None, expect: Callable[[], None]
+    ) -> None:
         self.number = number
         self.is_cancelled = False
         self.num_prompt = self.num_cached = 0
-        self._drive = drive
+        self._drive, self._expect = drive, expect
         self._tokens: list[Token] = []
         self._end: FinishReason | None = None
         self._text = ""
         self._error: BaseException | None = None
         # Who waits for the end is not woken by each token: waking takes time from the engine.
         self._changed = threading.Condition()
+        self._readers = 0  # how many threads wait for a token
         self._ended = threading.Condition()
         self._loops: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
 
@@ -73,9 +92,10 @@ class Answer:
             self._ended.notify_all()
 
     def _tell(self) -> None:
-        self._changed.notify_all()
+        if self._readers:
+            self._changed.notify_all()
         for loop, event in self._loops:
-            if not loop.is_closed():
+            with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits there
                 loop.call_soon_threadsafe(event.set)
 
     # --- the user reads
@@ -97,6 +117,7 @@ class Answer:
         self._raise()
 
     async def __aiter__(self) -> AsyncIterator[Token]:
+        self._expect()
         event = asyncio.Event()
         mine = asyncio.get_running_loop(), event
         with self._changed:
@@ -122,6 +143,7 @@ class Answer:
     def result(self, timeout: float | None = None) -> Completion:
         """Wait until the answer is finished, and return it. Raise what ended it, if that is so."""
         while self._end is None:
+            self._expect()
             if self._drive is not None:
                 self._drive()
                 continue
@@ -143,11 +165,18 @@ class Answer:
     def _wait(self, place: int) -> Token | None:
         """Return the token at a place, or None if the answer ends before it."""
         while len(self._tokens) <= place and self._end is None:
+            self._expect()
             if self._drive is not None:
                 self._drive()
                 continue
             with self._changed:
-                self._changed.wait_for(lambda: len(self._tokens) > place or self._end is not None)
+                self._readers += 1
+                try:
+                    self._changed.wait_for(
+                        lambda: len(self._tokens) > place or self._end is not None
+                    )
+                finally:
+                    self._readers -= 1
         return self._tokens[place] if place < len(self._tokens) else None
 
     def _raise(self) -> None:

@@ -11,58 +11,36 @@ finished or preempted; nobody else frees it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 from torch import Tensor
 
-from quire.engine.answers import Answer, FinishReason, Token
+from quire.engine.answers import FinishReason, Token
 from quire.engine.events import Counts, Event, EventKind, Listener
-from quire.engine.request_mods import NO_MODS
-from quire.engine.runner import Chunk, Reserved, Runner
-from quire.engine.sampling import Sampler
-from quire.engine.scheduler import Limits, Turn, choose, in_turn
-from quire.errors import OutOfPages
+from quire.engine.job import Job, Scheduled
+from quire.engine.runner import Runner
+from quire.engine.sampling import Beams
+from quire.engine.scheduler import Limits, choose, in_turn
+from quire.engine.speculation import DraftModel
+from quire.engine.speculation.model import Draftable
+from quire.engine.speculation.tree import paths_of
+from quire.errors import OutOfPages, SamplingError
 from quire.integrations.transformers.packed import PartFailure
-from quire.integrations.transformers.user_mods import Mods
-from quire.kv import SequenceHandle
-
-Drafter = Callable[[Sequence[int]], list[int]]
-"""Takes the tokens so far and returns guesses of the next ones."""
-
-
-@dataclass(eq=False, kw_only=True)
-class Job(Turn):
-    """One answer that is being written."""
-
-    sampler: Sampler
-    answer: Answer
-    mods: Mods = NO_MODS
-    salt: bytes | None = b""  # None if its pages must not be shared
-    drafter: Drafter | None = None
-    sequence: SequenceHandle | None = None
-    apart: bool = False  # whether its attention is computed by a call of its own
-    leader: Job | None = None  # who reads the prompt for this sample
-    shown: int = 0  # characters of the answer's text that were given out
-    followers: list[Job] = field(default_factory=list)
-
-    @property
-    def handle(self) -> SequenceHandle:
-        """The sequence of a job that runs."""
-        assert self.sequence is not None, "a job that runs has a sequence"
-        return self.sequence
 
 
 class Core:
     """The state of an engine between steps, and the four functions that change it."""
 
-    def __init__(self, runner: Runner, limits: Limits) -> None:
-        self.runner, self.limits = runner, limits
+    def __init__(
+        self, runner: Runner, limits: Limits, drafts: DraftModel | None, *, saves: bool
+    ) -> None:
+        self.runner, self.limits, self.drafts, self.saves = runner, limits, drafts, saves
         self.pages, self.prefix = runner.pages, runner.prefix
         self.waiting: list[Job] = []
         self.running: list[Job] = []
         self.counts = Counts()
         self.listeners: list[Listener] = []
+        self.problems: list[tuple[str, Exception]] = []  # who raised what, and nobody was told
 
     def step(self) -> bool:
         """Compute one step. Return whether there is anything left to do."""
@@ -74,7 +52,7 @@ class Core:
         if scheduled is not None:
             logits = self.run(scheduled)
             if logits is not None:
-                self.sample(scheduled.jobs, logits)
+                self.sample(scheduled, logits)
         self.counts.seconds += time.perf_counter() - began
         return self.is_busy
 
@@ -85,7 +63,7 @@ class Core:
 
     def enter(self, job: Job) -> None:
         """Let a new job wait."""
-        self.counts.submitted += 1
+        self.counts.submitted += len(job.answers)
         self.waiting.append(job)
         self._tell("submit", job, job.num_prompt)
 
@@ -100,51 +78,116 @@ class Core:
         for job in in_turn(each for each in self.waiting if each.leader is None):
             if self.running and not self._has_room(job):
                 break
+            try:
+                self._place(job)
+            except Exception as error:  # nobody else is at fault
+                if isinstance(error, OutOfPages) and self.running:
+                    self.pages.free(*job.sequences)
+                    job.sequences = []
+                    break  # the system has less memory than the cache may take
+                self.finish(job, "error", error)
+                continue
             self.waiting.remove(job)
-            cached = 0
-            if self.prefix and job.salt is not None:
-                job.sequence = self.pages.sequence(job.tokens[:-1], salt=job.salt)
-                cached = job.done = self.pages.length(job.sequence)
-            else:
-                job.sequence, job.done = self.pages.sequence(), 0
-            job.answer.num_cached = min(cached, job.num_prompt)
-            self.counts.cached_tokens += cached
             self.running.append(job)
-            self._tell("admit", job, cached)
+            self._tell("admit", job, job.done)
+
+    def _place(self, job: Job) -> None:
+        """Give a job sequences: with what was saved of them, or pages that hold their tokens."""
+        pages = self.pages
+        if job.saved:
+            for saved in job.saved:
+                job.sequences.append(pages.restore(saved))
+            job.saved = []
+            return
+        salt = job.salt if self.prefix else None
+        for text in job.texts:
+            known = None if salt is None else text[:-1]
+            job.sequences.append(pages.sequence(known, salt=salt or b""))
+        job.done = min(map(pages.length, job.sequences))
+        if job.width > 1:  # all beams go on from one place
+            for sequence in job.sequences:
+                pages.truncate(sequence, job.done)
+        if not job.was_placed:  # later it finds what it has computed itself
+            job.was_placed = True
+            job.answer.num_cached = min(job.done, job.num_prompt)
+        self.counts.cached_tokens += job.done * job.width
 
     def _has_room(self, job: Job) -> bool:
-        if len(self.running) + 1 + len(job.followers) > self.limits.requests:
+        everybody = [*self.running, job]
+        if sum(1 + len(each.followers) for each in everybody) > self.limits.requests:
             return False
         size = self.pages.shape.page_size
-        grow = [each.left + size for each in self.running]
-        return self.pages.has_room([len(job.tokens) + size, *grow], self.limits.tokens)
+        wanted = [len(job.tokens) + size] * job.most_width
+        for each in self.running:
+            wanted += [each.left + size] * each.most_width
+        for each in everybody:  # they share the pages of the prompt
+            wanted += [size] * len(each.followers)
+        return self.pages.has_room(wanted, max(self.limits.tokens, job.most_at_once))
 
     # --- schedule
 
     def schedule(self) -> Scheduled | None:
         """Choose the chunks of the next step, and reserve their pages. Preempt who is last."""
+        self._guess()
         while True:
-            for job in self.running:
-                job.drafts = _drafts(job)
             chosen = choose(self.running, self.limits)
             if not chosen:
                 return None
             jobs = [job for job, _ in chosen]
+            for job in jobs:  # each path of a tree after the first one is a fork of the text
+                job.sequences += [self.pages.fork(job.sequences[0]) for _ in job.drafts[1:]]
+            chunks = [job.chunks(count) for job, count in chosen]
             try:
-                return Scheduled(jobs, self.runner.reserve([_chunk(*each) for each in chosen]))
+                reserved = self.runner.reserve([chunk for each in chunks for chunk in each])
+                return Scheduled(jobs, [len(each) for each in chunks], reserved)
             except OutOfPages as error:
+                guessed = [job for job in jobs if job.drafts]
                 last = in_turn(self.running)[-1]
-                if len(self.running) > 1:
+                if guessed:  # guesses must not cost anybody pages
+                    for job in guessed:
+                        self._settle(job)
+                elif len(self.running) > 1:
                     self.preempt(last)
                 else:  # the system has less memory than the cache may take
                     self.finish(last, "error", error)
 
+    def _guess(self) -> None:
+        """Ask for drafts of all jobs that can use some."""
+        asked: list[Job] = []
+        for job in list(self.running):
+            job.drafts = []
+            room = job.room
+            if job.drafter is None:
+                asked += [job] if room and self.drafts is not None else []
+            elif room:
+                try:
+                    job.drafts = paths_of(job.drafter(job.tokens), room, self.runner.num_logits)
+                except Exception as error:  # the drafter is the user's
+                    self.finish(job, "error", error)
+        if self.drafts is not None and asked:
+            texts = [Draftable(j.number, j.tokens, j.sampler, j.room) for j in asked]
+            try:
+                found = self.drafts.draft(texts)
+            except Exception as error:
+                self.problems.append(("a draft model", error))
+                return  # without guesses the answers are the same
+            for job, paths in zip(asked, found, strict=True):
+                job.drafts = paths
+
     def preempt(self, job: Job) -> None:
-        """Take the pages of a job. It will compute its tokens again, which gives the same bits."""
+        """Take the pages of a job, and save what they hold, or let it be computed again.
+
+        Both give the same bits.
+        """
         self._tell("preempt", job, job.done)
         self.counts.preempted += 1
+        self._settle(job)
+        if self.saves:
+            job.saved = [self.pages.copy_out(each) for each in job.sequences]
+        self.running.remove(job)
         self._release(job)
-        job.done = 0
+        if not self.saves:
+            job.done = 0
         self.waiting.append(job)
 
     # --- run
@@ -159,20 +202,22 @@ class Core:
         try:
             logits = self.runner.compute(scheduled.reserved)
         except PartFailure as failure:
-            self._blame(
-                [jobs[place] for place in scheduled.reserved.members(failure.part)], failure
-            )
+            self._blame(scheduled.jobs_of(scheduled.reserved.members(failure.part)), failure)
+            for job in jobs:
+                self._settle(job)
             return None
         except Exception as error:
             for job in jobs:
                 self.finish(job, "error", error)
             return None
         self.counts.model_seconds += time.perf_counter() - began
-        for job, chunk in zip(jobs, scheduled.reserved.chunks, strict=True):
+        firsts = scheduled.of_each_job(scheduled.reserved.chunks)
+        for job, (chunk, *_) in zip(jobs, firsts, strict=True):
             count = min(len(chunk.tokens), job.left)
             job.done += count
+            job.apart = False
             if count > 1 or job.done <= job.num_prompt:
-                self.counts.prompt_tokens += count
+                self.counts.prompt_tokens += count * job.width
                 self._tell("chunk", job, count)
                 self._keep(job)
         return logits
@@ -180,71 +225,118 @@ class Core:
     def _blame(self, jobs: Sequence[Job], failure: PartFailure) -> None:
         """End the job whose mods raise. The others of the step are computed again.
 
-        If several jobs share the part, each gets a part of its own, so that only those end that
-        are at fault. A guess may be at fault where a token of the answer is not: without guesses,
-        the job gets another chance.
+        If several jobs share the part, each gets a part of its own until a step succeeds, so that
+        only those end that are at fault. A guess may be at fault where a token of the answer is
+        not: without guesses, the job gets another chance.
         """
-        if len(jobs) == 1 and not jobs[0].drafts:
+        if len(jobs) > 1:
+            for job in jobs:
+                job.apart = True
+        elif jobs[0].drafts:
+            jobs[0].guesses = False
+        else:
             self.finish(jobs[0], "error", failure.__cause__)
-        for job in jobs:
-            job.apart, job.drafter = True, None
 
     # --- sample
 
-    def sample(self, jobs: Sequence[Job], logits: Sequence[Tensor]) -> None:
+    def sample(self, scheduled: Scheduled, logits: Sequence[Tensor]) -> None:
         """Sample from the logits of each job that has computed all its tokens."""
-        for job, rows in zip(jobs, logits, strict=True):
-            if not len(rows):
+        for job, rows in zip(scheduled.jobs, scheduled.of_each_job(logits), strict=True):
+            if not len(rows[0]):
                 continue
             for follower in job.followers:
-                follower.sequence, follower.done = self.pages.fork(job.handle), job.done
+                follower.sequences, follower.done = [self.pages.fork(job.sequences[0])], job.done
                 follower.leader = None
                 self.waiting.remove(follower)
                 self.running.append(follower)
                 self._tell("admit", follower, follower.done)
             for each in (job, *job.followers):
-                self._sample(each, rows)
+                try:
+                    if each.beams is None:
+                        self._sample(each, rows)
+                    else:
+                        self._advance(each, each.beams, rows)
+                except Exception as error:  # in sampling, or in a grammar
+                    self._settle(each)
+                    self.finish(each, "error", error)
             job.followers.clear()
 
-    def _sample(self, job: Job, rows: Tensor) -> None:
-        """Accept tokens of one job: as long as its drafts are what it samples, and one more."""
-        drafts = job.drafts[: len(rows) - 1]
-        sampler = job.sampler
-        try:
-            for place, row in enumerate(rows):
-                found = sampler.sample(row)
-                sampler.accept(found.token)
-                job.tokens.append(found.token)
-                text = sampler.text
-                new, job.shown = text[job.shown :], len(text)
-                self.counts.output_tokens += 1
-                job.answer.add(Token(found.token, new, found.logprob, found.top_logprobs))
-                self._tell("token", job, len(sampler.tokens))
-                if sampler.finished is not None or found.token != [*drafts, None][place]:
-                    break
-                job.done += 1
-        except Exception as error:
-            self.finish(job, "error", error)
-            return
-        if drafts:
-            self.pages.truncate(job.handle, job.done)
+    def _sample(self, job: Job, rows: Sequence[Tensor]) -> None:
+        """Accept tokens of one job: as long as they are on a path of its drafts, and one more.
+
+        `rows` has the logits of each path: after the text, and after each of its guesses.
+        """
+        sampler, place = job.sampler, 0
+        paths = list(enumerate(job.drafts or [[]]))
+        while paths:
+            job.path = paths[0][0]
+            found = sampler.sample(rows[job.path][place])
+            sampler.accept(found.token)
+            job.tokens.append(found.token)
+            text = sampler.text
+            new, job.shown = text[job.shown :], len(text)
+            self.counts.output_tokens += 1
+            job.answer.add(Token(found.token, new, found.logprob, found.top_logprobs))
+            self._tell("token", job, len(sampler.tokens))
+            if sampler.finished is not None:
+                break
+            paths = [each for each in paths if each[1][place : place + 1] == [found.token]]
+            job.done += bool(paths)
+            place += 1
+        self._settle(job)
         if sampler.finished is not None:
             self.finish(job, sampler.finished)
+
+    def _advance(self, job: Job, beams: Beams, rows: Sequence[Tensor]) -> None:
+        """Let the beams of a job go on by a token. New beams fork the sequences of old ones."""
+        parents = beams.advance([row[0] for row in rows])
+        old = job.sequences
+        job.sequences = [self.pages.fork(old[parent]) for parent in parents]
+        self.pages.free(*old)
+        self._tell("token", job, len(job.tokens) + 1 - job.num_prompt)
+        if not beams.finished:
+            job.tokens, job.width = beams.texts[0], len(beams.texts)
+            return
+        for answer, beam in zip(job.answers, beams.answers, strict=False):
+            for found, text in beam.found:
+                answer.add(Token(found.token, text, found.logprob, found.top_logprobs))
+            answer.finish(beam.sampler.finished or "length", beam.sampler.text)
+            self.counts.output_tokens += len(beam.found)
+        if len(beams.answers) < len(job.answers):
+            raise SamplingError(
+                f"a beam search must find {len(job.answers)} texts, but the grammar or the bias "
+                f"allows only {len(beams.answers)}. Ask for fewer."
+            )
+        self.finish(job, job.answer.finish_reason or "length")
+
+    def _settle(self, job: Job) -> None:
+        """Drop drafts that did not come true, and the forks that held them."""
+        if job.drafts:
+            kept = job.sequences.pop(job.path)
+            self.pages.free(*job.sequences)
+            self.pages.truncate(kept, job.done)
+            job.sequences, job.drafts, job.path = [kept], [], 0
 
     # --- the end of a job
 
     def finish(self, job: Job, reason: FinishReason, error: BaseException | None = None) -> None:
         """End the answer of a job, and give its pages back or keep them for later prompts."""
-        if job in self.running:
+        try:
+            (self.running if job in self.running else self.waiting).remove(job)
+            if job.leader is not None:
+                job.leader.followers.remove(job)
+            for follower in job.followers:  # each reads the prompt itself
+                follower.leader = None
             self._release(job)
-        else:
-            self.waiting.remove(job)
-        if job.leader is not None:
-            job.leader.followers.remove(job)
-        for follower in job.followers:  # each reads the prompt itself
-            follower.leader = None
-        self.counts.finished += 1
-        job.answer.finish(reason, job.sampler.text, error)
+        except Exception as mistake:  # of ours; whoever waits must hear of it
+            error = error or mistake
+            reason = "error"
+            raise
+        finally:
+            self.counts.finished += len(job.answers)
+            for answer in job.answers:
+                if answer.finish_reason is None:
+                    answer.finish(reason, job.sampler.text, error)
         self._tell("finish", job, len(job.sampler.tokens), reason)
 
     def drop_cancelled(self) -> None:
@@ -255,57 +347,38 @@ class Core:
 
     def end_all(self, reason: FinishReason, error: BaseException | None = None) -> None:
         """End all answers, because the engine is closed or has failed."""
+        mistakes: list[Exception] = []
         for job in [*self.running, *self.waiting]:
-            self.finish(job, reason, error)
+            try:
+                self.finish(job, reason, error)
+            except Exception as mistake:  # the others end nevertheless
+                mistakes.append(mistake)
+        if mistakes:
+            raise mistakes[0]
 
     def _release(self, job: Job) -> None:
-        self._keep(job)
-        self.running.remove(job)
-        self.pages.free(job.handle)
-        job.sequence = None
+        """Give the sequences of a job back. Their full pages are kept for later prompts."""
+        self._settle(job)
+        try:
+            self._keep(job)
+        finally:
+            self.pages.free(*job.sequences)
+            job.sequences = []
+        if self.drafts is not None:
+            self.drafts.forget(job.number)
 
     def _keep(self, job: Job) -> None:
         """Remember the full pages of a job by their tokens."""
         if self.prefix and job.salt is not None:
-            self.pages.keep(job.handle, job.tokens[: job.done], salt=job.salt)
+            for sequence, text in zip(job.sequences, job.texts, strict=False):
+                self.pages.keep(sequence, text[: job.done], salt=job.salt)
 
     def _tell(self, kind: EventKind, job: Job, count: int = 0, detail: str = "") -> None:
         if self.listeners:
             event = Event(kind, self.counts.steps, job.answer.number, count, detail)
-            for listener in self.listeners:
-                listener(event)
-
-
-@dataclass(frozen=True, eq=False)
-class Scheduled:
-    """The jobs of a step, and their reserved chunks."""
-
-    jobs: list[Job]
-    reserved: Reserved
-
-
-def _drafts(job: Job) -> list[int]:
-    """Return guesses of the next tokens of a job that answers.
-
-    While others wait to fork its sequence, it must hold no guesses. If a token may see later ones,
-    it would see guesses, too.
-    """
-    if job.drafter is None or job.left != 1 or job.followers or job.whole:
-        return []
-    room = job.sampler.options.max_tokens - len(job.sampler.tokens) - 1
-    return job.drafter(job.tokens)[: max(0, room)]
-
-
-def _chunk(job: Job, count: int) -> Chunk:
-    """Return the next `count` tokens of a job; drafts follow its last token."""
-    ends = job.done + count >= len(job.tokens)
-    tokens = job.tokens[job.done : job.done + count]
-    drafts = job.drafts[: count - len(tokens)]
-    return Chunk(
-        job.handle,
-        job.done,
-        [*tokens, *drafts],
-        num_logits=1 + len(drafts) if ends else 0,
-        mods=job.mods,
-        apart=job.apart,
-    )
+            for listener in tuple(self.listeners):
+                try:
+                    listener(event)
+                except Exception as error:  # no request is at fault
+                    self.listeners.remove(listener)
+                    self.problems.append(("a listener", error))

@@ -2,32 +2,47 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
+import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
-from dataclasses import asdict
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, TypeVar
 
 import torch
 
 from quire.checks.arguments import whole_number
-from quire.engine.answers import Answer, Completion, FinishReason, Generation
-from quire.engine.core import Core, Drafter, Job
-from quire.engine.events import EngineStatistics, Listener
+from quire.engine.answers import Answer, Completion, FinishReason, Generation, expect_process
+from quire.engine.arguments import (
+    beams_of,
+    check_threads,
+    drafter_of,
+    ends_of,
+    max_length_of,
+    prefix_of,
+    sampling_of,
+)
+from quire.engine.core import Core
+from quire.engine.events import EngineStatistics, EngineWarning, Listener
+from quire.engine.gap import Gap
+from quire.engine.job import Drafter, Job
 from quire.engine.loading import load
 from quire.engine.progress import completed
 from quire.engine.prompts import Prompt, tokens_of
-from quire.engine.request_mods import NO_MODS, mods_of
+from quire.engine.request_mods import checked, mods_of
 from quire.engine.runner import Runner
 from quire.engine.sampling import Sampler, Sampling, Vocabulary
 from quire.engine.scheduler import Limits
-from quire.engine.views import EngineView, view
-from quire.errors import EngineClosed, RequestTooLong
-from quire.integrations.transformers.user_mods import Mods
+from quire.engine.speculation import DraftModel
+from quire.engine.views import EngineView, statistics, view
+from quire.errors import ArgumentError, EngineClosed, EngineError, RequestTooLong
+from quire.integrations.transformers.user_mods import NO_MODS
+from quire.kv.prefix import expect_salt
 from quire.linear import Weights
 from quire.mods import MaskMod, ScoreMod
+from quire.runtime.teams import end_team
+from quire.support.warn import warn
 
 T = TypeVar("T")
 
@@ -44,7 +59,11 @@ class Engine:
     do not (see `quire.linear.pack`). `n_pages` pages of `page_size` tokens, or `max_bytes`, limit
     the cache of keys and values. A step computes up to `max_tokens` tokens, of one prompt up to
     `chunk`, for up to `max_requests` at a time. `prefix` keeps the pages of finished requests for
-    prompts that begin like them. `mask` and `score_mod` hold for all requests.
+    prompts that begin like them; by default where a model allows it and is packed. `mask`,
+    `score_mod` and `causal` hold for all requests, as those of `submit` for one; those of `enable`
+    are not read. `drafts` guesses tokens of all requests that have no `drafter` of their own. When
+    pages run out, the last request gives up its own: it computes them again later, or with
+    `preemption="save"` copies them first.
 
     A thread of the engine computes steps, with `num_threads` threads of torch. With `start=False`
     there is none: call `step`, or read an answer, which then computes what it needs.
@@ -62,9 +81,12 @@ class Engine:
         chunk: int | None = None,
         max_requests: int = 64,
         max_length: int | None = None,
-        prefix: bool = True,
+        prefix: bool | None = None,
         mask: MaskMod | None = None,
         score_mod: ScoreMod | None = None,
+        causal: bool = True,
+        drafts: DraftModel | None = None,
+        preemption: Literal["recompute", "save"] = "recompute",
         num_threads: int | None = None,
         start: bool = True,
     ) -> None:
@@ -74,27 +96,40 @@ class Engine:
         chunk = whole_number(
             "chunk", max_tokens if chunk is None else chunk, minimum=1, advice=advice
         )
+        check_threads(num_threads, start=start)
         if n_pages is None and max_bytes is None:
             max_bytes = 1 << 30
         runner = Runner(
             model,
-            mods=Mods(mask, score_mod),
+            mods=checked(mask, score_mod, causal=causal),
             page_size=page_size,
             n_pages=n_pages,
             max_bytes=max_bytes,
-            prefix=prefix,
+            prefix=prefix_of(model, prefix),
         )
+        if prefix and not runner.prefix:
+            raise ArgumentError(
+                "prefix must be None or False for a model with sliding windows, since its layers "
+                "give pages back that a later prompt would need, but is True. Leave it out."
+            )
         self.vocabulary = Vocabulary(
-            tokenizer, size=runner.num_logits, ends=_ends(model, tokenizer)
+            tokenizer, size=runner.num_logits, ends=ends_of(model, tokenizer)
         )
-        self.max_length = _max_length(runner.config, max_length)
-        self._core = Core(runner, Limits(max_tokens, chunk, max_requests))
+        self.max_length = max_length_of(runner.config, max_length)
+        if drafts is not None:
+            drafts.serve(runner.num_logits)
+        if preemption not in ("recompute", "save"):
+            raise ArgumentError(
+                f'preemption must be "recompute" or "save", but is {preemption!r}. Save pages if '
+                f"there is memory for copies of them, and computing them again takes longer."
+            )
+        limits = Limits(max_tokens, chunk, max_requests)
+        self._core = Core(runner, limits, drafts, saves=preemption == "save")
         self._inbox: deque[Job] = deque()
-        self._questions: deque[Callable[[], object]] = deque()
         self._submitting = threading.Lock()
         self._num_answers = 0
         self._closed = False
-        self._stepping = threading.Lock()
+        self._gap = Gap()
         self._awake = threading.Condition()
         self._num_threads = num_threads
         self._threaded = start
@@ -137,8 +172,10 @@ class Engine:
         """Take a request, and return it at once. It is answered while others are.
 
         `prompt` is a text, a chat or ids of tokens. `options` are those of `Sampling`, if it is
-        not given. `n` samples share the pages of the prompt. A higher `priority` goes first.
-        Requests with another `salt` share no pages. Raise if the request can never be answered.
+        not given. `n` samples share the pages of the prompt; with `beams`, they are the `n` best
+        ones. A higher `priority` goes first. Requests with another `salt` share no pages.
+        `drafter(tokens)` guesses what follows the tokens so far, one list of them or a `DraftTree`.
+        Raise if the request can never be answered.
 
         `mask` and `score_mod` change the attention of this request in all layers; they hide keys
         in addition to the model. If `causal` is False, `mask` takes the place of the model's mask.
@@ -146,41 +183,50 @@ class Engine:
         """
         self._expect_open()
         tokens = tokens_of(prompt, self.vocabulary)
-        wanted = Sampling(**options) if sampling is None else sampling
+        wanted = sampling_of(sampling, options)
         count = whole_number("n", n, minimum=1, advice="Say how many samples there are.")
         whole_number("priority", priority, advice="Give a whole number.")
-        self._expect_room(len(tokens), wanted.max_tokens)
+        expect_salt(salt)
+        self._expect_positions(len(tokens), wanted.max_tokens)
         heads = self._core.runner.config.num_attention_heads
         length = len(tokens) + wanted.max_tokens
-        mods, whole = mods_of(mask, score_mod, causal=causal, heads=heads, length=length)
+        given = checked(mask, score_mod, causal=causal)
+        mods, whole = mods_of(given, self._core.runner.mods, heads=heads, length=length)
+        self._expect_room(len(tokens), wanted, whole=whole)
         first = Sampler(wanted, tokens, self.vocabulary)
+        beams = beams_of(first, tokens, count)
         drive = None if self._threaded else self.step
         jobs: list[Job] = []
         with self._submitting:
-            for place in range(count):
-                answer = Answer(self._num_answers, drive)
+            answers = [
+                Answer(self._num_answers + place, drive, self._expect_waiting)
+                for place in range(count)
+            ]
+            self._num_answers += count
+            for answer in answers:
                 answer.num_prompt = len(tokens)
+            for place, own in enumerate([answers] if beams else [[each] for each in answers]):
                 job = Job(
-                    number=self._num_answers,
+                    number=own[0].number,
                     arrived=self._core.counts.steps,
                     priority=priority,
                     tokens=list(tokens),
                     num_prompt=len(tokens),
                     sampler=first if place == 0 else first.fork(place),
-                    answer=answer,
+                    answers=own,
                     mods=mods,
                     whole=whole,
-                    salt=salt if mods is NO_MODS else None,
-                    drafter=drafter,
+                    salt=salt if mods is NO_MODS and not whole else None,
+                    drafter=drafter_of(drafter),
+                    beams=beams,
                     leader=jobs[0] if jobs else None,
                 )
-                self._num_answers += 1
                 jobs.append(job)
             jobs[0].followers = jobs[1:]
             self._expect_open()
             self._inbox.extend(jobs)
         self._wake()
-        return Generation([job.answer for job in jobs])
+        return Generation(answers)
 
     def generate(
         self, prompts: Iterable[Prompt], *, progress: bool = False, **options: Any
@@ -192,19 +238,24 @@ class Engine:
         requests = [self.submit(prompt, **options) for prompt in prompts]
         return completed(requests) if progress else [each.result() for each in requests]
 
-    def _expect_room(self, num_prompt: int, max_tokens: int) -> None:
+    def _expect_positions(self, num_prompt: int, max_tokens: int) -> None:
         total = num_prompt + max_tokens
         if self.max_length is not None and total > self.max_length:
             raise RequestTooLong(
                 f"prompt and answer must have at most {self.max_length} tokens, but have "
                 f"{num_prompt} + {max_tokens}. Shorten the prompt, or ask for fewer tokens."
             )
-        core = self._core
-        if not core.pages.has_room([total - 1], core.limits.tokens, alone=True):
+
+    def _expect_room(self, num_prompt: int, wanted: Sampling, *, whole: bool) -> None:
+        core, max_tokens, beams = self._core, wanted.max_tokens, wanted.beams
+        total = num_prompt + max_tokens
+        step = max(core.limits.tokens, num_prompt if whole else 1)
+        if not core.pages.has_room([total - 1] * beams, step, alone=True):
             size = core.pages.shape.page_size
             raise RequestTooLong(
                 f"a request must fit into the cache alone, but {num_prompt} + {max_tokens} tokens "
-                f"need {-(-(total - 1) // size)} pages of {size}, and the limit is "
+                f"{f'of {beams} beams ' if beams > 1 else ''}need "
+                f"{beams * -(-(total - 1) // size)} pages of {size}, and the limit is "
                 f"{core.pages.limits}. Shorten it, or give the engine more pages."
             )
 
@@ -212,13 +263,18 @@ class Engine:
 
     def step(self) -> bool:
         """Compute one step. Return whether there is anything left to do."""
-        with self._stepping:
+        self._expect_waiting()
+        with self._gap:
             while self._inbox:
                 job = self._inbox.popleft()
                 self._core.enter(job)
-            while self._questions:
-                self._questions.popleft()()
-            return self._core.is_busy and self._core.step()
+            self._gap.answer_all()
+            if self._core.is_busy:
+                self._core.step()
+        if self._closed:  # by a listener
+            self._end("cancelled")
+        self._report()
+        return self._core.is_busy
 
     def _run(self) -> None:
         """Compute steps until the engine is closed: what the thread does."""
@@ -227,15 +283,17 @@ class Engine:
         while True:
             with self._awake:
                 self._awake.wait_for(
-                    lambda: self._closed or self._inbox or self._questions or self._core.is_busy
+                    lambda: self._closed or self._inbox or self._gap.questions or self._core.is_busy
                 )
             if self._closed:
                 return
             try:
                 self.step()
-            except BaseException as error:  # a listener's, or a mistake of ours
-                self._core.listeners.clear()
-                self._end("error", error)
+            except EngineWarning:  # the user's filter makes an error of it, which no one can catch
+                traceback.print_exc()
+            except BaseException as error:  # a mistake of ours
+                with contextlib.suppress(Exception):  # all who wait hear of the first error
+                    self._end("error", error)
                 return
 
     def _wake(self) -> None:
@@ -243,6 +301,7 @@ class Engine:
             return
         with self._awake:
             if self._thread is None:
+                end_team()  # of the thread that made the engine, which now waits for it
                 self._thread = threading.Thread(target=self._run, name="quire engine", daemon=True)
                 self._thread.start()
             self._awake.notify()
@@ -250,12 +309,16 @@ class Engine:
     # --- looking at it
 
     def listen(self, listener: Listener) -> None:
-        """Call `listener(event)` for every event, from the thread that computes steps."""
+        """Call `listener(event)` for every event, from the thread that computes steps.
+
+        It may ask for statistics, submit and close, but not wait for an answer. If it raises, an
+        EngineWarning says so, and it is not called again.
+        """
         self._core.listeners.append(listener)
 
     def statistics(self) -> EngineStatistics:
         """Return who waits and runs, sums so far, and the state of pages."""
-        return self._between_steps(self._statistics)
+        return self._between_steps(lambda: statistics(self._core, len(self._inbox)))
 
     def look(self) -> EngineView:
         """Return who holds which page now, and how far each answer is."""
@@ -281,33 +344,39 @@ class Engine:
         """Whether the engine takes requests and computes steps."""
         return not self._closed and (self._thread is None or self._thread.is_alive())
 
+    def _expect_waiting(self) -> None:
+        """Raise where nobody can wait for a step: in a fork, and in a listener."""
+        expect_process(self._process)
+        if self._gap.is_mine:
+            raise EngineError(
+                "an answer must be awaited outside of listeners, for which each step waits, but is "
+                "awaited in one. Read it in another thread, or after the step."
+            )
+
+    def _report(self) -> None:
+        """Warn of what was raised and ends no request."""
+        while self._core.problems:
+            who, error = self._core.problems.pop(0)
+            warn(
+                f"{who} must not raise, but it raised {error!r}. Answers go on without it; mend "
+                f"it.",
+                EngineWarning,
+            )
+
     def _between_steps(self, question: Callable[[], T]) -> T:
         """Return the answer to a question that only holds between two steps.
 
         The thread that computes steps answers it: it would take the lock again before anybody else
         that waits for it.
         """
+        expect_process(self._process)
         if self._thread is None or not self.is_alive:
-            with self._stepping:
-                return question()
-        reply: Future[T] = Future()
-        self._questions.append(lambda: _reply(reply, question))
+            return self._gap.answer(question)
+        reply = self._gap.ask(question)
         self._wake()
+        if not self.is_alive:  # it may have ended before it saw the question
+            self._gap.answer_all()
         return reply.result()
-
-    def _statistics(self) -> EngineStatistics:
-        core = self._core
-        pages = core.pages.statistics()
-        return EngineStatistics(
-            waiting=len(core.waiting) + len(self._inbox),
-            running=len(core.running),
-            **asdict(core.counts),
-            pages=pages.pages,
-            free_pages=pages.free,
-            shared_pages=pages.shared,
-            kept_pages=pages.kept,
-            num_bytes=pages.num_bytes,
-        )
 
     # --- the end
 
@@ -317,29 +386,29 @@ class Engine:
             return
         with self._submitting:
             self._closed = True
+        if self._gap.is_mine:
+            return  # the step ends, and then the engine
         with self._awake:
             self._awake.notify()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         self._end("cancelled")
+        self._report()
 
     def _end(self, reason: FinishReason, error: BaseException | None = None) -> None:
         """Take no more requests, and end those that wait or run, so that nobody waits for ever."""
         with self._submitting:
             self._closed = True
-        with self._stepping:
+        with self._gap:
             while self._inbox:
                 self._core.enter(self._inbox.popleft())
-            self._core.end_all(reason, error)
-            while self._questions:
-                self._questions.popleft()()
+            try:
+                self._core.end_all(reason, error)
+            finally:
+                self._gap.answer_all()
 
     def _expect_open(self) -> None:
-        if os.getpid() != self._process:
-            raise EngineClosed(
-                "the engine must be used in the process that made it, but this one was forked. "
-                "Make an engine here."
-            )
+        expect_process(self._process)
         if self._closed:
             raise EngineClosed("the engine must be open, but was closed. Make a new one.")
 
@@ -348,35 +417,3 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _reply(reply: Future[T], question: Callable[[], T]) -> None:
-    try:
-        reply.set_result(question())
-    except BaseException as error:
-        reply.set_exception(error)
-
-
-def _ends(model: Any, tokenizer: Any) -> set[int]:
-    """Return the tokens that end an answer: those of the model's own settings, or its tokenizer."""
-    settings = getattr(model, "generation_config", None)
-    found = getattr(settings, "eos_token_id", None)
-    if found is None:
-        found = getattr(tokenizer, "eos_token_id", None)
-    if found is None:
-        return set()
-    return {int(each) for each in found} if isinstance(found, Sequence) else {int(found)}
-
-
-def _max_length(config: Any, wanted: int | None) -> int | None:
-    """Return the most tokens of a request that the model has positions for."""
-    own: int | None = getattr(config, "max_position_embeddings", None)
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in ("dynamic", "longrope"):
-        # Beyond this length all positions of a call change, whoever's they are.
-        own = rope.get("original_max_position_embeddings", own)
-    if wanted is None:
-        return own
-    advice = "Give the most tokens of a prompt and its answer."
-    whole_number("max_length", wanted, minimum=1, advice=advice)
-    return wanted if own is None else min(own, wanted)

@@ -9,6 +9,10 @@ from typing import Literal, NamedTuple, TypeAlias
 EventKind = Literal["submit", "admit", "chunk", "token", "preempt", "finish"]
 
 
+class EngineWarning(UserWarning):
+    """What ends no request: a listener or a draft model that raises, a model that is not packed."""
+
+
 class Event(NamedTuple):
     """Something that happened to an answer in a step.
 

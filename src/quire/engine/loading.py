@@ -29,3 +29,16 @@ def load(name: str | os.PathLike[str], weights: Weights | None, **options: Any) 
     if weights is not None:
         pack(model, weights=weights)
     return model.eval(), tokenizer
+
+
+def longest(config: Any) -> int | None:
+    """Return the most tokens of a text that a model has positions for, or None for any number."""
+    own: int | None = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in ("dynamic", "longrope"):
+        # Beyond this length all positions of a call change, whoever's they are.
+        own = rope.get("original_max_position_embeddings", own)
+    if getattr(config, "attn_temperature_tuning", False):
+        # Llama 4 scales queries by their place in the call, which is 1 up to this length.
+        own = min(own or config.floor_scale, config.floor_scale - 1)
+    return own

@@ -1,4 +1,4 @@
-"""A user's mods for one request: checked when it is submitted, before it takes anything."""
+"""A user's mods: of an engine, and of one request. They are checked before anything is taken."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from torch import Tensor
 
 from quire.block_mask.create import create_block_mask
 from quire.errors import UnsupportedOpError
-from quire.integrations.transformers.user_mods import Mods
+from quire.integrations.transformers.user_mods import NO_MODS, Mods
 from quire.ir.trace import Kind, Mod, trace
 from quire.mods.compose import MaskMod, ScoreMod, and_masks
-
-NO_MODS = Mods()
 
 
 class RequestMods(NamedTuple):
@@ -27,19 +25,24 @@ class RequestMods(NamedTuple):
     whole: bool = False
 
 
-def mods_of(
-    mask: MaskMod | None, score_mod: ScoreMod | None, *, causal: bool, heads: int, length: int
-) -> RequestMods:
-    """Return the mods of a request of up to `length` tokens. Raise ModError if one is wrong.
+def checked(mask: MaskMod | None, score_mod: ScoreMod | None, *, causal: bool) -> Mods:
+    """Return mods. Raise ModError if one is wrong.
 
     If `causal` is False, `mask` takes the place of the model's mask.
     """
     if mask is None and score_mod is None and causal:
-        return RequestMods(NO_MODS)
+        return NO_MODS
     _check(mask, "mask")
     _check(score_mod, "score")
-    whole = not causal and (mask is None or not hides_later_keys(mask, heads, length))
-    return RequestMods(Mods(mask, score_mod, causal), whole)
+    return Mods(mask, score_mod, causal)
+
+
+def mods_of(own: Mods, common: Mods, *, heads: int, length: int) -> RequestMods:
+    """Return the mods of a request of up to `length` tokens, beside those of all requests."""
+    masks = [each for each in (common.mask, own.mask) if each is not None]
+    causal = own.causal and common.causal
+    whole = not causal and not (masks and hides_later_keys(and_masks(*masks), heads, length))
+    return RequestMods(own, whole)
 
 
 def _check(mod: Mod | None, kind: Kind) -> None:

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quire.engine.request_mods import NO_MODS
+from quire.engine.decoder import Decoder
 from quire.errors import ArgumentError
-from quire.integrations.transformers import enable
+from quire.integrations.transformers import on_quire
 from quire.integrations.transformers.cache import LayerStates, windows_of
 from quire.integrations.transformers.packed import PackedCache, PackedPart, PackedStep
-from quire.integrations.transformers.user_mods import Mods
+from quire.integrations.transformers.user_mods import NO_MODS, Mods
 from quire.kv import Group, PagedKVCache, SequenceHandle
 
 
@@ -73,7 +73,8 @@ class Runner:
         max_bytes: int | None,
         prefix: bool,
     ) -> None:
-        self.model = enable(model, mask=mods.mask, score_mod=mods.score_mod).eval()
+        self.model = on_quire(model).eval()
+        self.mods = mods
         self.config = model.config.get_text_config(decoder=True)
         self._packed = PackedCache(model.config)
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -88,6 +89,7 @@ class Runner:
             prefix=self.prefix,
             **shape._asdict(),
         )
+        self._decoder = Decoder.of(self.model, groups, shape.dtype)
 
     # --- pages
 
@@ -122,11 +124,13 @@ class Runner:
 
     def reserve(self, chunks: Sequence[Chunk]) -> Reserved:
         """Reserve pages for the chunks of a step, or raise OutOfPages and change nothing."""
-        order = sorted(range(len(chunks)), key=lambda place: _part_key(chunks[place], place))
+        keys = [_part_key(chunk, place) for place, chunk in enumerate(chunks)]
+        order = sorted(range(len(chunks)), key=keys.__getitem__)
         ordered = [chunks[place] for place in order]
         handles = [chunk.sequence for chunk in ordered]
         rows = self.pages.extend(handles, [len(chunk.tokens) for chunk in ordered])
-        step = PackedStep(self.pages, handles, rows, parts_of(ordered))
+        parts = parts_of(ordered, [keys[place] for place in order])
+        step = PackedStep(self.pages, handles, rows, parts, self.mods)
         return Reserved(list(chunks), order, step)
 
     def compute(self, reserved: Reserved) -> list[Tensor]:
@@ -145,7 +149,7 @@ class Runner:
         try:
             self._packed.begin(reserved.step)
             with torch.inference_mode():
-                logits = self._call(torch.tensor([ids]), torch.tensor([positions]), wanted)
+                logits = self._logits(ids, positions, wanted)
         except BaseException:
             for chunk in ordered:
                 self.pages.truncate(chunk.sequence, chunk.start)
@@ -153,6 +157,14 @@ class Runner:
         parts = logits.split([chunk.num_logits for chunk in ordered])
         found = dict(zip(reserved.order, parts, strict=True))
         return [found[place] for place in range(len(ordered))]
+
+    def _logits(self, ids: list[int], positions: list[int], wanted: list[int]) -> Tensor:
+        """Return logits [rows, V] of some rows: by a program if there is one, or by modules."""
+        if self._decoder is not None:
+            logits = self._decoder.compute(self._packed, ids, positions, wanted)
+            if logits is not None:
+                return logits.float()
+        return self._call(torch.tensor([ids]), torch.tensor([positions]), wanted)
 
     def _call(
         self, ids: Tensor, positions: Tensor, rows: list[int], cache: PackedCache | None = None
@@ -183,12 +195,11 @@ def _part_key(chunk: Chunk, place: int) -> tuple[int, ...]:
     )
 
 
-def parts_of(chunks: Sequence[Chunk]) -> list[PackedPart]:
-    """Return the parts of a packed row: neighbours with the same mods, decoding or not."""
+def parts_of(chunks: Sequence[Chunk], keys: Sequence[tuple[int, ...]]) -> list[PackedPart]:
+    """Return the parts of a packed row: neighbours with equal keys."""
     parts, first, token = [], 0, 0
-    keyed = [(_part_key(chunk, place), chunk) for place, chunk in enumerate(chunks)]
-    for (*_, many), group in groupby(keyed, key=lambda each: each[0]):
-        members = [chunk for _, chunk in group]
+    for (*_, many), group in groupby(range(len(chunks)), key=keys.__getitem__):
+        members = [chunks[place] for place in group]
         ends = [0, *accumulate(len(chunk.tokens) for chunk in members)]
         parts.append(
             PackedPart(

@@ -25,6 +25,7 @@ class Turn:
 
     tokens    prompt ──────┤ answer ──┤        the last one is not in pages yet
     done      in pages ───────────────┤        after a preemption 0, and all are computed again
+    drafts    guesses of what follows ├──▶     one path, or several that branch like a tree
     """
 
     number: int  # in the order of arrival
@@ -33,7 +34,8 @@ class Turn:
     tokens: list[int]
     num_prompt: int
     done: int = 0
-    drafts: list[int] = field(default_factory=list)  # guesses of what follows the last token
+    width: int = 1  # how many texts of this length are written side by side: its beams
+    drafts: list[list[int]] = field(default_factory=list)
     whole: bool = False  # whether its prompt must be read in one piece
 
     @property
@@ -66,23 +68,39 @@ def in_turn(turns: Iterable[AnyTurn]) -> list[AnyTurn]:
 def choose(running: Sequence[AnyTurn], limits: Limits) -> list[tuple[AnyTurn, int]]:
     """Return who is computed in the next step, with the number of tokens of each.
 
-    Answers come first, with their drafts as far as the budget goes. Prompts share what is left, one
-    token at least. A prompt that must be read whole may exceed the budget.
+    Answers come first, then their drafts as far as the budget goes: those beyond it are dropped.
+    Prompts share what is left, one token at least. A prompt that must be read whole, and a prompt
+    of several beams, may exceed the budget.
     """
-    order, left = in_turn(running), limits.tokens
-    chosen = []
-    for turn in (each for each in order if each.left == 1):
-        count = 1 + min(len(turn.drafts), max(0, left - 1))
-        chosen.append((turn, count))
-        left -= count
+    order = in_turn(running)
+    chosen = [(turn, 1) for turn in order if turn.left == 1]
+    left = limits.tokens - sum(turn.width for turn, _ in chosen)
+    for turn, _ in chosen:
+        if turn.drafts:
+            turn.drafts, left = fitting(turn.drafts, left)
     left = max(1, left)
     for turn in (each for each in order if each.left > 1):
         if left <= 0:
             break
-        count = _piece(turn, min(left, limits.chunk))
+        count = _piece(turn, max(1, min(left // turn.width, limits.chunk)))
         chosen.append((turn, count))
-        left -= count
+        left -= count * turn.width
     return chosen
+
+
+def fitting(paths: Sequence[list[int]], room: int) -> tuple[list[list[int]], int]:
+    """Return the drafts that `room` more tokens allow, and what is left of it.
+
+    Each path after the first one computes the last token of the text once more.
+    """
+    kept: list[list[int]] = []
+    for path in paths:
+        most = room - bool(kept)
+        if most <= 0:
+            break
+        kept.append(path[:most])
+        room = most - len(kept[-1])
+    return kept, room
 
 
 def _piece(turn: Turn, most: int) -> int:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
 
-from quire.engine.core import Core, Job
-from quire.engine.events import Counts
+from quire.engine.core import Core
+from quire.engine.events import Counts, EngineStatistics
+from quire.engine.job import Job
 from quire.kv.page_map import FREE as FREE_PAGE
 from quire.kv.page_map import PageMap
 
@@ -54,19 +55,34 @@ def view(core: Core) -> EngineView:
     return EngineView(pages.page_size, owners.tolist(), answers, replace(core.counts))
 
 
+def statistics(core: Core, new: int) -> EngineStatistics:
+    """Return the state of an engine, with `new` answers that no step has seen yet."""
+    pages = core.pages.statistics()
+    return EngineStatistics(
+        waiting=len(core.waiting) + new,
+        running=len(core.running),
+        **asdict(core.counts),
+        pages=pages.pages,
+        free_pages=pages.free,
+        shared_pages=pages.shared,
+        kept_pages=pages.kept,
+        num_bytes=pages.num_bytes,
+    )
+
+
 def _answer(job: Job, pages: PageMap) -> AnswerView:
-    held = [] if job.sequence is None else pages.held[job.sequence.serial].tolist()
+    held = dict.fromkeys(page for own in job.sequences for page in pages.held[own.serial].tolist())
     return AnswerView(
         number=job.number,
         state=_state(job),
         num_prompt=job.num_prompt,
         num_cached=job.answer.num_cached,
         num_tokens=len(job.sampler.tokens),
-        pages=held,
+        pages=list(held),
     )
 
 
 def _state(job: Job) -> State:
-    if job.sequence is None:
+    if not job.sequences:
         return "preempted" if job.sampler.tokens else "waits"
     return "reads" if job.done < job.num_prompt else "writes"

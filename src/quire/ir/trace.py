@@ -228,8 +228,11 @@ def mod_kind(mod: Mod) -> Kind:
     )
 
 
-def check_signature(mod: Mod, kind: Kind) -> None:
-    """Raise unless `mod` can be called with the arguments of its kind."""
+def check_signature(mod: Mod, kind: Kind, name: str = "") -> None:
+    """Raise unless `mod` can be called with the arguments of its kind.
+
+    `name` is what messages call it, if it is the value of another argument than `{kind}_mod`.
+    """
     if type(mod) is types.FunctionType and not mod.__dict__:  # true for nearly every mod, and fast
         code: types.CodeType | None = mod.__code__
         expected = len(INPUTS[kind])
@@ -238,17 +241,17 @@ def check_signature(mod: Mod, kind: Kind) -> None:
         expected = len(INPUTS[kind]) + 1
     if code is not None and code.co_argcount == expected and not code.co_kwonlyargcount:
         return
-    arguments = f"({', '.join(INPUTS[kind])})"
-    arity = _arity(mod, f"{kind}_mod", arguments)
+    arguments, name = f"({', '.join(INPUTS[kind])})", name or f"{kind}_mod"
+    arity = _arity(mod, name, arguments)
     count = len(INPUTS[kind])
     if not arity.least <= count <= arity.most:
         raise ModSignatureError(
-            f"{kind}_mod must take {count} arguments {arguments}, but {mod_name(mod)!r} takes "
+            f"{name} must take {count} arguments {arguments}, but {mod_name(mod)!r} takes "
             f"{arity.least}. Change its signature."
         )
     if arity.keywords:
         raise ModSignatureError(
-            f"{kind}_mod must take {count} arguments {arguments}, but {mod_name(mod)!r} needs "
+            f"{name} must take {count} arguments {arguments}, but {mod_name(mod)!r} needs "
             f"{', '.join(arity.keywords)} as well. Give it a default, or use functools.partial."
         )
 

@@ -3,10 +3,11 @@
 Reading order: cache (the class that users see), handles (sequences), paths (which drafts are
 accepted), groups (layers, and the limits of their memory), table (which pages a sequence holds),
 pool (which pages are free), prefix (pages found by their tokens), pages (the tensors of a layer),
-files (a sequence on disk), survey and page_map (who holds which page).
+files (a sequence outside of pages, or on disk), survey and page_map (who holds which page).
 """
 
 from quire.kv.cache import PagedKVCache
+from quire.kv.files import SavedSequence
 from quire.kv.groups import Group
 from quire.kv.handles import Rows, SequenceHandle
 from quire.kv.page_map import PageMap
@@ -21,6 +22,7 @@ __all__ = [
     "PagedKVCache",
     "PrefixCache",
     "Rows",
+    "SavedSequence",
     "SequenceHandle",
     "Statistics",
 ]

@@ -27,6 +27,7 @@ from torch import Tensor
 from quire.checks.arguments import whole_number
 from quire.errors import ArgumentError
 from quire.kv import files, survey
+from quire.kv.files import SavedSequence
 from quire.kv.groups import Budget, Group, LayerGroup, checked_groups, prefix_cache
 from quire.kv.handles import Roster, Rows, SequenceHandle, counts_of, token_counts
 from quire.kv.page_map import PageMap
@@ -88,7 +89,7 @@ class PagedKVCache:
         self._roster = Roster()
         self._prefix = prefix_cache(self._groups, self.shape.page_size) if prefix else None
         # The last result of `memory` for each group: its other layers ask for the same.
-        self._views: dict[int, tuple[list[SequenceHandle], View]] = {}
+        self._views: dict[int, tuple[tuple[list[SequenceHandle], int], View]] = {}
 
     def __repr__(self) -> str:
         now = self.statistics()
@@ -297,16 +298,22 @@ class PagedKVCache:
 
     # --- reading
 
-    def memory(self, layer: int, sequences: Sequence[SequenceHandle]) -> Paged:
+    def memory(
+        self, layer: int, sequences: Sequence[SequenceHandle], *, first_page: int = 0
+    ) -> Paged:
         """Return the pages, page table and lengths of sequences, which `attention` reads.
 
-        It is a snapshot: call it again after sequences were extended, truncated or freed.
+        It is a snapshot: call it again after sequences were extended, truncated or freed. If other
+        ranks have the first pages of the sequences, `first_page` is the number of these.
         """
         group, place = self._group(layer), self._place[layer]
         known = self._views.get(place)
-        if known is None or known[0] != list(sequences):
+        if known is None or known[0] != (list(sequences), first_page):
+            advice = "Give the number of pages that other ranks have."
+            whole_number("first_page", first_page, minimum=0, advice=advice)
             rows = self._roster.rows(sequences)
-            known = list(sequences), group.view(rows, self._roster.lengths[rows])
+            view = group.view(rows, self._roster.lengths[rows], first_page)
+            known = (list(sequences), first_page), view
             self._views[place] = known
         return group.memory(layer, known[1])
 
@@ -350,29 +357,37 @@ class PagedKVCache:
             )
         return self._prefix
 
-    # --- files
+    # --- copies and files
 
-    def save(self, sequence: SequenceHandle, path: str | os.PathLike[str]) -> None:
-        """Write a sequence to a file. If that fails, an old file with that name stays whole."""
+    def copy_out(self, sequence: SequenceHandle) -> SavedSequence:
+        """Return a copy of what a sequence holds, outside of pages. `restore` brings it back."""
         row = self._written_row(sequence)
         length = int(self._roster.lengths[row])
         header = files.Header.of(self.shape, self._groups, row, length)
-        files.save(path, header, files.rows_of(self._groups, row, length))
+        return SavedSequence(header, files.rows_of(self._groups, row, length))
+
+    def restore(self, saved: SavedSequence) -> SequenceHandle:
+        """Return a new sequence with what `copy_out` has copied, from this cache or one like it."""
+        plans = files.plans_of(saved.header, self.shape, self._groups)
+        self._budget.make_room(self._groups, plans, self._prefix)
+        handle = self._new_sequence()
+        try:
+            self._roster.lengths[handle.row] = saved.header.length
+            for group, plan in zip(self._groups, plans, strict=True):
+                group.commit(plan._replace(rows=np.array([handle.row])))
+            files.place(self._groups, handle.row, saved)
+        except BaseException:
+            self.free(handle)
+            raise
+        return handle
+
+    def save(self, sequence: SequenceHandle, path: str | os.PathLike[str]) -> None:
+        """Write a sequence to a file. If that fails, an old file with that name stays whole."""
+        files.save(path, self.copy_out(sequence))
 
     def load(self, path: str | os.PathLike[str]) -> SequenceHandle:
         """Return a new sequence with the exact content of a file that `save` has written."""
-        header, tensors = files.load(path, self.shape, self._groups)
-        plans = [
-            group.table.plan_new(start, header.length)
-            for group, start in zip(self._groups, header.starts, strict=True)
-        ]
-        self._budget.make_room(self._groups, plans, self._prefix)
-        handle = self._new_sequence()
-        self._roster.lengths[handle.row] = header.length
-        for group, plan in zip(self._groups, plans, strict=True):
-            group.commit(plan._replace(rows=np.array([handle.row])))
-        files.place(self._groups, handle.row, header.length, tensors)
-        return handle
+        return self.restore(files.load(path, self.shape, self._groups))
 
     # --- looking at itself
 

@@ -1,4 +1,4 @@
-"""A sequence in a file: keys and values by layer, in the format of safetensors.
+"""A sequence outside of pages: a copy in memory, or a file in the format of safetensors.
 
     key.0, value.0, key.1, ...   [rows, Hkv, D]: the rows that a layer holds, in their dtype
     key_scale.0, ...             [rows, Hkv]: the scales of rows, if they have any
@@ -19,7 +19,7 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from quire.checks.arguments import dtype_name
 from quire.errors import MissingFileError, SequenceFileError
 from quire.kv.groups import LayerGroup
 from quire.kv.pages import LayerPages, PageShape
+from quire.kv.table import PagePlan
 
 _is_windows = os.name == "nt"
 
@@ -64,6 +65,13 @@ class Header:
         )
 
 
+class SavedSequence(NamedTuple):
+    """A copy of what a sequence holds, outside of pages."""
+
+    header: Header
+    tensors: dict[str, Tensor]
+
+
 def rows_of(groups: Sequence[LayerGroup], row: int, length: int) -> dict[str, Tensor]:
     """Return the rows of a sequence in every layer, in the dtype of pages: key.0, value.0, ..."""
     tensors: dict[str, Tensor] = {}
@@ -72,12 +80,29 @@ def rows_of(groups: Sequence[LayerGroup], row: int, length: int) -> dict[str, Te
     return tensors
 
 
-def place(
-    groups: Sequence[LayerGroup], row: int, length: int, tensors: Mapping[str, Tensor]
-) -> None:
-    """Write the tensors that `rows_of` has returned to the pages of another sequence."""
-    for layer, pages, slots in _layers(groups, row, length):
-        pages.place(slots, {part: tensors[f"{part}.{layer}"] for part in pages.shape.parts})
+def plans_of(header: Header, shape: PageShape, groups: Sequence[LayerGroup]) -> list[PagePlan]:
+    """Return the pages that a copy needs in each group. Raise if the cache is unlike its own."""
+    own = replace(Header.of(shape, groups), length=header.length, starts=header.starts)
+    size = shape.page_size
+    fits = header == own and all(
+        start % size == 0 and start <= group.table.reach(header.length) * size
+        for group, start in zip(groups, header.starts, strict=True)
+    )
+    if not fits:
+        raise SequenceFileError(
+            f"a copy must be of a cache like this one, {own}, but is {header}. Restore it where "
+            f"pages, layers and windows have the same sizes."
+        )
+    return [
+        group.table.plan_new(start, header.length)
+        for group, start in zip(groups, header.starts, strict=True)
+    ]
+
+
+def place(groups: Sequence[LayerGroup], row: int, saved: SavedSequence) -> None:
+    """Write what `rows_of` has returned to the pages of another sequence."""
+    for layer, pages, slots in _layers(groups, row, saved.header.length):
+        pages.place(slots, {part: saved.tensors[f"{part}.{layer}"] for part in pages.shape.parts})
 
 
 def _layers(
@@ -90,9 +115,10 @@ def _layers(
             yield layer, pages, slots
 
 
-def save(path: str | os.PathLike[str], header: Header, tensors: Mapping[str, Tensor]) -> None:
+def save(path: str | os.PathLike[str], saved: SavedSequence) -> None:
     """Write a file as a whole, or raise and leave no part of it behind."""
     safetensors = _library()
+    header, tensors = saved
     plain = {name: tensor.contiguous() for name, tensor in tensors.items()}
     text = json.dumps(asdict(header))
     metadata = {"quire": text, "sha256": _digest(text, plain)}
@@ -118,7 +144,7 @@ def save(path: str | os.PathLike[str], header: Header, tensors: Mapping[str, Ten
 
 def load(
     path: str | os.PathLike[str], shape: PageShape, groups: Sequence[LayerGroup]
-) -> tuple[Header, dict[str, Tensor]]:
+) -> SavedSequence:
     """Return the header and tensors of a file. Raise if a cache of these groups cannot hold it."""
     safetensors = _library()
     try:
@@ -147,7 +173,7 @@ def load(
                 f"window of {table.window}, but those of {os.fspath(path)!r} begin at {start}. "
                 f"Load it into a cache with the page size that it was saved from."
             )
-    return header, tensors
+    return SavedSequence(header, tensors)
 
 
 _MALFORMED = (ValueError, TypeError, KeyError, RecursionError)

@@ -93,11 +93,19 @@ class LayerGroup:
                 pages.copy(copies)
                 pages.place(target, rows)
 
-    def view(self, rows: Numbers, lengths: Numbers) -> View:
-        """Return the current view of the sequences in `rows`, which have `lengths` tokens."""
+    def view(self, rows: Numbers, lengths: Numbers, elsewhere: int = 0) -> View:
+        """Return the current view of the sequences in `rows`, which have `lengths` tokens here.
+
+        The first `elsewhere` pages of each are not in this cache.
+        """
         table = self.table
-        first = None if table.window is None else torch.from_numpy(table.first[rows])
-        return torch.from_numpy(table.view(rows)), torch.from_numpy(lengths), first
+        pages, first = table.view(rows), None if table.window is None else table.first[rows]
+        if elsewhere:
+            pages = np.pad(pages, ((0, 0), (elsewhere, 0)), constant_values=-1)
+            first = (np.zeros_like(lengths) if first is None else first) + elsewhere
+            lengths = lengths + elsewhere * table.page_size
+        begins = None if first is None else torch.from_numpy(first)
+        return torch.from_numpy(pages), torch.from_numpy(lengths), begins
 
     def memory(self, layer: int, view: View) -> Paged:
         """Return the memory of the sequences of a view, in the pages of one layer."""

@@ -184,8 +184,7 @@ class PrefixCache:
         return hashlib.blake2b(salt, key=self._secret).digest()
 
     def _find(self, wanted: list[bytes], salt: bytes) -> list[_Block]:
-        if not isinstance(salt, bytes):
-            raise ArgumentError(f"salt must be bytes, but is {salt!r}. Encode it.")
+        expect_salt(salt)
         found: list[_Block] = []
         parent: _Block | bytes = salt
         digest, blocks, blake2b = self._root(salt), self._blocks, hashlib.blake2b
@@ -267,6 +266,12 @@ class PrefixCache:
             del self._blocks[block.digest]
             self._kept.remove(block.page)
         return len(self._pool.release([block.page for block in victims]))
+
+
+def expect_salt(salt: object) -> None:
+    """Raise unless a salt is bytes."""
+    if not isinstance(salt, bytes):
+        raise ArgumentError(f"salt must be bytes, but is {salt!r}. Encode it.")
 
 
 def _expect(holds: bool, otherwise: str) -> None:

@@ -4,7 +4,15 @@ model = quire.linear.pack(model, weights="int8")
 """
 
 from quire.linear.arguments import Weights
-from quire.linear.epilogues import Rotary, add, gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
+from quire.linear.epilogues import (
+    Rotary,
+    add,
+    gelu,
+    gelu_and_mul,
+    gelu_tanh_and_mul,
+    silu,
+    silu_and_mul,
+)
 from quire.linear.files import load, save
 from quire.linear.models import pack, packed_layers, unpack
 from quire.linear.module import PackedEmbedding, PackedLinear, matmul
@@ -15,6 +23,7 @@ __all__ = [
     "Rotary",
     "Weights",
     "add",
+    "gelu",
     "gelu_and_mul",
     "gelu_tanh_and_mul",
     "load",
@@ -22,6 +31,7 @@ __all__ = [
     "pack",
     "packed_layers",
     "save",
+    "silu",
     "silu_and_mul",
     "unpack",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Literal, NamedTuple, TypeAlias, cast, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -77,41 +77,83 @@ def norm_of(norm: nn.Module | None, depth: int) -> FoundNorm:
             )
     if epsilon is None:  # torch.nn.RMSNorm takes that of the dtype
         epsilon = torch.finfo(torch.float32).eps
-    found = {"norm_weight": weight, "norm_bias": bias}
-    tensors = {
-        name: each.detach().float().clone() for name, each in found.items() if each is not None
-    }
-    offset = _offset(norm, tensors, float(epsilon), depth)
-    if offset:
-        tensors["norm_weight"] += offset
-    return FoundNorm("layer" if layer else "rms", float(epsilon), offset, tensors)
+    named = {"norm_weight": weight, "norm_bias": bias}
+    given = {name: each for name, each in named.items() if each is not None}
+    check_on_cpu(given)
+    tensors = {name: each.detach().float().clone() for name, each in given.items()}
+    found = FoundNorm("layer" if layer else "rms", float(epsilon), 0.0, tensors)
+    if depth and _offset(norm, found, depth):
+        tensors["norm_weight"] += 1
+        found = found._replace(offset=1.0)
+    return found
 
 
-def _offset(norm: nn.Module, tensors: Mapping[str, Tensor], epsilon: float, depth: int) -> float:
+def known_norm(norm: nn.Module, depth: int) -> FoundNorm | None:
+    """Return what a norm computes, and None if it is no norm that is known."""
+    try:
+        return norm_of(norm, depth)
+    except (ArgumentError, DeviceError, ShapeError):
+        return None
+
+
+def check_on_cpu(tensors: Mapping[str, Tensor | None]) -> None:
+    """Raise unless the tensors of a layer are on the CPU."""
+    for name, tensor in tensors.items():
+        if tensor is not None and not tensor.is_cpu:
+            raise DeviceError(
+                f"{name} must be on the CPU, as x is, but is on {tensor.device}. Move the layer."
+            )
+
+
+def _offset(norm: nn.Module, found: FoundNorm, depth: int) -> int:
     """Return what a norm adds to its weight: 0, or 1 in models like Gemma. Raise if neither fits.
 
-    Classes of many models are called RMSNorm, so two rows are tried, one of which is so small that
-    epsilon matters.
+    A class says little about what it computes: many are called RMSNorm, and one that inherits from
+    LayerNorm may do more. So each is tried on two rows, of which one is so small that epsilon
+    matters.
     """
-    if isinstance(norm, nn.LayerNorm) or not depth:
-        return 0.0
     own = getattr(norm, "weight", None)
     dtype = torch.float32 if own is None else own.dtype
-    row = torch.linspace(-1.0, 1.5, depth).to(dtype)
-    rows = torch.stack((row, row * epsilon**0.5))
-    with torch.no_grad():
-        found = norm(rows).float()
-    wide = rows.float()
-    plain = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
-    gain = tensors.get("norm_weight", torch.ones(()))
-    near = 8 * torch.finfo(dtype).eps
-    for offset in (0.0, 1.0):
-        if torch.allclose(found, plain * (gain + offset), rtol=near, atol=near, equal_nan=True):
-            return offset
+    row = torch.linspace(-1.0, 1.5, depth, device="cpu").to(dtype)
+    rows = torch.stack((row, row * found.epsilon**0.5))
+    result, wide = _tried(norm, rows), rows.float()
+    if found.kind == "layer":
+        wide = wide - wide.mean(-1, keepdim=True)
+    plain = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + found.epsilon)
+    gain, bias = found.tensors.get("norm_weight"), found.tensors.get("norm_bias", 0.0)
+    guesses = [plain + bias] if gain is None else [plain * (gain + add) + bias for add in (0, 1)]
+    errors = [float((result - guess).abs().nan_to_num().max()) for guess in guesses]
+    offset = errors.index(min(errors))  # if weights are large, both may be near
+    near = 8 * max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+    largest = max(1.0, float(guesses[offset].abs().nan_to_num().max()))
+    options: dict[str, Any] = {"rtol": near, "atol": near * largest, "equal_nan": True}
+    if torch.allclose(result, guesses[offset], **options):
+        return offset
     raise ArgumentError(
-        f"norm must divide by the root mean square and multiply by its weight, or 1 + its weight, "
+        f"norm must be an RMSNorm or a LayerNorm that multiplies by its weight, or 1 + its weight, "
         f"but {type(norm).__name__} computes something else. Call it before the layer."
     )
+
+
+def _tried(norm: nn.Module, rows: Tensor) -> Tensor:
+    """Return some rows after a norm that takes one tensor and gives one; refuse any other."""
+    reason = ""
+    try:
+        parameters = inspect.signature(norm.forward).parameters
+        with torch.no_grad():
+            result = norm(rows)
+        if len(parameters) != 1:
+            reason = f"takes {', '.join(parameters)}"
+        elif not isinstance(result, Tensor) or result.shape != rows.shape:
+            reason = "returns something else"
+    except Exception as error:  # whatever the code of somebody else raises
+        reason = f"raises {error!r}"
+    if reason:
+        raise ArgumentError(
+            f"norm must take rows and return rows, but {type(norm).__name__} {reason}. Call it "
+            f"before the layer."
+        )
+    return cast(Tensor, result).float()
 
 
 def given_tensors(epilogue: EpilogueMod | None) -> tuple[str, ...]:
@@ -124,7 +166,7 @@ def given_tensors(epilogue: EpilogueMod | None) -> tuple[str, ...]:
 
 def as_floats(tensor: Tensor | None) -> Tensor | None:
     """Return a tensor as contiguous float32; None if there is none."""
-    return None if tensor is None else tensor.detach().float().contiguous()
+    return None if tensor is None else tensor.detach().float().contiguous().resolve_neg()
 
 
 def check_weight(weight: Tensor, weights: str, half: int) -> None:
@@ -134,6 +176,11 @@ def check_weight(weight: Tensor, weights: str, half: int) -> None:
         raise ShapeError(
             f"the weight must be [N, K], and N a multiple of two halves, but has the shape "
             f"{list(weight.shape)} and half is {half}. Give the weight of a linear layer."
+        )
+    if not weight.shape[1]:
+        raise ShapeError(
+            f"the weight must have a column for each number of a row, but has the shape "
+            f"{list(weight.shape)}. Leave the layer as it is."
         )
     if not weight.is_cpu:
         raise DeviceError(
@@ -150,10 +197,16 @@ def check_rows(x: Tensor, depth: int) -> None:
     plain = type(x) in (Tensor, nn.Parameter)
     if not (plain and x.dtype in ACTIVATIONS and x.is_cpu and x.shape[-1:] == (depth,)):
         _refuse(x, depth)
-    if x.requires_grad and torch.is_grad_enabled():
+    if x.requires_grad:
+        check_gradient("x", x)
+
+
+def check_gradient(name: str, tensor: Tensor) -> None:
+    """Raise if a tensor wants a gradient, which nothing here computes."""
+    if tensor.requires_grad and torch.is_grad_enabled():
         raise PackedTrainingError(
-            "x must not require a gradient where a layer has packed weights, but it does. Run "
-            "inference under torch.no_grad(), or train the model before it is packed."
+            f"{name} must not require a gradient where a layer has packed weights, but it does. "
+            f"Run inference under torch.no_grad(), or train the model before it is packed."
         )
 
 

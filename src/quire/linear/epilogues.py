@@ -1,5 +1,6 @@
 """Epilogues that models need, as values: they can be compared, pickled and written to files.
 
+silu, gelu          by themselves; so are gelu_tanh, quick_gelu and sigmoid
 silu_and_mul        silu(gate) * up, of a pair of columns
 gelu_and_mul        the same with GELU; gelu_tanh_and_mul with its approximation by tanh
 add                 value + residual, which the call gives
@@ -19,6 +20,35 @@ import torch.nn.functional as F
 from quire.errors import ArgumentError
 
 EpilogueMod: TypeAlias = Callable[..., Any]
+
+
+def silu(value: Any, row: Any, column: Any) -> Any:
+    """Return value * sigmoid(value)."""
+    return F.silu(value)
+
+
+def gelu(value: Any, row: Any, column: Any) -> Any:
+    """Return gelu(value)."""
+    return F.gelu(value)
+
+
+def gelu_tanh(value: Any, row: Any, column: Any) -> Any:
+    """Return gelu(value), approximated by tanh."""
+    return F.gelu(value, approximate="tanh")
+
+
+def quick_gelu(value: Any, row: Any, column: Any) -> Any:
+    """Return value * sigmoid(1.702 * value)."""
+    return value * torch.sigmoid(1.702 * value)
+
+
+def sigmoid(value: Any, row: Any, column: Any) -> Any:
+    """Return sigmoid(value)."""
+    return torch.sigmoid(value)
+
+
+ELEMENTWISE = {each.__name__: each for each in (silu, gelu, gelu_tanh, quick_gelu, sigmoid)}
+"""Functions of one number, by name."""
 
 
 def silu_and_mul(value: Any, other: Any, row: Any, block: Any, column: Any) -> Any:
@@ -83,7 +113,10 @@ GATED: dict[str, EpilogueMod] = {
 }
 """activation(gate) * up, by the name of the activation's class."""
 
-_PLAIN = {each.__name__: each for each in (silu_and_mul, gelu_and_mul, gelu_tanh_and_mul, add)}
+_PLAIN: dict[str, EpilogueMod] = {
+    **{each.__name__: each for each in (silu_and_mul, gelu_and_mul, gelu_tanh_and_mul, add)},
+    **ELEMENTWISE,
+}
 
 
 def epilogue_name(epilogue: EpilogueMod | None) -> str:

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from quire.linear.arguments import Weights
 from quire.linear.epilogues import GATED, ClampedSwiglu, EpilogueMod
 from quire.linear.module import PackedLinear
+from quire.linear.rowwise import RowKind, RowWise
 
 _TENSORS = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
 _MARKS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "num_experts")
@@ -32,6 +33,8 @@ _MARKS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "num_exper
 
 def gate_of(module: Any) -> EpilogueMod | None:
     """Return how experts combine gate and up; None if the module has no experts that are known."""
+    if type(module).__name__ == "Llama4TextExperts":  # it has no marks: all experts read all rows
+        return GATED.get(type(module.act_fn).__name__)
     if not all(hasattr(module, name) for name in (*_MARKS, *_TENSORS[:2])):
         return None
     if not module.has_gate or getattr(module, "has_post_expert_norm", False):
@@ -45,7 +48,10 @@ def gate_of(module: Any) -> EpilogueMod | None:
 
 
 def pack_experts(
-    model: nn.Module, weights: Weights, chosen: Callable[[str, nn.Module], bool]
+    model: nn.Module,
+    weights: Weights,
+    chosen: Callable[[str, nn.Module], bool],
+    begin: Callable[[str, int], None],
 ) -> None:
     """Pack the experts and the routers of a model, where they are known."""
     for name, module in list(model.named_modules()):
@@ -53,10 +59,18 @@ def pack_experts(
             _pack_router(module)
         gate = gate_of(module)
         if gate is not None and chosen(name, module):
+            begin(name, 1)
             _pack_one(module, weights, gate)
 
 
+def _mark(module: Any) -> None:
+    """Give experts the marks that others of transformers have."""
+    if type(module).__name__ == "Llama4TextExperts":
+        module.has_bias, module.is_transposed, module.is_concatenated = False, True, True
+
+
 def _pack_one(module: Any, weights: Weights, gate: EpilogueMod) -> None:
+    _mark(module)
     layers: dict[str, list[PackedLinear]] = {"gate_up": [], "down": []}
     for expert in range(module.num_experts):
         for name, into in layers.items():
@@ -81,6 +95,7 @@ def _in_halves(module: Any, columns: Any) -> Any:
 
 def place_experts(module: Any, layers: dict[str, nn.ModuleList]) -> None:
     """Give experts their packed layers and their forward function; their tensors go."""
+    _mark(module)
     for name in _TENSORS:
         if hasattr(module, name):
             delattr(module, name)
@@ -95,13 +110,22 @@ def packed_experts(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
-def mix(experts: Any, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-    """Return the rows [T, K] after their experts: indices and weights are [T, experts of a row]."""
+def mix(
+    experts: Any, hidden: Tensor, indices: Tensor | None = None, weights: Tensor | None = None
+) -> Tensor:
+    """Return the rows [T, K] after their experts: indices and weights are [T, experts of a row].
+
+    Without them, as in Llama 4, `hidden` has the same number of rows for each expert in turn.
+    """
+    if indices is None or weights is None:
+        parts = zip(experts.gate_up, experts.down, hidden.chunk(experts.num_experts), strict=True)
+        return torch.cat([down(gate_up(rows)) for gate_up, down, rows in parts])
     count = indices.shape[1]
     owner = indices.flatten()
     order = owner.argsort(stable=True)
     sizes = torch.bincount(owner, minlength=experts.num_experts).tolist()
-    results = hidden.new_empty(len(order), experts.down[0].out_features)
+    # A place for an expert that does not exist stays 0: another process may have it.
+    results = hidden.new_zeros(len(order), experts.down[0].out_features)
     first = 0
     for expert, size in enumerate(sizes[: experts.num_experts]):
         if size:
@@ -145,9 +169,10 @@ def _as_before(module: Any, columns: Tensor, *, gated: bool) -> Tensor:
 
 def is_router(module: Any) -> bool:
     """Return whether a module multiplies by its own weight to choose experts."""
+    if not type(module).__name__.endswith("Router"):
+        return False  # its weight may be made when it is asked for
     weight = getattr(module, "weight", None)
-    named = type(module).__name__.endswith("Router")
-    return named and isinstance(weight, nn.Parameter) and weight.dim() == 2
+    return isinstance(weight, nn.Parameter) and weight.dim() == 2
 
 
 def _pack_router(router: Any) -> None:
@@ -168,13 +193,19 @@ def packed_routers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def route(router: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return what a router returns, with its product by packed weights."""
+    """Return what a router returns, with its product by packed weights, and sigmoids by rows."""
     with _Exchanged(router.packed):
         return type(router).forward(router, *args, **kwargs)
 
 
+_sigmoid = RowWise(nn.Sigmoid(), RowKind(activation="sigmoid"))
+
+
 class _Exchanged(TorchFunctionMode):
-    """F.linear by a weight of the shape of `packed` is a product with `packed`."""
+    """F.linear by a weight of the shape of `packed` is a product with `packed`.
+
+    A row of torch.sigmoid may depend on where it lies (`linear/rowwise.py`), so it is exchanged.
+    """
 
     def __init__(self, packed: PackedLinear) -> None:
         super().__init__()
@@ -186,6 +217,8 @@ class _Exchanged(TorchFunctionMode):
     ) -> Any:
         if func is F.linear and tuple(args[1].shape) == self.shape:
             return self._product(*args, **(kwargs or {}))
+        if func in (torch.sigmoid, Tensor.sigmoid) and not kwargs:
+            return _sigmoid(*args)
         return func(*args, **(kwargs or {}))
 
     def _product(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

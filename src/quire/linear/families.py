@@ -1,4 +1,4 @@
-"""Fused layers of the model families that are known, from Llama to Qwen2 and Mistral.
+"""Fused layers of the model families that are known: Llama, Qwen2, Mistral, and MLPs of Qwen3.
 
 A decoder layer of transformers has two norms, an attention and an MLP. Packed, it reads
 
@@ -6,31 +6,68 @@ A decoder layer of transformers has two norms, an attention and an MLP. Packed, 
     mlp.gate_up     norm, then gate and up as one product, then activation(gate) * up
 
 and its norms do nothing. The attention stays the object it was, with another forward function, so
-that whatever looks for it by its class finds it. Layers of other families stay as they are.
+that whatever looks for it by its class finds it. Layers of other families stay as they are, and so
+does whatever is in a known one but is not what its family has there.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from quire.linear.arguments import Weights
+from quire.linear.arguments import Weights, check_weight, known_norm
 from quire.linear.epilogues import GATED, EpilogueMod, Rotary
 from quire.linear.module import PackedLinear
 from quire.linear.packing import IntegerWeight
 
-ATTENTIONS = ("LlamaAttention", "Qwen2Attention", "MistralAttention")
-MLPS = ("LlamaMLP", "Qwen2MLP", "MistralMLP")
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 _GATED = ("gate_proj", "up_proj")
 
+
+class FusedPart(NamedTuple):
+    """What is fused in decoder layers that compute x + part(norm(x))."""
+
+    home: str
+    kind: str  # what its class is called in every family
+    families: tuple[str, ...]
+    layers: tuple[str, ...]  # that become one
+    after: str
+    norm: str
+    fused: str
+
+
+PARTS = (
+    FusedPart(
+        "self_attn",
+        "Attention",
+        ("Llama", "Qwen2", "Mistral"),  # others do more between q, k and the rotary embedding
+        layers=_PROJECTIONS,
+        after="o_proj",
+        norm="input_layernorm",
+        fused="qkv",
+    ),
+    FusedPart(
+        "mlp",
+        "MLP",
+        ("Llama", "Qwen2", "Mistral", "Qwen3"),
+        layers=_GATED,
+        after="down_proj",
+        norm="post_attention_layernorm",
+        fused="gate_up",
+    ),
+)
+
 Chosen = Callable[[str, nn.Module], bool]
-Given = Mapping[str, IntegerWeight]
+Given = Callable[[str], IntegerWeight | None]
+"""given(name) are the weights of a layer that are integers already."""
+Begin = Callable[[str, int], None]
+"""begin(name, count) hears what is packed next, and of how many layers it is made."""
 Several = Sequence[IntegerWeight | None]
 
 
@@ -70,38 +107,41 @@ class GatedMLP(nn.Module):
         return result
 
 
-def decoder_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield what looks like a decoder layer of a known family, by name."""
-    for name, layer in model.named_modules():
-        attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
-        if type(attention).__name__ in ATTENTIONS and type(mlp).__name__ in MLPS:
-            yield name, layer
+def fuse(model: nn.Module, weights: Weights, chosen: Chosen, given: Given, begin: Begin) -> None:
+    """Fuse the decoder layers that are known, where all layers of a pattern are chosen."""
+    uses = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    for name, layer in list(model.named_modules()):
+        for part in PARTS:
+            if not _has(layer, part):
+                continue
+            names = [f"{name}.{part.home}.{each}" for each in part.layers]
+            layers = [model.get_submodule(each) for each in names]
+            alone = all(uses[id(each)] == 1 for each in (*layers, getattr(layer, part.norm)))
+            if alone and all(map(chosen, names, layers)):
+                begin(f"{name}.{part.home}.{part.fused}", len(names))
+                way = _fuse_attention if part.home == "self_attn" else _fuse_mlp
+                way(layer, weights, [given(each) for each in names])
 
 
-def fuse(model: nn.Module, weights: Weights, chosen: Chosen, given: Given) -> None:
-    """Fuse the decoder layers that are known, where all layers of a pattern are chosen.
-
-    `given` are weights that are integers already, by the name of their layer.
-    """
-    for name, layer in list(decoder_layers(model)):
-        names = [f"{name}.self_attn.{each}" for each in _PROJECTIONS]
-        if _is_plain(layer.self_attn, _PROJECTIONS) and all(
-            chosen(each, model.get_submodule(each)) for each in names
-        ):
-            _fuse_attention(layer, weights, [given.get(each) for each in names])
-        names = [f"{name}.mlp.{each}" for each in _GATED]
-        if (
-            _is_plain(layer.mlp, (*_GATED, "down_proj"))
-            and type(cast(Any, layer.mlp).act_fn).__name__ in GATED
-            and all(chosen(each, model.get_submodule(each)) for each in names)
-        ):
-            _fuse_mlp(layer, weights, [given.get(each) for each in names])
-
-
-def _is_plain(module: object, names: tuple[str, ...]) -> bool:
-    """Return whether a module has linear layers of these names."""
-    layers = [getattr(module, name, None) for name in names]
-    return all(type(layer) is nn.Linear for layer in layers)
+def _has(layer: Any, part: FusedPart) -> bool:
+    """Return whether a decoder layer is of a known family, and has a part as the family has it."""
+    kind = type(layer)
+    family = kind.__name__.removesuffix("DecoderLayer")
+    if family not in part.families or not kind.__module__.startswith("transformers.models."):
+        return False
+    module = getattr(layer, part.home, None)
+    usual = (f"{family}{part.kind}", kind.__module__)
+    if (type(module).__name__, type(module).__module__) != usual:
+        return False
+    if "forward" in vars(layer) or "forward" in vars(module):  # somebody has exchanged it
+        return False
+    layers = [getattr(module, name, None) for name in (*part.layers, part.after)]
+    if not all(type(each) is nn.Linear for each in layers):
+        return False
+    if part.home == "mlp" and type(cast(Any, module).act_fn).__name__ not in GATED:
+        return False
+    width = cast(nn.Linear, layers[0]).in_features
+    return known_norm(getattr(layer, part.norm), width) is not None
 
 
 def _fuse_attention(layer: Any, weights: Weights, given: Several) -> None:
@@ -163,11 +203,14 @@ def _packed(
     half = epilogue.half if isinstance(epilogue, Rotary) else parts[0].out_features
     bias = None
     if any(part.bias is not None for part in parts):
-        zeros = [torch.zeros(part.out_features, dtype=part.weight.dtype) for part in parts]
+        zeros = [part.weight.new_zeros(part.out_features) for part in parts]
         both = zip(parts, zeros, strict=True)
         bias = torch.cat([zero if part.bias is None else part.bias for part, zero in both])
+    if isinstance(weight, Tensor):
+        check_weight(weight, weights, half)  # while nothing is lost
     for part in parts:
-        part.weight = nn.Parameter(torch.empty(0), requires_grad=False)  # frees the old weights
+        none = torch.empty(0, device="cpu")
+        part.weight = nn.Parameter(none, requires_grad=False)  # frees the old weights
     return PackedLinear.from_weight(
         weight, bias, weights=weights, norm=norm, epilogue=epilogue, half=half, merges=not rotary
     )
@@ -214,6 +257,15 @@ def _for_each_row(angles: Tensor, batch: int) -> Tensor:
     if angles.shape[0] == batch:
         return angles
     return angles.expand(batch, -1, -1).reshape(-1, angles.shape[-1])
+
+
+def fused_layers(model: nn.Module) -> Iterator[PackedLinear]:
+    """Yield the packed layers that `unfuse` takes apart."""
+    for module in model.modules():
+        if isinstance(module, GatedMLP):
+            yield module.gate_up
+        elif hasattr(module, "packed_heads"):
+            yield cast(Any, module).qkv
 
 
 def unfuse(model: nn.Module, plain: Callable[[PackedLinear], nn.Linear]) -> None:

@@ -3,7 +3,7 @@
     save(model, "model.safetensors")
     load(skeleton, "model.safetensors")      # the same model before it was packed, without weights
 
-    tensors             the state dict of the model and its other buffers; of tied weights, one copy
+    tensors             the state dict of the model and its other buffers; of tied tensors, one copy
     metadata "quire"    as JSON: every packed layer, what is tied, fused, and computed row by row
 
 Packed weights come first, at multiples of 64 bytes from the start of the file, so that a vector of
@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quire.errors import MissingFileError, PackedFileError
+from quire.checks.arguments import dtype_name
+from quire.errors import DtypeError, MissingFileError, PackedFileError
 from quire.linear.epilogues import epilogue_name, epilogue_of_name
 from quire.linear.experts import packed_experts, packed_routers, place_experts, place_router
 from quire.linear.families import GatedMLP, place_attention, place_mlp
@@ -39,18 +40,26 @@ _DTYPES = {
     torch.bfloat16: "BF16",
     torch.int64: "I64",
     torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
     torch.uint8: "U8",
     torch.bool: "BOOL",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
 }
 _DTYPE_OF = {name: dtype for dtype, name in _DTYPES.items()}
 
 
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Write a packed model to a file as a whole, or raise and leave no part of it behind."""
-    everything = {**dict(model.named_buffers()), **model.state_dict()}
-    tensors = {name: each.detach().contiguous() for name, each in everything.items()}
+    tensors, tied = _tensors_of(model)
     names = sorted(tensors, key=lambda name: (not name.endswith("packed"), name))
-    header: dict[str, Any] = {"__metadata__": {"quire": json.dumps(_description(model))}}
+    description = {**_description(model), "tied": tied}
+    header: dict[str, Any] = {"__metadata__": {"quire": json.dumps(description)}}
     end = 0
     for name in names:
         tensor = tensors[name]
@@ -65,14 +74,38 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
         with open(draft, "wb") as out:
             out.write(len(text).to_bytes(8, "little") + text)
             for name in names:
-                out.write(memoryview(tensors[name].flatten().view(torch.uint8).numpy()))
+                whole = tensors[name].contiguous().flatten()
+                bytes_: Any = whole.view(torch.uint8).numpy()
+                out.write(memoryview(bytes_))
         os.replace(draft, file)
     except OSError as error:
-        draft.unlink(missing_ok=True)
         raise PackedFileError(
             f"path must be a place for a file, but {str(path)!r} cannot be written: {error}. Make "
             f"the directory, or free space."
         ) from error
+    finally:
+        draft.unlink(missing_ok=True)  # after an error or Ctrl-C; else it is the file by now
+
+
+def _tensors_of(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors of a model by name, and of those that are tied, the name of the first."""
+    tensors: dict[str, Tensor] = {}
+    tied: dict[str, str] = {}
+    known: dict[object, str] = {}
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    for name, tensor in {**buffers, **model.state_dict()}.items():
+        if tensor.dtype not in _DTYPES:
+            raise DtypeError(
+                f"{name} must be of a dtype that safetensors has, but is "
+                f"{dtype_name(tensor.dtype)}. Convert it."
+            )
+        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        first = known.setdefault(key, name) if tensor.numel() else name
+        if first == name:
+            tensors[name] = tensor.detach()
+        else:
+            tied[name] = first
+    return tensors, tied
 
 
 def _description(model: nn.Module) -> dict[str, Any]:
@@ -80,8 +113,11 @@ def _description(model: nn.Module) -> dict[str, Any]:
         name: {**layer.shape._asdict(), "epilogue": epilogue_name(layer.epilogue)}
         for name, layer in packed_layers(model)
     }
-    names = {id(layer): name for name, layer in packed_layers(model)}
     modules = list(model.named_modules())
+    names = {id(module): name for name, module in modules}
+    packed = (PackedLinear, PackedEmbedding)
+    every = model.named_modules(remove_duplicate=False)
+    buffers = dict(model.named_buffers(remove_duplicate=False))
     return {
         "version": _VERSION,
         "layers": layers,
@@ -90,6 +126,11 @@ def _description(model: nn.Module) -> dict[str, Any]:
             for name, module in modules
             if isinstance(module, PackedEmbedding)
         },
+        "again": {  # packed modules in further places
+            name: names[id(module)]
+            for name, module in every
+            if isinstance(module, packed) and names[id(module)] != name
+        },
         "attentions": {
             name: module.packed_heads for name, module in modules if hasattr(module, "packed_heads")
         },
@@ -97,7 +138,7 @@ def _description(model: nn.Module) -> dict[str, Any]:
         "rows": {name: forward.kind for name, forward in row_wise(model)},
         "experts": [name for name, _ in packed_experts(model)],
         "routers": [name for name, _ in packed_routers(model)],
-        "buffers": sorted(dict(model.named_buffers()).keys() - model.state_dict().keys()),
+        "buffers": sorted(buffers.keys() - model.state_dict().keys()),
     }
 
 
@@ -113,13 +154,27 @@ def load(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     """
     tensors, description = _read(path)
     try:
+        tied = description.get("tied", {})
+        tensors.update({name: tensors[first] for name, first in tied.items()})
         _build(model, tensors, description)
         missing, unexpected = model.load_state_dict(tensors, strict=False, assign=True)
+        for name, first in tied.items():
+            _tie(model, name, first)
     except (KeyError, AttributeError, TypeError, RuntimeError) as error:
         raise _refusal(path, f"it is of another model: {error}") from error
     if missing or unexpected:
         raise _refusal(path, f"missing are {missing[:3]}, unknown are {unexpected[:3]}")
     return model.requires_grad_(False)
+
+
+def _tie(model: nn.Module, name: str, first: str) -> None:
+    """Make a parameter the same object as another one, whose numbers it has."""
+    home, _, last = name.rpartition(".")
+    parent = model.get_submodule(home)
+    place, _, found = first.rpartition(".")
+    parameter = getattr(model.get_submodule(place), found)
+    if isinstance(parameter, nn.Parameter) and isinstance(getattr(parent, last), nn.Parameter):
+        setattr(parent, last, parameter)
 
 
 def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -193,6 +248,8 @@ def _build(model: nn.Module, tensors: dict[str, Tensor], description: Mapping[st
         set_module(model, name, packed)
     for name, (tied, padding) in description["embeddings"].items():
         set_module(model, name, PackedEmbedding(layers[tied], padding))
+    for name, first in description.get("again", {}).items():
+        set_module(model, name, model.get_submodule(first))
     for name in description["buffers"]:  # that are in no state dict
         home, _, last = name.rpartition(".")
         model.get_submodule(home).register_buffer(last, tensors.pop(name), persistent=False)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,26 +34,62 @@ _NAMES = {
 }
 
 
-def integer_weights(path: str | os.PathLike[str], model: nn.Module) -> dict[str, IntegerWeight]:
-    """Return the weights of a file by the names of a model's layers.
+class FileWeights:
+    """The weights of a file by the names of a model's layers.
 
-    Raise if they are not the weights of this model.
+    The model must have the same weights, which is checked. A layer is read when it is asked for, so
+    that no other is in memory as integers.
     """
-    found = {}
-    for name, layer, tensor in _layers(path, model):
-        weight = from_blocks(tensor.tensor_type.name, torch.from_numpy(tensor.data.copy()))
-        if weight is None:
-            continue
-        for each in (weight, _in_order(weight, model)):
-            if torch.equal(quantised_weight(each), layer.weight.float()):
-                found[name] = each
-                break
-        else:
-            raise PackedFileError(
-                f"gguf must be the file that the model was loaded from, but {tensor.name} in "
-                f"{str(path)!r} is not {name}. Give the file of this model, or leave it out."
+
+    def __init__(self, path: str | os.PathLike[str], model: nn.Module) -> None:
+        self._stored: dict[str, _Stored] = {}
+        for name, layer, tensor in _layers(path, model):
+            kind = tensor.tensor_type.name
+            if kind not in _KINDS:
+                continue
+            orders = (None, _order(len(tensor.data), model))
+            several = (_Stored(kind, tensor.data, order) for order in orders)
+            found = next((each for each in several if each.is_weight(layer.weight)), None)
+            if found is None:
+                raise PackedFileError(
+                    f"gguf must be the file that the model was loaded from, but {tensor.name} in "
+                    f"{str(path)!r} is not {name}. Give the file of this model, or leave it out."
+                )
+            self._stored[name] = found
+
+    def get(self, name: str) -> IntegerWeight | None:
+        """Return the weights of a layer as integers; None if the file has none."""
+        stored = self._stored.get(name)
+        return None if stored is None else stored.rows(0, len(stored.data))
+
+
+class _Stored(NamedTuple):
+    """A tensor of a file: its blocks [N, bytes], and in which order its rows are taken."""
+
+    kind: str
+    data: Any  # an array of numpy, mapped
+    order: Tensor | None
+
+    def rows(self, first: int, last: int) -> IntegerWeight:
+        places = slice(first, last) if self.order is None else self.order[first:last].numpy()
+        weight = from_blocks(self.kind, torch.from_numpy(self.data[places].copy()))
+        assert weight is not None, "only kinds that are known are stored"
+        return weight
+
+    def is_weight(self, weight: Tensor) -> bool:
+        """Return whether these are the numbers of a weight [N, K], rounded to its dtype."""
+        at_once = max(1, _NUMBERS_AT_ONCE // max(1, weight.shape[1]))
+        return len(self.data) == len(weight) and all(
+            torch.equal(
+                quantised_weight(self.rows(first, min(first + at_once, len(weight)))).to(weight),
+                weight[first : first + at_once],
             )
-    return found
+            for first in range(0, len(weight), at_once)
+        )
+
+
+_KINDS = ("Q8_0", "Q4_0", "Q4_1")
+_NUMBERS_AT_ONCE = 1 << 20  # that are compared
 
 
 def _layers(path: str | os.PathLike[str], model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
@@ -84,7 +120,7 @@ def from_blocks(kind: str, rows: Tensor) -> IntegerWeight | None:
         blocks = rows.view(len(rows), -1, 2 + GROUP)
         numbers = blocks[..., 2:] ^ 0x80  # + 128
         return _weight("int8", numbers, _halves(blocks[..., :2]))
-    if kind not in ("Q4_0", "Q4_1"):
+    if kind not in _KINDS:
         return None
     parts = 2 if kind == "Q4_1" else 1
     blocks = rows.view(len(rows), -1, 2 * parts + GROUP // 2)
@@ -102,12 +138,10 @@ def _weight(name: str, numbers: Tensor, header: Tensor) -> IntegerWeight:
     return IntegerWeight(FORMATS[name], numbers.flatten(1).contiguous(), header)
 
 
-def _in_order(weight: IntegerWeight, model: nn.Module) -> IntegerWeight:
-    """Return rows of q or k in the order of transformers."""
+def _order(count: int, model: nn.Module) -> Tensor | None:
+    """Return where a file has the rows of q or k, in the order of transformers."""
     config: Any = model.config
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    rows = torch.arange(len(weight.numbers))
-    if len(rows) % width:
-        return weight
-    rows = rows.view(-1, width // 2, 2).transpose(1, 2).flatten()
-    return weight._replace(numbers=weight.numbers[rows], header=weight.header[rows])
+    if count % width:
+        return None
+    return torch.arange(count, device="cpu").view(-1, width // 2, 2).transpose(1, 2).flatten()

@@ -8,7 +8,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -16,11 +16,12 @@ from torch import nn
 from quire.errors import ArgumentError
 from quire.linear import families
 from quire.linear.arguments import Weights, stored_as
-from quire.linear.experts import pack_experts, put_experts_back
-from quire.linear.gguf import integer_weights
+from quire.linear.experts import gate_of, pack_experts, packed_experts, put_experts_back
+from quire.linear.gguf import FileWeights
 from quire.linear.module import PackedEmbedding, PackedLinear
 from quire.linear.packing import IntegerWeight
 from quire.linear.rowwise import exchange_rows, put_rows_back
+from quire.support.memory import give_back
 
 Choice = Sequence[str] | Callable[[str, nn.Module], bool]
 
@@ -58,25 +59,31 @@ def pack(
             "model must have linear layers, but is one itself. Use PackedLinear.from_linear."
         )
     model.requires_grad_(False)
-    given = {} if gguf is None else integer_weights(gguf, model)
+    given = (lambda name: None) if gguf is None else FileWeights(gguf, model).get
     is_wanted = functools.partial(is_chosen, only)
+    bar = _Bar(progress, _count(model, is_wanted))
     if fused:
-        families.fuse(model, weights, is_wanted, given)
-    pack_experts(model, weights, is_wanted)
+        families.fuse(model, weights, is_wanted, given, bar.begin)
+    pack_experts(model, weights, is_wanted, bar.begin)
     chosen = [
-        (name, layer) for name, layer in model.named_modules()
-        if (type(layer) is nn.Linear or _is_conv1d(layer)) and is_wanted(name, layer)
-    ]  # fmt: skip
+        (name, layer)
+        for name, layer in model.named_modules()
+        if _is_linear(layer) and is_wanted(name, layer)
+    ]
     known: dict[int, PackedLinear] = {}  # by the weight of a layer that was packed
-    for count, (name, layer) in enumerate(chosen):
-        if progress:
-            _show(count, len(chosen), name)
-        _exchange(model, name, _packed(layer, weights, given.get(name), known))
-    if progress:
-        _show(len(chosen), len(chosen), "")
+    for name, layer in chosen:
+        bar.begin(name, 1)
+        _exchange(model, name, _packed(layer, weights, given(name), known))
+    give_back()
+    bar.end()
     if rowwise if rowwise is not None else only is None:
         exchange_rows(model)
     return model
+
+
+def _is_linear(layer: Any) -> bool:
+    """Return whether a layer is to be packed; one without weights has nothing to be packed."""
+    return (type(layer) is nn.Linear or _is_conv1d(layer)) and layer.weight.numel() > 0
 
 
 def _is_conv1d(layer: nn.Module) -> bool:
@@ -103,14 +110,24 @@ def _packed(
 def _exchange(model: nn.Module, name: str, packed: PackedLinear) -> None:
     """Put a packed layer in the place of a layer, and of what is tied to it."""
     layer = model.get_submodule(name)
-    for other, module in list(model.named_modules()):
+    new: dict[int, nn.Module] = {id(layer): packed}
+    for module in model.modules():
         if _is_plain(module) and module.weight is layer.weight:
-            set_module(model, other, PackedEmbedding(packed, module.padding_idx))
-    set_module(model, name, packed)
-    layer.weight = nn.Parameter(torch.empty(0), requires_grad=False)  # frees the old weights
+            new[id(module)] = PackedEmbedding(packed, module.padding_idx)
+    _put(model, new)
+    layer.weight = nn.Parameter(
+        torch.empty(0, device="cpu"), requires_grad=False
+    )  # frees the old weights
 
 
-def _is_plain(module: nn.Module) -> bool:
+def _put(model: nn.Module, new: dict[int, nn.Module]) -> None:
+    """Put modules in the places of others, by their ids; some may be registered several times."""
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if id(module) in new:
+            set_module(model, name, new[id(module)])
+
+
+def _is_plain(module: nn.Module) -> TypeGuard[nn.Embedding]:
     """Return whether a module is an embedding that only looks rows up.
 
     Some models scale what they find, in a class of their own. Such an embedding keeps its weights.
@@ -123,34 +140,47 @@ def unpack(model: nn.Module) -> nn.Module:
 
     Weights are those that the packed layers multiplied by, in the dtype that they had before.
     """
+    _check_plain(model)
     put_rows_back(model)
-    put_experts_back(model, lambda layer: _linear(layer, "", fused=True))
-    families.unfuse(model, lambda layer: _linear(layer, "", fused=True))
-    made: dict[int, Any] = {}
-    for name, layer in list(model.named_modules(remove_duplicate=False)):
-        if isinstance(layer, PackedLinear):
-            again = _conv1d if layer.shape.conv1d else _linear
-            made[id(layer)] = made.get(id(layer)) or again(layer, name)
-            set_module(model, name, made[id(layer)])
-    for name, module in list(model.named_modules()):
+    put_experts_back(model, _linear)
+    families.unfuse(model, _linear)
+    made: dict[int, nn.Module] = {}
+    for _, layer in packed_layers(model):
+        made[id(layer)] = (_conv1d if layer.shape.conv1d else _linear)(layer)
+    embeddings: dict[int, nn.Module] = {}
+    for module in model.modules():
         if isinstance(module, PackedEmbedding):
-            linear = made.get(id(module.layer)) or _linear(module.layer, name)
+            linear: Any = made.get(id(module.layer)) or _linear(module.layer)
             with torch.device("meta"):
                 embedding = nn.Embedding(
                     module.num_embeddings, module.embedding_dim, module.padding_idx
                 )
             embedding.weight = linear.weight
-            set_module(model, name, embedding)
+            embeddings[id(module)] = embedding
+    _put(model, {**made, **embeddings})
     return model
 
 
-def _linear(layer: PackedLinear, name: str, *, fused: bool = False) -> nn.Linear:
+def _check_plain(model: nn.Module) -> None:
+    """Raise, while nothing is exchanged, if a layer does more than those of `pack`."""
+    known = {id(layer) for layer in families.fused_layers(model)}
+    for _, experts in packed_experts(model):
+        known |= {id(layer) for layer in (*experts.gate_up, *experts.down)}
+    layers = dict(packed_layers(model))
+    for name, module in model.named_modules():
+        if isinstance(module, PackedEmbedding):
+            layers[name] = module.layer
+    for name, layer in layers.items():
+        does_more = layer.shape.norm != "none" or layer.epilogue is not None
+        if does_more and id(layer) not in known:
+            raise ArgumentError(
+                f"{name} must be a plain layer to be unpacked, but has a norm or an epilogue. Keep "
+                f"the layer that it was made of."
+            )
+
+
+def _linear(layer: PackedLinear) -> nn.Linear:
     shape = layer.shape
-    if not fused and (shape.norm != "none" or layer.epilogue is not None):
-        raise ArgumentError(
-            f"{name} must be a plain layer to be unpacked, but has a norm or an epilogue. Keep the "
-            f"layer that it was made of."
-        )
     dtype: torch.dtype = getattr(torch, shape.dtype)
     with torch.device("meta"):
         linear = nn.Linear(shape.in_features, shape.out_features, layer.bias is not None)
@@ -160,9 +190,9 @@ def _linear(layer: PackedLinear, name: str, *, fused: bool = False) -> nn.Linear
     return linear
 
 
-def _conv1d(layer: PackedLinear, name: str) -> nn.Module:
+def _conv1d(layer: PackedLinear) -> nn.Module:
     kind = importlib.import_module("transformers.pytorch_utils").Conv1D
-    linear = _linear(layer, name)
+    linear = _linear(layer)
     with torch.device("meta"):
         conv: nn.Module = kind(linear.out_features, linear.in_features)
     conv.weight = nn.Parameter(linear.weight.T.contiguous(), requires_grad=False)
@@ -192,10 +222,35 @@ def packed_layers(model: nn.Module) -> Iterator[tuple[str, PackedLinear]]:
             yield name, module
 
 
-def _show(count: int, total: int, name: str) -> None:
-    """Draw a progress bar on standard error."""
+def _count(model: nn.Module, is_wanted: Callable[[str, nn.Module], bool]) -> int:
+    """Return how many layers are to be packed; the experts of a layer count as one."""
+    return sum(
+        (_is_linear(module) or gate_of(module) is not None) and is_wanted(name, module)
+        for name, module in model.named_modules()
+    )
+
+
+class _Bar:
+    """A progress bar on standard error, if it is shown."""
+
     width = 30
-    done = width * count // max(1, total)
-    end = "\n" if count == total else ""
-    bar = "█" * done + "░" * (width - done)
-    print(f"\r\x1b[2Kpacking {bar} {count}/{total} {name}", end=end, file=sys.stderr, flush=True)
+
+    def __init__(self, shown: bool, total: int) -> None:
+        self._shown, self._total, self._done = shown, total, 0
+
+    def begin(self, name: str, count: int) -> None:
+        """Show what is packed next; `count` layers are done when it is."""
+        self._draw(name)
+        self._done += count
+
+    def end(self) -> None:
+        """Show that all is done."""
+        self._done = self._total
+        self._draw("\n")
+
+    def _draw(self, name: str) -> None:
+        if self._shown:
+            done = self.width * self._done // max(1, self._total)
+            bar = "█" * done + "░" * (self.width - done)
+            text = f"\r\x1b[2Kpacking {bar} {self._done}/{self._total} {name}"
+            print(text, end="", file=sys.stderr, flush=True)

@@ -18,6 +18,8 @@ from quire.ir.trace import trace
 from quire.linear.arguments import (
     Weights,
     as_floats,
+    check_gradient,
+    check_on_cpu,
     check_rows,
     check_weight,
     given_tensors,
@@ -29,6 +31,7 @@ from quire.linear.epilogues import EpilogueMod
 from quire.linear.packing import IntegerWeight, pack_weights, panels_of, unpack_weights
 from quire.runtime.linear import Epilogue, LinearLaunch, PackedWeights, Prologue
 from quire.support.dynamo import never_traced
+from quire.support.torch_private import buffers_of, version_of
 
 
 class Shape(NamedTuple):
@@ -85,6 +88,7 @@ class PackedLinear(nn.Module):
         self.given = given_tensors(epilogue)
         for name in TENSORS:
             self.register_buffer(name, tensors.get(name))
+        self._own = buffers_of(self)
         self._ready: dict[tuple[object, ...], _Ready] = {}
 
     @classmethod
@@ -113,7 +117,7 @@ class PackedLinear(nn.Module):
         half: int = 0,
         merges: bool = False,
     ) -> PackedLinear:
-        """Return a layer of weights [N, K] and a bias [N].
+        """Return a layer of `weight` [N, K] and `bias` [N].
 
         With `half`, columns i and i + half are partners, in blocks of 2 * half, and the epilogue is
         a function of (value, other, row, block, column). If it `merges`, each pair has one result.
@@ -173,28 +177,50 @@ class PackedLinear(nn.Module):
         return ", ".join(parts)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_ready": {}}
+        return {**self.__dict__, "_ready": {}, "_plain": None}
+
+    def with_epilogue(self, epilogue: EpilogueMod) -> PackedLinear:
+        """Return a layer with the same weights, and an epilogue."""
+        tensors = {name: getattr(self, name) for name in TENSORS}
+        given = {name: each for name, each in tensors.items() if each is not None}
+        return PackedLinear(self.shape, given, epilogue)
+
+    def with_norm(self, norm: nn.Module) -> PackedLinear:
+        """Return a layer with the same weights, and a norm before it."""
+        before = norm_of(norm, self.in_features)
+        tensors = {"packed": self.packed, **before.tensors}
+        if self.bias is not None:
+            tensors["bias"] = self.bias
+        shape = self.shape._replace(norm=before.kind, epsilon=before.epsilon)
+        return PackedLinear(shape, tensors, self.epilogue)
 
     # --- the call
 
+    def launch_on(
+        self, x: Tensor, given: Mapping[str, Tensor]
+    ) -> tuple[LinearLaunch, list[Tensor]]:
+        """Return the launch for rows like x, and the tensors of its epilogue, some of `given`."""
+        ready = self._ready_for(x.dtype)
+        named = {name: given[name] for name in self.given}
+        return ready.launch, self._with_given(ready, named)
+
     def forward(self, x: Tensor, **given: Tensor) -> Tensor:
-        """Return the results [..., N] of rows [..., K]; `given` are tensors of the epilogue."""
+        """Return the results [..., N] of `x` [..., K]; `given` are tensors of the epilogue."""
         return self._multiply(x, given)
 
     @never_traced
     def _multiply(self, x: Tensor, given: Mapping[str, Tensor]) -> Tensor:
         depth = self.shape.in_features
         check_rows(x, depth)
-        key = (x.dtype, config().target)
-        ready = self._ready.get(key)
-        if ready is None or ready.launch.weights.data is not self.packed:
-            ready = self._ready[key] = self._prepare(x.dtype)
+        ready = self._ready_for(x.dtype)
+        if x.is_neg():
+            x = x.resolve_neg()
         rows = x if x.dim() == 2 else x.reshape(-1, depth)
         width = self.out_features
-        y = torch.empty((rows.shape[0], width), dtype=x.dtype)
+        y = torch.empty((rows.shape[0], width), dtype=x.dtype, device="cpu")
         captures: Sequence[Tensor] = ready.captures
         if given or ready.given:
-            captures = self._with_given(ready, given, y)
+            captures = self._with_given(ready, given)
         if rows.shape[0] and width and ready.launch.run(rows, y, captures):
             raise CapturedIndexError(
                 "indices of an epilogue must be inside of its tensors, but one is not. Compare "
@@ -202,7 +228,7 @@ class PackedLinear(nn.Module):
             )
         return y if x.dim() == 2 else y.view(*x.shape[:-1], width)
 
-    def _with_given(self, ready: _Ready, given: Mapping[str, Tensor], y: Tensor) -> list[Tensor]:
+    def _with_given(self, ready: _Ready, given: Mapping[str, Tensor]) -> list[Tensor]:
         """Return the captured tensors, with those of this call in their places."""
         if given.keys() != set(self.given):
             raise ArgumentError(
@@ -217,13 +243,41 @@ class PackedLinear(nn.Module):
                     f"{name} must be {dtype_name(kind.dtype)} on the CPU as x is, but is "
                     f"{dtype_name(tensor.dtype)} on {tensor.device}. Convert it."
                 )
-            flat = tensor.reshape(-1, tensor.shape[-1])
+            check_gradient(name, tensor)
+            flat = tensor.resolve_neg().reshape(-1, tensor.shape[-1])
             captures[place] = flat if flat.stride(-1) == 1 else flat.contiguous()
         return captures
 
+    def _ready_for(self, dtype: torch.dtype) -> _Ready:
+        key = (dtype, config().target)
+        ready = self._ready.get(key)
+        if ready is None or not self._is_made_of(ready):
+            ready = self._ready[key] = self._prepare(dtype)
+        for tensor in ready.floats:
+            if tensor.requires_grad:
+                check_gradient("a tensor of the layer", tensor)
+        return ready
+
+    def _is_made_of(self, ready: _Ready) -> bool:
+        """Return whether the buffers of the layer, and their numbers, are those of `ready`."""
+        own, (packed, bias, gain, shift) = self._own, ready.buffers
+        if own.get("packed", self) is not packed or own.get("bias", self) is not bias:
+            return False
+        if own.get("norm_weight", self) is not gain or own.get("norm_bias", self) is not shift:
+            return False
+        return not ready.copied or all(version_of(each) == old for each, old in ready.copied)
+
     def _prepare(self, dtype: torch.dtype) -> _Ready:
         """Return what a call needs for rows of a dtype."""
-        placeholders = {name: torch.zeros(2, 2, dtype=dtype) for name in self.given}
+        for name in TENSORS:
+            tensor = getattr(self, name)
+            if isinstance(tensor, nn.Parameter):  # that somebody has put in the buffer's place
+                check_gradient(name, tensor)
+                delattr(self, name)
+                self.register_buffer(name, tensor.detach())
+        buffers = {name: self._own[name] for name in TENSORS}
+        check_on_cpu(buffers)
+        placeholders = {name: torch.zeros(2, 2, dtype=dtype, device="cpu") for name in self.given}
         mod = self._whole_mod(placeholders)
         epilogue = Epilogue(merges=self.shape.merges)
         if mod is not None:
@@ -234,7 +288,26 @@ class PackedLinear(nn.Module):
         gain, bias = (as_floats(each) for each in (self.norm_weight, self.norm_bias))
         prologue = Prologue(self.shape.norm, gain, bias, self.shape.epsilon)
         launch = LinearLaunch(self.packed_weights, prologue, epilogue, dtype)
-        return _Ready(launch, epilogue.captures, given)
+        captures = tuple(each.resolve_neg() for each in epilogue.captures)
+        floats = tuple(
+            each for name, each in buffers.items() if each is not None and name != "packed"
+        )
+        copied = [(each, version_of(each)) for each in floats if self._is_copied(each)]
+        wanted = (*floats, *epilogue.captures)
+        return _Ready(
+            launch,
+            captures,
+            given,
+            buffers=tuple(buffers.values()),
+            floats=wanted,
+            copied=copied,
+        )
+
+    def _is_copied(self, tensor: Tensor) -> bool:
+        """Return whether a launch has a copy of a bias or of a norm's weight, or of a part."""
+        floats = as_floats(tensor)
+        assert floats is not None
+        return floats.data_ptr() != tensor.data_ptr() or self.shape.half > 0
 
     def _whole_mod(self, placeholders: Mapping[str, Tensor]) -> EpilogueMod | None:
         """Return the epilogue with the bias before it."""
@@ -267,11 +340,14 @@ TENSORS = ("packed", "bias", "norm_weight", "norm_bias")
 
 
 class _Ready(NamedTuple):
-    """A launch, the tensors of its epilogue, and which of them a call gives."""
+    """A launch, the tensors of its epilogue, which of them a call gives, and what it is made of."""
 
     launch: LinearLaunch
     captures: tuple[Tensor, ...]
     given: dict[str, int]
+    buffers: tuple[Tensor | None, ...]  # in the order of TENSORS
+    floats: tuple[Tensor, ...]  # all that may require a gradient
+    copied: list[tuple[Tensor, int]]  # buffers that are not read where they are, and versions
 
 
 class PackedEmbedding(nn.Module):
@@ -294,7 +370,7 @@ class PackedEmbedding(nn.Module):
         return self.layer.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return the rows [..., K] of some ids."""
+        """Return the rows [..., K] of `ids` [...]."""
         if ids.numel() and not (ids.min() >= 0 and ids.max() < self.num_embeddings):
             raise ArgumentError(
                 f"ids must be from 0 to {self.num_embeddings - 1}, but are from {ids.min()} to "
@@ -312,11 +388,11 @@ class PackedEmbedding(nn.Module):
 
 
 def matmul(x: Tensor, packed: PackedLinear) -> Tensor:
-    """Return x @ packed.weight.T, with neither norm, bias nor epilogue."""
-    shape = packed.shape._replace(norm="none", epsilon=0.0)
-    if shape.half:
+    """Return x @ packed.weight.T of `x` [..., K], with neither norm, bias nor epilogue."""
+    if packed.shape.half:
         raise ArgumentError("packed must have plain columns, but they are in pairs. Pack it anew.")
-    plain: PackedLinear = packed.__dict__.setdefault(
-        "_plain", PackedLinear(shape, {"packed": packed.packed})
-    )
+    plain: PackedLinear | None = packed.__dict__.get("_plain")
+    if plain is None or plain.packed is not packed.packed:
+        shape = packed.shape._replace(norm="none", epsilon=0.0)
+        plain = packed.__dict__["_plain"] = PackedLinear(shape, {"packed": packed.packed})
     return plain.forward(x)

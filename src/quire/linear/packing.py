@@ -11,7 +11,6 @@ the rules of GGUF's Q8_0 and Q4_1, so weights that were stored like that are pac
 from __future__ import annotations
 
 import functools
-import mmap
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,9 +18,10 @@ import torch
 from torch import Tensor
 
 from quire.codegen.phases.weights import BLOCK, FORMATS, GROUP, GROUPS, PANEL, WeightFormat
+from quire.linear.large_pages import empty_panels
 from quire.runtime.linear import PackedWeights
+from quire.support.memory import give_back
 
-_HUGE_PAGE = 2 << 20
 _NARROW = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -97,6 +97,11 @@ class PanelRows(NamedTuple):
 @functools.lru_cache(maxsize=256)  # layers of one size share the table
 def panels_of(width: int, half: int = 0, *, merges: bool = False) -> PanelRows:
     """Return the panels of `width` columns, plain or in pairs (`codegen/kernels/epilogue.py`)."""
+    with torch.device("cpu"):
+        return _panels_of(width, half, merges=merges)
+
+
+def _panels_of(width: int, half: int, *, merges: bool) -> PanelRows:
     size = half or width  # of columns that lie side by side
     inner = torch.arange(0, size, PANEL)
     count = (size - inner).clamp(max=PANEL)
@@ -125,45 +130,68 @@ def pack_weights(
     format = FORMATS[name]
     width, depth = weight.shape
     panels = panels_of(width, half, merges=merges)
+    give_back()  # what the layer before was made of, so that one layer at most is in both forms
     data = empty_panels(len(panels.rows), format.panel_bytes(depth))
-    for first in range(0, len(panels.rows), _PANELS_AT_ONCE):  # so that little memory is needed
-        rows = panels.rows[first : first + _PANELS_AT_ONCE].flatten()
+    at_once = max(1, _NUMBERS_AT_ONCE // (PANEL * max(depth, BLOCK)))
+    copies = None
+    if not isinstance(weight, IntegerWeight) and len(panels.rows):
+        copies = _Copies(weight, at_once * PANEL, format)
+    for first in range(0, len(panels.rows), at_once):
+        rows = panels.rows[first : first + at_once].flatten()
+        into = data[first : first + at_once]
         if isinstance(weight, IntegerWeight):
-            panel = _pack_integers(weight.chosen(rows))
-        else:
-            panel = _panels(_chosen(weight.detach(), rows, repeats=format.scaled), format)
-        data[first : first + _PANELS_AT_ONCE] = panel
+            into[:] = _pack_integers(weight.chosen(rows))
+        elif copies is not None:
+            _pack_floats(into, copies.of(rows), format)
     return PackedWeights(
         data.flatten(), panels.columns, format, depth, width, half=half, integers=integers
     )
 
 
-_PANELS_AT_ONCE = 256
+_NUMBERS_AT_ONCE = 1 << 18  # that are copied while they are packed
 
 
-def _chosen(weight: Tensor, rows: Tensor, *, repeats: bool) -> Tensor:
-    """Return some rows as floats in whole blocks; a row of zeros for -1.
+class _Copies:
+    """Copies of rows of weights as floats, in whole blocks, each in the memory of the last one.
 
-    x is 0 where a block goes beyond the weights. There, either the last weight is repeated, so that
-    the scale of its group is that of real weights, or weights are 0.
+    New memory for each would take longer than to copy: the system clears it, page by page.
     """
-    depth = weight.shape[1]
-    chosen = torch.zeros(len(rows), -(-depth // BLOCK) * BLOCK)
-    exists = rows >= 0
-    chosen[exists, :depth] = weight[rows[exists]].float()
-    if repeats and depth:
-        chosen[:, depth:] = chosen[:, depth - 1 : depth]
-    return chosen
+
+    def __init__(self, weight: Tensor, most: int, format: WeightFormat) -> None:
+        self._weight, self._repeats = weight.detach(), format.scaled
+        self._depth = depth = weight.shape[1]
+        whole = -(-depth // BLOCK) * BLOCK
+        rows = empty_panels(most, depth * weight.itemsize, for_a_while=True)
+        self._rows = self._floats = rows.view(weight.dtype)
+        if whole != depth or weight.dtype != torch.float32:
+            floats = empty_panels(most, whole * 4, for_a_while=True)
+            self._floats = floats.view(torch.float32)
+
+    def of(self, rows: Tensor) -> Tensor:
+        """Return some rows; a row of zeros for -1.
+
+        x is 0 where a block goes beyond the weights. There, either the last weight is repeated, so
+        that the scale of its group is that of real weights, or weights are 0.
+        """
+        found, floats = self._rows[: len(rows)], self._floats[: len(rows)]
+        torch.index_select(self._weight, 0, rows.clamp(min=0), out=found)
+        if self._floats is not self._rows:
+            floats[:, : self._depth] = found
+        if rows.min() < 0:  # few panels are not full
+            floats[rows < 0] = 0
+        if self._repeats and self._depth:
+            floats[:, self._depth :] = floats[:, self._depth - 1 : self._depth]
+        return floats
 
 
-def _panels(weight: Tensor, format: WeightFormat) -> Tensor:
-    """Return weights of whole panels and blocks as bytes [panels, bytes]."""
+def _pack_floats(into: Tensor, weight: Tensor, format: WeightFormat) -> None:
+    """Write weights of whole panels and blocks as bytes [panels, bytes]."""
     if format.scaled:
-        return _pack_integers(quantise(weight, format))
-    numbers = weight.to(_NARROW[format.name]).view(-1, PANEL, weight.shape[1])
-    if format.step == 1:
-        return _bytes(numbers.transpose(1, 2))
-    return _bytes(numbers.unflatten(2, (-1, format.step)).transpose(1, 2))
+        into[:] = _pack_integers(quantise(weight, format))
+        return
+    # [panel, word, column, k of the word]
+    words = weight.view(len(into), PANEL, -1, format.step).transpose(1, 2)
+    into.view(_NARROW[format.name]).view(words.shape).copy_(words)
 
 
 def _pack_integers(weight: IntegerWeight) -> Tensor:
@@ -184,25 +212,14 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.uint8).flatten(1)
 
 
-def empty_panels(panels: int, size: int) -> Tensor:
-    """Return memory for panels, [panels, size]: in large pages where the system has them."""
-    count = panels * size
-    if not count:
-        return torch.empty(panels, size, dtype=torch.uint8)
-    block = mmap.mmap(-1, count + _HUGE_PAGE)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        block.madvise(mmap.MADV_HUGEPAGE)
-    whole = torch.frombuffer(block, dtype=torch.uint8)
-    return whole[-whole.data_ptr() % _HUGE_PAGE :][:count].view(panels, size)
-
-
 def unpack_weights(packed: PackedWeights, rows: Tensor | None = None) -> Tensor:
     """Return the float32 weights [N, K] that the kernel multiplies by, or some rows of them."""
-    places = torch.arange(packed.width) if rows is None else rows  # of plain columns
+    places = torch.arange(packed.width, device="cpu") if rows is None else rows  # of plain columns
     if packed.half:
         known = panels_of(packed.width, packed.half).rows.flatten()
-        place = torch.empty(packed.width, dtype=torch.int64)
-        place[known[known >= 0]] = torch.arange(len(known))[known >= 0]
+        there = (known >= 0).nonzero().flatten()
+        place = torch.empty(packed.width, dtype=torch.int64, device="cpu")
+        place[known[there]] = there
         places = place[places]
     return _rows_at(packed, places)[:, : packed.depth]
 

@@ -10,48 +10,21 @@ A module stays the object that it was, with its weights, and gets another forwar
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire.codegen.phases.norm import Norm
 from quire.config import config
-from quire.errors import ArgumentError, ShapeError
 from quire.ir.trace import trace
-from quire.linear.arguments import as_floats, check_rows, norm_of
+from quire.linear.arguments import as_floats, check_gradient, check_on_cpu, check_rows, known_norm
+from quire.linear.epilogues import ELEMENTWISE
 from quire.linear.packing import panels_of
 from quire.runtime.linear import Epilogue, Prologue, RowLaunch
 from quire.support.dynamo import never_traced
+from quire.support.torch_private import version_of
 
-
-def silu(value: Any, row: Any, column: Any) -> Any:
-    """Return value * sigmoid(value)."""
-    return F.silu(value)
-
-
-def gelu(value: Any, row: Any, column: Any) -> Any:
-    """Return gelu(value)."""
-    return F.gelu(value)
-
-
-def gelu_tanh(value: Any, row: Any, column: Any) -> Any:
-    """Return gelu(value), approximated by tanh."""
-    return F.gelu(value, approximate="tanh")
-
-
-def quick_gelu(value: Any, row: Any, column: Any) -> Any:
-    """Return value * sigmoid(1.702 * value)."""
-    return value * torch.sigmoid(1.702 * value)
-
-
-def sigmoid(value: Any, row: Any, column: Any) -> Any:
-    """Return sigmoid(value)."""
-    return torch.sigmoid(value)
-
-
-ELEMENTWISE = {each.__name__: each for each in (silu, gelu, gelu_tanh, quick_gelu, sigmoid)}
 _CLASSES = {
     "SiLU": "silu",
     "SiLUActivation": "silu",
@@ -72,7 +45,7 @@ class RowKind(NamedTuple):
     norm: Norm = "none"
     epsilon: float = 0.0
     offset: float = 0.0  # what is added to the weight of a norm
-    activation: str = ""  # of ELEMENTWISE
+    activation: str = ""  # of ELEMENTWISE (`linear/epilogues.py`)
 
 
 def kind_of(module: nn.Module) -> RowKind | None:
@@ -83,14 +56,12 @@ def kind_of(module: nn.Module) -> RowKind | None:
         activation = _CLASSES.get(type(module).__name__)
         if activation is not None:
             return RowKind(activation=activation)
-    weight = getattr(module, "weight", None)
+    own = dict(module.named_parameters(recurse=False))  # a packed layer would unpack its weight
+    weight = own.get("weight")
     if weight is None or weight.dim() != 1:
         return None
-    try:
-        found = norm_of(module, len(weight))
-    except (ArgumentError, ShapeError):
-        return None
-    return RowKind(found.kind, found.epsilon, found.offset)
+    found = known_norm(module, len(weight))
+    return None if found is None else RowKind(found.kind, found.epsilon, found.offset)
 
 
 def exchange_rows(model: nn.Module) -> None:
@@ -109,9 +80,25 @@ def place_rows(module: Any, kind: RowKind) -> None:
 def row_wise(model: nn.Module) -> Iterator[tuple[str, RowWise]]:
     """Yield the row-wise forward functions of a model by the name of their module."""
     for name, module in model.named_modules():
-        forward = module.__dict__.get("forward")
-        if isinstance(forward, RowWise):
-            yield name, forward
+        if is_row_wise(module):
+            yield name, cast(RowWise, module.forward)
+
+
+def is_row_wise(module: nn.Module) -> bool:
+    """Return whether a norm or an activation has its row-wise forward function."""
+    return isinstance(module.__dict__.get("forward"), RowWise)
+
+
+def first_not_packed(model: nn.Module) -> str | None:
+    """Return the name of a module whose rows depend on how many there are; None if there is none.
+
+    Such a module has a matrix that is not packed, and is no embedding.
+    """
+    for name, module in model.named_modules():
+        is_packed = isinstance(module, nn.Embedding) or "packed" in dir(module)
+        if not is_packed and any(each.dim() > 1 for each in module.parameters(recurse=False)):
+            return str(name)
+    return None
 
 
 def put_rows_back(model: nn.Module) -> None:
@@ -140,14 +127,18 @@ class RowWise:
         tensors = self._tensors()
         depth = len(next(iter(tensors.values()), x.new_empty(width)))
         check_rows(x, depth)
-        key = (width, x.dtype, config().target, *map(_version, tensors.values()))
+        for name, tensor in tensors.items():
+            if tensor.requires_grad:
+                check_gradient(name, tensor)
+        versions = [(each.data_ptr(), version_of(each)) for each in tensors.values()]
+        key = (width, x.dtype, config().target, *versions)
         ready = self._ready.get(key)
         if ready is None:
             if len(self._ready) > _MOST_READY:
                 self._ready.clear()
             ready = self._ready[key] = self._prepare(width, x.dtype, tensors)
-        rows = x.reshape(-1, width)
-        y = torch.empty(rows.shape, dtype=x.dtype)
+        rows = (x.resolve_neg() if x.is_neg() else x).reshape(-1, width)
+        y = torch.empty(rows.shape, dtype=x.dtype, device="cpu")
         if y.numel():
             ready.launch.run(rows, y, ready.captures)
         return y.view(x.shape)
@@ -160,6 +151,7 @@ class RowWise:
 
     def _prepare(self, width: int, dtype: torch.dtype, tensors: Mapping[str, Tensor]) -> _Ready:
         kind = self.kind
+        check_on_cpu(tensors)
         gain, bias = (as_floats(tensors.get(name)) for name in ("weight", "bias"))
         if gain is not None and kind.offset:
             gain = gain + kind.offset
@@ -185,8 +177,3 @@ class _Ready(NamedTuple):
     launch: RowLaunch
     captures: tuple[Tensor, ...]
     weights: list[Tensor]
-
-
-def _version(tensor: Tensor) -> tuple[int, int]:
-    """Return what changes if another tensor, or other numbers, are in a place."""
-    return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version

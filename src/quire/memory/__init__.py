@@ -68,7 +68,7 @@ class Placed(NamedTuple):
     def sequences(self) -> Sequences:
         """Return the table of sequences; for dense memory, it has one entry."""
         rows = self.rows
-        return rows if isinstance(rows, Sequences) else Sequences.one(*rows)
+        return rows if isinstance(rows, Sequences) else Sequences.one(*rows[:5])
 
     @property
     def one(self) -> One:
@@ -83,11 +83,11 @@ class Placed(NamedTuple):
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """Return the largest numbers of queries and of keys of a sequence."""
+        """Return the most queries of a sequence, and how far keys reach from the `kv_origin`."""
         rows = self.rows
         if isinstance(rows, One):
-            return rows.q_len, rows.kv_end - rows.kv_begin
-        return longest(rows.q_len), longest(rows.kv_len)
+            return rows.q_len, rows.kv_end - rows.kv_origin
+        return longest(rows.q_len), longest(rows.kv_end)
 
     @property
     def end(self) -> int:
@@ -199,7 +199,8 @@ class Dense:
         first = queries.start
         if type(first) is not int or first < 0:
             first = self.first_position(query, first)
-        return Placed(query, self.key, self.value, One(q_len, first, begin, end))
+        rows = One(q_len, first, begin, end, kv_origin=begin)
+        return Placed(query, self.key, self.value, rows)
 
     def first_position(self, query: Tensor, start: object) -> int:
         """Return the position of the first query: `start`, if it is given.
@@ -365,7 +366,7 @@ class Paged:
         return ReadTables(sequences, filled.table, filled.holes)
 
     def as_given(self, query: Tensor, rows: Tensor) -> Tensor:
-        """Return `rows` [1, Hq, total, ...] like `query`: [B, Hq, L, ...] or [total, Hq, ...]."""
+        """Return `rows` [1, Hq, total, ...] like `query` [B, Hq, L, D] or [total, Hq, D]."""
         if query.dim() == 3:
             return unpacked(rows)
         batch, _, q_len, _ = query.shape
@@ -377,7 +378,7 @@ class Paged:
     def as_placed(self, query: Tensor, given: Tensor) -> Tensor:
         """Return `given` as [1, Hq, total, ...].
 
-        It has the first dimensions of `query`: [B, Hq, L, ...] or [total, Hq, ...].
+        It has the first dimensions of `query` [B, Hq, L, D] or [total, Hq, D].
         """
         if query.dim() == 3:
             return packed(given)

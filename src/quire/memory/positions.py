@@ -29,7 +29,8 @@ class One(NamedTuple):
     """The positions of a dense call, the same in every batch entry.
 
     Queries have the positions q_start, q_start + 1, ... and keys [kv_begin, kv_end). Mods get the
-    batch indices b, b + 1, ...
+    batch indices b, b + 1, ... A block mask counts keys from `kv_origin`: from the first one, or
+    from position 0 if these are the positions of one sequence of a table.
     """
 
     q_len: int
@@ -37,3 +38,4 @@ class One(NamedTuple):
     kv_begin: int
     kv_end: int
     b: int = 0
+    kv_origin: int = 0

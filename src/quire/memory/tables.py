@@ -46,6 +46,11 @@ class Sequences(NamedTuple):
         return Sequences(*columns.reshape(-1, 1))
 
     @property
+    def kv_origin(self) -> int:
+        """Return the position of column 0 of a block mask."""
+        return 0
+
+    @property
     def num(self) -> int:
         """Return the number of sequences."""
         return len(self.b)
@@ -278,7 +283,7 @@ class PageTables(NamedTuple):
 
 def _check_pages(numbers: NDArray[np.int32], num_pages: int, first: Numbers, last: Numbers) -> None:
     """Raise if an entry from `first` [B] up to `last` [B] is neither a page nor a hole, -1."""
-    if not numbers.size or (numbers.min() >= 0 and numbers.max() < num_pages):
+    if not numbers.size or (numbers.min() >= HOLE and numbers.max() < num_pages):
         return
     column = np.arange(numbers.shape[1])
     used = (column >= first[:, None]) & (column < last[:, None])
@@ -315,9 +320,10 @@ def fill(table: Tensor, begins: Numbers, ends: Numbers, page: int) -> Filled:
         return Filled(table, begins, ends)
     length = int(ends.max())
     column = np.arange(numbers.shape[1], dtype=np.int32)
-    used = (column >= begins[:, None] // page) & (column * page < ends[:, None])
+    begun, done = (x.astype(np.int32)[:, None] for x in (begins // page, -(-ends // page)))
+    used = (column >= begun) & (column < done)
     there = used & (numbers != HOLE)
-    if there.sum() == used.sum():
+    if np.count_nonzero(there) == np.count_nonzero(used):
         return Filled(table, begins, ends)
     counts, first = there.sum(axis=1), there.argmax(axis=1)
     last = numbers.shape[1] - 1 - there[:, ::-1].argmax(axis=1)
@@ -325,9 +331,13 @@ def fill(table: Tensor, begins: Numbers, ends: Numbers, page: int) -> Filled:
     begins = np.where(counts > 0, np.maximum(begins, first * page), 0)
     if not ((counts > 0) & (last - first + 1 > counts)).any():
         return Filled(table, begins, ends)
-    some = np.take_along_axis(numbers, first[:, None], axis=1)
+    some = numbers[np.arange(len(numbers)), first][:, None]
     holes = Holes(torch.from_numpy(there), length)
     return Filled(torch.from_numpy(np.where(there, numbers, some)), begins, ends, holes)
+
+
+_last: BoundedDict[int, bytes] = BoundedDict(16)
+"""The content of tables by their addresses, as it was when they were read last."""
 
 
 def content_of(tables: PageTables, sizes: tuple[int, ...]) -> Content | None:
@@ -340,7 +350,13 @@ def content_of(tables: PageTables, sizes: tuple[int, ...]) -> Content | None:
         if numbers is None:
             parts.append(None)
         elif is_ordinary(numbers) and numbers.is_contiguous() and numbers.nbytes <= MOST_BYTES:
-            content = ctypes.string_at(numbers.data_ptr(), numbers.nbytes)
+            address = numbers.data_ptr()
+            content = ctypes.string_at(address, numbers.nbytes)
+            last = _last.get(address)
+            if last == content:
+                content = last  # it knows its hash, which takes longer than a comparison
+            else:
+                _last.keep(address, content)
             parts += (numbers.shape, numbers.dtype, content)
         else:
             return None

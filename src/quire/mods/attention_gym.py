@@ -50,3 +50,19 @@ def generate_natten(canvas_w: int, canvas_h: int, kernel_w: int, kernel_h: int) 
 def generate_tanh_softcap(soft_cap: float, approx: bool = False) -> ScoreChange:
     """`softcap`. `approx`, which chooses an instruction on GPUs, has no effect."""
     return softcap(soft_cap)
+
+
+__all__ = [
+    "causal_mask",
+    "generate_alibi_bias",
+    "generate_block_diffusion_mask",
+    "generate_dilated_sliding_window",
+    "generate_doc_mask_mod",
+    "generate_global_sliding_window",
+    "generate_natten",
+    "generate_packed_causal_doc_mask_mod",
+    "generate_prefix_lm_mask",
+    "generate_shared_prefix_mask_mod",
+    "generate_sliding_window",
+    "generate_tanh_softcap",
+]

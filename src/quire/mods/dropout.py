@@ -92,7 +92,7 @@ def random(seed: int | Tensor, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
             return score + 0.1 * random(seed, b, h, q_idx, kv_idx)
 
     The number depends on the seed and the position alone. So the backward pass and a repeated call
-    find the same number. Give the seed as a tensor [] of int64, and draw a new one in place for
+    find the same number. Give `seed` as a tensor [] of int64, and draw a new one in place for
     each step: a Python number is compiled into the kernel.
     """
     if isinstance(seed, Tensor):

@@ -10,6 +10,7 @@ it is divided by the sum of the weights. A weight of -inf means that the key is 
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Literal, TypeAlias
 
 import torch
@@ -71,7 +72,7 @@ def sigmoid(bias: float | Tensor = 0.0) -> ScoreChange:
     `bias` is a number or a float tensor [] or [Hq], which may be learned. Sigmoid attention is used
     with `normalise=False` and a bias of -log(number of keys), so that weights add up to about 1.
     """
-    if isinstance(bias, Tensor):
+    if isinstance(bias, bool) or not isinstance(bias, Real | torch.SymFloat | torch.SymInt):
         advice = "Give one number, or one for each query head."
         bias = tensor_of("floats", "bias", bias, ranks=(0, 1), advice=advice)
     return ScoreChange(_sigmoid, "sigmoid", bias=bias)

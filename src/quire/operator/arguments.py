@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from quire.block_mask import BlockMask
-from quire.ir.trace import Mod
+from quire.ir.trace import Traced
 from quire.memory import Dense, Memory, Paged, Queries, Ragged
 from quire.operator.text import MODS, Form, read
 from quire.request import Mask, Request
@@ -87,12 +87,13 @@ class CallArguments(NamedTuple):
             weighting=form.weighting,
             learns=form.learns,
             seed=None if seed is None else (int(seed[0]), int(seed[1])),
+            prob_mod=mods.get("prob_mod"),
         )
 
-    def _mods(self, form: Form) -> dict[str, Mod]:
+    def _mods(self, form: Form) -> dict[str, Traced]:
         captures = self.captures or ()
         first = 1 if form.sink else 0
-        mods: dict[str, Mod] = {}
+        mods: dict[str, Traced] = {}
         for field, mod in form.mods.items():
             last = first + len(mod.captures)
             mods[field] = mod.on(tuple(captures[first:last]), MODS[field])

@@ -18,13 +18,14 @@ from torch import Tensor
 from quire.aux_outputs import AuxRequest
 from quire.config import Backend as BackendName
 from quire.errors import ModError
+from quire.ir.multiples import is_multiple
 from quire.ir.source import reading
-from quire.ir.trace import INPUTS, Kind, Mod, trace
+from quire.ir.trace import INPUTS, Kind, Mod, Traced, trace
 from quire.mods.weights import Weighting
 from quire.operator.text import MODS, Form, WrittenMod, write
 from quire.results import working_dtype
 from quire.support.torch_private import is_transformed
-from quire.support.torch_private.tracing import DynamoTrace, graph_entry
+from quire.support.torch_private.tracing import DynamoTrace, TracedFunction, graph_entry
 
 
 class Inputs(NamedTuple):
@@ -98,16 +99,28 @@ def _read_mod(
     dynamo: DynamoTrace, mod: Any, kind: Kind, query: Any
 ) -> tuple[WrittenMod, list[Any]]:
     """Return the text of a mod, and the variables of the tensors that it captured."""
+    function, traced = _traced(dynamo, mod, kind, query)
+    variables = [function.captured[id(tensor)] for tensor in traced.captures]
+    return WrittenMod.of(traced)._replace(name=function.name), variables
+
+
+def _traced(dynamo: DynamoTrace, mod: Any, kind: Kind, query: Any) -> tuple[TracedFunction, Traced]:
+    """Return a mod as Dynamo traced it, and as our tracer did."""
     score = working_dtype(dynamo.example(query).dtype)
     dtypes = [score if name == "score" else torch.int64 for name in INPUTS[kind]]
     function = dynamo.traced(mod, dtypes, query)
     try:
-        traced = trace(_with_inputs(partial(function.run, reading), kind), kind, score_dtype=score)
+        run = _with_inputs(partial(function.run, reading), kind)
+        return function, trace(run, kind, score_dtype=score)
     except ModError as error:
         reason = str(error).partition(". ")[0]  # names the user's line
         dynamo.break_graph(f"{kind}_mod {function.name!r} cannot be part of a graph: {reason}.")
-    variables = [function.captured[id(tensor)] for tensor in traced.captures]
-    return WrittenMod.of(traced)._replace(name=function.name), variables
+
+
+def _is_multiple(dynamo: DynamoTrace, arguments: list[Any]) -> Any:
+    """Return whether a prob_mod is a multiple of the probability: Dynamo takes it as a constant."""
+    mod, query = arguments
+    return dynamo.known(is_multiple(_traced(dynamo, mod, "score", query)[1].output))
 
 
 def _with_inputs(run: Callable[..., Any], kind: Kind) -> Mod:
@@ -119,3 +132,6 @@ def _with_inputs(run: Callable[..., Any], kind: Kind) -> Mod:
 
 ENTRY = graph_entry("quire_attention", _write_call)
 """Stands for the operator where Dynamo traces. Nothing else may call it."""
+
+MULTIPLE = graph_entry("quire_multiple", _is_multiple)
+"""Takes a prob_mod and the query where Dynamo traces; says whether it is a multiple."""

@@ -44,7 +44,7 @@ class Parts(NamedTuple):
     """A request, taken apart for the operator. `tables` are in the order of their names."""
 
     inputs: Inputs
-    mods: tuple[Mod | None, Mod | None, Mod | None]  # in the order of MODS
+    mods: tuple[Mod | None, Mod | None, Mod | None, Mod | None]  # in the order of MODS
 
 
 def parts_of(request: Request) -> Parts:
@@ -99,7 +99,7 @@ def parts_of(request: Request) -> Parts:
         backend=request.backend,
         weighting=request.weighting,
     )
-    return Parts(inputs, (request.score_mod, mask_mod, partial_mod))
+    return Parts(inputs, (request.score_mod, mask_mod, request.prob_mod, partial_mod))
 
 
 def results_of(found: list[Tensor], inputs: Inputs, learns: bool) -> Result:

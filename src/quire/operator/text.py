@@ -31,7 +31,12 @@ VERSION = 2
 So it must change when the operators take other arguments or lay out results in another way.
 """
 MEMORIES = ("dense", "ragged", "paged")
-MODS: dict[str, Kind] = {"score_mod": "score", "mask_mod": "mask", "partial_mod": "mask"}
+MODS: dict[str, Kind] = {
+    "score_mod": "score",
+    "mask_mod": "mask",
+    "prob_mod": "score",
+    "partial_mod": "mask",
+}
 """The mods of a call in the order of their captured tensors, and their kinds."""
 
 TABLES = (

@@ -192,6 +192,28 @@ class SlotWriter:
         writer.fill(1, record, key.data_ptr(), value.data_ptr(), self._of_step)
         call.run()
 
+    def record(self, key: Tensor, value: Tensor) -> tuple[int, bytes] | None:
+        """Return the kernel and its record for rows of a layer; None if no kernel writes them.
+
+        The record names no layer: its pages are at `PageWriter.record_of[layer]`.
+        """
+        self.expect(key, value)
+        kernel = self._writer.kernel(key, value)
+        if kernel is None or self._call.run is None or self._call.copies:
+            return None
+        self._writer.fill(1, 0, key.data_ptr(), value.data_ptr(), self._of_step)
+        return kernel, bytes(self._writer.record)
+
+    @property
+    def pages(self) -> Tensor:
+        """The pages of all layers in order, a LAYER record for each."""
+        return self._writer.table
+
+    @property
+    def address(self) -> int:
+        """Where the slots are."""
+        return self._slots.data_ptr()
+
     def write_all(self, key: Tensor, value: Tensor) -> None:
         """Write key[layer] and value[layer] to the slots of each layer."""
         writer = self._writer

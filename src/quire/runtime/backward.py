@@ -25,7 +25,7 @@ from quire.runtime import chosen
 from quire.runtime.blocks import NO_LISTS, TileLists, cut_tiles, tile_lists
 from quire.runtime.capture_sums import SumsOfCapture, direct_inputs
 from quire.runtime.launch import Launcher, Records, num_products, num_threads
-from quire.runtime.mods import ORIGIN, graphs_of
+from quire.runtime.mods import graphs_of
 from quire.runtime.prepare import make_launcher
 from quire.runtime.slices import (
     AtOnce,
@@ -34,6 +34,7 @@ from quire.runtime.slices import (
     Slices,
     SliceShares,
     SumsOfRows,
+    Taking,
     Touched,
     in_pages,
 )
@@ -69,10 +70,9 @@ class BackwardPlan(NamedTuple):
         Slices have `slice_size` queries, if it is given.
         """
         lists = NO_LISTS
-        origin = placed.rows if isinstance(placed.rows, One) else ORIGIN
         if blocks is not None:
-            lists = tile_lists(blocks, BLOCK_Q, Target.host().block_kv, origin.kv_begin)
-        graphs, loaded = graphs_of(problem, placed.dtype, placed.end, lists.mixed, origin)
+            lists = tile_lists(blocks, BLOCK_Q, Target.host().block_kv, placed.rows.kv_origin)
+        graphs, loaded = graphs_of(problem, placed.dtype, placed.end, lists.mixed, placed.rows)
         graphs = graphs._replace(learned=learned)
         launcher = make_launcher(
             "backward",
@@ -89,7 +89,7 @@ class BackwardPlan(NamedTuple):
         return BackwardPlan(
             launcher=launcher,
             lists=lists,
-            loads=tuple(graphs.slopes.loads),
+            loads=(*graphs.slopes.loads, *graphs.slopes_of_drop),
             learned=learned,
             slices=Slices.of(lengths, slice_size),
             scale=problem.scale,
@@ -102,12 +102,11 @@ class BackwardPlan(NamedTuple):
         captures: tuple[Tensor, ...],
         wanted: Wanted,
         above: Above,
-        *,
-        apart: bool = False,
+        taking: Taking | None = None,
     ) -> Gradients | None:
         """Return the gradients; None if a number is not finite, or lse too far from 0."""
         captures = (*captures, *self.added_captures)
-        return Pass(self, placed, captures, wanted, above, apart=apart).gradients()
+        return Pass(self, placed, captures, wanted, above=above, taking=taking).gradients()
 
 
 class BackwardPlans:
@@ -124,11 +123,12 @@ class BackwardPlans:
         blocks: BlockRows | None,
         wanted: Wanted,
         above: Above,
-        slice_size: int | None = None,
+        taking: Taking | None = None,
     ) -> Gradients | None:
         """Return the gradients; None if the eager backend has to compute them.
 
-        If `slice_size` is given, slices have so many queries, and their sums are kept apart.
+        If sums are taken, there are none of keys and values here, and those of captured tensors
+        have one entry for each slice.
         """
         if problem.weighting != "softmax":
             above = above.of_weights(problem.weighting)
@@ -152,6 +152,7 @@ class BackwardPlans:
                 return chosen.gradients(turned, placed, blocks, wanted, above)
         # Hooks on saved tensors may return them with other strides than in the forward pass.
         saved = (query, key, value, out, lse, *captures)
+        slice_size = None if taking is None else taking.size
         layout = (slice_size, wanted.learned, *(tensor.stride() for tensor in saved))
         plan = self._known.get(layout)
         if plan is None:
@@ -159,7 +160,7 @@ class BackwardPlans:
             results, learned = Result(out, lse), wanted.learned
             new = BackwardPlan.of(problem, placed, blocks, learned, results, slice_size=slice_size)
             plan = self._known.keep(layout, new)
-        return plan.run(placed, captures, wanted, above, apart=slice_size is not None)
+        return plan.run(placed, captures, wanted, above, taking)
 
 
 def key_mass(problem: Problem, placed: Placed, results: Result) -> Tensor | None:
@@ -167,7 +168,7 @@ def key_mass(problem: Problem, placed: Placed, results: Result) -> Tensor | None
 
     The backward kernel computes them. Return None if an lse is too far from 0 to be precise.
     """
-    problem, mask = problem._replace(dropout=None), problem.block_mask
+    problem, mask = problem._replace(dropout=None, prob_mod=None), problem.block_mask
     blocks = None if mask is None else mask.rows(*placed.lengths)
     assert results.lse is not None, "the key mass needs lse"
     plan = BackwardPlan.of(problem, placed, blocks, (), Result(results.out, results.lse))
@@ -179,8 +180,8 @@ def key_mass(problem: Problem, placed: Placed, results: Result) -> Tensor | None
 class Pass:
     """One backward pass: its tensors, and the sums of its slices.
 
-    With `apart`, the sums of slices are not added: gradients of keys, values and captured tensors
-    have one entry for each slice.
+    With `taking`, the sums of slices are not added: those of keys and values are taken after each
+    round, and gradients of captured tensors have one entry for each slice.
     """
 
     def __init__(
@@ -190,11 +191,10 @@ class Pass:
         captures: tuple[Tensor, ...],
         wanted: Wanted,
         above: Above,
-        *,
-        apart: bool = False,
+        taking: Taking | None = None,
     ) -> None:
         self.plan, self.placed, self.captures = plan, placed, captures
-        self.wanted, self.above, self.apart = wanted, above, apart
+        self.wanted, self.above, self.taking = wanted, above, taking
         out, lse, grad_out, grad_lse = above[:4]
         self.grad_out = out.new_zeros(()).expand(out.shape) if grad_out is None else grad_out
         self.grad_lse = None if grad_lse is None else torch.empty_like(lse).copy_(grad_lse)
@@ -228,12 +228,14 @@ class Pass:
             ]
             table.raw = b"".join((*records, b"\0"))
 
-        self._run(fields, [*sums.values()], begin)
+        self._run(fields, sums, begin)
         not_finite, far = flags.tolist()
         if not_finite or (far and self.above.whole):
             return None
         learned = {index: each.total for index, each in self.learned.items()}
-        totals = {name: self._total(each, getattr(placed, name)) for name, each in sums.items()}
+        totals = {}
+        if self.taking is None:
+            totals = {name: self._total(each, getattr(placed, name)) for name, each in sums.items()}
         return Gradients(
             query=query,
             key=totals.get("key"),
@@ -251,7 +253,7 @@ class Pass:
         fields |= _strided("masses", sums.sums, ("slice", "batch", "head"))
         flags = torch.zeros(2, dtype=torch.int64, device="cpu")
         fields["odd"] = flags.data_ptr()
-        self._run(fields, [sums], lambda _: None)
+        self._run(fields, {"masses": sums}, lambda _: None)
         return None if flags[1].item() else sums.total
 
     def _fields(self, query: Tensor | None, delta: Tensor) -> dict[str, int | float]:
@@ -302,18 +304,22 @@ class Pass:
             sequences = work.sum() / max(1, work.max(initial=1))
         most = self.plan.slices.most
         division = SliceShares.of(most, sequences * part.heads, num_threads())
-        if self.apart:
+        apart = self.taking is not None
+        if apart:
             division = SliceShares(whole=False, together=most)
 
         def size(part: AtOnce, slices: int) -> int:
             return sum(each.size(*part, slices) for each in self.learned.values())
 
-        return division.within(size, part, LARGEST_SUMS, apart=self.apart)
+        division, part = division.within(size, part, LARGEST_SUMS, apart=apart)
+        if self.taking is not None and not self.learned:
+            part = AtOnce(*map(min, part, self.taking.at_once))
+        return division, part
 
     def _run(
         self,
         fields: dict[str, int | float],
-        sums: list[SumsOfRows],
+        sums: dict[str, SumsOfRows],
         begin: Callable[[Round], None],
     ) -> None:
         """Launch the kernel for all rounds, and add up what slices leave."""
@@ -321,14 +327,20 @@ class Pass:
         touched = Touched()
         for part in self.division.rounds(self.plan.slices, batch, self.key_heads, self.part):
             begin(part)
-            self._launch(fields, part, touched)
+            taking = self.taking
+            here = fields if taking is None else taking.fields(fields, sums, part)
+            self._launch(here, part, touched)
             for each in self.learned.values():
                 each.end(part)
-            if (part.b_stop, part.h_stop) == (batch, self.key_heads):
+            all_rows = (part.b_stop, part.h_stop) == (batch, self.key_heads)
+            if taking is not None:
+                taking.end(sums, part, touched, last=all_rows)
+                touched = Touched()
+            if all_rows:
                 for captured in self.learned.values():
                     captured.add_slices()
-                if not self.apart and not self.division.whole:
-                    for keys in sums:
+                if self.taking is None and not self.division.whole:
+                    for keys in sums.values():
                         keys.add_slices(touched, last=part.s_stop == most)
                     touched = Touched()
 
@@ -373,13 +385,14 @@ class Pass:
             batch, num_rows = placed.sequences.num, longest(placed.sequences.kv_end)
         elif not isinstance(placed.rows, One):
             batch = 1
+        if self.taking is not None:
+            batch, heads = min(batch, self.part.batch), self.part.heads
         num_slices = 1 if self.division.whole else self.division.together
-        return SumsOfRows(num_slices, (batch, heads, num_rows, *width), self.dtype)
+        kept = None if self.taking is None else self.taking.kept
+        return SumsOfRows((num_slices, batch, heads, num_rows, *width), self.dtype, kept)
 
     def _total(self, sums: SumsOfRows, like: Tensor) -> Tensor:
         """Return the gradient of keys or values, in the shape of `like`, from all sums."""
-        if self.apart:
-            return sums.sums[..., : like.shape[3]]
         total = sums.total
         if self.placed.page_table is not None:
             total = in_pages(total, self.placed, like)
@@ -397,7 +410,9 @@ class Pass:
         b, h, q = (
             all(name in direct_inputs(load) for load in loads) for name in ("b", "h", "q_idx")
         )
-        return SumsOfCapture(self.captures[index], self.dtype, (b, h, q), apart=self.apart)
+        return SumsOfCapture(
+            self.captures[index], self.dtype, (b, h, q), apart=self.taking is not None
+        )
 
 
 def _strided(name: str, tensor: Tensor, axes: tuple[str, ...]) -> dict[str, int | float]:

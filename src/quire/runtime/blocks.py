@@ -26,6 +26,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from quire.block_mask import BlockMask, BlockRows
 from quire.block_mask.blocks import FULL as FULL_BLOCK
@@ -37,6 +38,7 @@ from quire.ir.graph import Node, cast, const
 from quire.ir.simplify import simplify
 from quire.ir.trace import Traced
 from quire.memory import One, Placed
+from quire.memory.tables import Sequences
 from quire.support.bounded import BoundedDict
 
 EVERY_RUN = 0x5555  # times a kind: that kind for each of the eight runs of a block of keys
@@ -211,15 +213,20 @@ def tile_runs(
 
 
 def num_tiles(runs: Runs, size: tuple[int, int], tall: int, wide: int) -> int:
-    """Return how many tiles of `tall` x `wide` hold a block; blocks of `size` are not larger."""
+    """Return how many tiles of `tall` x `wide` hold a block; blocks of `size` are not larger.
+
+    Memory is in proportion to the runs. In the line of all rows of tiles, each run is an interval.
+    """
     q_size, kv_size = size
     lists, row = np.divmod(runs.row_ids(), runs.shape[2])
     tile = lists * -(-runs.shape[2] * q_size // tall) + row * q_size // tall
     columns = -(-runs.shape[3] * kv_size // wide) + 2
-    low, high = runs.starts * kv_size // wide, (runs.stops * kv_size - 1) // wide
-    count = (int(tile.max(initial=-1)) + 1) * columns
-    begun, ended = (np.bincount(tile * columns + x, minlength=count) for x in (low, high + 1))
-    return int((np.cumsum(begun - ended) > 0).sum())
+    begin = tile * columns + runs.starts * kv_size // wide
+    end = tile * columns + (runs.stops * kv_size - 1) // wide + 1
+    order = np.argsort(begin, kind="stable")
+    covered = np.maximum.accumulate(end[order])
+    new = covered - np.maximum(begin[order], np.append(0, covered)[:-1])
+    return int(np.maximum(new, 0).sum())
 
 
 def _rows_of_tiles(rows: BlockRows, block_q: int) -> Runs:
@@ -285,14 +292,23 @@ def _count(
     return counts
 
 
-def within_blocks(mod: Traced, blocks: BlockRows, rows: One) -> Traced:
+def within_blocks(mod: Traced, blocks: BlockRows, rows: One | Sequences) -> Traced:
     """Return a mask_mod that looks up the kind of block of every element, and applies it."""
     cells = torch.from_numpy(blocks.runs.cells()).to(torch.int8)
     slot = len(mod.captures)
+    tables: tuple[Tensor, ...] = (cells,)
+    if isinstance(rows, One):
+        q_start, kv_origin = const(rows.q_start, torch.int64), rows.kv_origin
+    else:
+        starts = torch.zeros(int(rows.b.max(initial=0)) + 1, dtype=torch.int64, device="cpu")
+        starts[torch.from_numpy(rows.b)] = torch.from_numpy(+rows.q_start)
+        b = Node("input", (), torch.int64, "b")
+        q_start, kv_origin = Node("load", (b,), torch.int64, slot + 1), 0
+        tables += (starts,)
 
-    def index(name: str, start: int, size: int) -> Node:
+    def index(name: str, start: Node, size: int) -> Node:
         position = Node("input", (), torch.int64, name)
-        from_start = Node("sub", (position, const(start, torch.int64)), torch.int64)
+        from_start = Node("sub", (position, start), torch.int64)
         return Node("floordiv", (from_start, const(size, torch.int64)), torch.int64)
 
     def index_or_0(name: str, count: int) -> Node:  # a size of 1 is shared
@@ -301,8 +317,8 @@ def within_blocks(mod: Traced, blocks: BlockRows, rows: One) -> Traced:
     indices = (
         index_or_0("b", cells.shape[0]),
         index_or_0("h", cells.shape[1]),
-        index("q_idx", rows.q_start, blocks.block_size[0]),
-        index("kv_idx", rows.kv_begin, blocks.block_size[1]),
+        index("q_idx", q_start, blocks.block_size[0]),
+        index("kv_idx", const(kv_origin, torch.int64), blocks.block_size[1]),
     )
     cell = cast(Node("load", indices, torch.int8, slot), torch.int32)
 
@@ -311,7 +327,7 @@ def within_blocks(mod: Traced, blocks: BlockRows, rows: One) -> Traced:
 
     held = Node("and", (kind(PARTIAL_BLOCK), mod.output), torch.bool)
     output = simplify(Node("or", (kind(FULL_BLOCK), held), torch.bool))
-    return Traced(output, (*mod.captures, cells), "mask", mod.name, mod.lines)
+    return Traced(output, (*mod.captures, *tables), "mask", mod.name, mod.lines)
 
 
 # --- holes of page tables -------------------------------------------------------------------------
@@ -325,6 +341,35 @@ def hole_lists(placed: Placed, kind: int, block_kv: int) -> TileLists:
     """Return lists of the pages that each sequence has, as tiles of a kind with their runs."""
     assert placed.holes is not None, "there are holes"
     there, page = placed.holes.there.numpy(), placed.key.shape[2]
+    if page % KEYS_OF_RUN == 0 and block_kv % page == 0:
+        lists = _pages_in_tiles(there, kind, block_kv // page)
+    else:
+        lists = tile_lists(_as_rows(there, page, kind), 1, block_kv, cuts=True)
+    return lists._replace(batch_stride=1, block_stride=0)
+
+
+def _pages_in_tiles(there: NDArray[np.bool_], kind: int, each: int) -> TileLists:
+    """Return the tiles of pages of which there are `each` in a tile, in a few steps.
+
+    A program that chooses its pages has other holes in every layer of every step.
+    """
+    bits, over = 16 // each, there.shape[1] % each
+    if over:  # what is behind the last page counts as listed, to have whole tiles
+        there = np.concatenate([there, *[there[:, -1:]] * (each - over)], axis=1)
+    of_pages = kind * (EVERY_RUN & (1 << bits) - 1) << np.arange(each) * bits
+    kinds = there.reshape(len(there), -1, each) @ of_pages
+    b, tile = np.nonzero(kinds)
+    found = kinds[b, tile]
+    whole = found == kind * EVERY_RUN
+    entries = (tile * tile_entry(1, 0) + kind).astype(np.int32)
+    runs = None if whole.all() else np.where(whole, 0, found).astype(np.uint16)
+    offsets = np.zeros(len(there) + 1, np.int64)
+    np.cumsum(np.count_nonzero(kinds, axis=1), out=offsets[1:])
+    return TileLists.of(offsets, entries, runs, (len(there), 1, 1))
+
+
+def _as_rows(there: NDArray[np.bool_], page: int, kind: int) -> BlockRows:
+    """Return the pages that each sequence has as a row of a block mask, in blocks of one run."""
     b, column = np.nonzero(there)
     first, stop = column * page // KEYS_OF_RUN, -(-(column + 1) * page // KEYS_OF_RUN)
     if page % KEYS_OF_RUN:  # pages may share runs, in which the mask says what is there
@@ -334,5 +379,4 @@ def hole_lists(placed: Placed, kind: int, block_kv: int) -> TileLists:
     columns = -(-there.shape[1] * page // KEYS_OF_RUN)
     kinds = np.full(len(b), kind, np.int8)
     runs = Runs.of_segments((len(there), 1, 1, columns), b, first, stop, kinds)
-    rows = BlockRows(runs, (1, KEYS_OF_RUN), (1, columns * KEYS_OF_RUN))
-    return tile_lists(rows, 1, block_kv, cuts=True)._replace(batch_stride=1, block_stride=0)
+    return BlockRows(runs, (1, KEYS_OF_RUN), (1, columns * KEYS_OF_RUN))

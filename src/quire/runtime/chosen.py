@@ -12,6 +12,8 @@ queries that list it are copied side by side, and become a sequence of their own
 The gradients of keys and values add up where these keys are. Those of copied queries are added up
 for each query, in the order of its blocks. Mods get the batch entry, head and position of a query
 through tables. Copies are made for some sequences at a time, so that they take little memory.
+In ragged and paged memory the listed keys are copied, too, and their gradients are added where
+these keys are.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,7 +34,7 @@ from quire.block_mask import BlockRows
 from quire.block_mask.blocks import FULL, PARTIAL
 from quire.codegen.convention import BLOCK_Q, GRADIENTS, GRADIENTS_PART
 from quire.ir.trace import Kind, Traced, mod_name, trace
-from quire.memory import Placed
+from quire.memory import One, Placed
 from quire.memory.tables import Numbers, Sequences
 from quire.request import Problem
 from quire.results import Above, Gradients, Result, Wanted
@@ -87,28 +90,25 @@ def is_worth(problem: Problem, placed: Placed, blocks: BlockRows, *, learns: boo
     `learns` says that gradients of captured tensors are wanted, which only tiles give.
     """
     if (
-        not placed.is_dense
-        or learns
-        or problem.dropout is not None
-        or placed.key.shape[0] != placed.query.shape[0]
+        learns
+        or problem.prob_mod is not None
+        or placed.key_scale is not None
+        or placed.value_scale is not None
+        or (placed.is_dense and placed.key.shape[0] != placed.query.shape[0])
         or 0 in (*placed.query.shape, *placed.key.shape, *placed.value.shape)
     ):
         return False
     (q_size, kv_size), runs, (q_len, kv_len) = blocks.block_size, blocks.runs, blocks.seq_lengths
-    widths = runs.stops - runs.starts
     tall, wide = max(LANES, q_size), max(LANES, kv_size)  # panels skip the keys that none reads
     area = num_tiles(runs, blocks.block_size, tall, wide) * min(wide, kv_len) * min(tall, q_len)
     lists = runs.row_ids() // max(1, runs.shape[2])
     # Blocks of keys that few queries list leave lanes of panels empty.
-    heads = runs.shape[0] * runs.shape[1]
-    listing = np.bincount(
-        lists.repeat(widths) * runs.shape[3]
-        + runs.starts.repeat(widths)
-        + np.arange(widths.sum())
-        - (np.cumsum(widths) - widths).repeat(widths),
-        minlength=heads * runs.shape[3],
+    count = runs.shape[0] * runs.shape[1] * (runs.shape[3] + 1)
+    begun, ended = (
+        np.bincount(lists * (runs.shape[3] + 1) + x, minlength=count)
+        for x in (runs.starts, runs.stops)
     )
-    rows = -(-listing * q_size // LANES) * LANES
+    rows = -(-np.cumsum(begun - ended) * q_size // LANES) * LANES
     return int(rows.sum()) * (kv_size + COPY_COST) <= WORTH * area
 
 
@@ -121,8 +121,8 @@ class _Backward:
         self.problem, self.placed, self.blocks, self.wanted = problem, placed, blocks, wanted
         self.above, self.dtype = above, above.lse.dtype
         query, key, value = placed.operands
-        self.batch, self.heads, self.q_len, _ = query.shape
-        self.key_heads, self.kv_len = key.shape[1:3]
+        self.heads, self.key_heads = query.shape[1], key.shape[1]
+        self.rows, self.origin = _entries(placed), placed.rows.kv_origin
         out, lse, grad_out, grad_lse = above[:4]
         self.grad_out = out.new_zeros(out.shape) if grad_out is None else grad_out.to(self.dtype)
         self.delta = (self.grad_out * out.to(self.dtype)).sum(-1)
@@ -131,7 +131,9 @@ class _Backward:
         self.query = query.to(self.dtype).reshape(-1, query.shape[3])
         self.grads = self.grad_out.reshape(-1, value.shape[3])
         self.numbers = [x.reshape(-1) for x in (lse, -self.delta)]
-        self.key, self.value = (x.reshape(1, 1, -1, x.shape[3]) for x in (key, value))
+        self.flat = key, value
+        if placed.is_dense:
+            self.flat = key.reshape(1, 1, -1, key.shape[3]), value.reshape(1, 1, -1, value.shape[3])
         self.flags = torch.zeros(2, dtype=torch.int64, device="cpu")
         self.sums: dict[str, Tensor] = {}
 
@@ -173,17 +175,22 @@ class _Backward:
         b, head = np.divmod(lists, runs.shape[1])
         column = np.arange(len(row)) + (runs.starts - np.cumsum(widths) + widths).repeat(widths)
         kinds, own = runs.kinds.repeat(widths), runs.shape[1]
-        inside = (row * self.blocks.block_size[0] < self.q_len) & (
-            column * self.blocks.block_size[1] < self.kv_len
-        )
         per_key_head = max(1, own // self.key_heads)
         for kind in (PARTIAL, FULL):
             for turn in range(per_key_head):
-                mine = inside & (kinds == kind) & (head % per_key_head == turn)
-                if not mine.any():
-                    continue
+                mine = (kinds == kind) & (head % per_key_head == turn)
                 found = Listed(b[mine], head[mine], column[mine], row[mine])
-                yield kind, self._for_all(found, runs.shape[0] == 1, own == 1)
+                found = self._inside(self._for_all(found, runs.shape[0] == 1, own == 1))
+                if len(found.b):
+                    yield kind, found
+
+    def _inside(self, listed: Listed) -> Listed:
+        """Return the blocks that have queries and keys of their sequence."""
+        rows, (q_size, kv_size) = self.rows, self.blocks.block_size
+        begin = listed.column * kv_size + self.origin
+        there = listed.row * q_size < rows.q_len[listed.b]
+        there &= (begin < rows.kv_end[listed.b]) & (begin + kv_size > rows.kv_begin[listed.b])
+        return Listed(*(x[there] for x in listed))
 
     def _for_all(self, listed: Listed, same_batches: bool, same_heads: bool) -> Listed:
         """Repeat lists that stand for all batch entries or heads, and sort them."""
@@ -191,10 +198,9 @@ class _Backward:
         if same_heads and self.key_heads > 1:
             head = np.arange(self.key_heads).repeat(len(b))
             b, column, row = (np.tile(x, self.key_heads) for x in (b, column, row))
-        if same_batches and self.batch > 1:
-            count = len(head)
-            b = np.arange(self.batch).repeat(count)
-            head, column, row = (np.tile(x, self.batch) for x in (head, column, row))
+        if same_batches and self.rows.num > 1:
+            b = np.arange(self.rows.num).repeat(len(head))
+            head, column, row = (np.tile(x, self.rows.num) for x in (head, column, row))
         order = np.lexsort((row, column, head, b))
         return Listed(b[order], head[order], column[order], row[order])
 
@@ -219,36 +225,62 @@ class _Backward:
     def _add(self, problem: Problem, listed: Listed, total: Tensor | None) -> None:
         """Compute some sequences, and add what they give to all gradients."""
         group, (q_size, kv_size) = self._group(listed), self.blocks.block_size
-        ends = listed.sequences()
-        counts = np.minimum(q_size, self.q_len - listed.row * q_size)
+        ends, every_row = listed.sequences(), self.placed.query.shape[2]
+        counts = np.minimum(q_size, self.rows.q_len[listed.b] - listed.row * q_size)
         entry = np.arange(len(counts)).repeat(counts)
         rows = np.arange(len(entry)) - (np.cumsum(counts) - counts).repeat(counts)
         token = listed.row[entry] * q_size + rows
         before = np.concatenate([[0], np.cumsum(counts)])[ends]
         first, lengths = before[:-1], np.diff(before)
         b, head, column = (x[ends[:-1]] for x in listed[:3])
-        origin, number = self.placed.one.kv_begin, np.arange(len(b))
-        key_head = head * group * self.key_heads // self.heads
-        begin = column * kv_size
+        begin = column * kv_size + self.origin
         sequences = Sequences(
-            b=number,
+            b=np.arange(len(b)),
             q_len=lengths,
             q_start=first,  # so that q_idx is the number of a copied query
-            kv_begin=begin + origin,
-            kv_end=np.minimum(begin + kv_size, self.kv_len) + origin,
+            kv_begin=np.maximum(begin, self.rows.kv_begin[b]),
+            kv_end=np.minimum(begin + kv_size, self.rows.kv_end[b]),
             q_row=first,
-            kv_row=(b * self.key_heads + key_head) * self.kv_len - origin,
+            kv_row=np.zeros_like(b),
         )
-        place = (listed.b[entry] * self.heads + listed.head[entry] * group) * self.q_len + token
-        every = place + np.arange(group)[:, None] * self.q_len
+        keys = self._keys(b, head * group * self.key_heads // self.heads, sequences)
+        sequences = sequences._replace(kv_row=keys.kv_row)
+        place = self.rows.q_row[listed.b[entry]] + listed.head[entry] * group * every_row + token
+        every = place + np.arange(group)[:, None] * every_row
         index = torch.from_numpy(every.ravel())
-        tables = Tables(*(torch.from_numpy(x) for x in (b, head * group, token)))
-        copied = self._launch(problem, sequences, index, tables, group)
+        position = self.rows.q_start[listed.b[entry]] + token
+        tables = Tables(*(torch.from_numpy(x) for x in (self.rows.b[b], head * group, position)))
+        copied = self._launch(problem, sequences, index, tables, keys=keys, group=group)
         if total is not None:
             _add_rows(total, copied.view(len(index), -1), every.ravel())
 
+    def _keys(self, b: Numbers, head: Numbers, rows: Sequences) -> ListedKeys:
+        """Return where the keys of sequences are, which are blocks of keys of an entry and head."""
+        key, table = self.placed.key, self.placed.page_table
+        if self.placed.is_dense:
+            key_rows = (b * self.key_heads + head) * key.shape[2] - self.origin
+            return ListedKeys(*self.flat, kv_row=key_rows)
+        counts = rows.kv_len
+        first = np.cumsum(counts) - counts
+        of = np.arange(len(counts)).repeat(counts)
+        position = np.arange(len(of)) + (rows.kv_begin - first)[of]
+        page, row = np.zeros_like(of), position + self.rows.kv_row[b[of]]
+        if table is not None:
+            page, row = np.divmod(position, key.shape[2])
+            page = table.numpy()[b[of], page].astype(np.int64)
+        index = (page * self.key_heads + head[of]) * key.shape[2] + row
+        places = tuple(torch.from_numpy(x) for x in (page, head[of], row))
+        key, value = (x[places].view(1, 1, len(of), -1) for x in self.placed.operands[1:])
+        return ListedKeys(key, value, first - rows.kv_begin, torch.from_numpy(index))
+
     def _launch(
-        self, problem: Problem, rows: Sequences, index: Tensor, tables: Tables, group: int
+        self,
+        problem: Problem,
+        rows: Sequences,
+        index: Tensor,
+        tables: Tables,
+        keys: ListedKeys,
+        group: int,
     ) -> Tensor:
         """Launch the kernel, and return the gradients of copied queries."""
         problem = tables.problem(problem, self.placed)
@@ -256,7 +288,7 @@ class _Backward:
         query = self.query.index_select(0, index).view(*shape, -1)
         grads = self.grads.index_select(0, index).view(*shape, -1)
         lse, grad_lse = (x.index_select(0, index).view(shape) for x in self.numbers)
-        placed = Placed(query, self.key, self.value, rows)
+        placed = Placed(query, keys.key, keys.value, rows)
         graphs, loaded = graphs_of(problem, self.dtype, placed.end)
         results = Result(grads, lse)
         options: dict[str, Any] = {"scale": problem.scale, "block_q": BLOCK_Q}
@@ -268,9 +300,12 @@ class _Backward:
         fields |= {"wants_slopes": int(self.wanted.scores), "slope_scale": 1.0}
         if self.wanted.query:
             fields |= row_strides("grad_query", grad_query) | {"grad_query": grad_query.data_ptr()}
+        copied: dict[str, Tensor] = {}
         for side, width in zip(("key", "value"), launcher.terms.columns, strict=True):
             if getattr(self.wanted, side):
                 sums = self._sums_of(f"grad_{side}", width)
+                if keys.places is not None:
+                    sums = copied[f"grad_{side}"] = sums.new_zeros(len(keys.places), width)
                 fields |= {f"grad_{side}": sums.data_ptr(), f"grad_{side}_row": width}
         launcher.terms.check_gradients(fields)
         order = rows.largest_first()
@@ -278,12 +313,15 @@ class _Backward:
         table = table_of(rows.where(order), np.arange(rows.num), one)
         records = Records(table, rows.num, num_products(placed, rows), rows.num)
         launcher.launch(placed, records, results, loaded, more=GRADIENTS_PART.pack(fields))
+        for name, sums in copied.items():
+            assert keys.places is not None, "keys were copied"
+            self.sums[name].index_add_(0, keys.places, sums)
         return grad_query
 
     def _sums_of(self, name: str, width: int) -> Tensor:
         """Return the sums of the gradients of all keys or values: [B * Hkv * S, width]."""
         if name not in self.sums:
-            shape = (self.batch * self.key_heads * self.kv_len, width)
+            shape = (self.placed.key.shape[:3].numel(), width)
             self.sums[name] = torch.zeros(shape, dtype=self.dtype, device="cpu")
         return self.sums[name]
 
@@ -294,26 +332,56 @@ class _Backward:
         return problem._replace(block_mask=None, partial_mod=partial)
 
 
+def _entries(placed: Placed) -> Sequences:
+    """Return the positions of each batch entry, and the row of its first query in head 0."""
+    rows = placed.rows
+    if not isinstance(rows, One):
+        return rows
+    batch, heads, q_len, _ = placed.query.shape
+    b = np.arange(batch)
+    q_start, kv_begin, kv_end = (np.full_like(b, x) for x in rows[1:4])
+    return Sequences(
+        b=b + rows.b,
+        q_len=np.full_like(b, q_len),
+        q_start=q_start,
+        kv_begin=kv_begin,
+        kv_end=kv_end,
+        q_row=b * heads * q_len,
+        kv_row=np.zeros_like(b),
+    )
+
+
+class ListedKeys(NamedTuple):
+    """Keys and values [1, 1, rows, D], and the row of position 0 of each sequence among them.
+
+    If they are copies, `places` has the place of each row in keys and values [P, Hkv, S].
+    """
+
+    key: Tensor
+    value: Tensor
+    kv_row: Numbers
+    places: Tensor | None = None
+
+
 class Tables(NamedTuple):
     """Where copied queries are from.
 
-    b and head [sequences], the batch entry and first query head of each sequence; token [rows],
-    the number of each query.
+    b and head [sequences], the batch entry and first query head of each sequence; position [rows]
+    of each query.
     """
 
     b: Tensor
     head: Tensor
-    token: Tensor
+    position: Tensor
 
     def problem(self, problem: Problem, placed: Placed) -> Problem:
         """Return a problem whose mods take copied queries."""
-        score, masks = problem.score_mod, problem.masks(full=False)
-        origin = placed.one
+        score, masks, dropout = problem.score_mod, problem.masks(full=False), problem.dropout
 
         def at(mod: Any, args: tuple[Any, ...]) -> Any:
             *others, sequence, h, q_idx, kv_idx = args
-            where = self.b[sequence] + origin.b, self.head[sequence] + h
-            return mod(*others, *where, self.token[q_idx] + origin.q_start, kv_idx)
+            where = self.b[sequence], self.head[sequence] + h
+            return mod(*others, *where, self.position[q_idx], kv_idx)
 
         def masked(*args: Any) -> Any:
             return functools.reduce(operator.and_, [at(mod, args) for mod in masks])
@@ -325,18 +393,28 @@ class Tables(NamedTuple):
             found = trace(mod, kind, score_dtype=placed.dtype, device=placed.query.device)
             return Traced(found.output, found.captures, kind, name, found.lines)
 
+        if dropout is not None:
+            keep = dropout.keep
+            kept = traced(lambda *args: at(keep, args), "mask", keep.name)
+            dropout = replace(dropout, mask=kept)
         return problem._replace(
             partial_mod=None,
+            dropout=dropout,
             score_mod=None if score is None else traced(scored, "score", mod_name(score)),
             mask_mod=traced(masked, "mask", "chosen") if masks else None,
         )
 
 
 def _add_rows(total: Tensor, rows: Tensor, index: NDArray[np.int64]) -> None:
-    """Add `rows` to those of `total` that `index` names, in their order."""
-    order = np.argsort(index, kind="stable")
-    found, first = np.unique(index[order], return_index=True)
-    bags = torch.from_numpy(order), torch.from_numpy(first)
-    sums = embedding_bag(bags[0], rows, bags[1], mode="sum")
+    """Add `rows` to those of `total` that `index` names, one by one in their order.
+
+    A sum begins with its row of `total`, so that it does not depend on how rows are cut into calls.
+    """
+    found = np.unique(index)
     into = torch.from_numpy(found)
-    total.index_copy_(0, into, total.index_select(0, into) + sums)
+    every = torch.cat([rows, total.index_select(0, into)])
+    places = np.append(index, found)
+    order = np.lexsort((np.append(np.arange(len(index)), np.full(len(found), -1)), places))
+    starts = np.searchsorted(places[order], found)
+    bags = torch.from_numpy(order), torch.from_numpy(starts)
+    total.index_copy_(0, into, embedding_bag(bags[0], every, bags[1], mode="sum"))

@@ -35,12 +35,12 @@ from quire.errors import TensorKindError
 from quire.memory import One, Placed, longest, output_layout
 from quire.memory.tables import Sequences
 from quire.request import Call, Problem
-from quire.results import NOWHERE, Result
+from quire.results import Result, nowhere
 from quire.runtime.backward import key_mass
 from quire.runtime.blocks import NO_LISTS, TileLists, num_tiles, read_lists
 from quire.runtime.gather import gather
 from quire.runtime.launch import Launcher, Records, num_threads
-from quire.runtime.mods import ORIGIN, graphs_of
+from quire.runtime.mods import graphs_of
 from quire.runtime.prepare import make_launcher, records_of
 from quire.support.bounded import BoundedDict
 from quire.support.torch_private import has_memory
@@ -138,13 +138,13 @@ class ForwardPlan(NamedTuple):
         mask = problem.block_mask
         if mask is not None and mask.lists_pages and not request.aux.argmax:
             problem, placed = gather(problem, placed)  # gathered keys have other positions
-        opens = problem.has_holes and lists_holes(request.aux) and fits_runs(placed)
+        opens = problem.has_holes and mask is None and lists_holes(request.aux)
+        opens = opens and fits_runs(placed)
         if opens:
             problem = problem.opened()
-        origin = rows if isinstance(rows, One) else ORIGIN
         stays_open = stays_open or problem.weighting == "sums"
         parts = tuple(
-            _planned(part, problem, placed, results, origin=origin, stays_open=stays_open)
+            _planned(part, problem, placed, results, origin=rows, stays_open=stays_open)
             for part in division_of(call, problem, placed)
         )
         gathers = placed is not call.placed
@@ -157,7 +157,7 @@ class ForwardPlan(NamedTuple):
             problem, placed = gather(problem, placed)
             captures = problem.captures
         if self.opens:
-            captures = problem.opened().captures
+            captures = problem.open_captures(captures)
         results, sink, wrong = self.layout.make(), request.sink, False
         if sink is not None:
             sink = sink.to(placed.dtype).contiguous()
@@ -168,7 +168,7 @@ class ForwardPlan(NamedTuple):
         if wrong:
             return None
         if isinstance(placed.rows, Sequences) and placed.content is None:
-            fill_holes(results, placed.rows)
+            fill_holes(results, placed.rows, call.problem.weighting)
         if not request.aux.key_mass:
             return results
         mass = key_mass(call.problem, call.placed, results)
@@ -184,7 +184,7 @@ class ForwardPlan(NamedTuple):
             if len(self.parts) > 1:
                 every = [some for _, some in by_form(rows, placed.key.dtype)]
             known = [
-                records_of(part.launcher, placed, some, part.listed_kind)
+                records_of(part.launcher, placed, some, part.listed_kind, part.lists)
                 for part, some in zip(self.parts, every, strict=True)
             ]
             if key is not None:
@@ -194,9 +194,8 @@ class ForwardPlan(NamedTuple):
 
 def division_of(call: Call, problem: Problem, placed: Placed) -> list[FormPart]:
     """Return how the forward pass of a call is divided, with its keys perhaps gathered."""
-    aux, rows = call.request.aux, call.placed.rows
-    kv_begin = rows.kv_begin if isinstance(rows, One) else 0
-    return parts_of(placed, problem.block_mask, kv_begin, observes=not lists_holes(aux))
+    aux, origin = call.request.aux, call.placed.rows.kv_origin
+    return parts_of(placed, problem.block_mask, origin, observes=not lists_holes(aux))
 
 
 def lists_holes(aux: AuxRequest) -> bool:
@@ -215,7 +214,7 @@ def _planned(
     placed: Placed,
     results: Result,
     *,
-    origin: One,
+    origin: One | Sequences,
     stays_open: bool,
 ) -> FormPlan:
     """Return what computes a part."""
@@ -234,19 +233,20 @@ def _planned(
         stays_open=stays_open,
     )
     listed_kind = EMPTY
-    if placed.holes is not None and results.argmax is None and results.entropy is None:
+    unlisted = placed.holes is not None and problem.block_mask is None
+    if unlisted and results.argmax is None and results.entropy is None:
         listed_kind = FULL if graphs.always is None else PARTIAL
     return FormPlan(launcher, lists, loaded[len(problem.captures) :], listed_kind)
 
 
-def fill_holes(results: Result, sequences: Sequences) -> None:
-    """Set the results of rows that belong to no sequence to `NOWHERE`."""
+def fill_holes(results: Result, sequences: Sequences, weighting: str) -> None:
+    """Set the results of rows that belong to no sequence, which read no key."""
     holes = sequences.unowned(results.out.shape[2])
     if holes is None:
         return
-    where = torch.from_numpy(holes)
+    where, nothing = torch.from_numpy(holes), nowhere(weighting)
     for name, rows in results.by_query.items():
-        rows[:, :, where] = NOWHERE[name]
+        rows[:, :, where] = nothing[name]
 
 
 # --- how work is divided
@@ -282,6 +282,7 @@ def _with_lists(
     part: FormPart, placed: Placed, mask: BlockMask, kv_begin: int, *, cuts: bool
 ) -> FormPart:
     """Return a part with the lists of a mask, in the blocks of the mask if they are small."""
+    placed = placed._replace(rows=part.rows)
     size, lengths = mask.BLOCK_SIZE, placed.lengths
     small = size[0] % part.block_q != 0 and lengths[0] > size[0]
     if small and cuts and _is_worth(mask, placed, part.form):

@@ -81,6 +81,7 @@ def _find(problem: Problem, placed: Placed) -> Gathered | None:
         or placed.batches == 0
         or placed.key.shape[0] != 1
         or problem.dropout is not None
+        or problem.prob_mod is not None
         or placed.one.kv_begin != 0
         or mask.BLOCK_SIZE[1] % Target.host().block_kv == 0
         or rows % mask.BLOCK_SIZE[1] != 0

@@ -44,6 +44,7 @@ from quire.runtime import pyramids
 from quire.runtime.blocks import NO_LISTS, TileLists
 from quire.runtime.interrupt import LONG_WORK, launch_stoppable
 from quire.runtime.mods import ModCode
+from quire.runtime.recording import PreparedLaunch, recording
 
 SMALL_WORK = 2**19
 """The most multiplications of a call for which starting threads costs more than it saves."""
@@ -95,7 +96,7 @@ def record(
     rows: One, pieces: int = 1, slices: int = 1, *, first_slice: int = 0, slice_blocks: int = 0
 ) -> bytes:
     """Return the table of a dense call, with as many pieces of keys or slices of queries."""
-    q_len, q_start, kv_begin, kv_end, b = rows
+    q_len, q_start, kv_begin, kv_end, b, _ = rows
     positions = (q_len, q_start, -kv_begin, kv_begin, kv_end)
     pieced = (slices, pieces, 0, 1, 0)
     fields = (b, 0, 0, *positions, *pieced, first_slice, slice_blocks)  # as in SEQUENCE
@@ -169,6 +170,21 @@ class Launcher(NamedTuple):
             parts = (CALL_PART.pack_in_order(*call), self.record, more)
             content = b"".join((*parts, first.to_bytes(8, sys.byteorder), _ZEROS, table, packed))
             ctypes.memmove(start, content, len(content))
+            taken = recording.get()
+            if taken is not None:
+                prepared = PreparedLaunch(
+                    kernel=self.kernel.address,
+                    block=block,
+                    counters_at=counters,
+                    flag_at=flag,
+                    table_at=sequences,
+                    scratch_bytes=scratch.each,
+                    slots=slots,
+                    partial_bytes=self.partial_bytes,
+                    keeps=(self, placed, results, captures, lists),
+                )
+                taken.append(prepared)
+                return False
             if products > LONG_WORK:
                 counter = ctypes.c_int64.from_buffer(block, counters)
                 run = functools.partial(launch, self.kernel.address, start, threads)

@@ -1,6 +1,6 @@
 """Linear layers on packed weights: which code runs, how rows are cut, and the launch.
 
-    layer = LinearLaunch(weights, Prologue(), NO_EPILOGUE)
+    layer = LinearLaunch(weights, prologue, epilogue, torch.float32)
     layer.run(x, y)                     # x [M, K], y [M, N], any strides but the last of y
 
 All that does not depend on the number of rows is done when a launch is made, and what depends on it
@@ -26,7 +26,7 @@ from quire.codegen.kernels.linear import FINISH, LINEAR, NAME, LinearSpec, RowSp
 from quire.codegen.llvm import jit
 from quire.codegen.llvm.target import Target
 from quire.codegen.mods.arguments import CaptureShape, ModArguments
-from quire.codegen.phases.linear_tiles import UNROLLED
+from quire.codegen.phases.linear_tiles import DECODED, FEW, UNROLLED
 from quire.codegen.phases.norm import Norm
 from quire.codegen.phases.weights import BLOCK, FLOAT32, PANEL, WeightFormat
 from quire.errors import BackendError
@@ -79,7 +79,7 @@ class RowCut(NamedTuple):
     tile_panels: int
     item_panels: int
     items: int
-    decodes: int
+    way: int
     cut: int
     ask_bytes: int
     staged_bytes: int
@@ -89,10 +89,19 @@ class RowCut(NamedTuple):
     products: int
 
 
+class WorkingMemory(NamedTuple):
+    """Working memory that somebody else keeps: an address, bytes of each thread, and partials."""
+
+    address: int
+    each: int
+    partials: int
+
+
 class LinearLaunch:
     """A layer that is ready to run."""
 
     rows_of_chunk = 128
+    num_counters = 3  # at the start of a record
 
     def __init__(
         self, weights: PackedWeights, prologue: Prologue, epilogue: Epilogue, dtype: torch.dtype
@@ -143,26 +152,14 @@ class LinearLaunch:
     def _chunk(self, x: Tensor, y: Tensor, captures: Sequence[Tensor], first: int) -> bool:
         """Compute some rows; the first of them is row `first` of the call."""
         rows, most = x.shape[0], launcher.num_threads()
-        planned = self._planned.get((rows, most))
-        if planned is None:
-            if len(self._planned) > _MOST_PLANNED:
-                self._planned.clear()
-            planned = self._planned[rows, most] = self._cut(rows, most), []
-        cut, free = planned
+        cut, free = self._plan(rows, most)
         try:
             record = free.pop()
         except IndexError:
             record = self._record(cut)
         block, start, threads = record.block, record.start, cut.threads
         with launcher.Scratch(threads, cut.scratch_bytes, cut.staged_bytes, 0) as scratch:
-            places = (x.data_ptr(), *x.stride(), y.data_ptr(), y.stride(0))
-            fields = (*_COUNTERS, *places, rows, first)
-            _CALL.pack_into(block, 0, *fields)
-            _WORK.pack_into(block, _WORK_AT, scratch.partials, scratch.address, scratch.each)
-            if captures is not record.captures:
-                packed = self._arguments.pack(captures, start + _FLAG_AT)
-                ctypes.memmove(start + _ARGUMENTS_AT, packed, len(packed))
-                record.captures = captures if type(captures) is tuple else None
+            self._fill(record, x, y, captures, first=first, scratch=scratch)
             if cut.products > LONG_WORK:
                 counter = ctypes.c_int64.from_buffer(block)
                 run = functools.partial(launcher.launch, self._kernel, start, threads)
@@ -173,6 +170,69 @@ class LinearLaunch:
         if not wrong:  # else the flag stays set, so the record is not used again
             free.append(record)
         return wrong
+
+    def _plan(self, rows: int, most: int) -> tuple[RowCut, list[_Record]]:
+        """Return how to compute some rows, and records that are free."""
+        planned = self._planned.get((rows, most))
+        if planned is None:
+            if len(self._planned) > _MOST_PLANNED:
+                self._planned.clear()
+            planned = self._planned[rows, most] = self._cut(rows, most), []
+        return planned
+
+    def _fill(
+        self,
+        record: _Record,
+        x: Tensor,
+        y: Tensor,
+        captures: Sequence[Tensor],
+        *,
+        first: int,
+        scratch: launcher.Scratch | WorkingMemory,
+    ) -> None:
+        """Write to a record what a call knows."""
+        block, start = record.block, record.start
+        places = (x.data_ptr(), *x.stride(), y.data_ptr(), y.stride(0))
+        fields = (*_COUNTERS, *places, x.shape[0], first)
+        _CALL.pack_into(block, 0, *fields)
+        _WORK.pack_into(block, _WORK_AT, scratch.partials, scratch.address, scratch.each)
+        if captures is not record.captures:
+            packed = self._arguments.pack(captures, start + _FLAG_AT)
+            ctypes.memmove(start + _ARGUMENTS_AT, packed, len(packed))
+            record.captures = captures if type(captures) is tuple else None
+
+    # --- for programs, which run many launches
+
+    @property
+    def address(self) -> int:
+        """The address of the kernel."""
+        return self._kernel
+
+    def working_bytes(self, rows: int, threads: int) -> tuple[int, int]:
+        """Return the working memory of each thread, and of all threads, for so many rows."""
+        cuts = [self._plan(count, threads)[0] for count in self._chunks(rows)]
+        return max(cut.scratch_bytes for cut in cuts), max(cut.staged_bytes for cut in cuts)
+
+    def records(
+        self,
+        x: Tensor,
+        y: Tensor,
+        captures: Sequence[Tensor],
+        threads: int,
+        scratch: WorkingMemory,
+    ) -> list[_Record]:
+        """Return the records of a call, which can be launched one after the other."""
+        records, first = [], 0
+        for count in self._chunks(len(x)):
+            record, some = self._record(self._plan(count, threads)[0]), slice(first, first + count)
+            self._fill(record, x[some], y[some], captures, first=first, scratch=scratch)
+            records.append(record)
+            first += count
+        return records
+
+    def _chunks(self, rows: int) -> list[int]:
+        whole, rest = divmod(rows, self.rows_of_chunk)
+        return [self.rows_of_chunk] * whole + [rest] * (rest > 0)
 
     def _record(self, cut: RowCut) -> _Record:
         """Return a record with all that does not change from call to call."""
@@ -190,26 +250,25 @@ class LinearLaunch:
         """Return how to compute some rows with at most so many threads."""
         tiling, format, blocks = self._spec.tiling, self.weights.format, self._blocks
         panels, depth = len(self.weights.columns), self.weights.depth
-        tiles, size = 1, tiling.many
+        tiles, size, way = 1, tiling.many, tiling.way(rows)
         cut = -(-blocks // max(1, -(-blocks // BLOCKS_OF_CUT)))  # as even as possible
-        if rows <= len(tiling.few):
-            size, decodes = tiling.few[rows - 1], False
+        if way == FEW:
+            size = tiling.few[rows - 1]
         else:
             tiles = -(-rows // tiling.many.rows)
-            decodes = format is not FLOAT32 and not self.weights.integers
-        turn = UNROLLED if decodes else max(UNROLLED, format.step)
+        turn = UNROLLED if way == DECODED else max(UNROLLED, format.step)
         item = size.panels * {0: 1, 1: 2}[size.panels % 2] * (2 if size.panels == 1 else 1)
         items = -(-panels // item)
         sums = rows * item * PANEL * 4
         line = blocks * BLOCK * 4
-        decoded = size.panels * cut * FLOAT32.block_bytes if decodes else 0
+        decoded = size.panels * cut * FLOAT32.block_bytes if way == DECODED else 0
         products = rows * depth * panels * PANEL
         return RowCut(
             tiles=tiles,
             tile_panels=size.panels,
             item_panels=item,
             items=items,
-            decodes=int(decodes),
+            way=way,
             cut=cut,
             ask_bytes=format.block_bytes * turn // BLOCK,
             staged_bytes=rows * blocks * 2 * self._spec.staged.group_words * 4,
@@ -233,7 +292,7 @@ class RowLaunch(LinearLaunch):
         epilogue: Epilogue,
         dtype: torch.dtype,
     ) -> None:
-        none = torch.empty(0, dtype=torch.uint8)
+        none = torch.empty(0, dtype=torch.uint8, device="cpu")
         weights = PackedWeights(none, columns, FLOAT32, width, width)
         super().__init__(weights, prologue, epilogue, dtype)
 
@@ -248,7 +307,7 @@ class RowLaunch(LinearLaunch):
             tile_panels=0,
             item_panels=0,
             items=rows,
-            decodes=0,
+            way=0,
             cut=0,
             ask_bytes=0,
             staged_bytes=0,

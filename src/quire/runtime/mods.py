@@ -35,6 +35,7 @@ from quire.codegen.mods.functions import (
     write_verdict,
 )
 from quire.codegen.mods.push import write_push
+from quire.codegen.mods.weigh import write_reweigh, write_row_reweigh, write_weigh
 from quire.codegen.phases.softmax import LOG4_E
 from quire.codegen.phases.tiles import TileShape
 from quire.ir.bound import Bounds, bound
@@ -46,6 +47,7 @@ from quire.ir.ranges import Range
 from quire.ir.terms import FALSE, TRUE
 from quire.ir.trace import Traced
 from quire.memory import One
+from quire.memory.tables import Sequences
 from quire.request import Problem, ReadyMod
 from quire.runtime.blocks import within_blocks
 from quire.runtime.cache import cache_key, code_of
@@ -61,31 +63,32 @@ class ModGraphs(NamedTuple):
     """The graphs of one problem, over one list of captured tensors.
 
     The mask `always` applies to full and partial tiles, `partial` to partial tiles only. `drop` is
-    dropout; its input `score` is a weight. `bounds` are the bounds of `always`, if there is no
-    block mask. `learned` are the indices of the captured tensors whose gradients are wanted.
+    the prob_mod with dropout behind it: a multiple of its input `score`, a weight. `bounds` are the
+    bounds of `always`, if there is no block mask. `learned` are the indices of the captured tensors
+    whose gradients are wanted.
     `tangent` is that of the score after the score_mod, if tangents are wanted and it is not 0.
     """
 
     score: Node | None = None
     always: Node | None = None
-    partial: Node | None = None
     drop: Node | None = None
+    partial: Node | None = None
     bounds: Bounds | None = None
     learned: tuple[int, ...] = ()
     weighted: bool = False  # the score_mod returns weights
     tangent: Node | None = None
 
     def changed(self, change: Callable[[int, Node], Node]) -> ModGraphs:
-        """Return `change(place, graph)` of score, always, partial and drop; bounds stay."""
-        score, always, partial, drop = (
+        """Return `change(place, graph)` of score, always, drop and partial; bounds stay."""
+        score, always, drop, partial = (
             None if root is None else change(place, root) for place, root in enumerate(self[:4])
         )
-        return self._replace(score=score, always=always, partial=partial, drop=drop)
+        return self._replace(score=score, always=always, drop=drop, partial=partial)
 
     @property
     def all(self) -> list[Node]:
         """Return the graphs of mods and bounds that are not None."""
-        mods = [self.score, self.always, self.partial, self.drop]
+        mods = [self.score, self.always, self.drop, self.partial]
         bounds = [] if self.bounds is None else [self.bounds.can, self.bounds.must]
         return [root for root in (*mods, *bounds) if root is not None]
 
@@ -93,9 +96,10 @@ class ModGraphs(NamedTuple):
         """Return all graphs that the kernel of a form needs, derivatives included."""
         if form == "tangent" and self.tangent is not None:
             return [*self.all, self.tangent]
-        if form != "backward" or self.score is None:
+        if form != "backward":
             return self.all
         slope, loads = self.slopes
+        loads = loads | self.slopes_of_drop
         return [*self.all, *([] if slope is None else [slope]), *loads, *loads.values()]
 
     @property
@@ -122,7 +126,15 @@ class ModGraphs(NamedTuple):
             return Derivatives(None, {})
         score, loads = derivatives(self.score)
         slope = const(0.0, self.score.dtype) if score is None else score
-        return Derivatives(slope, {x: y for x, y in loads.items() if x.payload in self.learned})
+        return Derivatives(slope, self._learned(loads))
+
+    @property
+    def slopes_of_drop(self) -> dict[Node, Node]:
+        """Return the derivatives of a weight, after `drop`, by loads from learned tensors."""
+        return {} if self.drop is None else self._learned(derivatives(self.drop).loads)
+
+    def _learned(self, loads: dict[Node, Node]) -> dict[Node, Node]:
+        return {x: y for x, y in loads.items() if x.payload in self.learned}
 
 
 @functools.lru_cache(maxsize=512)
@@ -136,7 +148,7 @@ derivatives = functools.lru_cache(maxsize=512)(differentiate)
 class ColumnScope(NamedTuple):
     """What the steps of the column need to know besides the graphs.
 
-    `shapes` are those of all captured tensors: of score, always, partial and drop, in this order;
+    `shapes` are those of all captured tensors: of score, always, drop and partial, in this order;
     `firsts` is the index of the first tensor of each.
     """
 
@@ -214,7 +226,7 @@ def graphs_of(
     dtype: torch.dtype,
     end: int,
     mixed: BlockRows | None = None,
-    rows: One = ORIGIN,
+    rows: One | Sequences = ORIGIN,
 ) -> tuple[ModGraphs, tuple[Tensor, ...]]:
     """Return the graphs of a problem, and the tensors that they load from, its captures first.
 
@@ -225,9 +237,11 @@ def graphs_of(
     partial, dropout = _traced(problem.partial_mod), problem.dropout
     if mixed is not None and partial is not None:
         partial = within_blocks(partial, mixed, rows)
-    drop = None if dropout is None else _drop(dropout.keep, dropout.factor, dtype)
+    drop = problem.prob_mod
+    if dropout is not None:
+        drop = _dropped(drop, dropout.keep, dropout.factor, dtype)
     steps, tensors = graph_stages(
-        (score, always, partial, drop), end, has_blocks=problem.block_mask is not None
+        (score, always, drop, partial), end, has_blocks=problem.block_mask is not None
     )
     *_, graphs = steps.values()
     return graphs._replace(weighted=problem.weighting != "softmax"), tensors
@@ -236,14 +250,14 @@ def graphs_of(
 def graph_stages(
     mods: tuple[Traced | None, ...], end: int, *, has_blocks: bool = False
 ) -> tuple[dict[str, ModGraphs], tuple[Tensor, ...]]:
-    """Return the graphs of score, always, partial and drop after each step, and their tensors."""
+    """Return the graphs of score, always, drop and partial after each step, and their tensors."""
     captures = [() if mod is None else mod.captures for mod in mods]
     tensors = tuple(tensor.resolve_neg() for each in captures for tensor in each)
     firsts = (0, *itertools.accumulate(map(len, captures[:-1])))
     shapes = tuple(tuple(tensor.shape) for tensor in tensors)
     scope = ColumnScope(firsts, shapes, _bits(end), has_blocks)
-    score, always, partial, drop = (None if mod is None else mod.output for mod in mods)
-    graphs, stages = ModGraphs(score, always, partial, drop), {}
+    score, always, drop, partial = (None if mod is None else mod.output for mod in mods)
+    graphs, stages = ModGraphs(score, always, drop, partial), {}
     for name, step in GRAPH_STEPS.items():
         graphs = stages[name] = step(graphs, scope)
     return stages, tensors
@@ -267,12 +281,15 @@ def _traced(mod: ReadyMod | None) -> Traced | None:
     return mod
 
 
-def _drop(keep: Traced, factor: float, dtype: torch.dtype) -> Traced:
-    """Return dropout as a graph on a weight. 0.0 keeps the sign: -0.0 marks a key not read."""
-    weight = Node("input", (), dtype, "score")
-    kept, dropped = (Node("mul", (weight, const(number, dtype)), dtype) for number in (factor, 0.0))
-    output = Node("where", (keep.output, kept, dropped), dtype)
-    return Traced(output, keep.captures, "score", keep.name)
+def _dropped(prob: Traced | None, keep: Traced, factor: float, dtype: torch.dtype) -> Traced:
+    """Return dropout as a graph on a weight, behind the prob_mod if there is one."""
+    weight = Node("input", (), dtype, "score") if prob is None else prob.output
+    captures = () if prob is None else prob.captures
+    kept = Node("mul", (weight, const(factor, dtype)), dtype)
+    output = Node(
+        "where", (_renumbered(keep.output, len(captures)), kept, const(0.0, dtype)), dtype
+    )
+    return Traced(output, (*captures, *keep.captures), "score", keep.name)
 
 
 # --- code -----------------------------------------------------------------------------------------
@@ -360,7 +377,9 @@ def lower(form: Form, tile: TileShape, graphs: ModGraphs, arguments: ModArgument
     write = write_row_rewrite if form == "row" else write_rewrite
     for name in _written(form, graphs):
         if name == "drop":
-            write(module, name, tile, arguments, score=graphs.drop, masks=[], unit=1.0)
+            assert graphs.drop is not None
+            reweigh = write_row_reweigh if form == "row" else write_reweigh
+            reweigh(module, name, tile, arguments, graphs.drop)
         elif name == "extent":
             write_extent(module, name, tile, arguments, graphs.masks["partial"])
         elif name == "verdict":
@@ -376,12 +395,17 @@ def lower(form: Form, tile: TileShape, graphs: ModGraphs, arguments: ModArgument
                 tuple(loads.items()),
                 masks,
                 graphs.drop,
+                of_drop=tuple(graphs.slopes_of_drop.items()),
                 weighted=graphs.weighted,
             )
             write_derive(module, name, tile, arguments, derived)
         elif form == "tangent":
             push = functools.partial(write_push, tangent=graphs.tangent)
             push(module, name, tile, arguments, score=graphs.score, masks=graphs.masks[name])
+        elif form == "panel" and graphs.weighted:
+            assert graphs.score is not None
+            masks = tuple(graphs.masks[name])
+            write_weigh(module, name, tile, arguments, graphs.score, masks=masks)
         else:
             unit = 1.0 if graphs.weighted else LOG4_E
             masks = tuple(graphs.masks[name])

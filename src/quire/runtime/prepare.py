@@ -107,7 +107,7 @@ def make_launcher(
         "tile_block_stride": lists.block_stride,
         "tile_kind": FULL if graphs.always is None else PARTIAL,
         "stays_open": int(stays_open),
-        **_functions(code, form, found.tile, results),
+        **_functions(code, form, found.spec, results),
     }
     partial_bytes = partial_stride(found.tile, value_dim) * found.tile.element.size
     return Launcher(
@@ -130,9 +130,11 @@ def _result_layout(results: Result) -> dict[str, int]:
     return row_strides("out", results.out) | dict(named)
 
 
-def _functions(code: ModCode, form: Form, tile: TileShape, results: Result) -> dict[str, int]:
+def _functions(code: ModCode, form: Form, spec: KernelSpec, results: Result) -> dict[str, int]:
     """Return the addresses of the functions that the kernel calls."""
-    observes = results.argmax is not None or results.entropy is not None
+    observe = 0
+    if results.argmax is not None or results.entropy is not None:
+        observe = observer(form, spec.tile, spec.weighted).address(OBSERVE.name)
     return {
         "plain_mod": code.addresses["plain"],
         "full_mod": code.addresses["full"],
@@ -140,7 +142,7 @@ def _functions(code: ModCode, form: Form, tile: TileShape, results: Result) -> d
         "weights_mod": code.addresses["drop"],
         "extent": code.addresses["extent"],
         "verdict": code.addresses["verdict"],
-        "observe": observer(form, tile).address(OBSERVE.name) if observes else 0,
+        "observe": observe,
     }
 
 
@@ -231,28 +233,34 @@ def kernel_of(form: Form, spec: KernelSpec) -> LoadedKernel:
 
 
 @functools.cache
-def observer(form: Form, tile: TileShape) -> jit.Code:
+def observer(form: Form, tile: TileShape, weighted: bool) -> jit.Code:
     """Return the function that a kernel calls if an argmax or an entropy is wanted."""
-    key = cache_key("observe", form, repr(tile))
-    return code_of(key, tile.target, lambda: write_observe(form, tile), [OBSERVE.name])
+    key = cache_key("observe", form, repr(tile), repr(weighted))
+    write = functools.partial(write_observe, form, tile, weighted=weighted)
+    return code_of(key, tile.target, write, [OBSERVE.name])
 
 
 # --- sequences ------------------------------------------------------------------------------------
 
 
 def records_of(
-    launcher: Launcher, placed: Placed, rows: One | Sequences, listed_kind: int = EMPTY
+    launcher: Launcher,
+    placed: Placed,
+    rows: One | Sequences,
+    listed_kind: int = EMPTY,
+    lists: TileLists = NO_LISTS,
 ) -> Records:
     """Return the table of some sequences for a kernel, and how many items they are.
 
-    If sequences have holes, tiles of `listed_kind` are listed, unless that is EMPTY.
+    `lists` are those of a block mask. If sequences have holes, tiles of `listed_kind` are listed,
+    unless that is EMPTY.
     """
     form, heads, block_q = launcher.kernel.form, launcher.heads, launcher.block_q
     if not isinstance(rows, One):
-        lists = None
-        if placed.holes is not None and listed_kind != EMPTY:
-            lists = hole_lists(placed, listed_kind, Target.host().block_kv)
-        return _table(placed, rows, launcher, lists)
+        if placed.holes is None or listed_kind == EMPTY:
+            return _table(placed, rows, launcher, lists, shares=lists.batch_stride == 0)
+        lists = hole_lists(placed, listed_kind, Target.host().block_kv)
+        return _table(placed, rows, launcher, lists)._replace(lists=lists)
     pieces = max(1, num_pieces(rows.kv_begin, rows.kv_end)) if form == "row" else 1
     whole = num_items(rows.q_len, heads, block_q) * placed.query.shape[0]
     slices = 1 if whole >= ENOUGH * num_threads() else pieces
@@ -286,17 +294,29 @@ class Cut(NamedTuple):
         return np.where((self.shared == 0) & small, 1, own)
 
 
-def _table(placed: Placed, rows: Sequences, launcher: Launcher, lists: TileLists | None) -> Records:
-    """Return the table of many sequences. The largest come first, so that no thread ends late."""
+def _table(
+    placed: Placed,
+    rows: Sequences,
+    launcher: Launcher,
+    lists: TileLists = NO_LISTS,
+    *,
+    shares: bool = True,
+) -> Records:
+    """Return the table of many sequences. The largest come first, so that no thread ends late.
+
+    `shares` says whether sequences that begin with the same pages read the same of them.
+    """
     form, heads = launcher.kernel.form, launcher.heads
     pieces = np.ones_like(rows.q_len)
     if form == "row":
         pieces = np.maximum(1, num_pieces(rows.kv_begin, rows.kv_end))
     order = rows.largest_first()
     shared = members = None
-    if form == "row" and placed.page_table is not None and longest(rows.kv_end) >= KEYS_OF_PIECE:
+    shares = shares and form == "row" and placed.page_table is not None
+    if shares and longest(rows.kv_end) >= KEYS_OF_PIECE:
         page = placed.key.shape[2]
         table = placed.page_table
+        assert table is not None, "there are pages"
         if placed.holes is not None:
             table = torch.where(placed.holes.there, table, HOLE)
         order, shared, members = shared_pieces(rows, table, page, order)
@@ -304,10 +324,7 @@ def _table(placed: Placed, rows: Sequences, launcher: Launcher, lists: TileLists
     cut = Cut(pieces, np.zeros_like(pieces), np.ones_like(pieces))
     if shared is not None and members is not None:
         cut = Cut(pieces, shared, members)
-    listed = None
-    if lists is not None:
-        before = np.concatenate([[0], np.cumsum(lists.keys)])[lists.offsets]
-        listed = -(-np.diff(before)[rows.b] // KEYS_OF_PIECE)
+    listed = None if lists is NO_LISTS or form != "row" else _most_pieces(lists, rows)
     each = num_items(rows.q_len, heads, launcher.block_q)
     slices, most_members = cut.slices(heads, listed), longest(cut.members)
     items, slots = each * slices, np.where((slices == 1) & (cut.shared == 0), 0, each * pieces)
@@ -319,5 +336,15 @@ def _table(placed: Placed, rows: Sequences, launcher: Launcher, lists: TileLists
         items=int(items.sum()),
         slots=int(slots.sum()),
         members=most_members,
-        lists=lists,
     )
+
+
+def _most_pieces(lists: TileLists, rows: Sequences) -> Numbers:
+    """Return how many pieces the listed keys of each sequence would be, by its longest list."""
+    before = np.concatenate([[0], np.cumsum(lists.keys)])[lists.offsets]
+    keys: Numbers = np.diff(before)
+    most = keys.max(initial=0)
+    if lists.batch_stride:
+        most = keys.reshape(-1, lists.batch_stride).max(axis=1)[rows.b]
+    pieces: Numbers = np.zeros_like(rows.b) - -most // KEYS_OF_PIECE
+    return pieces

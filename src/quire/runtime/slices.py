@@ -13,6 +13,9 @@ kernel adds them. Otherwise a share is one slice, and `SumsOfRows` adds them.
 
 from __future__ import annotations
 
+import contextlib
+import math
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeAlias
 
@@ -21,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.codegen.contract import ALIGNED
 from quire.codegen.convention import BLOCK_Q
 from quire.memory import One, Placed
 from quire.memory.tables import Sequences
@@ -207,14 +211,49 @@ class Touched:
         return slice(*self._ends.get(number, (0, 0)))
 
 
+def untouched_zeros(size: int) -> Tensor:
+    """Return bytes of 0 that take memory only where something is written to them; see calloc."""
+    memory = torch.from_numpy(np.zeros(size + ALIGNED, np.uint8))
+    first = -memory.data_ptr() % ALIGNED
+    return memory[first : first + size]
+
+
+class KeptZeros:
+    """Memory for sums that passes use one after another; it is 0 between them.
+
+    New memory is slow when it is first touched, above all where a virtual machine gets it from its
+    host.
+    """
+
+    def __init__(self) -> None:
+        self._free: deque[Tensor] = deque(maxlen=2)  # for keys and for values
+
+    def take(self, size: int) -> Tensor:
+        """Return at least `size` bytes of 0. `give_back` them as they are now."""
+        while self._free:
+            with contextlib.suppress(IndexError):  # another thread took it
+                memory = self._free.popleft()
+                if memory.nbytes >= size:
+                    return memory
+        return untouched_zeros(size)
+
+    def give_back(self, memory: Tensor) -> None:
+        """Keep memory for the next pass. All of it must be 0."""
+        self._free.append(memory)
+
+
 class SumsOfRows:
     """Sums for the rows of keys or values: [slices, B, H, rows, columns], and their total.
 
     If a share is all slices, the kernel adds them, and there is one slice here.
     """
 
-    def __init__(self, num_slices: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.sums = torch.zeros((num_slices, *shape), dtype=dtype, device="cpu")
+    def __init__(
+        self, shape: tuple[int, ...], dtype: torch.dtype, kept: KeptZeros | None = None
+    ) -> None:
+        size = math.prod(shape) * dtype.itemsize
+        self.memory = untouched_zeros(size) if kept is None else kept.take(size)
+        self.sums = self.memory[:size].view(dtype).view(shape)
         self._total: Tensor | None = None
 
     def add_slices(self, touched: Touched, *, last: bool) -> None:
@@ -225,10 +264,49 @@ class SumsOfRows:
         for number, part in enumerate(self.sums[first:], first):
             self._total[:, :, touched[number]] += part[:, :, touched[number]]
         if not last:
-            for number, part in enumerate(self.sums):
-                part[:, :, touched[number]] = 0
+            self.clear(touched)
+
+    def clear(self, touched: Touched) -> None:
+        """Begin at zero again."""
+        for number, part in enumerate(self.sums):
+            part[:, :, touched[number]] = 0
 
     @property
     def total(self) -> Tensor:
         """Return the sums over all slices."""
         return self.sums[0] if self._total is None else self._total
+
+
+class Taking(NamedTuple):
+    """Somebody who adds up slices of `size` queries himself, `at_once` at a time.
+
+    After each round, `take` gets it and the sums of keys and values: [slices, b, key heads, rows,
+    columns]. All slices of a sequence are in one round. `at_once` decides nothing if captured
+    tensors have gradients, since it would decide in which order these are added.
+    """
+
+    size: int
+    at_once: AtOnce
+    take: Callable[[Round, dict[str, Tensor]], None]
+    kept: KeptZeros  # the memory of the sums
+
+    def fields(
+        self, fields: dict[str, int | float], sums: dict[str, SumsOfRows], part: Round
+    ) -> dict[str, int | float]:
+        """Return the fields of a round, whose sums all rounds share."""
+        moved = {}
+        for name, each in ((f"grad_{name}", each) for name, each in sums.items()):
+            before = part.b * fields[f"{name}_batch"] + part.h * fields[f"{name}_head"]
+            moved[name] = fields[name] - before * each.sums.itemsize
+        return fields | moved
+
+    def end(
+        self, sums: dict[str, SumsOfRows], part: Round, touched: Touched, *, last: bool
+    ) -> None:
+        """Let the sums of a round be taken, and begin at zero again."""
+        size = (slice(None), slice(part.b_stop - part.b), slice(part.h_stop - part.h))
+        self.take(part, {name: each.sums[size] for name, each in sums.items()})
+        for each in sums.values():
+            each.clear(touched)
+            if last:
+                self.kept.give_back(each.memory)

@@ -27,15 +27,20 @@ from quire.runtime.blocks import NO_LISTS, TileLists, tile_lists
 from quire.runtime.forward import ResultLayout, fill_holes, heads_of_item, queries_of_item
 from quire.runtime.gather import gather
 from quire.runtime.launch import Launcher
-from quire.runtime.mods import ORIGIN, ModGraphs, graphs_of
+from quire.runtime.mods import ModGraphs, graphs_of
 from quire.runtime.prepare import make_launcher, memory_strides, records_of, row_strides
 from quire.support.torch_private import has_memory, is_zero_tensor
+
+
+def can(problem: Problem) -> bool:
+    """Return whether the kernel computes tangents: those of a softmax without a prob_mod."""
+    return problem.weighting == "softmax" and problem.prob_mod is None
 
 
 def moved(call: Call, blocks: BlockRows | None, along: Tangents) -> Moved | None:
     """Return the results of a call and their tangents; None if one launch cannot give both."""
     request, placed, problem = call.request, call.placed, call.problem
-    if request.aux.key_mass or config().check_rows or problem.weighting != "softmax":
+    if request.aux.key_mass or config().check_rows or not can(problem):
         return None
     if blocks is not None and not request.aux.argmax and gather(problem, placed)[1] is not placed:
         return None
@@ -112,7 +117,7 @@ class _Moving(NamedTuple):
         if wrong:
             return None
         if isinstance(placed.rows, Sequences) and placed.content is None:
-            fill_holes(results, placed.rows)
+            fill_holes(results, placed.rows, "softmax")
         return Moved(results, None if odd.item() else tangents)
 
     def score_tangent(self, graphs: ModGraphs) -> Node | None:
@@ -163,11 +168,10 @@ class _Plan(NamedTuple):
         """Return the plan for results with the layout of these."""
         problem, placed, lists = moving.problem, moving.placed, NO_LISTS
         rows = placed.rows
-        origin = rows if isinstance(rows, One) else ORIGIN
         block_q = queries_of_item("tangent", placed, rows, problem.block_mask)
         if blocks is not None:
-            lists = tile_lists(blocks, block_q, Target.host().block_kv, origin.kv_begin)
-        graphs, loaded = graphs_of(problem, placed.dtype, placed.end, lists.mixed, origin)
+            lists = tile_lists(blocks, block_q, Target.host().block_kv, placed.rows.kv_origin)
+        graphs, loaded = graphs_of(problem, placed.dtype, placed.end, lists.mixed, rows)
         graphs = graphs._replace(tangent=moving.score_tangent(graphs))
         launcher = make_launcher(
             "tangent",

@@ -13,7 +13,6 @@ traced, loads from a tensor without values or is a fake block mask, and if lengt
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -38,7 +37,6 @@ from quire.runtime.chosen import is_worth
 from quire.runtime.forward import FormPart, division_of
 from quire.runtime.gather import gather
 from quire.runtime.launch import num_products
-from quire.runtime.mods import ORIGIN
 from quire.runtime.read_keys import MaskBounds, Panels, Tiling, Units
 from quire.runtime.shared_prefix import shared_pieces
 from quire.support.torch_private import has_memory, is_wrapped, without_modes
@@ -101,15 +99,13 @@ def _can_be_counted(unmasked: int) -> bool:
 def _computed_scores(call: Call) -> tuple[int, int]:
     """Return how many scores are computed in the forward and in the backward pass."""
     problem, placed = call.problem, call.placed
-    origin = placed.rows if isinstance(placed.rows, One) else ORIGIN
-    mask = problem.block_mask
+    origin, mask = placed.rows, problem.block_mask
     if mask is not None and not _has_values(mask):
         whole = _all_scores(placed, placed.rows)
         return whole, whole
     blocks = None if mask is None else mask.rows(*placed.lengths)
     if blocks is not None and cut_tiles(blocks) and is_worth(problem, placed, blocks, learns=False):
-        stand_for = math.prod(placed.query.shape[:2]) // math.prod(blocks.runs.shape[:2])
-        backward = blocks.runs.num_elements(placed.lengths, blocks.block_size) * stand_for
+        backward = _listed_scores(blocks, placed)
     else:
         whole_tiles = FormPart("backward", placed.rows, BLOCK_Q)
         backward = Counting(problem, placed, origin).scores(whole_tiles)
@@ -120,6 +116,21 @@ def _computed_scores(call: Call) -> tuple[int, int]:
         return backward, backward  # both passes compute the same keys of the same panels
     counting = Counting(problem, placed, origin)
     return sum(map(counting.scores, parts)), backward
+
+
+def _listed_scores(blocks: BlockRows, placed: Placed) -> int:
+    """Return how many scores the blocks of a mask have, in all heads."""
+    (batches, lists, num_rows, columns), size = blocks.runs.shape, blocks.block_size
+    heads, rows = placed.query.shape[1], placed.rows
+    if isinstance(rows, One):
+        stand_for = placed.query.shape[0] * heads // (batches * lists)
+        return blocks.runs.num_elements(placed.lengths, size) * stand_for
+    each, total = np.arange(lists * num_rows), 0
+    for b, *lengths in zip(*(x.tolist() for x in (rows.b, rows.q_len, rows.kv_end)), strict=True):
+        shape = (1, lists, num_rows, columns)
+        own = blocks.runs.pick(each + min(b, batches - 1) * len(each), shape)
+        total += own.num_elements((lengths[0], lengths[1]), size)
+    return total * (heads // lists)
 
 
 def _has_values(mask: BlockMask) -> bool:
@@ -139,12 +150,12 @@ class Counting(NamedTuple):
 
     problem: Problem
     placed: Placed
-    origin: One
+    origin: One | Sequences
 
     def scores(self, part: FormPart) -> int:
         """Return how many scores a part of a call computes."""
         form, rows = part.form, part.rows
-        table = rows if isinstance(rows, Sequences) else Sequences.one(*rows)
+        table = rows if isinstance(rows, Sequences) else Sequences.one(*rows[:5])
         if self.problem.block_mask is not None:
             return self._listed(part, table, self.problem.block_mask)
         mask = _known(self.problem.mask_mod)
@@ -211,19 +222,22 @@ class Counting(NamedTuple):
 
         A full tile is computed as a whole, and with few queries a partial one, too.
         """
-        rows, mixed = mask.rows(*self.placed.lengths), part.lists.mixed
+        placed = self.placed._replace(rows=part.rows)
+        rows, mixed = mask.rows(*placed.lengths), part.lists.mixed
         if part.lists.runs is None:
-            runs, mixed = tile_runs(rows, part.block_q, self.block, self.origin.kv_begin)
-            blocks, first, keys = self._runs(runs, table, part.block_q)
-            kinds, (batches, lists) = runs.kinds, runs.shape[:2]
+            runs, mixed = tile_runs(rows, part.block_q, self.block, self.origin.kv_origin)
+            blocks, first, keys, kinds = self._runs(runs, table, part.block_q)
+            batches, lists = runs.shape[:2]
         else:
             blocks, first, keys, kinds = self._entries(part, table)
             batches, lists = rows.runs.shape[0], part.lists.heads
+        if isinstance(self.origin, Sequences):  # they are counted one by one
+            batches = table.num
         heads = self.placed.query.shape[1]
-        stand_for = self.placed.batches * table.num // batches * (heads // lists)
+        stand_for = self.placed.batches * table.num // max(1, batches) * (heads // lists)
         masks = () if part.form == "row" else self._partial_masks(mixed)
         partial = torch.from_numpy(kinds != FULL) & bool(masks)
-        held = keys - (blocks.kv_begin - first).clamp(min=0)
+        held = (keys - (blocks.kv_begin - first).clamp(min=0)).clamp(min=0)
         total = int((blocks.q_count * held)[~partial].sum()) * stand_for
         rest = blocks.pick(partial), first[partial], keys[partial]
         if not len(rest[1]):
@@ -235,34 +249,51 @@ class Counting(NamedTuple):
                 rest, stand_for = _repeated(*rest, name, count), stand_for // count
         return total + Tiling(masks, self.width, self.block).num_listed(*rest) * stand_for
 
-    def _runs(self, runs: Runs, table: Sequences, block_q: int) -> tuple[Panels, Tensor, Tensor]:
-        """Return the block of queries of each run, its first position, and how many it has.
+    def _runs(
+        self, runs: Runs, table: Sequences, block_q: int
+    ) -> tuple[Panels, Tensor, Tensor, NDArray[np.int8]]:
+        """Return the block of queries of each run, its first position, how many it has, its kind.
 
         The first tile may begin before the first key.
         """
-        blocks = self._blocks(runs.row_ids(), runs.shape[1:3], table, block_q)
-        tile = blocks.kv_begin // self.block
-        first = (tile + torch.from_numpy(runs.starts)) * self.block
-        stop = (tile + torch.from_numpy(runs.stops)) * self.block
-        return blocks, first, (torch.minimum(stop, blocks.kv_end) - first).clamp(min=0)
+        blocks, of = self._blocks(runs.row_ids(), runs.shape[:3], table, block_q)
+        tile = self.origin.kv_origin // self.block
+        first, stop = (torch.from_numpy((tile + x[of]) * self.block) for x in runs[2:4])
+        keys = (torch.minimum(stop, blocks.kv_end) - first).clamp(min=0)
+        return blocks, first, keys, runs.kinds[of]
 
     def _blocks(
-        self, number: Numbers, shape: tuple[int, int], table: Sequences, block_q: int
-    ) -> Panels:
-        """Return blocks of queries by the numbers of rows of a list; it has heads and rows."""
-        heads, num_rows = shape
+        self, number: Numbers, shape: tuple[int, int, int], table: Sequences, block_q: int
+    ) -> tuple[Panels, Numbers]:
+        """Return blocks of queries by the numbers of rows of lists, and the place of each number.
+
+        The lists are for batch entries, heads and rows. Those of all sequences are repeated.
+        """
+        batches, heads, num_rows = shape
+        of = np.arange(len(number))
+        if isinstance(self.origin, Sequences) and batches == 1:
+            number, of = np.tile(number, table.num), np.tile(of, table.num)
         pair, row = np.divmod(number, num_rows)
         b, h = np.divmod(pair, heads)
         sequence = np.minimum(b, table.num - 1)  # one for all in dense memory
+        if isinstance(self.origin, Sequences):
+            sequence = np.arange(table.num).repeat(len(number) // max(1, table.num))
+            if batches > 1:
+                place = np.full(batches, -1)
+                place[table.b] = np.arange(table.num)
+                sequence = place[b]
+                there = sequence >= 0
+                sequence, of, h, row = (x[there] for x in (sequence, of, h, row))
+            b = table.b[sequence] - table.b[:1]
         columns = (
-            table.b[0] + b,
+            table.b[:1] + b,
             h,
             table.q_start[sequence] + row * block_q,
             np.clip(table.q_len[sequence] - row * block_q, 0, block_q),
             table.kv_begin[sequence],
             table.kv_end[sequence],
         )
-        return Panels(*map(torch.from_numpy, columns))
+        return Panels(*map(torch.from_numpy, columns)), of
 
     def _entries(
         self, part: FormPart, table: Sequences
@@ -274,13 +305,15 @@ class Counting(NamedTuple):
         lists, size = part.lists, part.block_q
         assert lists.runs is not None, "some tiles are cut"
         number = np.repeat(np.arange(len(lists.offsets) - 1), np.diff(lists.offsets))
-        num_rows = -(-self.placed.lengths[0] // size)
-        blocks = self._blocks(number, (lists.heads, num_rows), table, size)
-        kind = lists.entries & 3
-        runs = np.where(lists.runs == 0, kind * EVERY_RUN, lists.runs)
+        num_rows = -(-self.placed._replace(rows=part.rows).lengths[0] // size)
+        batches = (len(lists.offsets) - 1) // max(1, lists.heads * num_rows)
+        blocks, of = self._blocks(number, (batches, lists.heads, num_rows), table, size)
+        entries = lists.entries[of]
+        kind = entries & 3
+        runs = np.where(lists.runs[of] == 0, kind * EVERY_RUN, lists.runs[of])
         there = np.stack([runs >> 2 * run & 3 for run in range(8)], axis=1)
         low, high = (there > 0).argmax(axis=1), 8 - (there[:, ::-1] > 0).argmax(axis=1)
-        first = (lists.entries >> 2).astype(np.int64) * self.block + low * KEYS_OF_RUN
+        first = (entries >> 2).astype(np.int64) * self.block + low * KEYS_OF_RUN
         stop = first + (high - low) * KEYS_OF_RUN
         alone = ((there > 0).sum(axis=1) == high - low) & (
             (runs & EVERY_RUN == 0) | (runs & 2 * EVERY_RUN == 0)

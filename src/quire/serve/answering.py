@@ -9,18 +9,22 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+import traceback
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from types import TracebackType
-from typing import Any
 
 from quire.engine import Answer, Completion, Engine, Generation, Token
 from quire.engine.speculation import PromptLookup
-from quire.errors import ApiError, QuireError
+from quire.errors import QuireError
 from quire.serve import problems
 from quire.serve.asking import Asked
 from quire.serve.metrics import Metrics
-from quire.serve.shapes import AnswerShape, Json, usage
+from quire.serve.shapes import AnswerShape, usage
+from quire.serve.tools import Json
+
+_compact = json.JSONEncoder(separators=(",", ":")).encode
 
 DONE = b"data: [DONE]\n\n"
 
@@ -35,12 +39,17 @@ class Reply:
         self._shapes = shapes  # one for each answer
         self._metrics = metrics
         self._generations: list[Generation] = []
+        self._engine: Engine | None = None
+        self._left = False
         self._began = time.perf_counter()
         self._head = {
             "id": f"{shapes[0].prefix}-{secrets.token_hex(12)}",
             "created": int(time.time()),
             "model": model,
         }
+        self._chunk = self._head | {"object": shapes[0].chunk, "choices": []}
+        # All that the events of a stream have in common, up to the choice of each.
+        self._opened = b"data: %b" % _compact(self._chunk).encode().removesuffix(b"]}")
 
     async def start(self, engine: Engine, salt: bytes, *, lookup: bool = False) -> None:
         """Give the prompts to the engine. Raise an ApiError if it refuses one.
@@ -48,20 +57,27 @@ class Reply:
         With `lookup`, the next tokens are guessed from the text. Samples of one prompt differ, so
         that guesses would be of little use to them.
         """
+
+        self._engine = engine
+
+        def give(prompt: list[int]) -> None:
+            generation = engine.submit(
+                prompt,
+                self._asked.sampling,
+                n=self._asked.n,
+                priority=self._asked.priority,
+                salt=salt,
+                drafter=PromptLookup() if lookup and self._asked.n == 1 else None,
+            )
+            self._generations.append(generation)
+            if self._left:  # while this thread was at it
+                generation.cancel()
+
         for prompt in self._asked.prompts:
             try:
-                generation = await asyncio.to_thread(
-                    engine.submit,
-                    prompt,
-                    self._asked.sampling,
-                    n=self._asked.n,
-                    priority=self._asked.priority,
-                    salt=salt,
-                    drafter=PromptLookup() if lookup and self._asked.n == 1 else None,
-                )
+                await asyncio.to_thread(give, prompt)
             except QuireError as error:
-                raise problems.of_request(error) from None
-            self._generations.append(generation)
+                raise self._problem(error) from None
 
     async def __aenter__(self) -> Reply:
         return self
@@ -72,6 +88,7 @@ class Reply:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._left = True
         for generation in self._generations:
             generation.cancel()  # does nothing if it is finished
 
@@ -95,13 +112,18 @@ class Reply:
             "usage": usage(completions, self._asked.n),
         }
 
-    async def events(self, *, with_usage: bool) -> AsyncIterator[bytes]:
-        """Return the events of a stream, each with its end of line."""
+    async def events(self, *, with_usage: bool) -> AsyncGenerator[bytes]:
+        """Return the events of a stream, each with its end of line.
+
+        Nothing is said before the first token: until then, an error has a status of its own.
+        """
         completions: dict[int, Completion] = {}
-        for place, shape in enumerate(self._shapes):
-            if (opening := shape.opening()) is not None:
-                yield self._event(place, opening)
+        opened = False
         async for place, found in self._merged():
+            if not opened:
+                opened = True
+                for event in self._openings():
+                    yield event
             if isinstance(found, Completion):
                 completions[place] = found
                 for piece in self._shapes[place].closing(found):
@@ -112,10 +134,14 @@ class Reply:
         self._count(finished)
         if with_usage:
             counted = usage(finished, self._asked.n)
-            yield _line(
-                self._head | {"object": self._shapes[0].chunk, "choices": [], "usage": counted}
-            )
+            content = self._chunk | {"usage": counted}
+            yield b"data: %b\n\n" % _compact(content).encode()
         yield DONE
+
+    def _openings(self) -> Iterator[bytes]:
+        for place, shape in enumerate(self._shapes):
+            if (opening := shape.opening()) is not None:
+                yield self._event(place, opening)
 
     async def _merged(self) -> AsyncIterator[tuple[int, Token | Completion]]:
         """Return tokens of all answers as they come, and each answer when it is complete."""
@@ -161,12 +187,21 @@ class Reply:
                     self._metrics.first_token.observe(time.perf_counter() - self._began)
                     first = False
                 yield token
-        except QuireError as error:  # of its grammar, or its logits: nobody else's
-            raise problems.of_request(error) from None
+        except Exception as error:
+            raise self._problem(error) from None
+
+    def _problem(self, error: Exception) -> Exception:
+        """Return what a client is told if the engine, or an answer of it, raises an error."""
+        if self._engine is not None and not self._engine.is_alive:
+            traceback.print_exception(error, file=sys.stderr)
+            return problems.engine_failed()
+        if isinstance(error, QuireError):  # of its grammar, or its logits: nobody else's
+            return problems.of_request(error)
+        return error
 
     def _event(self, place: int, piece: Json) -> bytes:
         choice = {"index": place, "finish_reason": None, **piece}
-        return _line(self._head | {"object": self._shapes[0].chunk, "choices": [choice]})
+        return b"%b%b]}\n\n" % (self._opened, _compact(choice).encode())
 
     def _count(self, completions: Sequence[Completion]) -> None:
         self._metrics.duration.observe(time.perf_counter() - self._began)
@@ -177,9 +212,5 @@ class Reply:
 def _completed(answer: Answer) -> Completion:
     completion = answer.result()
     if completion.finish_reason == "cancelled":
-        raise ApiError("the server ends, and the answer with it.", status=503, code="shutdown")
+        raise problems.shutdown()
     return completion
-
-
-def _line(content: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(content, separators=(",", ":")).encode() + b"\n\n"

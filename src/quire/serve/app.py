@@ -10,12 +10,12 @@ import asyncio
 import base64
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Mount, Route, Router
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
@@ -28,18 +28,19 @@ from quire.serve.asking import Asked
 from quire.serve.bodies import AnyBody, ChatBody, CompletionBody, EmbeddingBody, TextBody, parsed
 from quire.serve.embedding import Embedder
 from quire.serve.gate import Gate
-from quire.serve.guard import Guard
+from quire.serve.guard import Edge, Guard
 from quire.serve.live import Live
 from quire.serve.metrics import Metrics
 from quire.serve.settings import Settings
 from quire.serve.shapes import AnswerShape, ChatShape, TextShape
+from quire.serve.streams import Stream, unless_left
 
 PAGE = Path(__file__).parent / "page"
 AnyText = TypeVar("AnyText", bound=TextBody)
 
 
 class Service:
-    """What the routes of a server share."""
+    """OpenAI's interface for one engine. `app` returns it for any server that speaks ASGI."""
 
     def __init__(self, engine: Engine, settings: Settings) -> None:
         self.engine, self.settings = engine, settings
@@ -88,55 +89,26 @@ class Service:
     async def _reply(
         self, request: Request, body: TextBody, asked: Asked, shapes: Sequence[AnswerShape]
     ) -> Response:
-        stack = contextlib.AsyncExitStack()
-        try:
+        async with contextlib.AsyncExitStack() as stack:
             stack.enter_context(self.gate.admit(len(shapes)))
+            limit = self.settings.time_limit
+            until, late = asyncio.get_running_loop().time() + limit, too_late(limit)
             reply = Reply(asked, shapes, self.settings.model, self.metrics)
             await stack.enter_async_context(reply)
             await reply.start(self.engine, request.state.tenant, lookup=self.settings.lookup)
-            if body.stream:
-                options = body.stream_options
-                with_usage = options is not None and options.include_usage
-                events = self._stream(stack.pop_all(), reply, with_usage)
-                headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-                return StreamingResponse(events, media_type="text/event-stream", headers=headers)
-            return await self._whole(request, reply)
-        finally:
-            await stack.aclose()
-
-    async def _stream(
-        self, stack: contextlib.AsyncExitStack, reply: Reply, with_usage: bool
-    ) -> AsyncIterator[bytes]:
-        """Return the events of a stream. An error becomes its last event."""
-        async with stack:
+            options = body.stream_options
+            events = reply.events(with_usage=options is not None and options.include_usage)
             try:
-                async with asyncio.timeout(self.settings.time_limit):
-                    async for event in reply.events(with_usage=with_usage):
-                        yield event
+                async with asyncio.timeout_at(until):
+                    if not body.stream:
+                        return JSONResponse(await unless_left(request.receive, reply.whole()))
+                    first = await unless_left(request.receive, _next(events))
             except TimeoutError:
-                yield problems.event(_too_late(self.settings.time_limit))
-            except ApiError as problem:
-                yield problems.event(problem)
-
-    async def _whole(self, request: Request, reply: Reply) -> Response:
-        """Wait for the answers, or until the client is gone."""
-        answering = asyncio.create_task(reply.whole())
-        leaving = asyncio.create_task(_left(request))
-        try:
-            done, _ = await asyncio.wait(
-                [answering, leaving],
-                timeout=self.settings.time_limit,
-                return_when=asyncio.FIRST_COMPLETED,
+                raise late from None
+            headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+            return Stream(
+                events, stack.pop_all(), headers=headers, first=first, until=until, late=late
             )
-            if answering in done:
-                return JSONResponse(answering.result())
-            if leaving in done:
-                self.metrics.disconnected.inc()
-                return Response(status_code=499)
-            raise _too_late(self.settings.time_limit)
-        finally:
-            answering.cancel()
-            leaving.cancel()
 
     # --- the rest of OpenAI's interface
 
@@ -174,7 +146,12 @@ class Service:
                 f"input must be at most {most} texts, but is {len(texts)}.", param="input"
             )
         with self.gate.admit(1):
-            vectors, tokens = await asyncio.to_thread(self.embedder.embed, texts)  # type: ignore[arg-type]
+            try:
+                async with asyncio.timeout(self.settings.time_limit):
+                    answer = self.embedder.answer(texts)  # type: ignore[arg-type]
+                    vectors, tokens = await unless_left(request.receive, answer)
+            except TimeoutError:
+                raise too_late(self.settings.time_limit) from None
         if body.dimensions not in (None, vectors.shape[1]):
             raise ApiError(
                 f"dimensions must be {vectors.shape[1]}, but is {body.dimensions}.",
@@ -208,18 +185,24 @@ class Service:
 
     async def watch(self, _: Request) -> Response:
         """Return the live map of pages."""
-        return StreamingResponse(
-            self.live.frames(),
-            media_type="text/event-stream",
-            headers={"cache-control": "no-cache"},
-        )
+        async with contextlib.AsyncExitStack() as stack:
+            preempted = stack.enter_context(self.live.watching())
+            frames = self.live.frames(preempted)
+            return Stream(frames, stack.pop_all(), headers={"cache-control": "no-cache"})
 
     async def page(self, _: Request) -> Response:
         """Return the page."""
         return FileResponse(PAGE / "index.html")
 
-    def app(self) -> ASGIApp:
+    def app(self) -> Guard:
         """Return the application."""
+        return Guard(self._router(), self.settings, self.metrics)
+
+    def inner(self) -> ASGIApp:
+        """Return the application for requests that a front has checked."""
+        return Edge(self._router(), self.settings, self.metrics)
+
+    def _router(self) -> Router:
         routes = [
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
@@ -232,16 +215,15 @@ class Service:
             Route("/", self.page),
             Mount("/page", StaticFiles(directory=PAGE)),
         ]
-        return Guard(Router(routes), self.settings, self.metrics)
+        return Router(routes)
 
 
-async def _left(request: Request) -> None:
-    """Wait until the client is gone."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+async def _next(events: AsyncGenerator[bytes]) -> bytes:
+    return await anext(events)
 
 
-def _too_late(limit: float) -> ApiError:
+def too_late(limit: float) -> ApiError:
+    """Return the error of a request that takes too long."""
     return ApiError(
         f"an answer must be complete within {limit:g} s, but is not.", status=504, code="timeout"
     )

@@ -14,6 +14,9 @@ from quire.serve.bodies import ChatBody, CompletionBody, Message, TextBody
 from quire.serve.settings import Settings
 from quire.serve.tools import Toolbox
 
+MOST_GRAMMAR = 1 << 16
+"""The most characters of a grammar: what one answer may begin with is computed for all others."""
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -73,7 +76,7 @@ def chat(body: ChatBody, engine: Engine, settings: Settings) -> Asked:
             raise ApiError(
                 "response_format must be left out if a tool must be called.", param="tool_choice"
             )
-        grammar = toolbox.grammar()
+        grammar = toolbox.grammar(tokenizer)
     sampling = _sampling(
         body, engine, None, longest=len(tokens), logprobs=logprobs, grammar=grammar
     )
@@ -192,6 +195,12 @@ def _sampling(
     most = getattr(body, "max_completion_tokens", None) or body.max_tokens or default
     if most is None:
         most = engine.room_after(longest)
+    if grammar is not None and len(grammar.text) > MOST_GRAMMAR:
+        raise ApiError(
+            f"a schema or grammar must have at most {MOST_GRAMMAR} characters, but has "
+            f"{len(grammar.text)}.",
+            code="too_large",
+        )
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     return Sampling(
         max_tokens=most,

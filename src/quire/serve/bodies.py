@@ -14,6 +14,7 @@ from quire.errors import ApiError
 
 Text: TypeAlias = Annotated[str, Field(max_length=1 << 22)]
 Token: TypeAlias = Annotated[int, Field(ge=0, lt=1 << 31)]
+Tokens: TypeAlias = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
 Word: TypeAlias = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
@@ -47,7 +48,7 @@ class TextBody(Body):
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Word | Annotated[list[Word], Field(max_length=16)] | None = None
+    stop: Word | Annotated[list[Word], Field(max_length=16, fail_fast=True)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -73,9 +74,9 @@ class CompletionBody(TextBody):
 
     prompt: (
         Text
-        | Annotated[list[Text], Field(min_length=1)]
-        | Annotated[list[Token], Field(min_length=1)]
-        | Annotated[list[Annotated[list[Token], Field(min_length=1)]], Field(min_length=1)]
+        | Annotated[list[Text], Field(min_length=1, fail_fast=True)]
+        | Tokens
+        | Annotated[list[Tokens], Field(min_length=1, fail_fast=True)]
     )
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
@@ -109,7 +110,7 @@ class Message(Body):
     """A message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | list[TextPart] | None = None
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: Annotated[str, Field(max_length=256)] | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
     tool_call_id: Annotated[str, Field(max_length=256)] | None = None
@@ -167,15 +168,15 @@ class ResponseFormat(Body):
 class ChatBody(TextBody):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    # What OpenAI's clients may send, and what changes nothing here:
     parallel_tool_calls: bool | None = None
+    # What OpenAI's clients may send, and what changes nothing here:
     metadata: dict[str, str] | None = None
     store: bool | None = None
     service_tier: str | None = None
@@ -183,7 +184,7 @@ class ChatBody(TextBody):
     prompt_cache_key: str | None = None
     reasoning_effort: str | None = None
     verbosity: str | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(max_length=4)] | None = None
 
 
 class EmbeddingBody(Body):
@@ -192,9 +193,9 @@ class EmbeddingBody(Body):
     model: Annotated[str, Field(max_length=256)]
     input: (
         Text
-        | Annotated[list[Text], Field(min_length=1)]
-        | Annotated[list[Token], Field(min_length=1)]
-        | Annotated[list[Annotated[list[Token], Field(min_length=1)]], Field(min_length=1)]
+        | Annotated[list[Text], Field(min_length=1, fail_fast=True)]
+        | Tokens
+        | Annotated[list[Tokens], Field(min_length=1, fail_fast=True)]
     )
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Field(ge=1)] | None = None
@@ -202,6 +203,24 @@ class EmbeddingBody(Body):
 
 
 AnyBody = TypeVar("AnyBody", bound=Body)
+
+
+MOST_VALUES = 1 << 18
+"""The most commas of a body, and so of its values. More are no prompt that a model could read."""
+
+MOST_NAMES = 1 << 15
+"""The most colons of a body, and so of its names."""
+
+
+def check_amount(raw: bytes) -> None:
+    """Raise an ApiError if a body has so much in it that reading it would hold others up."""
+    for sign, most in ((b",", MOST_VALUES), (b":", MOST_NAMES)):
+        if (count := raw.count(sign)) > most:
+            raise ApiError(
+                f"the body must have at most {most} {sign.decode()!r}, but has {count}.",
+                status=413,
+                code="too_large",
+            )
 
 
 def parsed(kind: type[AnyBody], raw: bytes) -> AnyBody:

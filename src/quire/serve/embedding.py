@@ -6,7 +6,10 @@ packed, so that a text has the same bits whichever texts come with it.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from typing import Any
 
 import torch
@@ -30,6 +33,7 @@ class Embedder:
 
     def __init__(self) -> None:
         self._lock = lock()
+        self._pool = ThreadPoolExecutor(1)  # of its own, so that no other request waits for it
         self._loaded: tuple[Any, Any] | None = None
 
     @property
@@ -37,7 +41,18 @@ class Embedder:
         """The packages that embeddings need and that are not installed."""
         return minilm.missing()
 
-    def embed(self, given: Sequence[str] | Sequence[Sequence[int]]) -> tuple[Tensor, int]:
+    async def answer(self, given: Sequence[str] | Sequence[Sequence[int]]) -> tuple[Tensor, int]:
+        """Return what `embed` returns. If it is cancelled, no further rows are computed."""
+        left = Event()
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._pool, self.embed, given, left)
+        finally:
+            left.set()
+
+    def embed(
+        self, given: Sequence[str] | Sequence[Sequence[int]], left: Event | None = None
+    ) -> tuple[Tensor, int]:
         """Return vectors of length 1 [texts, 384], and the number of tokens of all texts."""
         with self._lock:
             if self._loaded is None:
@@ -45,7 +60,11 @@ class Embedder:
         model, tokenizer = self._loaded
         texts = [self._tokens(tokenizer, each) for each in given]
         with torch.inference_mode():
-            found = [_embed(model, row) for row in _rows(texts)]
+            found = []
+            for row in _rows(texts):
+                if left is not None and left.is_set():
+                    raise ApiError("nobody waits for the vectors.", status=499)
+                found.append(_embed(model, row))
         return torch.cat(found), sum(map(len, texts))
 
     def _tokens(self, tokenizer: Any, given: str | Sequence[int]) -> list[int]:

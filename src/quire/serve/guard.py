@@ -16,18 +16,25 @@ from __future__ import annotations
 import asyncio
 import sys
 import traceback
+import types
+from collections.abc import Generator
 from typing import Any
 
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.errors import ApiError
 from quire.serve import problems
+from quire.serve.bodies import check_amount
 from quire.serve.metrics import Metrics
 from quire.serve.settings import Settings
 
 OPEN = ("/", "/health", "/page/")
 """Paths that need no key. One that ends with a slash stands for all below it, but / itself."""
+
+ENDLESS = "/live"
+"""The path whose streams never end by themselves."""
 
 HEADERS = [
     (b"x-content-type-options", b"nosniff"),
@@ -37,11 +44,25 @@ HEADERS = [
 ]
 
 
-class Guard:
-    """An ASGI application around another one."""
+class Edge:
+    """An ASGI application around another one: it counts, and errors become responses."""
 
     def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics) -> None:
         self._app, self._settings, self._metrics = app, settings, metrics
+        self._under_way: dict[asyncio.Task[Any], str] = {}  # with the path of each
+        self._ended: set[asyncio.Task[Any]] = set()
+        self._ending = False
+
+    def end(self, *, answers: bool = False) -> None:
+        """End what never ends by itself, since the server does. With `answers`, end all else, too.
+
+        A stream then ends with an error as its last event.
+        """
+        self._ending = True
+        for task, path in self._under_way.items():
+            if answers or path == ENDLESS:
+                self._ended.add(task)
+                task.cancel()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check a request, and pass it on."""
@@ -55,7 +76,12 @@ class Guard:
     async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["app"] = self  # with it, Starlette raises what it does not find
         sender = _Sender(send, self._settings.write_limit)
+        task = asyncio.current_task()
+        assert task is not None
+        self._under_way[task] = scope["path"]
         try:
+            if self._ending and scope["path"] == ENDLESS:
+                raise problems.shutdown()
             await self._check(scope, receive)
             await self._app(scope, receive, sender.send)
         except ApiError as refusal:
@@ -63,16 +89,30 @@ class Guard:
         except HTTPException as error:  # Starlette's own: no such path, or not with this method
             problem = ApiError(f"{error.detail}.", status=error.status_code)
             await sender.problem(problem, scope, receive)
-        except _Gone:
+        except ClientDisconnect:
             self._metrics.disconnected.inc()
             sender.status = sender.status or 499
+        except asyncio.CancelledError:
+            if task not in self._ended:
+                raise
+            task.uncancel()
+            await sender.problem(problems.shutdown(), scope, receive)
         except Exception:
             traceback.print_exc(file=sys.stderr)
             failure = ApiError("the server has failed.", status=500, code="internal_error")
             await sender.problem(failure, scope, receive)
         finally:
+            del self._under_way[task]
+            self._ended.discard(task)
             route = getattr(scope.get("route"), "path", "other")
             self._metrics.requests.labels(route, str(sender.status or 499)).inc()
+
+    async def _check(self, scope: Scope, receive: Receive) -> None:
+        """Raise an ApiError if a request is not to be passed on."""
+
+
+class Guard(Edge):
+    """An edge that checks requests first."""
 
     async def _check(self, scope: Scope, receive: Receive) -> None:
         size = len(scope["raw_path"]) + len(scope["query_string"])
@@ -94,6 +134,7 @@ class Guard:
                     f"the content type must be application/json, but is {kind[:80]!r}.", status=415
                 )
             state["body"] = await self._body(headers.get("content-length"), receive)
+            check_amount(state["body"])
 
     def _check_host(self, host: str) -> None:
         allowed = self._settings.hosts
@@ -132,7 +173,7 @@ class Guard:
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
-                        raise _Gone
+                        raise ClientDisconnect
                     parts.append(message.get("body", b""))
                     size += len(parts[-1])
                     if size > most:
@@ -143,10 +184,6 @@ class Guard:
             raise ApiError(
                 f"the body must arrive within {self._settings.read_limit:g} s.", status=408
             ) from None
-
-
-class _Gone(Exception):
-    """The client is no longer there."""
 
 
 class _Sender:
@@ -162,10 +199,15 @@ class _Sender:
             self.status = message["status"]
             message = {**message, "headers": [*message["headers"], *HEADERS]}
         try:
+            sending = self._send(message).__await__()
+            try:
+                waits = next(sending)
+            except StopIteration:
+                return  # there was room for it, as almost always: no timer is needed
             async with asyncio.timeout(self._limit):
-                await self._send(message)
+                await _rest(waits, sending)
         except (TimeoutError, OSError):
-            raise _Gone from None
+            raise ClientDisconnect from None
 
     async def problem(self, problem: ApiError, scope: Scope, receive: Receive) -> None:
         """Send an error. If the response has begun, end it."""
@@ -174,3 +216,18 @@ class _Sender:
             return
         answer: Any = problems.response(problem)
         await answer(scope, receive, self.send)
+
+
+@types.coroutine
+def _rest(waits: Any, sending: Generator[Any, Any, None]) -> Generator[Any, Any, None]:
+    """Go on with what has been begun, and waits for something."""
+    try:
+        while True:
+            try:
+                yield waits
+                break
+            except BaseException as error:  # the timeout, or a cancellation
+                waits = sending.throw(error)
+    except StopIteration:
+        return
+    yield from sending

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -33,9 +33,9 @@ GAUGES = {
 
 
 class Metrics:
-    """What a server counts."""
+    """What a server counts. The front of several has no engine of its own."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine | None = None) -> None:
         self.registry = CollectorRegistry()
         common: dict[str, Any] = {"registry": self.registry}
         self.requests = Counter("quire_http_requests", "Responses", ["route", "status"], **common)
@@ -53,7 +53,8 @@ class Metrics:
         self.duration = Histogram(
             "quire_request_seconds", "Until the last token", buckets=SECONDS, **common
         )
-        self.registry.register(_EngineCollector(engine))
+        if engine is not None:
+            self.registry.register(_EngineCollector(engine))
 
     def text(self) -> bytes:
         """Return all numbers in Prometheus' format."""
@@ -74,3 +75,30 @@ class _EngineCollector:
             yield CounterMetricFamily(f"quire_engine_{name}", meaning, value=now[name])
         for name, meaning in GAUGES.items():
             yield GaugeMetricFamily(f"quire_engine_{name}", meaning, value=now[name])
+
+
+class _Given:
+    """Families that were collected elsewhere."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        """Return the families."""
+        return self._families
+
+
+def written(found: Sequence[tuple[str, Sequence[Metric]]]) -> bytes:
+    """Return the families of several servers in Prometheus' format, with the name of each."""
+    merged: dict[str, Metric] = {}
+    for name, families in found:
+        for family in families:
+            into = merged.setdefault(
+                family.name, Metric(family.name, family.documentation, family.type)
+            )
+            for sample in family.samples:
+                into.add_sample(sample.name, sample.labels | {"replica": name}, sample.value)
+    registry = CollectorRegistry()
+    registry.register(_Given(merged.values()))
+    text: bytes = generate_latest(registry)
+    return text

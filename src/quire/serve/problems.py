@@ -9,6 +9,8 @@ from starlette.responses import JSONResponse
 
 from quire.errors import ApiError, QuireError
 
+ENGINE_FAILED = "engine_failed"
+
 KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -48,6 +50,27 @@ def response(problem: ApiError) -> JSONResponse:
 def event(problem: ApiError) -> bytes:
     """Return an error that ends a stream."""
     return b"data: " + json.dumps(content(problem)).encode() + b"\n\n"
+
+
+def shutdown() -> ApiError:
+    """Return the error of an answer that is not complete when the server ends."""
+    return ApiError("the server ends, and the answer with it.", status=503, code="shutdown")
+
+
+def engine_failed() -> ApiError:
+    """Return the error of an answer whose engine computes no more."""
+    return ApiError(
+        "the engine that wrote the answer has failed. Ask again.", status=503, code=ENGINE_FAILED
+    )
+
+
+def code_of(body: bytes) -> str | None:
+    """Return the code of an error, from its body."""
+    try:
+        code: str | None = json.loads(body)["error"]["code"]
+    except (ValueError, TypeError, KeyError):
+        return None
+    return code
 
 
 def of_request(error: QuireError, param: str | None = None) -> ApiError:

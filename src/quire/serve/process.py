@@ -1,53 +1,110 @@
 """The process of a server: a socket, uvicorn, signals, and a graceful end.
 
-On SIGTERM or Ctrl-C the server accepts nothing more, answers that are being written are finished
-(for up to a minute), and the process ends.
+On SIGTERM or Ctrl-C the server accepts nothing more, and finishes what is being written. Answers
+that take longer than a minute end with an error. Then the process ends.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import signal
 import socket
 from typing import Any
 
+import h11
 import uvicorn
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from quire.engine import Engine
-from quire.errors import ArgumentError
-from quire.serve.app import Service
+from quire.errors import ApiError, ArgumentError
+from quire.serve import problems
+from quire.serve.guard import Guard
 from quire.serve.settings import Settings
 
 GRACE = 60
+LAST = 5
+"""How many seconds before the end of this grace answers are ended, so that clients are told."""
 
 
 class _Protocol(H11Protocol):
-    """HTTP, whose requests must begin in time: uvicorn would wait for headers for ever."""
+    """HTTP, whose requests must begin in time: uvicorn would wait for headers for ever.
+
+    What it refuses has OpenAI's shape.
+    """
 
     patience = 30.0
+    most = 512
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Close the connection if no request has come after a while."""
         super().connection_made(transport)
-        self.loop.call_later(self.patience, self._close_if_silent)
+        if len(self.connections) > self.most:
+            self.app = _full
+        self._watch(begun=True)
 
-    def _close_if_silent(self) -> None:
-        if self.cycle is None and not self.transport.is_closing():
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is not HTTP, or has headers that are too long."""
+        refusal = ApiError("a request must be HTTP with headers that are short enough, but is not.")
+        problem = problems.response(refusal)
+        headers = [*problem.raw_headers, (b"connection", b"close")]
+        body = bytes(problem.body)
+        for event in (
+            h11.Response(status_code=400, headers=headers, reason=b"Bad Request"),
+            h11.Data(data=body),
+            h11.EndOfMessage(),
+        ):
+            self.transport.write(self.conn.send(event))
+        self.transport.close()
+
+    def _watch(self, *, begun: bool) -> None:
+        self.loop.call_later(self.patience, self._close_if_slow, self.cycle, begun)
+
+    def _close_if_slow(self, cycle: object, begun: bool) -> None:
+        """Close the connection if a request has begun a while ago, and has no headers yet.
+
+        The first counts from the connection, whether a byte came or not.
+        """
+        if self.transport.is_closing():
+            return
+        idle = self.cycle is None or self.cycle.response_complete
+        part = idle and (self.cycle is None or bool(self.conn.trailing_data[0]))
+        if part and begun and self.cycle is cycle:
             self.transport.close()
+        else:
+            self._watch(begun=part)
+
+
+async def _full(scope: Scope, receive: Receive, send: Send) -> None:
+    """Refuse a request on a connection that is one too many."""
+    problem = ApiError(
+        "the server has as many connections as it takes. Try again later.",
+        status=503,
+        code="too_many_connections",
+        retry_after=10,
+    )
+    response = problems.response(problem)
+    response.headers["connection"] = "close"
+    await response(scope, receive, send)
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, which tells the streams of the page that they must end."""
+    """uvicorn, which tells streams that they must end."""
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(self, config: uvicorn.Config, app: Guard) -> None:
         super().__init__(config)
-        self._service = service
+        self._app = app
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End the streams that never end by themselves, then wait for the others."""
-        self._service.live.closing.set()
-        await super().shutdown(sockets)
+        """End the streams that never end by themselves, then wait for the others for a while."""
+        self._app.end()
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(GRACE - LAST, functools.partial(self._app.end, answers=True))
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -61,10 +118,23 @@ def listen(host: str, port: int) -> socket.socket:
         ) from None
 
 
-def run(engine: Engine, settings: Settings, bound: socket.socket) -> None:
+def announce(settings: Settings, bound: socket.socket) -> None:
+    """Say where the server is."""
+    host, port = bound.getsockname()[:2]
+    at = f"[{host}]" if ":" in host else host
+    print(
+        f"{settings.model} at http://{at}:{port} (OpenAI's interface: /v1). Ctrl-C ends.",
+        flush=True,
+    )
+
+
+def run(app: Guard, settings: Settings, bound: socket.socket) -> None:
     """Serve until a signal comes, then end gracefully."""
-    service = Service(engine, settings)
-    protocol = type("Protocol", (_Protocol,), {"patience": settings.read_limit})
+    protocol = type(
+        "Protocol",
+        (_Protocol,),
+        {"patience": settings.read_limit, "most": settings.max_connections},
+    )
     options: dict[str, Any] = {
         "http": protocol,
         "ws": "none",
@@ -74,17 +144,12 @@ def run(engine: Engine, settings: Settings, bound: socket.socket) -> None:
         "server_header": False,
         "proxy_headers": False,
         "h11_max_incomplete_event_size": settings.max_header,
-        "limit_concurrency": settings.max_connections,
         "timeout_keep_alive": 30,
         "timeout_graceful_shutdown": GRACE,
     }
-    config = uvicorn.Config(service.app(), **options)
-    server = _Server(config, service)
+    config = uvicorn.Config(app, **options)
+    server = _Server(config, app)
     # uvicorn raises the signals that it has caught once more, when it has ended gracefully.
     signal.signal(signal.SIGTERM, lambda *_: None)
-    try:
+    with contextlib.suppress(KeyboardInterrupt):
         server.run(sockets=[bound])
-    except KeyboardInterrupt:
-        pass
-    finally:
-        engine.close()

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from quire.engine import Completion, Token
 from quire.engine.sampling import Vocabulary
-from quire.serve.tools import Toolbox
-
-Json = dict[str, Any]
+from quire.serve.tools import AnswerParts, Json, Toolbox
 
 
 class AnswerShape(Protocol):
@@ -93,29 +91,40 @@ class ChatShape:
     def __init__(self, vocabulary: Vocabulary, toolbox: Toolbox | None = None) -> None:
         self._vocabulary = vocabulary
         self._toolbox = toolbox
+        self._parts = None if toolbox is None else AnswerParts(toolbox)
+        self._num_calls = 0
 
     def opening(self) -> Json | None:
         """Return who speaks."""
         return {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
 
     def piece(self, token: Token) -> Json | None:
-        """Return the text that a token adds. With tools, text is sent when it is complete."""
+        """Return the text that a token adds, or the call of a tool that it ends."""
         logprobs = self._logprobs([token]) if token.logprob is not None else None
-        text = token.text if self._toolbox is None else ""
-        if not text and logprobs is None:
+        text, calls = token.text, list[Json]()
+        if self._parts is not None:
+            text, calls = self._parts.read(text)
+        if not text and not calls and logprobs is None:
             return None
-        return {"delta": {"content": text} if text else {}, "logprobs": logprobs}
+        return {"delta": self._delta(text, calls), "logprobs": logprobs}
 
     def closing(self, completion: Completion) -> list[Json]:
-        """Return calls of tools, and the reason of the end."""
-        message, reason = self._message(completion)
+        """Return the text that has waited, and the reason of the end."""
         pieces: list[Json] = []
-        if self._toolbox is not None:
-            delta = {"content": message["content"]} if message["content"] else {}
-            if calls := message.get("tool_calls"):
-                delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(calls)]
-            pieces.append({"delta": delta, "logprobs": None})
+        if self._parts is not None and (rest := self._parts.end()):
+            pieces.append({"delta": self._delta(rest, []), "logprobs": None})
+        reason = "tool_calls" if self._num_calls else completion.finish_reason
         return [*pieces, {"delta": {}, "logprobs": None, "finish_reason": reason}]
+
+    def _delta(self, text: str, calls: list[Json]) -> Json:
+        delta: Json = {"content": text} if text else {}
+        if calls:
+            numbers = range(self._num_calls, self._num_calls + len(calls))
+            delta["tool_calls"] = [
+                {"index": number, **call} for number, call in zip(numbers, calls, strict=True)
+            ]
+            self._num_calls += len(calls)
+        return delta
 
     def choice(self, completion: Completion) -> Json:
         """Return the message of an answer."""

@@ -11,7 +11,6 @@ next peak.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import multiprocessing
 import signal
@@ -25,6 +24,8 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 import torch
+
+from quire.support.memory import give_back
 
 Factory: TypeAlias = Callable[[], Callable[[], object]]
 
@@ -169,7 +170,6 @@ def _forget_past() -> None:
     If it cannot, memory that was used to build the function hides a part of the peak.
     """
     gc.collect()
-    with suppress(OSError, AttributeError, TypeError):  # not the GNU C library; the last on Windows
-        ctypes.CDLL(None).malloc_trim(0)
+    give_back()
     with suppress(OSError):  # not Linux
         _CLEAR_REFS.write_text("5")

@@ -37,10 +37,10 @@ def jagged_scaled_dot_product_attention(
 
         jagged_scaled_dot_product_attention(query, key, value, is_causal=True)
 
-    query, key and value are [B, H, j, D], or [B, j, D] for one head. A causal mask counts from the
-    first query and the first key. `attn_mask` is a dense tensor [.., L, S], which is cut to each
-    sequence, or a nested one. A boolean mask says which keys are read, and any other is added to
-    the scores. The output has the offsets, lengths and longest sequence of the query.
+    `query`, `key` and `value` are [B, H, j, D], or [B, j, D] for one head. A causal mask counts
+    from the first query and the first key. `attn_mask` is a dense tensor [.., L, S], which is cut
+    to each sequence, or a nested one. A boolean mask says which keys are read, and any other is
+    added to the scores. The output has the offsets, lengths and longest sequence of the query.
     """
     with torch_private.without_hooks():
         query, key, value, attn_mask = _autocast(query, key, value, attn_mask)

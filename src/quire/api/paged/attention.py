@@ -120,9 +120,9 @@ class PagedAttention:
         """Write the keys and values of new tokens into the pages of their slots.
 
         `batch_idx` [B] has the slots and `input_pos` [B, S] the positions of the tokens; `k_val` is
-        [B, H, S, D] and `v_val` [B, H, S, Dv]; `k_cache` is [1, H, n_pages * page_size, D], and
-        `v_cache` the same with Dv. If a position has no page, UnreservedError is raised and nothing
-        is written.
+        [B, H, S, D] and `v_val` [B, H, S, Dv]; `k_cache` is [1, H, n_pages * page_size, D] and
+        `v_cache` [1, H, n_pages * page_size, Dv]. If a position has no page, UnreservedError is
+        raised and nothing is written.
         """
         slots, positions = as_slots(self, batch_idx), as_positions(input_pos)
         for name, val, cache in (("k", k_val, k_cache), ("v", v_val, v_cache)):

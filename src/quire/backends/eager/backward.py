@@ -29,7 +29,7 @@ from quire.backends.eager.tiling import Keys, Stripe, stripes
 from quire.block_mask.blocks import BlockRows
 from quire.memory import Placed
 from quire.request import Problem
-from quire.results import Above, Gradients, Wanted
+from quire.results import Above, Gradients, Wanted, divisor_of
 from quire.support.torch_private import in_transform
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ T = TypeVar("T")
 class Given(NamedTuple):
     """Inputs of each row: the gradient dO [B, Hq, L, Dv], delta and the divisor [B, Hq, L].
 
-    The divisor is the log-sum-exp of a softmax, or else the share of a weight.
+    The divisor is the log-sum-exp of a softmax, or else what weights are divided by.
     """
 
     out: Tensor
@@ -48,7 +48,10 @@ class Given(NamedTuple):
     @staticmethod
     def of(problem: Problem, above: Above) -> Given:
         """Compute delta from the output and the gradients."""
-        out, divisor, grad_out, grad_lse = above.of_weights(problem.weighting)[:4]
+        out, _, grad_out, grad_lse = above.of_weights(problem.weighting)[:4]
+        divisor = above.lse
+        if problem.weighting != "softmax":
+            divisor = divisor_of(problem.weighting, divisor)
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         delta = (grad_out * out).sum(-1)
@@ -147,14 +150,17 @@ def _tile_gradients(
     grad_query = grad_key = grad_value = None
     grad_captures: tuple[Tensor | None, ...] = (None,) * len(wanted.captures)
     if wanted.value:
-        grad_value = _sum_over_rows(tile.dropped(weights), given.out, read, values)
+        grad_value = _sum_over_rows(tile.reweighed(weights), given.out, read, values)
     if wanted.scores:
         grad_kept = by_group(given.out, values) @ values.transpose(-2, -1)
-        grad_weights = tile.dropped(grad_kept.view(scores.shape))
+        grad_kept = grad_kept.view(scores.shape)
+        grad_weights = tile.reweighed(weights, grad_kept)
         grad_scores = slope * torch.where(read, grad_weights - given.delta, 0.0)
         grad_raw, grad_captures = _through_mod(
             tile, raw, modified, captures=wanted.captures, grad=grad_scores, read=read
         )
+        if problem.prob_mod is not None:
+            grad_captures = _with_prob_mod(tile, weights, grad_kept, grad_captures)
         grad_products = grad_raw * problem.scale
         if wanted.query:
             grad_query = weighted_sum(by_group(grad_products, keys), keys, by_group(read, keys))
@@ -204,6 +210,23 @@ def _through_mod(
     if grad_raw is None:
         return torch.zeros_like(grad), tuple(grad_captures)
     return torch.where(read, grad_raw, 0.0), tuple(grad_captures)
+
+
+def _with_prob_mod(
+    tile: Tile, weights: Tensor, grad: Tensor, others: tuple[Tensor | None, ...]
+) -> tuple[Tensor | None, ...]:
+    """Return gradients of captures, with those of the prob_mod's own in their places.
+
+    `grad` is the gradient of the weights after prob_mod and dropout.
+    """
+    problem = tile.problem
+    assert problem.prob_mod is not None, "there is a prob_mod"
+    own, (score, mask) = problem.prob_mod.captures, (problem.score_mod, problem.mask_mod)
+    first = sum(len(mod.captures) for mod in (score, mask) if mod is not None)
+    with torch.enable_grad():
+        changed = tile.reweighed(weights if torch.is_grad_enabled() else weights.detach())
+    found = _gradients(changed, own, grad)
+    return (*others[:first], *found, *others[first + len(own) :])
 
 
 def _gradients(

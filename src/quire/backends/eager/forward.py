@@ -20,7 +20,7 @@ from quire.backends.eager.tile import (
 from quire.backends.eager.tiling import Stripe, stripes
 from quire.memory import Placed, output_layout
 from quire.request import Problem
-from quire.results import Result, share_of
+from quire.results import Result, divisor_of
 
 
 def forward(
@@ -79,7 +79,7 @@ def forward_stripe(
             observed = observed.after(
                 scores, tile.indices[3], weights, peak=peak, total=total, shift=shift
             )
-        tile_sums = weighted_sum(by_group(tile.dropped(weights), tile.values), tile.values, read)
+        tile_sums = weighted_sum(by_group(tile.reweighed(weights), tile.values), tile.values, read)
         total = total * rescale + weights.sum(-1, keepdim=True)
         sums = sums * rescale + tile_sums.view_as(sums)
         peak = higher
@@ -121,10 +121,10 @@ def _weighted_stripe(problem: Problem, placed: Placed, stripe: Stripe) -> Result
         peak = torch.maximum(peak, best)
         read = scores != -math.inf
         weights = torch.where(read, scores, 0.0)
-        kept, seen = (by_group(x, tile.values) for x in (tile.dropped(weights), read))
+        kept, seen = (by_group(x, tile.values) for x in (tile.reweighed(weights), read))
         sums = sums + weighted_sum(kept, tile.values, seen).view_as(sums)
         total = total + weights.sum(-1, keepdim=True)
-    out = sums * share_of(problem.weighting, total)
+    out = sums / divisor_of(problem.weighting, total)
     return Result(out, *(x.squeeze(-1) for x in (total, peak, place)))
 
 
@@ -136,7 +136,7 @@ def _key_mass(problem: Problem, placed: Placed, lse: Tensor, sink: Tensor | None
     query, key, _ = placed.operands
     mass = lse.new_zeros((*query.shape[:2], key.shape[2]))
     if problem.weighting != "softmax":
-        lse = share_of(problem.weighting, lse)
+        lse = divisor_of(problem.weighting, lse)
     found = normaliser(problem, placed, None, lse, sink)
     divisor, share = found or (lse, torch.ones_like(lse))
     with torch.no_grad():

@@ -16,7 +16,7 @@ from quire.block_mask.blocks import BlockRows
 from quire.memory import One, Placed, longest
 from quire.memory.tables import Sequences
 from quire.request import Problem
-from quire.results import NOWHERE, Above, Gradients, Result, Tangents, Wanted
+from quire.results import Above, Gradients, Result, Tangents, Wanted, nowhere
 
 
 def in_rows(placed: Placed) -> Placed:
@@ -59,15 +59,16 @@ def _key_places(placed: Placed) -> tuple[Tensor, Tensor]:
 
 
 def forward(problem: Problem, placed: Placed, sink: Tensor | None, wanted: AuxRequest) -> Result:
-    """Return the results of all sequences. Rows that belong to no sequence get `NOWHERE`."""
+    """Return the results of all sequences. Rows that belong to no sequence read no key."""
     if placed.is_dense:
         return dense_forward.forward(problem, placed, sink, wanted)
     is_paged, placed = placed.page_table is not None, in_rows(placed)
     query, key, value = placed.operands
     empty = Placed(query[:, :, :0], key[:, :, :0], value[:, :, :0], One(0, 0, 0, 0))
     sample = dense_forward.forward(problem, empty, sink, wanted)  # which results, which dtypes
+    nothing = nowhere(problem.weighting)
     whole = {
-        name: rows.new_full((*rows.shape[:2], query.shape[2], *rows.shape[3:]), NOWHERE[name])
+        name: rows.new_full((*rows.shape[:2], query.shape[2], *rows.shape[3:]), nothing[name])
         for name, rows in sample.by_query.items()
     }
     mass = None
@@ -106,7 +107,7 @@ def backward(
     parts: list[tuple[slice, slice, Gradients]] = []
     captures: list[Tensor | None] = [None] * len(wanted.captures)
     for dense, rows, keys in placed.each():
-        found = dense_backward.backward(problem, dense, None, wanted, above.at(rows))
+        found = dense_backward.backward(problem, dense, blocks, wanted, above.at(rows))
         parts.append((rows, keys, found))
         for index, grad in enumerate(found.captures):
             if grad is not None:
@@ -150,7 +151,7 @@ def tangent(
             key=None if along.key is None else part.key,
             value=None if along.value is None else part.value,
         )
-        found = dense_tangent.tangent(problem, dense, None, above.at(rows), here)
+        found = dense_tangent.tangent(problem, dense, blocks, above.at(rows), here)
         assert found.lse is not None, "tangents come in pairs"
         outs.append((rows, found.out))
         lses.append((rows, found.lse))

@@ -29,7 +29,7 @@ from quire.ir.trace import Traced
 from quire.ir.vectorise import evaluate_tangent
 from quire.memory import Placed
 from quire.request import Problem
-from quire.results import Above, Result, Tangents, share_of
+from quire.results import Above, Result, Tangents, divisor_of
 
 
 class MovingRows(NamedTuple):
@@ -62,7 +62,7 @@ def tangent(
     softmax = problem.weighting == "softmax"
     found = normaliser(problem, placed, blocks, lse, sink)
     shift, share = (
-        (lse if softmax else share_of(problem.weighting, lse), None) if found is None else found
+        (lse if softmax else divisor_of(problem.weighting, lse), None) if found is None else found
     )
     sums, mean = torch.zeros_like(out), torch.zeros_like(lse)
     compute = checkpointed(functools.partial(_part, problem, placed, along))
@@ -113,18 +113,20 @@ def _part(
     weights, slope = weigh(problem, scores, rows.shift)
     if rows.share is not None:
         weights, slope = weights * rows.share, slope * rows.share
-    pushed, out = torch.zeros_like(weights), torch.zeros_like(rows.query[..., :1])
+    pushed, out = None, torch.zeros_like(rows.query[..., :1])
     seen = by_group(read, tile.values)
     raw_tangent = _raw_tangent(tile, moved, rows, along)
     score_tangent = _through_mod(tile, raw, raw_tangent, along.captures)
     if score_tangent is not None:
         pushed = slope * torch.where(read, score_tangent, 0.0)
-        kept = by_group(tile.dropped(pushed), tile.values)
+    changed = _through_prob_mod(tile, weights, pushed, along.captures)
+    if changed is not None:
+        kept = by_group(tile.dropped(changed), tile.values)
         out = weighted_sum(kept, tile.values, seen).view(*rows.query.shape[:-1], -1)
     if along.value is not None:
-        kept = by_group(tile.dropped(weights), tile.values)
+        kept = by_group(tile.reweighed(weights), tile.values)
         out = out + weighted_sum(kept, moved.values, seen).view(*rows.query.shape[:-1], -1)
-    return Part(out, pushed.sum(-1))
+    return Part(out, (torch.zeros_like(weights) if pushed is None else pushed).sum(-1))
 
 
 def _moved(placed: Placed, along: Tangents) -> Placed:
@@ -143,7 +145,7 @@ def _raw_tangent(tile: Tile, moved: Tile, rows: MovingRows, along: Tangents) -> 
     return by_key if by_query is None else by_query + by_key
 
 
-# --- through the score_mod -----------------------------------------------------------------------
+# --- through mods --------------------------------------------------------------------------------
 
 
 def _through_mod(
@@ -165,3 +167,22 @@ def _through_mod(
     given = {} if raw_tangent is None else {"tangent": raw_tangent}
     found = tile.of_graph(graph, loaded, {"score": raw, **given})
     return found.to(raw.dtype).broadcast_to(raw.shape)
+
+
+def _through_prob_mod(
+    tile: Tile, weights: Tensor, pushed: Tensor | None, captures: tuple[Tensor | None, ...]
+) -> Tensor | None:
+    """Return the tangent of the weights after the prob_mod, from that before it; None for 0."""
+    problem, mod = tile.problem, tile.problem.prob_mod
+    if mod is None:
+        return pushed
+    others = (problem.score_mod, problem.mask_mod)
+    first = sum(len(other.captures) for other in others if other is not None)
+    own = captures[first : first + len(mod.captures)]
+    graph = score_tangent(mod.output, pushed is not None, tuple(x is not None for x in own))
+    if graph is None:
+        return None
+    loaded = (*mod.captures, *(x for x in own if x is not None))
+    given = {} if pushed is None else {"tangent": pushed}
+    found = tile.of_graph(graph, loaded, {"score": weights, **given})
+    return torch.where(weights != 0, found.to(weights.dtype), 0.0)

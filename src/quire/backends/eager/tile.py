@@ -100,6 +100,18 @@ class Tile:
         """Return the scores with -inf where the mask is false."""
         return scores if self.mask is None else torch.where(self.mask, scores, -math.inf)
 
+    def reweighed(self, weights: Tensor, along: Tensor | None = None) -> Tensor:
+        """Return the weights after prob_mod and dropout, which both multiply. 0 stays 0.
+
+        With `along`, return that times their factors, where weights are not 0.
+        """
+        mod, changed = self.problem.prob_mod, weights if along is None else along
+        if mod is not None:
+            live = weights != 0
+            found = evaluate(mod, "score", *self.indices, score=changed, live=live)
+            changed = torch.where(live, found.to(weights.dtype), 0.0)
+        return self.dropped(changed)
+
     def dropped(self, weights: Tensor) -> Tensor:
         """Return the weights after dropout."""
         dropout = self.problem.dropout
@@ -144,12 +156,12 @@ class Weighed(NamedTuple):
 def weigh(problem: Problem, scores: Tensor, divisor: Tensor) -> Weighed:
     """Return what scores [b, h, rows, keys] become, with a number of each row [b, h, rows, 1].
 
-    `divisor` is the log-sum-exp of a softmax, or else the factor `share_of` the sum of weights.
+    `divisor` is the log-sum-exp of a softmax, or else the `divisor_of` the sum of weights.
     """
     if problem.weighting == "softmax":
         found = probabilities(scores, divisor)
         return Weighed(found, found)
-    return Weighed(torch.where(scores != -math.inf, scores, 0.0) * divisor, divisor)
+    return Weighed(torch.where(scores != -math.inf, scores, 0.0) / divisor, 1.0 / divisor)
 
 
 def subtrahend(peak: Tensor) -> Tensor:

@@ -83,7 +83,8 @@ def stripes(problem: Problem, placed: Placed, blocks: BlockRows | None = None) -
     sizes = Sizes.of(placed)
     if 0 in (sizes.batch, sizes.q_heads, sizes.q_len):
         return
-    blocks = blocks or _block_rows(problem, sizes)
+    blocks, one = _block_rows(problem, placed, blocks), placed.one
+    before = one.kv_begin - one.kv_origin  # the first key
     rows = min(sizes.q_len, TILE_SIDE, blocks.block_size[0])
     keys = max(1, min(sizes.kv_len, TILE_SIDE))
     for batch, heads in _pair_ranges(sizes, blocks, TILE_ELEMENTS // (rows * keys)):
@@ -94,16 +95,21 @@ def stripes(problem: Problem, placed: Placed, blocks: BlockRows | None = None) -
         for row, first, last in blocks.queries():
             tiles = [
                 Keys(part, problem.masks(span.full))
-                for span in blocks.spans(batch.start, heads.start, row)
-                for part in _pieces(span.start, span.stop, width)
+                for span in blocks.spans(one.b + batch.start, heads.start, row)
+                for part in _pieces(max(0, span.start - before), span.stop - before, width)
             ]
             for queries in _pieces(first, last, height):
                 yield Stripe(batch, heads, kv_heads, queries, tiles)
 
 
-def _block_rows(problem: Problem, sizes: Sizes) -> BlockRows:
-    """Return the rows of the block mask; without one, a single full block."""
-    lengths = (sizes.q_len, sizes.kv_len)
+def _block_rows(problem: Problem, placed: Placed, blocks: BlockRows | None) -> BlockRows:
+    """Return the rows of the block mask; without one, a single full block.
+
+    `blocks` are for all sequences, and may reach further than this one.
+    """
+    lengths = placed.lengths
+    if blocks is not None:
+        return blocks._replace(seq_lengths=lengths)
     if problem.block_mask is not None:
         return problem.block_mask.rows(*lengths)
     whole = Runs.of_cells(np.full((1, 1, 1, 1), FULL, dtype=np.int32))

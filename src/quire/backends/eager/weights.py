@@ -13,7 +13,7 @@ from quire.backends.eager.tile import scored_tiles, subtrahend
 from quire.backends.eager.tiling import stripes
 from quire.memory import Placed
 from quire.request import Problem
-from quire.results import share_of
+from quire.results import divisor_of
 
 
 @torch.no_grad()
@@ -36,7 +36,7 @@ def weights(problem: Problem, placed: Placed, sink: Tensor | None, chosen: Tenso
     if problem.weighting == "softmax":
         return _softmax(scores, sink)[:, :, order]
     given = torch.where(scores == -math.inf, 0.0, scores)
-    return (given * share_of(problem.weighting, given.sum(-1, keepdim=True)))[:, :, order]
+    return (given / divisor_of(problem.weighting, given.sum(-1, keepdim=True)))[:, :, order]
 
 
 def _fill(scores: Tensor, problem: Problem, placed: Placed, rows: list[int]) -> None:

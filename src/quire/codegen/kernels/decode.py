@@ -30,7 +30,7 @@ from quire.codegen.phases.merge import STATES
 from quire.codegen.phases.row_stream import unfold_row
 from quire.codegen.phases.softmax import Closed, close, sink_of
 from quire.codegen.phases.storage import storage
-from quire.codegen.scratch import BLOCKS_TOGETHER
+from quire.codegen.phases.tiles import apply_share
 
 
 def write_decode(spec: KernelSpec) -> Module:
@@ -69,9 +69,8 @@ class _DecodeNest(RowNest):
         def judge(first: Value, end: Value) -> Value:
             return self.visits.common_verdict(piece, first, end)
 
-        with self.visits.key_blocks(piece.queries, judge, BLOCKS_TOGETHER) as block:
-            pieces.enter(block)
-            self.attend_block(piece, block)
+        with self.sections.key_blocks(piece.queries, judge) as blocks:
+            self.attend_blocks(piece, blocks, pieces)
 
         def leave() -> None:
             with self.items.members_of(piece) as member:
@@ -208,7 +207,8 @@ class _DecodeNest(RowNest):
             )
             with f.range(0, self.depth["value"], tile.lanes) as d:
                 at = f.offset(self.at("out", row), d, tile.element)
-                tile.store(f, f.fma(tile.load(f, at), closed.share, 0.0), at)
+                shared = apply_share(f, tile.load(f, at), closed.share, weighted=self.spec.weighted)
+                tile.store(f, shared, at)
             out, width = self.at("out", row), self.depth["value"]
             unfold_row(f, tile, storage(self.spec.value), out, width)
             place = numbers + (queries.q_row + queries.q_first + q) * arg["lse_row"]

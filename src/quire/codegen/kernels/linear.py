@@ -10,7 +10,7 @@ for its memory in time.
 
     for each cut, a few blocks of k, which stay in the cache:
         for some of the panels of the item:
-            decode them to floats, if there are many rows and they are not floats yet
+            decode them to floats, if there are many rows and tiles have no room for that
             for each tile of rows: multiply, and add to sums in working memory
     then the epilogue (`kernels/epilogue.py`) makes results of the sums, and stores them
 
@@ -21,13 +21,25 @@ over all k would be less exact.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from quire.codegen.llvm.builder import Function, Module, Signature, Value
 from quire.codegen.llvm.target import Target
 from quire.codegen.llvm.types import F32, F64, I8, I64, PTR, Layout, typed
 from quire.codegen.phases.activations import Activations, Stager
-from quire.codegen.phases.linear_tiles import TileSizes, write_tile
+from quire.codegen.phases.linear_tiles import (
+    DECODED,
+    DIRECT,
+    FEW,
+    LINE,
+    LINES_AHEAD,
+    UNROLLED,
+    TileSize,
+    TileSizes,
+    write_tile,
+)
 from quire.codegen.phases.norm import Norm, write_norm
 from quire.codegen.phases.storage import storage
 from quire.codegen.phases.weights import BLOCK, FLOAT32, FORMATS, PANEL, Loader, WeightFormat
@@ -41,7 +53,7 @@ LINEAR = Layout(
         # Of the call:
         **typed("ptr x, i64 x_row x_column, ptr y, i64 y_row, i64 rows first_row, ptr arguments"),
         # How it is cut:
-        **typed("i64 tiles tile_panels item_panels items decodes cut ask_bytes"),
+        **typed("i64 tiles tile_panels item_panels items way cut ask_bytes"),
         # Working memory: of all threads, and of each
         **typed("ptr staged_rows scratch, i64 scratch_bytes sums_bytes"),
         # Of the layer:
@@ -54,9 +66,9 @@ LINEAR = Layout(
 
     tiles, tile_panels      rows are cut into `tiles` as even as possible, panels into these
     item_panels, items      panels that a thread takes at once, and how often it can
-    decodes                 1 if panels are decoded once for all tiles
+    way                     FEW, DIRECT or DECODED: who decodes panels (`phases/linear_tiles.py`)
     cut                     blocks of a cut of k
-    ask_bytes               bytes of a panel that one turn of a tile reads
+    ask_bytes               bytes of a panel that one turn of a tile of many rows reads
     columns                 what the epilogue knows of each panel (`kernels/epilogue.py`)
     blocks                  depth in blocks of 64
     gain, bias, epsilon     of a norm of the rows of x
@@ -111,26 +123,49 @@ def write_linear(spec: LinearSpec) -> Module:
     """Return a module with the kernel NAME: void(LINEAR record)."""
     module = Module()
     stage = _write_stage(module, spec)
-    decode = _write_decode(module, spec)
-    few, many = spec.tiling.few, spec.tiling.sizes[len(spec.tiling.few) :]
-    tile_format = spec.format if spec.integers else FLOAT32
-    staged, target = spec.staged, spec.target
-    tiles = [write_tile(module, target, spec.format, staged, size, once=True) for size in few]
-    tiles += [write_tile(module, target, tile_format, staged, size) for size in many]
+    tiling = spec.tiling
+    decode = None
+    if tiling.way(tiling.many.rows) == DECODED:
+        decode = _write_decode(module, spec)
+
+    def tile(way: int, size: TileSize) -> _TileFunction:
+        format, once = FLOAT32 if way == DECODED else spec.format, way == FEW
+        # A step of k of float32 weights is a line. Others take a line for a turn, or are decoded.
+        lines = UNROLLED if spec.format is FLOAT32 else 1
+        function = write_tile(
+            module, spec.target, format, spec.staged, size, once=once, lines=lines
+        )
+        return _TileFunction(way, size, function)
+
+    tiles = [tile(FEW, size) for size in tiling.few]
+    tiles += [tile(DIRECT, size) for size in tiling.of_many if size.rows <= tiling.direct]
+    if decode is not None:
+        tiles += [tile(DECODED, size) for size in tiling.of_many]
     with module.function(NAME, {"record": PTR}) as f:
-        nest = _Nest(f, spec, stage, decode)
-        nest.tiles = list(zip((*few, *many), tiles, strict=True))
-        nest.write()
+        _Nest(f, spec, stage, decode, tiles).write()
     return module
+
+
+class _TileFunction(NamedTuple):
+    """The function of tiles of a size, for one way to compute rows."""
+
+    way: int
+    size: TileSize
+    function: Function
 
 
 class _Nest:
     """Writes the loops of the kernel."""
 
-    tiles: list[tuple[tuple[int, int], Function]]
-
-    def __init__(self, f: Function, spec: LinearSpec, stage: Function, decode: Function) -> None:
-        self.f, self.spec, self.stage, self.decode = f, spec, stage, decode
+    def __init__(
+        self,
+        f: Function,
+        spec: LinearSpec,
+        stage: Function,
+        decode: Function | None,
+        tiles: Sequence[_TileFunction],
+    ) -> None:
+        self.f, self.spec, self.stage, self.decode, self.tiles = f, spec, stage, decode, tiles
         self.record = f.parameters[0]
         slot = f.atomic_add(self._counter("slots"), 1)
         self.scratch = f.offset(self["scratch"], slot * self["scratch_bytes"], I8)
@@ -182,10 +217,13 @@ class _Nest:
         next_panel = f.minimum(following * item_panels, self["panels"] - item_panels)
         next_panel = f.maximum(next_panel, 0)
         last_cut = (blocks - 1).udiv(self["cut"]) * self["cut"]
+        asks_ahead = self["way"].equals(FEW)
 
         def some_blocks(carried: list[Value]) -> list[Value]:
             (block,) = carried
             end = f.minimum(block + self["cut"], blocks)
+            with f.when(asks_ahead & block.equals(last_cut)):
+                self._ask_for_first_lines(next_panel)
 
             def some_panels(carried: list[Value]) -> list[Value]:
                 (sub,) = carried
@@ -204,6 +242,15 @@ class _Nest:
         f.repeat(lambda carried: carried[0] < blocks, some_blocks, [f.value(0, I64)])
         self._finish(panel, count)
 
+    def _ask_for_first_lines(self, panel: Value) -> None:
+        """Ask for the first lines of an item, which tiles that ask ahead do not ask for."""
+        f = self.f
+        lines = f.value(LINES_AHEAD, I64).udiv(self["tile_panels"])
+        with f.range(panel, f.minimum(panel + self["item_panels"], self["panels"])) as each:
+            start = self._weights_at(each, f.value(0, I64))
+            with f.range(0, lines) as line:
+                f.prefetch(f.offset(start, line * LINE, I8))
+
     def _weights_at(self, panel: Value, block: Value) -> Value:
         at = panel * self.panel_bytes + block * self.spec.format.block_bytes
         return self.f.offset(self["weights"], at, I8)
@@ -217,10 +264,11 @@ class _Nest:
         source = self._weights_at(panel + sub, block)
         count = end - block
         decoded_pitch = self["cut"] * FLOAT32.block_bytes
+        w, pitch = source, self.panel_bytes
 
-        def decoded() -> list[Value]:
+        def decoded(decode: Function) -> list[Value]:
             f.call(
-                self.decode,
+                decode,
                 source=source,
                 pitch=self.panel_bytes,
                 available=f.minimum(available, self["tile_panels"]),
@@ -230,8 +278,9 @@ class _Nest:
             )
             return [self.decoded, decoded_pitch]
 
-        decodes = self["decodes"].equals(1)
-        w, pitch = f.choose(decodes, decoded, lambda: [source, self.panel_bytes])
+        if self.decode is not None:
+            run, first = functools.partial(decoded, self.decode), self["way"].equals(DECODED)
+            w, pitch = f.choose(first, run, lambda: [source, self.panel_bytes])
         bytes_ = self.spec.format.block_bytes
         share = (count * bytes_).udiv(self["tiles"])
         with f.range(0, self["tiles"]) as tile:
@@ -254,9 +303,8 @@ class _Nest:
     def _call_tile(self, rows: Value, **given: Value) -> None:
         """Call the function for this number of rows and panels."""
         f = self.f
-        for size, function in self.tiles:
-            chosen = rows.equals(size[0]) & self["tile_panels"].equals(size[1])
-            with f.when(chosen):
+        for way, size, function in self.tiles:
+            with f.when(rows.equals(size.rows) & self["way"].equals(way)):
                 f.call(function, **given)
 
     def _rows(self, tile: Value) -> tuple[Value, Value]:

@@ -48,8 +48,11 @@ class Products:
     def __init__(self, module: Module, tile: tiles.TileShape, spec: KernelSpec) -> None:
         self.tile = tile
         scaled = storage(spec.key).has_scales
-        self.multiply_keys = tiles.write_multiply_keys(module, tile, scaled=scaled)
-        self.exponentiate = tiles.write_exponentiate(module, tile, weighted=spec.weighted)
+        self.multiply_keys = tiles.write_multiply_keys(
+            module, tile, scaled=scaled, maxima=not spec.weighted
+        )
+        if not spec.weighted:
+            self.exponentiate = tiles.write_exponentiate(module, tile)
         self.multiply_values = tiles.write_multiply_values(module, tile)
 
 
@@ -70,7 +73,7 @@ class PanelPhases:
         self.place = {name: places[stored[name]] for name in in_place}
         self.scatter_out = write_scatter(module, tile, stored["out"])
         self.pack = write_pack(module, tile)
-        self.unpack = write_unpack(module, tile)
+        self.unpack = write_unpack(module, tile, weighted=spec.weighted)
         self.whole = Products(module, tile, spec)
         self.parts = [Products(module, part, spec) for part in tile.parts()]
         self.gather_scales = {
@@ -78,11 +81,12 @@ class PanelPhases:
             for each in distinct(("key", "value"))
         }
         self.scale_weights = tiles.write_scale_weights(module, tile)
-        self.find_maxima = tiles.write_find_maxima(module, tile)
+        self.find_maxima = tiles.write_find_maxima(module, tile, weighted=spec.weighted)
         self.merge = write_merge(module, tile, tile.width, weighted=spec.weighted)
-        self.exponentiate_carefully = tiles.write_exponentiate(
-            module, tile, careful=True, weighted=spec.weighted
-        )
+        if spec.weighted:
+            self.add_weights = tiles.write_add_weights(module, tile)
+        else:
+            self.exponentiate_carefully = tiles.write_exponentiate(module, tile, careful=True)
         self.multiply_values_carefully = tiles.write_multiply_values(module, tile, careful=True)
 
 
@@ -168,8 +172,11 @@ class PanelNest(Nest):
             f.call(by.multiply_keys, **operands, depth=depth, **results, count=count)
             self.scored(at, by)
 
-        def accumulate(exponentiate: Function, multiply_values: Function) -> None:
-            f.call(exponentiate, **softmax)
+        def weigh(by: Products | PanelPhases, name: str) -> None:
+            if not self.spec.weighted:
+                f.call(getattr(by, name), **softmax)
+
+        def accumulate(multiply_values: Function) -> None:
             self.weighed(at)
             self.drop(at)
             if values.scales is not None:
@@ -180,17 +187,36 @@ class PanelNest(Nest):
             self.added(at, multiply_values)
 
         def carefully() -> None:
-            phases = self.phases
-            accumulate(phases.exponentiate_carefully, phases.multiply_values_carefully)
+            weigh(self.phases, "exponentiate_carefully")
+            accumulate(self.phases.multiply_values_carefully)
 
-        def quickly() -> None:
-            self._fitting(left, lambda by: accumulate(by.exponentiate, by.multiply_values))
+        def quickly(by: Products) -> None:
+            weigh(by, "exponentiate")
+            accumulate(by.multiply_values)
 
         self._fitting(left, multiply_keys)
         self.modify(at)
         self._observe(at, running_sum, count)
-        odd = careful | self._odd(running_max, left) | self._odd(scratch["maxima"], left)
-        f.choose(odd, carefully, quickly)
+        if self.spec.weighted:
+            odd = careful  # a weight that is not finite makes out so, and then all is done again
+            self._take_weights(at, count)
+        else:
+            odd = careful | self._odd(running_max, left) | self._odd(scratch["maxima"], left)
+        f.choose(odd, carefully, lambda: self._fitting(left, quickly))
+
+    def _take_weights(self, at: PanelTile, count: Value) -> None:
+        """Update the sums and maxima of weights that a mod gave, if somebody wants them."""
+        f, tile, scratch = self.f, self.tile, self.scratch
+        maxima, (running_max, running_sum) = scratch["maxima"], self.running(at.q)
+        tile.store_row(f, tile.row(f, 1.0), scratch["alpha"])
+        with f.when(self.arg["stays_open"].equals(0) | self.wanted("lse")):
+            chains = {"chains": scratch["chains"], "lead": at.range.first & (CHAINS - 1)}
+            weights = {"weights": scratch["scores"], "running_sum": running_sum, "count": count}
+            f.call(self.phases.add_weights, **chains, **weights)
+        with f.when(self.wanted("max_scores")):
+            f.call(self.phases.find_maxima, scratch["scores"], maxima, count)
+            both = zip(tile.load_row(f, running_max), tile.load_row(f, maxima), strict=True)
+            tile.store_row(f, [f.maximum(a, b) for a, b in both], running_max)
 
     def _from(self, rows: Strided, first: Value) -> Strided:
         """Rows without those before `first`."""

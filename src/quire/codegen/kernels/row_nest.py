@@ -13,7 +13,9 @@ from typing import NamedTuple
 from quire.codegen.convention import OBSERVE, ROW_REWRITE, KernelSpec, Record
 from quire.codegen.kernels.items import Member, Piece, QueryBlock
 from quire.codegen.kernels.nest import Nest
-from quire.codegen.kernels.visits import KeyBlock, KeyPart
+from quire.codegen.kernels.pieces import Pieces
+from quire.codegen.kernels.sections import Here, KeyBlocks, Sections
+from quire.codegen.kernels.visits import KeyPart
 from quire.codegen.llvm.builder import Function, Module, Value
 from quire.codegen.llvm.types import I8, I64, PTR
 from quire.codegen.phases import observe
@@ -104,7 +106,7 @@ class RowNest(Nest):
             return row_regions(spec.tile, arg["head_dim"], arg["value_dim"], rows)
 
         super().__init__(spec, f, regions, ("query", "key", "value", "out"))
-        self.phases = phases
+        self.phases, self.sections = phases, Sections(self.visits, self.scratch["sections"])
 
     # --- rows
 
@@ -156,20 +158,23 @@ class RowNest(Nest):
 
     # --- a few blocks of keys
 
-    def attend_block(self, piece: Piece, block: KeyBlock) -> None:
+    def attend_blocks(self, piece: Piece, blocks: KeyBlocks, pieces: Pieces) -> None:
         """Compute all rows of a piece with a few blocks of keys."""
-        f = self.f
-        self._stage(block, "key", self.scratch["rows"])
-        self._repeat(f.offset(self.scratch["rows"], block.end - block.begin, PTR), self.tile.lanes)
-        self._stage(block, "value", self._values(block))
-        self._read_on(piece.queries, block)
-        self._multiply_keys(piece, block)
-        with self.items.members_of(piece) as member:
-            self.each_row(member.queries, lambda row: self._weigh(member, block, row))
-        with f.range(0, block.end, self.spec.target.block_kv) as start:
-            self._multiply_values(piece, block, start)
+        f, rows = self.f, self.scratch["rows"]
+        self._stage(blocks, "key", rows)
+        self._repeat(f.offset(rows, blocks.end - blocks.begin, PTR), self.tile.lanes)
+        self._stage(blocks, "value", self._values(blocks))
+        self._read_on(piece.queries, blocks)
+        self._multiply_keys(piece, blocks)
+        with self.sections.of(blocks) as section:
+            pieces.enter(section)
+            here = Here(blocks, section, self.count(piece))
+            with self.items.members_of(piece) as member:
+                self.each_row(member.queries, lambda row: self._weigh(member, here, row))
+            with f.range(section.start, section.end, self.spec.target.block_kv) as start:
+                self._multiply_values(piece, here, start)
 
-    def _multiply_keys(self, piece: Piece, block: KeyBlock) -> None:
+    def _multiply_keys(self, piece: Piece, block: KeyBlocks) -> None:
         """Scores of all rows; if they are several sets, keys are transposed for the first one."""
         f, element, most = self.f, self.tile.element, set_sizes(self.tile)[0]
         rows, count = self.count(piece), block.end - block.begin
@@ -213,18 +218,18 @@ class RowNest(Nest):
 
         f.choose(rows <= most, one_set_of_rows, several_sets)
 
-    def _multiply_values(self, piece: Piece, block: KeyBlock, start: Value) -> None:
+    def _multiply_values(self, piece: Piece, here: Here, start: Value) -> None:
         """What the values of one block, which begins at `start`, add to the results of all rows."""
         f, element, columns = self.f, self.tile.element, self.depth["value"]
         most, size = set_sizes(self.tile)[0], self.spec.target.block_kv
-        begin = f.maximum(start, block.begin)
-        count = f.minimum(block.end, start + size) - begin
-        values = self._values(block)
+        begin = f.maximum(start, here.section.begin)
+        count = f.minimum(here.section.end, start + size) - begin
+        values = self._values(here.blocks)
 
         def operands(first: Value) -> dict[str, Value]:
-            alpha = first * BLOCKS_TOGETHER + start.udiv(size)
+            alpha = first * BLOCKS_TOGETHER + (start - here.section.start).udiv(size)
             return {
-                "values": f.offset(values, begin - block.begin, PTR),
+                "values": f.offset(values, begin - here.blocks.begin, PTR),
                 "weights": f.offset(self.at("scores", first), begin, element),
                 "sums": self.scratch["sums"],
                 "out": self.at("out", first),
@@ -245,9 +250,9 @@ class RowNest(Nest):
             f.call(self.phases.multiply_columns, **operands(first), begin=d, end=stop)
         self.each_set(later, f.maximum(rows, later), first_time)
 
-    def _weigh(self, member: Member, block: KeyBlock, row: Row) -> None:
-        """From the scores of one row and a few blocks of keys to its weights."""
-        f, arg, queries = self.f, self.arg, member.queries
+    def _weigh(self, member: Member, here: Here, row: Row) -> None:
+        """From the scores of one row and a section of keys to its weights."""
+        f, arg, queries, section = self.f, self.arg, member.queries, here.section
         place, size = member.first_row + row.place, self.spec.target.block_kv
         scores = self.at("scores", place)
 
@@ -261,52 +266,55 @@ class RowNest(Nest):
                 some = f.offset(scores, at, self.tile.element)
                 f.call_pointer(mod, ROW_REWRITE, scores=some, **head, **where, **keys)
 
-        self._fill(scores, block)
-        self.visits.each_part(block, lambda part: rewrite(self.visits.mod(part.kind), part))
-        with f.range(0, block.end, size) as start:
-            self._weigh_block(block, place, start, queries.kv_begin)
+        self._fill(scores, here)
+        self.visits.each_part(section, lambda part: rewrite(self.visits.mod(part.kind), part))
+        with f.range(section.start, section.end, size) as start:
+            self._weigh_block(here, place, start, queries.kv_begin)
         with f.when(self.wanted("weights_mod")):
-            self.visits.each_part(block, lambda part: rewrite(arg["weights_mod"], part))
+            self.visits.each_part(section, lambda part: rewrite(arg["weights_mod"], part))
         if storage(self.spec.value).has_scales:
             scales = self.scratch["value_scales"]
-            f.call(self.phases.scale_weights, scores, scales, block.begin, block.end)
+            f.call(self.phases.scale_weights, scores, scales, section.begin, section.end)
 
-    def _weigh_block(self, block: KeyBlock, place: Value, start: Value, kv_begin: Value) -> None:
+    def _weigh_block(self, here: Here, place: Value, start: Value, kv_begin: Value) -> None:
         """From scores to weights, for the row `place` and the block that begins at `start`."""
-        f, size = self.f, self.spec.target.block_kv
+        f, size, block = self.f, self.spec.target.block_kv, here.section
         scores = f.offset(self.at("scores", place), start, self.tile.element)
         running = {name: self.at(name, place) for name in ("running_max", "running_sum")}
         with f.when(self.wanted("observe")):
             begin = f.maximum(start, block.begin)
-            where = {"first": block.origin + begin - kv_begin, "lead": begin - start}
+            position = block.origin + begin - block.start
+            where = {"first": position - kv_begin, "lead": begin - start}
             where |= {"keys": f.minimum(block.end - start, size)}
             state = {"running_sum": running["running_sum"], **self.observed(place)._asdict()}
             given = {"chains": f.null(), "scores": scores}  # chains stay in registers
             f.call_pointer(self.arg["observe"], OBSERVE, **given, **state, **where)
-        alpha = self.at("alpha", place * BLOCKS_TOGETHER + start.udiv(size))
-        rows = self._not_asked_for(block, place, start)
+        alpha = self.at("alpha", place * BLOCKS_TOGETHER + (start - block.start).udiv(size))
+        rows = self._not_asked_for(here, place, start)
         count = (f.minimum(block.end - start, size) + (CHAINS - 1)) & -CHAINS
         f.call(self.phases.exponentiate, scores, **running, alpha=alpha, rows=rows, count=count)
 
-    def _fill(self, scores: Value, block: KeyBlock) -> None:
-        """The scores of keys that do not exist are -inf, up to whole blocks."""
-        f, tile, size = self.f, self.tile, self.spec.target.block_kv
+    def _fill(self, scores: Value, here: Here) -> None:
+        """The scores of keys that do not exist are -inf, up to whole blocks after the last one."""
+        f, tile, size, block = self.f, self.tile, self.spec.target.block_kv, here.section
+        past = block.start + ((block.end - block.start + (size - 1)) & -size)
+        past = f.select(block.end.equals(here.blocks.end), past, block.end)
         numbers = tile.element.as_int.vector(tile.lanes)
 
         def below(limit: Value) -> Value:
             return f.iota(numbers) < f.splat(f.convert(limit, numbers.scalar), numbers)
 
-        with f.range(0, block.begin, tile.lanes) as j:
+        with f.range(block.start, block.begin, tile.lanes) as j:
             score = tile.load(f, scores, j)
             tile.store(f, f.select(below(block.begin - j), -math.inf, score), scores, j)
-        with f.range(block.end & -tile.lanes, (block.end + (size - 1)) & -size, tile.lanes) as j:
+        with f.range(block.end & -tile.lanes, past, tile.lanes) as j:
             score = tile.load(f, scores, j)
             tile.store(f, f.select(below(block.end - j), score, -math.inf), scores, j)
 
     # --- where keys and values are, and prefetching them
 
-    def _stage(self, block: KeyBlock, name: str, rows: Value) -> None:
-        """Write the addresses of the keys or values of a block to the table `rows`.
+    def _stage(self, blocks: KeyBlocks, name: str, rows: Value) -> None:
+        """Write the addresses of the keys or values of some blocks to the table `rows`.
 
         If a product cannot read them where they are, they are copied to scratch.
         """
@@ -314,7 +322,7 @@ class RowNest(Nest):
         stored, stride = storage(dtype), self.stride[name]
 
         def stage(part: KeyPart) -> None:
-            before, count = part.first - block.begin, part.end - part.first
+            before, count = part.first - blocks.begin, part.end - part.first
             begin, end = part.position, part.position + count
             addresses = f.offset(rows, before, PTR)
             in_place = f.call(self.phases.points[dtype], record, begin, end, addresses)
@@ -328,9 +336,10 @@ class RowNest(Nest):
                 scales = f.offset(self.scratch[f"{name}_scales"], at, self.tile.element)
                 f.call(self.phases.gather_scales[dtype], record, begin, end, scales)
 
-        self.visits.each_part(block, stage)
+        with self.sections.of(blocks) as section:
+            self.visits.each_part(section, stage)
 
-    def _values(self, block: KeyBlock) -> Value:
+    def _values(self, block: KeyBlocks) -> Value:
         """The table of the addresses of a block's values, behind whole squares of keys."""
         count = block.end - block.begin
         squares = (count + (self.tile.lanes - 1)) & -self.tile.lanes
@@ -343,7 +352,7 @@ class RowNest(Nest):
         for place in range(0, count, several.lanes):
             f.store(address, end, place, align=I64.size)
 
-    def _read_on(self, queries: QueryBlock, block: KeyBlock) -> None:
+    def _read_on(self, queries: QueryBlock, block: KeyBlocks) -> None:
         """Append the addresses of the next block's first keys, so that prefetching can run ahead.
 
         At the end there are none: that of the last value is appended.
@@ -370,18 +379,19 @@ class RowNest(Nest):
             with f.range(0, row_bytes, LINE) as at:
                 f.prefetch(f.offset(row, at, I8))
 
-    def _not_asked_for(self, block: KeyBlock, place: Value, start: Value) -> Value:
+    def _not_asked_for(self, here: Here, place: Value, start: Value) -> Value:
         """The table of addresses from the first value on that has not been prefetched yet.
 
         The products with keys prefetch some values, and so does the softmax of every earlier row
         and block, a line with each vector of scores.
         """
-        f, count, values = self.f, block.end - block.begin, self._values(block)
+        f, blocks, section = self.f, here.blocks, here.section
+        count, values = blocks.end - blocks.begin, self._values(blocks)
         if not self.spec.value_dim:
             return values
         each = self.spec.target.block_kv // self.tile.lanes
-        blocks = (block.end + (self.spec.target.block_kv - 1)).udiv(self.spec.target.block_kv)
-        lines = place * blocks * each + start.udiv(self.tile.lanes)
+        earlier = section.start * here.rows + place * (section.end - section.start)
+        lines = (earlier + start - section.start).udiv(self.tile.lanes)
         behind = STREAM.keys(self.tile, storage(self.spec.key)) * self._row_bytes("key")
         asked = (behind + ASKED_BEHIND[0] + lines * LINE).udiv(self._row_bytes("value"))
         return f.offset(values, f.minimum(asked, count + MOST_AHEAD - each), PTR)

@@ -35,6 +35,8 @@ class KeyBlock(NamedTuple):
 
     If `runs` is not 0, some keys of the block are left out, or there are several kinds. Then the
     others are counted without these, from the first run on, and `each_part` says where they are.
+    A section of several blocks is counted from `start` on, which is 0 for a block that is alone:
+    its keys are [begin, end) among all of them, and `origin` is the position of `start`.
     """
 
     origin: Value
@@ -42,6 +44,7 @@ class KeyBlock(NamedTuple):
     end: Value
     kind: Value
     runs: Value
+    start: Value
     following: Value  # the position of the keys that come next
 
 
@@ -67,7 +70,7 @@ Judge: TypeAlias = Callable[[Value, Value], Value]
 
 
 @dataclass
-class _Walk:
+class BlockWalk:
     """One walk over blocks of keys, by numbers: entries of the tile list, or blocks of keys."""
 
     items: Items
@@ -109,7 +112,7 @@ class _Walk:
         def unlisted() -> list[Value]:
             return [*self._unlisted(number, end, span), f.value(0, I64)]
 
-        return f.choose(self.listed, lambda: self._entry(number), unlisted)
+        return f.choose(self.listed, lambda: self.entry(number), unlisted)
 
     def following(self, number: Value, last: Value) -> Value:
         """The position of the first key of the next entry; of the end, after the last one."""
@@ -134,7 +137,8 @@ class _Walk:
         listed = self.arg["tile_runs"].differs(f.null())
         return [entry, *f.choose(listed, some, lambda: [f.value(0, I64)])]
 
-    def _entry(self, number: Value) -> list[Value]:
+    def entry(self, number: Value) -> list[Value]:
+        """First block, end, kind and runs of one entry of the list."""
         f = self.f
         entry, runs = self._listed(number)
         block, kind = entry >> 2, entry & 3
@@ -174,37 +178,33 @@ class Visits:
         self.f, self.spec, self.items, self.arg = f, spec, items, items.arg
 
     @contextmanager
-    def key_blocks(
-        self, queries: QueryBlock, judge: Judge | None = None, together: int = 1
-    ) -> Iterator[KeyBlock]:
-        """The blocks of keys that queries attend to, in ascending order.
-
-        Without a tile list, aligned groups of `together` blocks, a power of two, are one KeyBlock,
-        and `judge` may stand in for the verdict about the queries.
-        """
+    def key_blocks(self, queries: QueryBlock) -> Iterator[KeyBlock]:
+        """The blocks of keys that queries attend to, in ascending order."""
         f, size = self.f, self.spec.target.block_kv
-        judge = judge or (lambda first, end: self.verdict(queries, first, end))
-        walk = _Walk(self.items, queries, judge, size)
+        walk = BlockWalk(
+            self.items, queries, lambda first, end: self.verdict(queries, first, end), size
+        )
         first, last = walk.numbers()
+        with self.spans(walk, first, last) as (start, stop, span), f.range(start, stop) as number:
+            low, high, kind, runs = walk.blocks(number, number + 1, span)
+            block = self.block(queries, low * size, high * size, kind, runs)
+            with f.when((block.begin < block.end) & kind.differs(EMPTY)):
+                yield block
+
+    @contextmanager
+    def spans(
+        self, walk: BlockWalk, first: Value, last: Value
+    ) -> Iterator[tuple[Value, Value, Value]]:
+        """Spans of numbers that are not skipped: first, end, and kind of all."""
+        f = self.f
         with f.range(first, last, SPAN) as start:
             stop = f.minimum(start + SPAN, last)
             span = walk.kind_of_span(start, stop)
             seen = (span.differs(EMPTY) | walk.listed) & self.items.goes_on()
-            with f.when(seen), f.range(start, stop) as number:
-                end = f.minimum((number | (together - 1)) + 1, stop)
-                begins = walk.listed | number.equals(start) | (number & (together - 1)).equals(0)
-                with f.when(begins):
-                    low, high, kind, runs = walk.blocks(number, end, span)
-                    block = self._block(queries, low * size, high * size, kind, runs)
-                    with f.when((block.begin < block.end) & kind.differs(EMPTY)):
-                        following = f.choose(
-                            walk.listed,
-                            lambda: [walk.following(number, last)],
-                            lambda: [block.following],
-                        )
-                        yield block._replace(following=following[0])
+            with f.when(seen):
+                yield start, stop, span
 
-    def _block(
+    def block(
         self, queries: QueryBlock, first: Value, end: Value, kind: Value, runs: Value
     ) -> KeyBlock:
         """The keys of a sequence from position `first` up to `end`, or those of some runs."""
@@ -218,7 +218,8 @@ class Visits:
             return self._listed_runs(queries, first, runs)
 
         origin, begin, stop, kind, runs = f.choose(runs.equals(0), every, some)
-        return KeyBlock(origin, begin, stop, kind, runs=runs, following=origin + stop)
+        alone = f.value(0, I64)
+        return KeyBlock(origin, begin, stop, kind, runs, start=alone, following=origin + stop)
 
     def _listed_runs(self, queries: QueryBlock, first: Value, runs: Value) -> list[Value]:
         """Origin, begin, end, kind and runs of the listed keys of a block that a sequence has."""
@@ -268,13 +269,14 @@ class Visits:
             low, high, listed = self._neighbours(runs)
             stop = f.select(whole, end, at + (high - low) * KEYS_OF_BIT)
             first = f.maximum(at, begin)
-            position = block.origin + first + f.select(whole, 0, low * KEYS_OF_BIT - at)
+            place = f.select(whole, first - block.start, first - at + low * KEYS_OF_BIT)
+            position = block.origin + place
             part = KeyPart(first, f.minimum(stop, end), position, f.select(whole, kind, listed))
             with f.when(part.first < part.end):
                 body(part)
             return [stop, runs & (f.value(-1, I64) << high)]
 
-        f.repeat(lambda carried: carried[0] < end, one, [f.value(0, I64), block.runs])
+        f.repeat(lambda carried: carried[0] < end, one, [block.start, block.runs])
 
     def verdict(self, queries: QueryBlock, kv_first: Value, kv_end: Value) -> Value:
         """The kind that all queries of a block and the keys [kv_first, kv_end) have."""

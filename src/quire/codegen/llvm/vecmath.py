@@ -185,21 +185,6 @@ def exp(f: Function, x: Value) -> Value:
     return _scaled(f, _polynomial(f, fraction, (1.0, *form.exp2)), _rounded(f, shifted))
 
 
-def _exp_nonpositive(f: Function, x: Value) -> Value:
-    """e**x for x <= 0, in fewer instructions: 1.5 ulp."""
-    form = _format(x)
-    high, low = form.log2_e
-    x = f.maximum(f.value(-(form.bias + form.mantissa + 2) * math.log(2), x.type), x)
-    # The low bits of the sum are an exponent as it is stored. It is too large by `spare`, so that
-    # it is not below 0 where the result is below the smallest normal number.
-    spare = form.mantissa + 10
-    shift = form.round_shift + form.bias + spare
-    shifted = f.fma(x, high, shift)
-    fraction = f.fma(x, low, f.fma(x, high, -(shifted - shift)))
-    power = f.bitcast(f.bitcast(shifted, form.integer) << form.mantissa, x.type)
-    return _polynomial(f, fraction, (1.0, *form.exp2)) * power * 2.0**-spare
-
-
 def _mantissa_and_exponent(f: Function, x: Value) -> tuple[Value, Value]:
     """m - 1 and e with x = m * 2**e, m from sqrt(1/2) to sqrt(2), for positive finite x."""
     form = _format(x)
@@ -287,9 +272,22 @@ def _saturating(
 
 
 def sigmoid(f: Function, x: Value) -> Value:
-    """1 / (1 + e**-x): 3 ulp."""
-    power = _exp_nonpositive(f, -f.intrinsic("fabs", x))
-    return f.select(x >= 0.0, 1.0, power) / (power + 1.0)
+    """1 / (1 + e**-x): 3 ulp.
+
+    Both sides of the fraction are divided by 2**spare, so that e**-x does not overflow where the
+    result is below the smallest normal number. The low bits of `shifted` are an exponent as it is
+    stored.
+    """
+    form = _format(x)
+    high, low = form.log2_e
+    spare = form.mantissa + 8  # e**-x is too small to count below 2**-spare
+    x = _clamp(f, x, -(form.bias + form.mantissa + 2) * math.log(2), spare * math.log(2))
+    shift = form.round_shift + form.bias - spare
+    shifted = f.fma(x, -high, shift)
+    fraction = f.fma(x, -low, f.fma(x, -high, -(shifted - shift)))
+    power = f.bitcast(f.bitcast(shifted, form.integer) << form.mantissa, x.type)
+    one = f.value(2.0**-spare, x.type)
+    return one / f.fma(_polynomial(f, fraction, (1.0, *form.exp2)), power, one)
 
 
 def tanh(f: Function, x: Value) -> Value:

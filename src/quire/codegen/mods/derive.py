@@ -4,13 +4,14 @@
            q_idx, queries, kv_idx, keys)
 
     scores[key, query]   in: the product of keys and queries; out: the weight that the value was
-                         multiplied by, exp4(mod(score) - shift), after dropout
+                         multiplied by, exp4(mod(score) - shift), after prob_mod and dropout
     slopes[key, query]   in: the product of values and grad_out; out: the gradient of the score
     captured             a CAPTURED_GRADIENT record for each load that has a gradient
 
-With P the weight before dropout, z the factor of dropout and dP the incoming slope:
+With P the weight before prob_mod and dropout, z the factor of both and dP the incoming slope:
 
     dS = P (dP z - delta)          slope = dS d mod / d score          captured += dS d mod / d load
+                                                                       captured += dP P d z / d load
 
 If the mod returns weights, `shift` is a factor: P = mod(score) shift, dS = shift (dP z - delta).
 All of them are 0 if the query does not read the key.
@@ -31,6 +32,7 @@ from quire.codegen.mods.functions import Panel, existing, queries_of_panel, scop
 from quire.codegen.mods.loads import Captured, Lanes
 from quire.codegen.mods.lower import ELEMENT, KEY, ROW, UNIFORM, Scope
 from quire.codegen.mods.scatter import add, densely
+from quire.codegen.mods.weigh import POSITIVE
 from quire.codegen.phases.softmax import LOG4_E
 from quire.codegen.phases.tiles import TileShape
 from quire.codegen.scratch import weights_stride
@@ -39,18 +41,25 @@ from quire.ir.graph import Node
 
 @dataclass(frozen=True)
 class Derived:
-    """A score_mod with its derivatives, the masks, and dropout.
+    """A score_mod with its derivatives, the masks, and `drop`: prob_mod and dropout.
 
-    `slope` is the derivative by the score; None means 1. `loads` are those with a gradient, each
-    with the derivative by it. If it is `weighted`, the score_mod returns weights.
+    `slope` is the derivative by the score; None means 1. `of_score` are loads with a gradient, each
+    with the derivative by it, and `of_drop` are those of `drop`. If it is `weighted`, the score_mod
+    returns weights.
     """
 
     score: Node | None
     slope: Node | None
-    loads: tuple[tuple[Node, Node], ...]
+    of_score: tuple[tuple[Node, Node], ...]
     masks: tuple[Node, ...]
     drop: Node | None
+    of_drop: tuple[tuple[Node, Node], ...] = ()
     weighted: bool = False
+
+    @property
+    def loads(self) -> tuple[tuple[Node, Node], ...]:
+        """All loads with a gradient."""
+        return (*self.of_score, *self.of_drop)
 
     @property
     def roots(self) -> list[Node]:
@@ -141,19 +150,27 @@ class _Derive:
         weights, slopes, by_load = [], [], []
         for v, scope in enumerate(scopes):
             weight, by_score = self._weight(scores[v], self.shift[v])
-            product, kept = products[v], weight
+            product, kept, weighed = products[v], weight, scope
             if derived.drop is not None:
-                # The factor of dropout is what it makes of the weight 1.
-                one = scope.inside({"score": Lanes(vector=f.value(1.0, tile.vector))}, ELEMENT)
+                # Its factor is what it makes of the weight 1.
+                one = self._at_weight(scope, f.value(1.0, tile.vector))
                 factor = one.as_vector(one.lower(derived.drop))
                 product, kept = product * factor, weight * factor
+                weighed = self._at_weight(scope, weight)
             slope = by_score * (product - self.delta[v])
-            by_load.append([self._times(scope, slope, node, live[v]) for _, node in derived.loads])
+            by_load.append(
+                [self._times(scope, slope, node, live[v]) for _, node in derived.of_score]
+                + [self._times(weighed, products[v], node, live[v]) for _, node in derived.of_drop]
+            )
             weights.append(self._times(scope, kept, None, live[v]))
             slopes.append(self._times(scope, slope, derived.slope, live[v]))
         tile.store_row(f, weights, given["scores"], j, step)
         tile.store_row(f, slopes, given["slopes"], j, step)
         return self._gather(scopes, by_load, totals)
+
+    def _at_weight(self, scope: Scope, weight: Value) -> Scope:
+        """A scope in which prob_mod and dropout get this weight."""
+        return scope.inside({"score": Lanes(vector=weight)}, ELEMENT)
 
     def _weight(self, score: Value, shift: Value) -> tuple[Value, Value]:
         """The weight of a score, divided as in the forward pass, and its derivative by the score.
@@ -175,9 +192,11 @@ class _Derive:
         if derived.score is None and not derived.masks:
             return list(before), [None] * len(before)
         scores = list(before)
-        live = self.panel.mask(scopes, self.exists)
         if derived.score is not None:
             scores = [self.panel.modified(scope) for scope in scopes]
+            if derived.weighted and derived.score.op in POSITIVE and not derived.masks:
+                return scores, [None] * len(before)  # a query that does not exist has the shift 0
+        live = self.panel.mask(scopes, self.exists)
         return scores, [x & s.differs(-math.inf) for x, s in zip(live, scores, strict=True)]
 
     def _times(self, scope: Scope, slope: Value, node: Node | None, live: Value | None) -> Value:

@@ -101,7 +101,7 @@ def write_row_rewrite(
         wrong_at_once = panel.compute_rows()
 
         def rewrite_keys(j: Value, wrong: list[Value]) -> list[Value]:
-            exists = _lanes_below(f, tile, keys - j) & ~_lanes_below(f, tile, skipped - j)
+            exists = lanes_below(f, tile, keys - j) & ~lanes_below(f, tile, skipped - j)
             before = [tile.load(f, scores, j)]
             after, wrong = panel.rewrite(Lanes(kv_idx + j, 1), before, [exists], wrong)
             tile.store(f, f.select(exists, after[0], -math.inf), scores, j)
@@ -173,10 +173,10 @@ def scopes_of_rows(
 def existing(f: Function, tile: TileShape) -> list[Value]:
     """For each vector of a panel, which lanes hold a query."""
     queries = f.given["queries"]
-    return [_lanes_below(f, tile, queries - v) for v in range(0, tile.width, tile.lanes)]
+    return [lanes_below(f, tile, queries - v) for v in range(0, tile.width, tile.lanes)]
 
 
-def _lanes_below(f: Function, tile: TileShape, count: Value) -> Value:
+def lanes_below(f: Function, tile: TileShape, count: Value) -> Value:
     """The lanes whose number is below `count`."""
     lanes = tile.vector.as_int  # as wide as scores, so that no mask has to be converted
     limit = f.convert(f.maximum(f.minimum(count, tile.lanes), 0), lanes.scalar)

@@ -12,6 +12,7 @@ one multiply-add for each group of k, whose sum of integers is exact.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -33,9 +34,22 @@ TILE_PARAMETERS = {
     blocks      blocks of k
     first       1 if these are the first blocks, 0 if what they give is added to `sums`
     sums        [row][panel][16], with `sums_pitch` numbers from row to row
-    ask         memory that is read next: a line of each panel per turn, `ask_step` bytes further on
+    ask         memory that is read next: lines of each panel per turn, `ask_step` bytes further on
+                (tiles of few rows ask for what is ahead of what they read, and then for this)
 """
+LINE = 64  # bytes of the cache
+LINES_AHEAD = 24
+"""How many lines of all its panels together a tile of few rows asks for before it uses them. Twice
+as many read less (Zen 4)."""
+LINES_FURTHER, LINES_FURTHER_OF_INTEGERS = 32, 16
+"""How many lines of each panel a tile of few rows asks for as well, if weights have scales: rows of
+floats, and rows of integers. Decoding leaves the memory time to answer (Zen 5)."""
 UNROLLED = 2  # steps of k in a turn of the loop over floats
+
+
+FEW, DIRECT, DECODED = 0, 1, 2
+"""How rows are computed: by one tile that reads weights once, by tiles that decode weights
+themselves, or by tiles of weights that were decoded to memory before."""
 
 
 class TileSize(NamedTuple):
@@ -54,6 +68,13 @@ class TileSizes(NamedTuple):
 
     few: tuple[TileSize, ...]
     many: TileSize
+    direct: int  # the most rows of a tile that decodes weights itself
+
+    def way(self, rows: int) -> int:
+        """Return how so many rows are computed: FEW, DIRECT or DECODED."""
+        if rows <= len(self.few):
+            return FEW
+        return DIRECT if rows <= self.direct or self.direct == self.many.rows else DECODED
 
     @staticmethod
     def of(target: Target, format: WeightFormat, staged: Activations) -> TileSizes:
@@ -61,30 +82,32 @@ class TileSizes(NamedTuple):
         vectors = PANEL // min(PANEL, target.lanes(F32))  # of a panel
         plenty = target.registers == 32
         sums = (24 if plenty else 12) // vectors  # rows x panels
-        # Beside its sums, a vector of a panel keeps its words and scales, if it has any.
-        kept = 0 if staged.words or format.step == 1 else 1 + format.header
+        # Beside its sums, a vector of a panel keeps its words, and scales with their offsets. Where
+        # registers are few, offsets stay in memory. Decoding has constants of its own.
+        decoded = format.scaled and not staged.words
+        kept = 0 if staged.words or format.step == 1 else 1
+        kept += (2 if plenty else 1) if decoded else 0
         each = 2 if staged.words else 1  # a sum of integers, and one of floats
-        panels, most = (
-            (3, 4 if staged.words or format.bits == 16 else 8) if vectors == 1 else (1, 4)
-        )
+        panels, most = (3, 6) if vectors == 1 else (1, 4)
         few = []
         for rows in range(1, 5):
-            room = target.registers - 4 - (rows if plenty else 0)
+            room = target.registers - (6 if plenty and decoded else 4) - (rows if plenty else 0)
             wide = min(most, room // (vectors * (rows * each + kept)))
             if wide > panels:
                 few.append(TileSize(rows, wide))
-        return TileSizes(tuple(few), TileSize(sums // each // panels, panels))
+        many = TileSize(sums // each // panels, panels)
+        direct = many.rows
+        if format.name != "float32" and not staged.words:
+            own = (2 if format.step > 1 else 1) + (2 if decoded else 0)
+            fixed = 4 if decoded else 1
+            direct = min(direct, (target.registers - fixed) // (vectors * panels) - own)
+        return TileSizes(tuple(few), many, direct)
 
     @property
-    def sizes(self) -> list[TileSize]:
-        """All sizes of tiles: rows of `many` are cut evenly, so tiles may be half as high."""
-        least = (self.many.rows + 1) // 2
-        if len(self.few) + 1 < least:
-            least = len(self.few) + 1
-        return [
-            *self.few,
-            *(TileSize(rows, self.many.panels) for rows in range(least, self.many.rows + 1)),
-        ]
+    def of_many(self) -> list[TileSize]:
+        """The tiles of many rows, which are cut evenly, so a tile may be half as high as `many`."""
+        least = min((self.many.rows + 1) // 2, len(self.few) + 1)
+        return [TileSize(rows, self.many.panels) for rows in range(least, self.many.rows + 1)]
 
 
 def write_tile(
@@ -95,12 +118,16 @@ def write_tile(
     size: TileSize,
     *,
     once: bool = False,
+    lines: int = 1,
 ) -> Function:
-    """Write the function that computes a tile; `once` if no other tile reads its weights."""
-    name = f"tile_{size.rows}x{size.panels}_{format.name}"
+    """Write the function that computes a tile; `once` if no other tile reads its weights.
+
+    Else each of its turns reads so many `lines` of a panel in memory, and asks for as many.
+    """
+    name = f"tile_{size.rows}x{size.panels}_{format.name}" + "_once" * once
     with module.function(name, TILE_PARAMETERS, internal=True) as f:
         tile = _Tile(f, Loader(f, target, format), staged, size)
-        tile.once = once
+        tile.once, tile.lines = once, lines
         tile.write()
     return f
 
@@ -109,10 +136,13 @@ class _Tile:
     """Writes a tile. Vectors are numbered panel by panel."""
 
     once = False  # if weights are read once, they need not stay in the cache
+    lines = 1
+    further: Value | None = None  # how many bytes further a tile of few rows asks, too
 
     def __init__(self, f: Function, load: Loader, staged: Activations, size: TileSize) -> None:
         self.f, self.load, self.staged = f, load, staged
         self.rows, self.panels = size
+        self.ahead = LINES_AHEAD // self.panels * LINE
         self.per_panel = len(load.parts)
         self.vectors = self.panels * self.per_panel
         self.float = F32.vector(load.lanes)
@@ -138,12 +168,23 @@ class _Tile:
         for place, value in enumerate(f.choose(f.given["first"].equals(1), lambda: after, add)):
             f.store(value, *self._sum_at(place))
 
-    def _ask(self, ask: Value) -> Value:
-        """Ask for a line of each panel that is read next; return where the next lines are."""
+    def _ask(self, ask: Value, places: Sequence[Value]) -> Value:
+        """Ask for lines of each panel that is read next; return where the next lines are."""
         f = self.f
-        for p in range(self.panels):
-            f.prefetch(f.offset(ask, f.given["ask_pitch"] * p, I8), 0 if self.once else 3)
+        if self.once:
+            for place in places:
+                self._ask_for(place)
+            return ask
+        for p, line in itertools.product(range(self.panels), range(self.lines)):
+            part = f.given["ask_step"].udiv(self.lines) * line if line else 0
+            f.prefetch(f.offset(ask, f.given["ask_pitch"] * p + part, I8), 3)
         return f.offset(ask, f.given["ask_step"], I8)
+
+    def _ask_for(self, place: Value) -> None:
+        """Ask for the line that is a little ahead of a place, and for one that is further."""
+        for bytes_ in (self.ahead, self.further):
+            if bytes_ is not None:
+                self.f.prefetch(self.f.offset(place, bytes_, I8))
 
     def _sum_at(self, place: int) -> tuple[Value, int]:
         row, vector = divmod(place, self.vectors)
@@ -156,19 +197,20 @@ class _Tile:
         """Some steps of k, from weights that need no scale."""
         f, step = self.f, self.load.format.step
         ask, *sums = carried
-        ask = self._ask(ask)
         for u in range(0, max(UNROLLED, step), step):
             k = block + u
             x = f.offset(f.given["x"], k * self.rows, F32)
             at = k.udiv(step) * self.load.format.step_bytes
             places = [f.offset(start, at, I8) for start in self.starts]
+            if u == 0 or (self.once and u // step * self.load.format.step_bytes % LINE == 0):
+                ask = self._ask(ask, places)
             sums = self._multiply(x, places, [], sums)
         return [ask, *sums]
 
     def _scaled_block(self, block: Value, carried: list[Value]) -> list[Value]:
         """A block of integers that become floats."""
         f, format = self.f, self.load.format
-        blocks = [self.load.place(start, block) for start in self.starts]
+        blocks = self._blocks(block)
 
         def group(g: Value, carried: list[Value]) -> list[Value]:
             scales = [scale for at in blocks for scale in self.load.scales(at, g)]
@@ -176,13 +218,35 @@ class _Tile:
 
             def word(i: Value, carried: list[Value]) -> list[Value]:
                 ask, *sums = carried
-                ask = self._ask(ask)
+                places = self._words_at(blocks, g, i)
+                ask = self._ask(ask, places)
                 x = f.offset(f.given["x"], (first + i * format.step) * self.rows, F32)
-                return [ask, *self._multiply(x, self._words_at(blocks, g, i), scales, sums)]
+                return [ask, *self._multiply(x, places, scales, sums)]
 
             return f.loop(0, GROUP // format.step, word, carry=carried)
 
         return f.loop(0, GROUPS, group, carry=carried)
+
+    def _blocks(self, block: Value) -> list[Value]:
+        """Where a block of each panel begins; its header is asked for ahead, as words are."""
+        f = self.f
+        blocks = [self.load.place(start, block) for start in self.starts]
+        if self.once:
+            self.further = self._further(block)
+            for place, line in itertools.product(
+                blocks, range(0, self.load.format.header_bytes, LINE)
+            ):
+                self._ask_for(f.offset(place, line, I8))
+        return blocks
+
+    def _further(self, block: Value) -> Value:
+        """How far it is to the block that is asked for early: of this cut, or of what is next."""
+        f, size = self.f, self.load.format.block_bytes
+        lines = LINES_FURTHER_OF_INTEGERS if self.staged.words else LINES_FURTHER
+        blocks = max(1, round(lines * LINE / size))
+        inside = block + blocks < f.given["blocks"]
+        beyond = f.address(f.given["ask"]) - f.address(f.given["w"]) - f.given["blocks"] * size
+        return f.select(inside, 0, beyond) + blocks * size
 
     def _words_at(self, blocks: Sequence[Value], group: Value, word: Value) -> list[Value]:
         format = self.load.format
@@ -236,7 +300,7 @@ class _Tile:
     def _integer_block(self, block: Value, carried: list[Value]) -> list[Value]:
         """A block of integers that are multiplied by integers."""
         f, staged = self.f, self.staged
-        blocks = [self.load.place(start, block) for start in self.starts]
+        blocks = self._blocks(block)
 
         def group(g: Value, carried: list[Value]) -> list[Value]:
             ask, *sums = carried
@@ -248,8 +312,9 @@ class _Tile:
 
             def word(i: Value, carried: list[Value]) -> list[Value]:
                 ask, *dots = carried
-                ask = self._ask(ask)
-                return [ask, *self._dots(x, i, self._words_at(blocks, g, i), dots)]
+                places = self._words_at(blocks, g, i)
+                ask = self._ask(ask, places)
+                return [ask, *self._dots(x, i, places, dots)]
 
             words = GROUP // self.load.format.step
             ask, *dots = f.loop(0, words, word, carry=[ask, *start])
@@ -297,7 +362,7 @@ class _Tile:
             for v, (scale, offset) in enumerate(scales):
                 place = r * self.vectors + v
                 value = f.fma(f.convert(dots[place], F32), wide * scale, sums[place])
-                if offset is not None:
+                if self.load.format.shifted:
                     value = f.fma(f.splat(total, self.float), offset, value)
                 result.append(value)
         return result

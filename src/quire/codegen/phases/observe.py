@@ -31,25 +31,31 @@ from quire.codegen.llvm.builder import Function, Module, Value
 from quire.codegen.llvm.types import I64
 from quire.codegen.phases.order import over_chains, sum_of_block
 from quire.codegen.phases.softmax import LN_4, Closed
-from quire.codegen.phases.tiles import TileShape
+from quire.codegen.phases.tiles import TileShape, is_unread
 
 
-def write_observe(form: Form, tile: TileShape) -> Module:
-    """A module that exports an OBSERVE function for a form of kernel."""
+def write_observe(form: Form, tile: TileShape, *, weighted: bool = False) -> Module:
+    """A module that exports an OBSERVE function for a form of kernel.
+
+    In panels that are `weighted`, scores are weights, and UNREAD marks keys that are not read.
+    """
     module = Module()
-    write = _write_panel if form == "panel" else _write_row
     with module.function(OBSERVE.name, OBSERVE.parameters) as f:
-        write(f, tile)
+        if form == "panel":
+            _write_panel(f, tile, weighted=weighted)
+        else:
+            _write_row(f, tile)
     return module
 
 
-def _write_panel(f: Function, tile: TileShape) -> None:
+def _write_panel(f: Function, tile: TileShape, *, weighted: bool) -> None:
     chains, *pointers, first, keys, lead = f.parameters
     with f.range(0, tile.width, tile.lanes) as at:
         scores, *state = (f.offset(pointer, at, tile.element) for pointer in pointers)
 
         def score(j: Value) -> Value:
-            return tile.load(f, scores, j * tile.width)
+            found = tile.load(f, scores, j * tile.width)
+            return f.select(is_unread(f, found), -math.inf, found) if weighted else found
 
         def look(j: Value, best: list[Value]) -> list[Value]:
             place = f.convert(first + j, tile.element.as_int)

@@ -33,7 +33,7 @@ class Closed(NamedTuple):
 
     lse: Value
     peak: Value  # the largest score
-    share: Value  # the factor from weights to probabilities
+    share: Value  # the factor from weights to probabilities; given weights are divided by it
     kept: Value  # the factor of the running sum; below 1 if the sink is above the maximum
     log_share: Value  # log4 of the largest probability
     sunk: Value  # the probability of the sink
@@ -66,8 +66,8 @@ def close(
 
 def _closed_weights(f: Function, best: Value, total: Value) -> Closed:
     one, nothing = f.value(1.0, best.type), f.value(0.0, best.type)
-    share = f.select(total.equals(0.0), 0.0, one / total)
-    return Closed(total, best, share, kept=one, log_share=nothing, sunk=nothing)
+    divisor = f.select(total.equals(0.0), math.inf, total)  # 1 / total may overflow
+    return Closed(total, best, divisor, kept=one, log_share=nothing, sunk=nothing)
 
 
 def _closed_softmax(f: Function, best: Value, total: Value, sink: Value) -> Closed:

@@ -21,7 +21,7 @@ from typing import NamedTuple, TypeVar
 from quire.codegen.llvm.builder import Function, Module, Value
 from quire.codegen.llvm.types import F32, I1, I32, I64, PTR, Layout, Type, typed
 from quire.codegen.phases.storage import Storage
-from quire.codegen.phases.tiles import SMALL_ROWS, TileShape
+from quire.codegen.phases.tiles import SMALL_ROWS, TileShape, apply_share
 from quire.codegen.phases.transpose import transpose
 
 PLACEMENT = Layout(
@@ -226,10 +226,11 @@ def write_pack(module: Module, tile: TileShape) -> Function:
     return f
 
 
-def write_unpack(module: Module, tile: TileShape) -> Function:
+def write_unpack(module: Module, tile: TileShape, *, weighted: bool) -> Function:
     """The function that copies panels of results to rows, every query times its entry of `scales`.
 
-    It returns whether some result is not finite.
+    If scores are `weighted`, every query is divided by its entry. The function returns whether some
+    result is not finite.
     """
     parameters = typed("ptr panels scales, i64 count depth, ptr rows, i64 stride")
     with module.function("unpack_out", parameters, I1, internal=True) as f:
@@ -242,7 +243,7 @@ def write_unpack(module: Module, tile: TileShape) -> Function:
         ) -> Value:
             square = [
                 # + 0.0 turns -0.0 into 0.0, so that skipped and masked tiles give the same bits.
-                f.fma(tile.load(f, panel, (d + k) * tile.width), scale, 0.0)
+                apply_share(f, tile.load(f, panel, (d + k) * tile.width), scale, weighted=weighted)
                 for k in range(tile.lanes)
             ]
             _expect(f, tile, starts, d + depth)

@@ -246,13 +246,10 @@ def _multiply_rows(f: Function, tile: TileShape, starts: Sequence[Value]) -> lis
     return product(f.value(0, I64), depth, nothing)
 
 
-def write_exponentiate(
-    module: Module, tile: TileShape, *, careful: bool = False, weighted: bool = False
-) -> Function:
+def write_exponentiate(module: Module, tile: TileShape, *, careful: bool = False) -> Function:
     """The function that turns scores into weights and updates each query's maximum and sum.
 
-    If scores are `weighted`, they are weights already. `lead` is the chain of the first key, and
-    `chains` is memory for all chains, see `order.py`.
+    `lead` is the chain of the first key, and `chains` is memory for all chains, see `order.py`.
     """
     parameters = typed("ptr chains scores maxima running_max running_sum alpha, i64 count lead")
     name = "exponentiate_carefully" if careful else "exponentiate"
@@ -270,16 +267,12 @@ def write_exponentiate(
             # If no key was read yet, or a score is +inf, subtract 0: infinities stay as they are.
             shift = f.select(f.intrinsic("fabs", after).equals(math.inf), 0.0, after)
             tile.store(f, after, running_max)
-            shrink = f.value(1.0, tile.vector) if weighted else exp4(f, before - shift)
-            tile.store(f, shrink, alpha)
+            tile.store(f, exp4(f, before - shift), alpha)
 
             def weigh(keys: list[Value]) -> list[Value]:
                 places = [f.offset(scores, j * tile.width, tile.element) for j in keys]
                 found = [tile.load(f, at) for at in places]
-                weights = [
-                    given_weight(f, score) if weighted else exp4(f, score - shift)
-                    for score in found
-                ]
+                weights = [exp4(f, score - shift) for score in found]
                 for at, score, weight in zip(places, found, weights, strict=True):
                     unread = score.equals(-math.inf)
                     tile.store(f, f.select(unread, UNREAD, weight) if careful else weight, at)
@@ -296,29 +289,52 @@ def given_weight(f: Function, score: Value) -> Value:
     return f.select(score.equals(-math.inf), 0.0, score + 0.0)
 
 
+def write_add_weights(module: Module, tile: TileShape) -> Function:
+    """The function that adds up weights that a mod gave, in the order of `write_exponentiate`."""
+    parameters = typed("ptr chains weights running_sum, i64 count lead")
+    with module.function("add_weights", parameters, internal=True) as f:
+        chains, *pointers, count, lead = f.parameters
+        with f.range(0, tile.width, tile.lanes) as place:
+            weights, running_sum = (f.offset(x, place, tile.element) for x in pointers)
+
+            def found(keys: list[Value]) -> list[Value]:
+                return [tile.load(f, weights, j * tile.width) for j in keys]
+
+            total = over_chains(f, tile, chains, count=count, lead=lead, terms=found)
+            tile.store(f, tile.load(f, running_sum) + total, running_sum)
+    return f
+
+
+def is_unread(f: Function, weight: Value) -> Value:
+    """Where a weight marks a key that is not read."""
+    bits = weight.type.scalar.as_int
+    return f.bitcast(weight, bits).equals(f.bitcast(f.value(UNREAD, weight.type), bits))
+
+
 def write_scale_weights(module: Module, tile: TileShape) -> Function:
     """The function that multiplies weights by the factors of values; UNREAD stays UNREAD."""
     parameters = typed("ptr weights scales, i64 count")
     with module.function("scale_weights", parameters, internal=True) as f:
         weights, scales, count = f.parameters
-        bits = tile.element.as_int
-        unread = f.bitcast(f.value(UNREAD, tile.vector), bits)
         with f.range(0, count) as j:
             scale = f.splat(f.load(tile.element, scales, j), tile.vector)
             row = tile.load_row(f, weights, j)
-            kept = [f.bitcast(weight, bits).equals(unread) for weight in row]
+            kept = [is_unread(f, weight) for weight in row]
             scaled = [f.select(k, w, w * scale) for k, w in zip(kept, row, strict=True)]
             tile.store_row(f, scaled, weights, j)
     return f
 
 
-def write_find_maxima(module: Module, tile: TileShape) -> Function:
-    """The function that gives each query's largest score of `count` keys."""
+def write_find_maxima(module: Module, tile: TileShape, *, weighted: bool = False) -> Function:
+    """The function that gives each query's largest score, or weight, of `count` keys."""
     with module.function("find_maxima", typed("ptr scores maxima, i64 count"), internal=True) as f:
         scores, maxima, count = f.parameters
 
         def look(j: Value, best: list[Value]) -> list[Value]:
-            return [f.maximum(a, b) for a, b in zip(best, tile.load_row(f, scores, j), strict=True)]
+            row = tile.load_row(f, scores, j)
+            if weighted:
+                row = [f.select(is_unread(f, weight), -math.inf, weight) for weight in row]
+            return [f.maximum(a, b) for a, b in zip(best, row, strict=True)]
 
         tile.store_row(f, f.loop(0, count, look, carry=tile.row(f, -math.inf)), maxima)
     return f
@@ -377,9 +393,7 @@ def _selecting_product(
 
     def add(i: Value, sums: list[Value]) -> list[Value]:
         row = vectors(i)
-        as_bits = tile.element.as_int
-        unread = f.bitcast(f.value(UNREAD, tile.vector), as_bits)
-        skip = [f.bitcast(weight, as_bits).equals(unread) for weight in row]
+        skip = [is_unread(f, weight) for weight in row]
         wide = [f.splat(number, tile.vector) for number in numbers(i)]
         terms = [
             (number, weight, no) for number in wide for weight, no in zip(row, skip, strict=True)
@@ -390,3 +404,8 @@ def _selecting_product(
         ]
 
     return f.loop(0, count, add, carry=tile.row(f, 0.0) * rows)
+
+
+def apply_share(f: Function, sums: Value, share: Value, *, weighted: bool) -> Value:
+    """Sums of weights times values, times `share` or, if `weighted`, divided by it; never -0.0."""
+    return sums / share + 0.0 if weighted else f.fma(sums, share, 0.0)

@@ -34,6 +34,7 @@ BLOCK = 64  # steps of k
 GROUP = 32  # steps of k that share a scale
 GROUPS = BLOCK // GROUP
 MANTISSA, EXPONENT_BIAS = 23, 127  # of float32
+BYTE = 8  # bits
 
 
 class WeightFormat(NamedTuple):
@@ -96,10 +97,14 @@ FLOAT32 = FORMATS["float32"]
 
 
 class Scale(NamedTuple):
-    """What makes a weight of an integer: a factor, and perhaps an offset, for each lane."""
+    """What makes a weight of an integer: number * factor + offset, for each lane."""
 
     factor: Value
-    offset: Value | None
+    offset: Value
+
+
+def _shifted(word: Value, right: int) -> Value:
+    return word.logical_shift(right) if right > 0 else word << -right if right else word
 
 
 class Loader:
@@ -114,11 +119,17 @@ class Loader:
     def scales(self, block: Value, group: Value) -> list[Scale]:
         """The scales and offsets of a group of a block, as floats, for each vector of a panel."""
         at = self.f.offset(block, group * (self.format.header * PANEL), F16)
-        offsets = [
-            self._halves(at, PANEL + part) if self.format.shifted else None for part in self.parts
-        ]
-        scales = [self._halves(at, part) for part in self.parts]
-        return [Scale(*both) for both in zip(scales, offsets, strict=True)]
+        scales = []
+        for part in self.parts:
+            factor = self._halves(at, part)
+            scales.append(Scale(factor, self._offset(at, part, factor)))
+        return scales
+
+    def _offset(self, place: Value, part: int, factor: Value) -> Value:
+        """What is added to number * factor: it is stored, or it takes `zero` off."""
+        if self.format.shifted:
+            return self._halves(place, PANEL + part)
+        return factor * -float((1 << MANTISSA - BYTE) + self.format.zero)
 
     def _halves(self, place: Value, first: int) -> Value:
         return self.f.convert(self.f.load(F16.vector(self.lanes), place, first), F32)
@@ -140,33 +151,35 @@ class Loader:
             case "bfloat16":
                 return f.bitcast(word & -65536 if j else word << 16, F32)
         assert scale is not None, "integers have scales"
-        byte, half = (j, 0) if self.format.bits == 8 else (j % 4, j // 4)
-        number = self._number(word, 8 * byte + 4 * half)
-        if scale.offset is not None:
-            return f.fma(number, scale.factor, scale.offset)
-        return number * scale.factor
+        number = self._byte(word, j) if self.format.bits == 8 else self._half(word, j)
+        return f.fma(number, scale.factor, scale.offset)
 
-    def _number(self, word: Value, first: int) -> Value:
-        """The number in some bits of a word, less `zero`.
+    # An integer becomes a float when its bits become bits of the mantissa of a power of two. No
+    # conversion does that in fewer instructions, and the multipliers stay free for the products.
 
-        Its bits become the highest ones of the mantissa of a power of two, which is then taken off.
-        That is two instructions of integers and a sum, and leaves the multipliers to the products.
-        """
-        f, bits, power = self.f, self.format.bits, 1 << self.format.bits
+    def _byte(self, word: Value, j: int) -> Value:
+        """2**15 + the j-th byte. Its product with a scale is exact, and so is taking zero off."""
+        return self._in_mantissa(_shifted(word, BYTE * (j - 1)), BYTE)
+
+    def _half(self, word: Value, j: int) -> Value:
+        """The j-th number of four bits."""
+        first = BYTE * (j % 4) + 4 * (j // 4)
         if self.looks_up:
-            return self._looked_up(word, first)
-        place = MANTISSA - bits
-        moved = word << place - first if place >= first else word.logical_shift(first - place)
-        exponent = (bits + EXPONENT_BIAS) << MANTISSA
-        number = f.bitcast((moved & (power - 1) << place) | exponent, F32)
-        return number - float(power + self.format.zero)
+            return self._looked_up(_shifted(word, first))
+        place = MANTISSA - self.format.bits
+        return self._in_mantissa(_shifted(word, first - place), place) - float(1 << 4)
 
-    def _looked_up(self, word: Value, first: int) -> Value:
-        """The number in four bits of a word: one permutation of a vector, which reads no others."""
-        f, type = self.f, F32.vector(self.lanes)
-        numbers = f.lanes(type, [float(number - self.format.zero) for number in range(self.lanes)])
-        place = word.logical_shift(first) if first else word
-        return f.instruction("x86.avx512.permvar.sf.512", type, numbers, place)
+    def _looked_up(self, word: Value) -> Value:
+        """The number in the lowest four bits: a permutation of a vector reads no others."""
+        type = F32.vector(self.lanes)
+        numbers = self.f.lanes(type, [float(number) for number in range(self.lanes)])
+        return self.f.instruction("x86.avx512.permvar.sf.512", type, numbers, word)
+
+    def _in_mantissa(self, word: Value, first: int) -> Value:
+        """2**(23 - first) + the number of `format.bits` bits that begins at bit `first`."""
+        mask = (1 << self.format.bits) - 1 << first
+        exponent = MANTISSA - first + EXPONENT_BIAS << MANTISSA
+        return self.f.bitcast(word & mask | exponent, F32)
 
     def bytes_of(self, word: Value) -> list[Value]:
         """Words of four numbers without a sign, in the order of k."""

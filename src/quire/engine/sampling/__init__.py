@@ -13,9 +13,10 @@ one, so a token depends on its own logits, the seed and the number of tokens bef
 
 from __future__ import annotations
 
+from quire.engine.sampling.beams import Beam, Beams
 from quire.engine.sampling.grammar import Grammar
 from quire.engine.sampling.options import Sampling
 from quire.engine.sampling.sampler import Sampled, Sampler
 from quire.engine.sampling.vocabulary import Vocabulary
 
-__all__ = ["Grammar", "Sampled", "Sampler", "Sampling", "Vocabulary"]
+__all__ = ["Beam", "Beams", "Grammar", "Sampled", "Sampler", "Sampling", "Vocabulary"]

@@ -6,6 +6,7 @@ probabilities are sorted by token id. So a row gives the same bits in every batc
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -37,7 +38,7 @@ def highest(logits: Floats) -> tuple[int, float]:
     """Return the token with the largest logit, the first of equal ones, and that logit."""
     token = int(logits.argmax())  # NaN counts as the largest
     largest = float(logits[token])
-    if not np.isfinite(largest):
+    if not math.isfinite(largest):
         raise SamplingError(
             f"one logit at least must be finite, and none NaN or +inf, but the largest is "
             f"{largest}. Look for a mask, a bias or weights that overflow."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from quire.checks.arguments import whole_number
 from quire.engine.sampling.grammar import Grammar
@@ -27,6 +28,11 @@ class Sampling:
     with the probabilities of the model itself; with 0 only the chosen token has one. `stop` are
     strings that end the answer and are not part of it, `stop_tokens` are tokens that end it. With
     the same `seed`, the same request gives the same answer; without one, a seed is drawn.
+
+    With `beams` above 1, answers are found by a beam search, as by `generate(num_beams=...)` of
+    transformers: so many texts are written side by side, and those whose log-probability divided
+    by length ** `length_penalty` is largest are the answers. `early_stopping=True` ends the search
+    when there are enough answers, and "never" only when no better one can come.
     """
 
     max_tokens: int = 16
@@ -44,6 +50,9 @@ class Sampling:
     stop_tokens: tuple[int, ...] = ()
     ignore_eos: bool = False
     grammar: Grammar | None = None
+    beams: int = 1
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
 
     def __post_init__(self) -> None:
         whole_number("max_tokens", self.max_tokens, minimum=1, advice="Say how long it may get.")
@@ -61,6 +70,21 @@ class Sampling:
         self._check_logprobs()
         self._check_bias()
         self._check_stops()
+        self._check_beams()
+
+    def _check_beams(self) -> None:
+        whole_number("beams", self.beams, minimum=1, advice="Use 1 for no search.")
+        _number("length_penalty", self.length_penalty, -math.inf, math.inf, "Use 1 for the mean.")
+        if self.early_stopping not in (True, False, "never"):
+            raise ArgumentError(
+                f'early_stopping must be True, False or "never", but is {self.early_stopping!r}. '
+                f"Use False if you are not sure."
+            )
+        if self.beams > 1 and self.temperature != 0:
+            raise ArgumentError(
+                f"temperature must be 0 with beams, which are the likeliest texts, but is "
+                f"{self.temperature}. Leave one of them out."
+            )
 
     def _check_logprobs(self) -> None:
         if self.logprobs is None:

@@ -85,6 +85,11 @@ class Sampler:
         self._transcript = Transcript(options.stop)
 
     @property
+    def num_ends(self) -> int:
+        """How many tokens end the answer."""
+        return len(self._ends)
+
+    @property
     def text(self) -> str:
         """The text of the answer that may be shown now: no later token changes it."""
         return self._transcript.text
@@ -94,13 +99,17 @@ class Sampler:
 
         The token of a row is the same whichever rows were computed with it.
         """
-        row = self._row(logits)
-        changed = self._changed(row)
+        row = self.row(logits)
+        changed = self.changed(row)
         if self.options.temperature < GREEDY_BELOW:
             token, _ = highest(changed)
         else:
             number = uniform(self.seed, self.stream, len(self.tokens))
             token = draw(candidates(changed, self.options), number)
+        return self.described(token, row)
+
+    def described(self, token: int, row: Floats) -> Sampled:
+        """Return a token with the log-probabilities that the request asked for."""
         if self.options.logprobs is None:
             return Sampled(token)
         normaliser = log_normaliser(row)
@@ -141,7 +150,8 @@ class Sampler:
         copied._grammar = None if self._grammar is None else self._grammar.fork()
         return copied
 
-    def _row(self, logits: Tensor) -> Floats:
+    def row(self, logits: Tensor) -> Floats:
+        """Return the logits [V] of one position as numbers of numpy. Raise if they are others."""
         size = self.vocabulary.size
         if logits.shape != (size,) or logits.dtype != torch.float32:
             raise ShapeError(
@@ -151,8 +161,8 @@ class Sampler:
         row: Floats = logits.detach().numpy()
         return row
 
-    def _changed(self, row: Floats) -> Floats:
-        """Return the logits after the grammar, the bias and the penalties."""
+    def changed(self, row: Floats) -> Floats:
+        """Return logits or log-probabilities after the grammar, the bias and the penalties."""
         if self._grammar is not None:
             row = np.where(self._grammar.allowed(), row, np.float32(-np.inf))
         elif len(self._biased) or self._penalises:

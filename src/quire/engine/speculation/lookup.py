@@ -16,11 +16,11 @@ _ADVICE = "Use the default if you are not sure."
 
 
 class PromptLookup:
-    """A drafter for one answer. It looks for the last tokens, `longest` of them or fewer.
+    """A drafter that looks for the last tokens of a text, `longest` of them or fewer.
 
     The longest run of tokens that came before counts, and of several places the last one. A draft
     has at most `most` tokens. After drafts that were wrong it becomes shorter, and longer again
-    after drafts that were right.
+    after drafts that were right. An engine makes one like it for each answer.
 
     >>> draft = PromptLookup(most=3)
     >>> draft([5, 6, 7, 8, 9, 1, 5, 6])
@@ -36,6 +36,10 @@ class PromptLookup:
         self._after: dict[tuple[int, ...], int] = {}  # where a run of tokens ended last
         self._last: list[int] = []  # the last draft, and where it began
         self._began = 0
+
+    def of_one_answer(self) -> PromptLookup:
+        """Return a drafter of the same sizes that has seen no text."""
+        return PromptLookup(self.most, longest=self.longest, shortest=self.shortest)
 
     def __call__(self, tokens: Sequence[int]) -> list[int]:
         """Return guesses of what follows `tokens` [n], which only grow from call to call."""

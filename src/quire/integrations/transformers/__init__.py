@@ -6,7 +6,7 @@
     enable(model)                                                 # a model that is loaded
     enable(model, mask=sliding_window(256))                       # with a mod of yours
 
-    model.generate(**batch, past_key_values=PagedCache(model.config))
+    model.generate(**batch, past_key_values=PagedCache(model.config), max_new_tokens=64)
 
 Reading order: attend (the function that every layer calls), mask (what all layers get in place
 of a mask tensor), cache (pages for `generate`), rows (which sequence a row of the batch is),
@@ -68,11 +68,17 @@ def enable(
     `score_mod` changes scores after the model has changed them. Positions count from the first
     token of a row, without padding. Both apply to every layer, until `enable` is called again.
     """
+    on_quire(model)
+    for module in model.modules():
+        setattr(module, ATTRIBUTE, Mods(mask, score_mod))
+    return model
+
+
+def on_quire(model: PreTrainedModel) -> PreTrainedModel:
+    """Make all layers of a loaded model compute attention with quire, and leave its mods alone."""
     register()
     model.set_attn_implementation(NAME)
     _prepare(model)
-    for module in model.modules():
-        setattr(module, ATTRIBUTE, Mods(mask, score_mod))
     return model
 
 

@@ -47,6 +47,7 @@ def attend(
     """
     if options.get("cache") is not None:
         assert isinstance(key, Tensor) and isinstance(value, Tensor), "one cache at a time"
+        _warn_of_no_weights("in continuous batching", options.get("output_attentions"))
         return attend_to_cache(module, query, key, value, **options), None
     if isinstance(key, LayerStates):
         return _between_graphs(module, query, key, attention_mask, **options)
@@ -70,6 +71,7 @@ def _over_states(
 ) -> tuple[Tensor, Tensor | None]:
     if isinstance(states, NewStates):
         return layer_attention(module, query, states, states, mask, **options)
+    _warn_of_no_weights("in an engine", options.get("output_attentions"))
     return states.attend(module, query, mask, **options), None
 
 
@@ -145,6 +147,15 @@ def _can_show_weights(count: int) -> bool:
         AttentionWeightsWarning,
     )
     return False
+
+
+def _warn_of_no_weights(where: str, asked: bool | None) -> None:
+    if asked:
+        warn(
+            f'output_attentions=True: attn_implementation="quire" returns None {where}. Call the '
+            f"model itself, with a cache of transformers or a PagedCache.",
+            AttentionWeightsWarning,
+        )
 
 
 def _where_keys_are(found: Tensor, place: Place, shape: tuple[int, ...]) -> Tensor:

@@ -21,7 +21,7 @@ from quire import mods
 from quire.api.attention import attention
 from quire.errors import ArgumentError
 from quire.integrations.transformers.packed import of_one, score_of_one
-from quire.integrations.transformers.user_mods import ATTRIBUTE, Mods
+from quire.integrations.transformers.user_mods import ATTRIBUTE, NO_MODS, Mods
 from quire.memory import Memory, Paged, Ragged
 from quire.mods.compose import all_of, chain
 
@@ -54,7 +54,8 @@ def attend_to_cache(
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     allocator = cache.layer_to_allocator[layer]
     ends, place = cu_seq_lens_k[allocator.layer_type], allocator.index
-    added = getattr(module, ATTRIBUTE, Mods())
+    given = getattr(module, ATTRIBUTE, NO_MODS)
+    added = Mods(of_one(given.mask), score_of_one(given.score_mod))
     window: int | None = None
     memory: Memory
     if allocator.layer_type == "full_attention":
@@ -67,13 +68,12 @@ def attend_to_cache(
         states = cache.update(key_states=key, value_states=value, layer_idx=layer, kwargs=given)
         rows = [each[0].transpose(0, 1) for each in states]
         memory = Ragged(rows[0], rows[1], ends.long())
+        added = _shifted(added, rest.get("position_ids"), cu_seq_lens_q, ends)
     out = attention(
         query[0].transpose(0, 1),
         memory,
-        mask=all_of(mods.causal, _within(window), of_one(added.mask)),
-        score_mod=chain(
-            None if softcap is None else mods.softcap(softcap), score_of_one(added.score_mod)
-        ),
+        mask=all_of(mods.causal, _within(window), added.mask),
+        score_mod=chain(None if softcap is None else mods.softcap(softcap), added.score_mod),
         scale=scaling,
         sink=s_aux,
         q_offsets=cu_seq_lens_q.long(),
@@ -126,6 +126,30 @@ def page_table_of(
     for row, (start, count) in enumerate(zip(offsets[:-1], counts, strict=True)):
         table[row, :count] = slots[start : start + count * page : page][:count] // page
     return table
+
+
+def _shifted(added: Mods, positions: Tensor | None, starts: Tensor, ends: Tensor) -> Mods:
+    """Return mods for keys [n] of a window, which count from the first key that is still there."""
+    mask, score_mod = added.mask, added.score_mod
+    if mask is None and score_mod is None:
+        return added
+    if positions is None:
+        raise ArgumentError(
+            "position_ids must be given to layers with a window for mods of yours, since the keys "
+            "before the window are gone, but are None. Leave the mods out, or use generate."
+        )
+    lengths = ends.diff()
+    gone = positions.flatten()[starts[1:].long() - 1].long() + 1 - lengths
+    return Mods(
+        None
+        if mask is None
+        else lambda b, h, q_idx, kv_idx: mask(b, h, q_idx + gone[b], kv_idx + gone[b]),
+        None
+        if score_mod is None
+        else lambda score, b, h, q_idx, kv_idx: score_mod(
+            score, b, h, q_idx + gone[b], kv_idx + gone[b]
+        ),
+    )
 
 
 def _within(window: int | None) -> Any:

@@ -5,7 +5,8 @@
     value   latent @ V_h
 
 Pages hold [latent, rotated] for one key head; values are the first R numbers of it. The matrices
-move to the other side of the products, so nothing is expanded:
+move to the other side of the products, so nothing is expanded. Where the layer is packed, they are
+packed as well, a product for each head, so that a row does not depend on the others:
 
     query . key    =  [query @ K_h^T, rotated query] . [latent, rotated]
     out            =  (weights @ latent) @ V_h
@@ -14,7 +15,7 @@ move to the other side of the products, so nothing is expanded:
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from quire.errors import ArgumentError
 from quire.integrations.transformers.cache import LayerStates
+from quire.linear import PackedLinear
 
 EXPAND = "expand_kv"  # the method of a layer that makes keys and values of its latents
 
@@ -50,11 +52,12 @@ class Absorbed:
     keys [H, D'', R] make the part of keys that is not rotated, values [H, Dv, R] the values.
     """
 
-    def __init__(self, module: nn.Module, query: Tensor, rank: int, rotated: int) -> None:
+    def __init__(self, module: Any, query: Tensor, rank: int, rotated: int) -> None:
         heads, width = query.shape[1], query.shape[3]
         whole = _weight(module.kv_b_proj, rank).view(heads, -1, rank)
         self.keys, self.values = whole[:, : width - rotated], whole[:, width - rotated :]
         self.scale = width**-0.5
+        self._packed = _packed(module.kv_b_proj, self.keys, self.values)
         if module not in _checked:
             self._check(module, rank, rotated)
             _checked[module] = None
@@ -62,11 +65,21 @@ class Absorbed:
     def query(self, query: Tensor) -> Tensor:
         """Return queries [B, H, L, D] for latents: [B, H, L, R + D']."""
         plain = query[..., : self.keys.shape[1]]
-        return torch.cat((_by_head(plain, self.keys), query[..., plain.shape[3] :]), -1)
+        return torch.cat((self._by_head(plain, "keys"), query[..., plain.shape[3] :]), -1)
 
     def out(self, out: Tensor) -> Tensor:
         """Return results [B, L, H, R] as the values would have given them: [B, L, H, Dv]."""
-        return _by_head(out.transpose(1, 2), self.values.transpose(1, 2)).transpose(1, 2)
+        return self._by_head(out.transpose(1, 2), "values").transpose(1, 2)
+
+    def _by_head(self, rows: Tensor, what: Side) -> Tensor:
+        """Return rows [B, H, L, n] times the matrix [n, m] of each head: [B, H, L, m]."""
+        if self._packed is not None:
+            products = zip(self._packed[what], rows.unbind(1), strict=True)
+            return torch.stack([product(each) for product, each in products], 1)
+        matrices = self.keys if what == "keys" else self.values.transpose(1, 2)
+        batch, heads, count, _ = rows.shape
+        found = torch.bmm(rows.transpose(0, 1).flatten(1, 2), matrices)
+        return found.view(heads, batch, count, -1).transpose(0, 1)
 
     def _check(self, module: Any, rank: int, rotated: int) -> None:
         """Compare with what the layer itself makes of two latents."""
@@ -88,8 +101,11 @@ class Absorbed:
                 )
 
 
+Side = Literal["keys", "values"]
+
 _checked: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
 _weights: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()
+_products: WeakKeyDictionary[nn.Module, dict[Side, list[PackedLinear]]] = WeakKeyDictionary()
 
 
 def _weight(layer: Any, rank: int) -> Tensor:
@@ -103,8 +119,18 @@ def _weight(layer: Any, rank: int) -> Tensor:
     return _weights[layer]
 
 
-def _by_head(rows: Tensor, matrices: Tensor) -> Tensor:
-    """Return rows [B, H, L, n] times the matrix [n, m] of each head: [B, H, L, m]."""
-    batch, heads, count, _ = rows.shape
-    found = torch.bmm(rows.transpose(0, 1).flatten(1, 2), matrices)
-    return found.view(heads, batch, count, -1).transpose(0, 1)
+def _packed(
+    layer: nn.Module, keys: Tensor, values: Tensor
+) -> dict[Side, list[PackedLinear]] | None:
+    """Return a packed layer for each head, if the layer itself is packed.
+
+    The rows of other products depend on how many there are.
+    """
+    if not isinstance(layer, PackedLinear):
+        return None
+    if layer not in _products:
+        _products[layer] = {
+            "keys": [PackedLinear.from_weight(each.T.contiguous()) for each in keys],
+            "values": [PackedLinear.from_weight(each.contiguous()) for each in values],
+        }
+    return _products[layer]

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -27,7 +26,7 @@ from quire.api.attention import attention
 from quire.errors import ArgumentError
 from quire.integrations.transformers.cache import LayerStates, joined_latents, windows_of
 from quire.integrations.transformers.mask import TokenMask
-from quire.integrations.transformers.user_mods import ATTRIBUTE, Mods
+from quire.integrations.transformers.user_mods import NO_MODS, Mods
 from quire.kv import PagedKVCache, Rows, SequenceHandle
 from quire.memory import Paged
 from quire.mods.compose import MaskMod, ScoreMod, all_of, chain
@@ -56,12 +55,17 @@ class PartFailure(Exception):
 
 @dataclass(frozen=True, eq=False)
 class PackedStep:
-    """What a call of the model adds to sequences: `rows` are reserved, and `parts` cover them."""
+    """What a call of the model adds to sequences: `rows` are reserved, and `parts` cover them.
+
+    `mods` hold for all parts, beside those of each. Those of `enable` do not: a model may serve
+    several engines, each with mods of its own.
+    """
 
     pages: PagedKVCache
     sequences: Sequence[SequenceHandle]
     rows: Rows
     parts: Sequence[PackedPart]
+    mods: Mods = NO_MODS
 
 
 class PackedLayer(CacheLayerMixin):
@@ -182,42 +186,67 @@ class PackedStates(LayerStates):
                 "a packed row must be computed with masks and biases that are functions of "
                 "positions, but this model gives a matrix. Use generate for it."
             )
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        seen = (mods.causal if causal else None) if mask is None else mask.seen
         new = [x[0].transpose(0, 1) for x in (self.key, self.value) if x is not None]
         step.pages.write(self.layer, step.rows, *new)
-        by_model = getattr(module, ATTRIBUTE, Mods())
-        rows = query[0].transpose(0, 1)
-        call = partial(attention, scale=scaling, sink=s_aux)
-        outs = []
-        for place, part in enumerate(step.parts):
-            given = part.mods
-            options: dict[str, Any] = {
-                "mask": all_of(
-                    self._model_mask(seen, part), of_one(by_model.mask), of_one(given.mask)
-                ),
-                "score_mod": chain(
-                    None if softcap is None else mods.softcap(softcap),
-                    score_of_one(by_model.score_mod),
-                    score_of_one(given.score_mod),
-                ),
-            }
-            memory, tokens = self.cache.memory(self.layer, place), rows[part.tokens]
-            try:
-                if part.offsets is None:
-                    outs.append(call(tokens.unsqueeze(2), memory, **options).squeeze(2))
-                else:
-                    outs.append(call(tokens, memory, q_offsets=part.offsets, **options))
-            except Exception as error:
-                raise PartFailure(part) from error
+        options: dict[str, Any] = {
+            "scaling": scaling,
+            "softcap": softcap,
+            "sink": s_aux,
+            "is_causal": is_causal,
+        }
+        outs = [
+            self.attend_part(module, query, mask, place, **options)
+            for place in range(len(step.parts))
+        ]
         return (outs[0] if len(outs) == 1 else torch.cat(outs)).unsqueeze(0)
+
+    def attend_part(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        mask: TokenMask | None,
+        place: int,
+        *,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        sink: Tensor | None = None,
+        is_causal: bool | None = None,
+    ) -> Tensor:
+        """Return the attention [T, Hq, Dv] of a part, whose tokens are in pages."""
+        step = self.cache.step
+        assert step is not None, "begin gives the step"
+        part = step.parts[place]
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        seen = (mods.causal if causal else None) if mask is None else mask.seen
+        common, given = step.mods, part.mods
+        options: dict[str, Any] = {
+            "mask": all_of(self._model_mask(seen, part), of_one(common.mask), of_one(given.mask)),
+            "score_mod": chain(
+                None if softcap is None else mods.softcap(softcap),
+                score_of_one(common.score_mod),
+                score_of_one(given.score_mod),
+            ),
+            "scale": scaling,
+            "sink": sink,
+        }
+        memory, tokens = self.cache.memory(self.layer, place), query[0].transpose(0, 1)[part.tokens]
+        try:
+            if part.offsets is None:
+                out: Tensor = attention(tokens.unsqueeze(2), memory, **options).squeeze(2)
+            else:
+                out = attention(tokens, memory, q_offsets=part.offsets, **options)
+        except Exception as error:
+            raise PartFailure(part) from error
+        return out
 
     def _model_mask(self, seen: MaskMod | None, part: PackedPart) -> MaskMod | None:
         """Return the model's own mask for a part. A single query reads all keys of a causal mask.
 
         If the mods of the part take its place, a window still holds: keys before it are gone.
         """
-        if not part.mods.causal:
+        step = self.cache.step
+        assert step is not None, "begin gives the step"
+        if not (part.mods.causal and step.mods.causal):
             window = self.cache.layers[self.layer].window
             return None if window is None else lambda b, h, q_idx, kv_idx: q_idx - kv_idx < window
         if seen is causal_mask_function or seen is mods.causal:

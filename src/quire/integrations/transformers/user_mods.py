@@ -20,3 +20,6 @@ class Mods(NamedTuple):
     mask: MaskMod | None = None
     score_mod: ScoreMod | None = None
     causal: bool = True
+
+
+NO_MODS = Mods()

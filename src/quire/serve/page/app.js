@@ -44,8 +44,10 @@ async function* events(response) {
 
 async function refused(response) {
   if (response.status === 401) {
-    $("key").hidden = false;
-    $("secret").focus();
+    if ($("key").hidden) {
+      $("key").hidden = false;
+      $("secret").focus();
+    }
   }
   const body = await response.json().catch(() => ({}));
   return body.error?.message ?? `The server says ${response.status}.`;
@@ -260,13 +262,28 @@ function figures() {
   $("preempted").textContent = counts.preempted;
 }
 
+let watching = null;
+
+// A server of several processes has a map for each: a list chooses which one is shown.
+function replicas(count) {
+  const list = $("replica");
+  if (list.options.length !== count) {
+    list.replaceChildren(...Array.from({ length: count }, (_, place) => new Option(`replica ${place}`, place)));
+  }
+  list.hidden = count < 2;
+}
+
 async function watch() {
   for (;;) {
     try {
-      const response = await fetch("/live", { headers: headers() });
+      watching = new AbortController();
+      const place = $("replica").value || "0";
+      const response = await fetch(`/live?replica=${place}`, { headers: headers(), signal: watching.signal });
       if (!response.ok) throw new Error(await refused(response));
       if (!model) await name();
+      replicas(Number(response.headers.get("x-replicas") ?? 1));
       for await (const next of events(response)) {
+        if (next.error) throw new Error(next.error.message);
         frame = next;
         if (marked !== null && !frame.answers.some((each) => each.number === marked)) marked = null;
         draw();
@@ -274,6 +291,7 @@ async function watch() {
         figures();
       }
     } catch (error) {
+      if (error.name === "AbortError") continue;
       if (!model) $("model").textContent = error.message;
     }
     await new Promise((wake) => setTimeout(wake, 1500));
@@ -298,6 +316,7 @@ $("question").addEventListener("keydown", (event) => {
   }
 });
 document.addEventListener("keydown", (event) => { if (event.key === "Escape") stopAll(); });
+$("replica").addEventListener("change", () => { before = null; watching?.abort(); });
 $("several").addEventListener("click", several);
 $("stop").addEventListener("click", stopAll);
 $("clear").addEventListener("click", clear);

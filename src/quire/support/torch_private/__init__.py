@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import operator
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeGuard
 
@@ -394,3 +394,21 @@ def has_avx2() -> bool:
     """
     is_supported: Callable[[], bool] = getattr(torch.cpu, "_is_avx2_supported", lambda: True)
     return is_supported()
+
+
+def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    """Return the buffers of a module by name, those that it has whenever the dict is read."""
+    return module._buffers
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return a number that changes when the tensor is written to; 0 if PyTorch counts nothing."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def hooks_of(module: torch.nn.Module) -> tuple[Sized, Sized]:
+    """Return the functions that are called before and after the module's own forward.
+
+    A hook that is added later is in them, too.
+    """
+    return module._forward_pre_hooks, module._forward_hooks

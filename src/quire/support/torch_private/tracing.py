@@ -136,9 +136,14 @@ class DynamoTrace:
 
     def pair(self, first: bool, second: Variable) -> Variable:
         """Return the variable of the tuple (first, second)."""
-        build = named("torch._dynamo.variables.base", "VariableTracker").build
         tuples = named("torch._dynamo.variables", "TupleVariable")
-        return tuples([build(self._translator, first), second])
+        return tuples([self.known(first), second])
+
+    def known(self, value: bool) -> Variable:
+        """Return the variable of a value that is known while tracing."""
+        return named("torch._dynamo.variables.base", "VariableTracker").build(
+            self._translator, value
+        )
 
     def break_graph(self, reason: str) -> NoReturn:
         """Break the graph here; where that is not allowed, Dynamo raises with this reason."""
