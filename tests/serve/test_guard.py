@@ -296,6 +296,36 @@ def test_a_stream_gives_back_what_it_holds_if_nobody_reads_it() -> None:
     assert closed == [True]
 
 
+def test_a_client_may_leave_while_the_last_part_is_sent() -> None:
+    """The stream ends for two reasons in one turn of the loop: nothing is raised in it later."""
+    raised = []
+
+    async def answer() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, said: raised.append(said))
+        left = asyncio.Event()
+
+        async def parts() -> AsyncGenerator[bytes]:
+            yield b"all of it"
+
+        async def receive() -> Any:
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            await asyncio.sleep(0)
+            if not message.get("more_body", True):
+                left.set()
+                await asyncio.sleep(0)
+
+        stream = Stream(parts(), contextlib.AsyncExitStack())
+        with contextlib.suppress(ClientDisconnect):
+            await stream({"type": "http"}, receive, send)
+        await asyncio.sleep(0.01)
+
+    asyncio.run(answer())
+    assert raised == []
+
+
 def wait_until_idle(server: Served) -> None:
     end = time.monotonic() + 60
     while time.monotonic() < end:

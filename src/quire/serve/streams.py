@@ -20,7 +20,10 @@ T = TypeVar("T")
 
 
 async def unless_left(receive: Receive, wanted: Coroutine[Any, Any, T]) -> T:
-    """Return what is wanted. If the client goes first, cancel it, and raise ClientDisconnect."""
+    """Return what is wanted. If the client goes first, cancel it, and raise ClientDisconnect.
+
+    What is wanted has ended when this returns: what it used can be closed.
+    """
     task, gone = asyncio.create_task(wanted), asyncio.create_task(_left(receive))
     try:
         await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
@@ -30,6 +33,7 @@ async def unless_left(receive: Receive, wanted: Coroutine[Any, Any, T]) -> T:
     finally:
         task.cancel()
         gone.cancel()
+        await asyncio.wait([task, gone])
 
 
 async def _left(receive: Receive) -> None:
@@ -66,28 +70,14 @@ class Stream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the parts, until the client is gone or the time is over."""
-        limit = asyncio.timeout_at(self._until)
-
-        def stop(gone: asyncio.Task[None]) -> None:
-            limit.reschedule(0)
-
         async with self.held, contextlib.aclosing(self.parts):
-            gone = asyncio.create_task(_left(receive))
-            gone.add_done_callback(stop)
             try:
-                async with limit:
-                    try:
-                        await self._send(send)
-                    finally:
-                        gone.remove_done_callback(stop)
+                async with asyncio.timeout_at(self._until):
+                    await unless_left(receive, self._send(send))
             except TimeoutError:
-                if gone.done() or self._late is None:
-                    raise ClientDisconnect from None
-                raise self._late from None
+                raise (self._late or ClientDisconnect()) from None
             except OSError:
                 raise ClientDisconnect from None
-            finally:
-                gone.cancel()
 
     async def _send(self, send: Send) -> None:
         headers = self.raw_headers
