@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import string
 from typing import Any
 
 import transformers as hf
@@ -32,6 +33,16 @@ Call functions between <tool_call> and </tool_call>. They are:
 {% endfor %}
 {%- if add_generation_prompt %}<|start|>assistant
 {% endif %}"""
+
+
+@functools.cache
+def letters() -> Any:
+    """Return a tokenizer for tiny_models: letters, digits, and an end."""
+    spelled = [*string.ascii_letters, *string.digits[:8], "<|end|>"]
+    tokenizer = Tokenizer(models.BPE({each: place for place, each in enumerate(spelled)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
 
 
 @functools.cache

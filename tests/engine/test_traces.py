@@ -8,6 +8,7 @@ alone, bit for bit. `pytest tests/engine -m exhaustive` runs 10,000 traces.
 from __future__ import annotations
 
 import functools
+import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,9 +18,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from served import engine, packed
+from tiny_tokenizers import letters
 
 from quire.engine import Answer, Engine, Generation
-from quire.engine.sampling import Sampler
+from quire.engine.sampling import Grammar, Sampler
 from quire.engine.speculation import DraftModel, DraftTree
 from quire.errors import CapturedIndexError, RequestTooLong
 from quire.mods import causal, prefix_lm, sliding_window
@@ -70,6 +72,23 @@ MODS: dict[str, dict[str, Any]] = {
 }
 
 
+# What else requests ask of their sampling.
+RULES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "penalties": {
+        "repetition_penalty": 1.4,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.8,
+    },
+    "bias": {"logit_bias": {5: 3.0, 11: -torch.inf}},
+    "few": {"top_k": 20, "top_p": 0.9, "min_p": 0.01},
+    "stop strings": {"stop": [*string.ascii_lowercase[:12], "QZ"]},
+    "stop tokens": {"stop_tokens": range(12)},
+    "no end": {"ignore_eos": True},
+    "grammar": {"grammar": Grammar.regex("([a-m][0-7]?)+")},
+}
+
+
 @dataclass(frozen=True)
 class Asked:
     """A request of a trace, and what happens to it."""
@@ -82,6 +101,9 @@ class Asked:
     n: int
     beams: int
     mods: str
+    rules: str
+    salt: bytes
+    turn: bool  # once it is answered, prompt and answer are the beginning of another request
     cancelled: int | None  # so many steps after it has arrived
     fails: int | None  # the token at which its sampler raises
     drafts: str
@@ -90,7 +112,11 @@ class Asked:
     def alone(self) -> Asked:
         """The request without what happens to it."""
         none: Any = {"arrival": 0, "priority": 0, "cancelled": None, "fails": None}
-        return replace(self, **none, drafts="none")
+        return replace(self, **none, drafts="none", salt=b"", turn=False)
+
+    def after(self, answer: Sequence[int], now: int) -> Asked:
+        """The next turn of a chat."""
+        return replace(self, prompt=(*self.prompt, *answer, 3, 1), arrival=now, turn=False)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -98,7 +124,7 @@ class Asked:
         if self.beams > 1:
             sampled = {"beams": self.beams}
         common = {"max_tokens": self.max_tokens, "logprobs": 2, "seed": self.seed}
-        return {**common, **sampled, **MODS[self.mods]}
+        return {**common, **sampled, **MODS[self.mods], **RULES[self.rules]}
 
 
 prompts = st.builds(
@@ -117,6 +143,9 @@ asked = st.builds(
     n=st.sampled_from([1, 1, 1, 2, 3]),
     beams=st.sampled_from([1, 1, 1, 1, 1, 2, 3]),
     mods=st.sampled_from(["none"] * 6 + list(MODS)),
+    rules=st.sampled_from(["none"] * 6 + list(RULES)),
+    salt=st.sampled_from([b"", b"", b"", b"another tenant"]),
+    turn=st.booleans(),
     cancelled=st.none() | st.none() | st.integers(0, 8),
     fails=st.none() | st.none() | st.none() | st.integers(0, 4),
     drafts=st.sampled_from(["none", "none", "right", "wrong", "mixed", "tree", "tree"]),
@@ -162,7 +191,7 @@ traces = st.builds(
 @functools.cache
 def wanted(family: str, one: Asked) -> Any:
     """What the request gets alone: its tokens with all that comes with them, and an error."""
-    with engine(family, n_pages=200, max_tokens=512, prefix=False) as served:
+    with engine(family, tokenizer=letters(), n_pages=200, max_tokens=512, prefix=False) as served:
         request = served.submit(list(one.prompt), n=one.n, **one.options)
         return [read(answer) for answer in request.answers]
 
@@ -201,6 +230,7 @@ def submit(served: Engine, one: Asked, answers: Any) -> Generation:
         list(one.prompt),
         n=one.n,
         priority=one.priority,
+        salt=one.salt,
         drafter=drafter(one, answers),
         **one.options,
     )
@@ -218,6 +248,7 @@ def check(family: str, trace: Trace) -> None:
         drafts = DraftModel(packed(name), widths=widths, page_size=2, n_pages=n_pages)
     served = Engine(
         packed(family),
+        letters(),
         page_size=trace.page_size,
         n_pages=trace.n_pages,
         chunk=trace.chunk,
@@ -228,32 +259,37 @@ def check(family: str, trace: Trace) -> None:
         drafts=drafts,
         start=False,
     )
-    expected = {one: wanted(family, one.alone) for one in trace.requests}
-    waiting = sorted(enumerate(trace.requests), key=lambda each: each[1].arrival)
-    requests: dict[int, Generation] = {}
+    waiting = sorted(trace.requests, key=lambda one: one.arrival)
+    requests: list[tuple[Asked, Generation]] = []
     clock, busy = 0, False
     while waiting or busy:
-        while waiting and waiting[0][1].arrival <= clock:
-            place, one = waiting.pop(0)
+        while waiting and waiting[0].arrival <= clock:
+            one = waiting.pop(0)
             try:
-                requests[place] = submit(served, one, expected[one])
+                requests.append((one, submit(served, one, wanted(family, one.alone))))
             except RequestTooLong:  # all beams of a request must fit
                 assert one.beams > 1
-        for place, request in requests.items():
-            one = trace.requests[place]
+        for one, request in requests:
             if one.cancelled is not None and clock >= one.arrival + one.cancelled:
                 request.cancel()
         busy = served.step()
         served.check_integrity()
         clock += 1
         assert clock < 3000, "an engine must come to an end"
-    for place, request in requests.items():
+        for place, (one, request) in enumerate(requests):
+            if one.turn and request.finish_reason in ("stop", "length"):
+                requests[place] = replace(one, turn=False), request
+                said = [token.token for token in request.answers[0]]
+                turn = one.after(said, clock)
+                if len(turn.prompt) + turn.max_tokens <= trace.page_size * trace.n_pages:
+                    waiting.insert(0, turn)
+    for one, request in requests:
         for sample, answer in enumerate(request.answers):
-            judge(trace.requests[place], sample, answer, expected[trace.requests[place]][sample])
+            judge(one, sample, answer, wanted(family, one.alone)[sample])
     now = served.statistics()
     assert now.running == now.waiting == 0
     assert now.pages - now.free_pages == now.kept_pages
-    assert now.finished == sum(trace.requests[place].n for place in requests)
+    assert now.finished == sum(one.n for one, _ in requests)
     if drafts is not None:
         assert drafts.runner.pages.statistics().sequences == 0
         drafts.runner.pages.check_integrity()
@@ -266,6 +302,8 @@ def judge(one: Asked, sample: int, answer: Answer, expected: Any) -> None:
     plain = [token._replace(text="") for token in tokens]
     assert plain == [token._replace(text="") for token in right[: len(tokens)]]
     reason = answer.finish_reason
+    if reason in ("stop", "length"):
+        assert "".join(token.text for token in tokens) == "".join(token.text for token in right)
     if error is Broken:
         assert tokens == [] if one.beams > 1 else sample == 0 and len(tokens) == one.fails
     elif reason == "cancelled":
