@@ -97,15 +97,34 @@ async def first_token(client: httpx.AsyncClient, asked: dict[str, Any]) -> float
     return first
 
 
+class Client:
+    """A client of a server, with connections that it keeps."""
+
+    def __init__(self, url: str, connections: int) -> None:
+        limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
+        self._client = httpx.AsyncClient(base_url=url, timeout=600, limits=limits)
+        self._runner = asyncio.Runner()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._runner.run(self._client.aclose())
+        self._runner.close()
+
+    def ask(self, bodies: list[dict[str, Any]]) -> list[float]:
+        """Send all requests at once, and read their streams. Return the times of first tokens."""
+
+        async def every() -> list[float]:
+            return await asyncio.gather(*(first_token(self._client, each) for each in bodies))
+
+        return self._runner.run(every())
+
+
 def ask_all(url: str, bodies: list[dict[str, Any]]) -> list[float]:
-    """Send all requests at once, and read their streams. Return the times of first tokens."""
-
-    async def ask() -> list[float]:
-        limits = httpx.Limits(max_connections=len(bodies))
-        async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
-            return list(await asyncio.gather(*(first_token(client, each) for each in bodies)))
-
-    return asyncio.run(ask())
+    """Ask as a client that comes once."""
+    with Client(url, len(bodies)) as client:
+        return client.ask(bodies)
 
 
 def http(table: Table, seconds: float, threads: int) -> None:
@@ -115,7 +134,11 @@ def http(table: Table, seconds: float, threads: int) -> None:
     def prompts() -> list[list[int]]:
         return [prompt(next(numbers), 16 + 7 * place) for place in range(REQUESTS)]
 
-    with served() as server, Engine.from_pretrained(MODEL, num_threads=threads) as engine:
+    with (
+        served() as server,
+        Client(server.url, REQUESTS) as client,
+        Engine.from_pretrained(MODEL, num_threads=threads) as engine,
+    ):
 
         def direct() -> None:
             options: dict[str, Any] = {"max_tokens": OUTPUT, "ignore_eos": True}
@@ -123,7 +146,7 @@ def http(table: Table, seconds: float, threads: int) -> None:
                 request.result()
 
         def over_http() -> None:
-            ask_all(server.url, [body(each, OUTPUT) for each in prompts()])
+            client.ask([body(each, OUTPUT) for each in prompts()])
 
         times = race({"http": over_http, "engine": direct}, seconds)
     rate = round(REQUESTS * OUTPUT / times["http"])
@@ -165,11 +188,16 @@ def replicas(table: Table, seconds: float, threads: int) -> None:
         print(f"  {case}: ray is not installed")
         return
     numbers = iter(range(10**6))
-    with served("--threads", "2") as one, served("--replicas", "2", "--threads", "1") as two:
+    with (
+        served("--threads", "2") as process,
+        served("--replicas", "2", "--threads", "1") as processes,
+        Client(process.url, REQUESTS) as one,
+        Client(processes.url, REQUESTS) as two,
+    ):
 
-        def ask(server: Server) -> None:
+        def ask(client: Client) -> None:
             prompts = [prompt(next(numbers), 16 + 7 * place) for place in range(REQUESTS)]
-            ask_all(server.url, [body(each, OUTPUT) for each in prompts])
+            client.ask([body(each, OUTPUT) for each in prompts])
 
         times = race({"replicas": lambda: ask(two), "one": lambda: ask(one)}, seconds)
     rate = round(REQUESTS * OUTPUT / times["replicas"])
