@@ -128,6 +128,12 @@ class Gradients(NamedTuple):
     delta: Tensor | None = None
     lse: Tensor | None = None
 
+    def plus(self, other: Gradients) -> Gradients:
+        """Return the sums with the gradients of other queries of the same call."""
+        both = ((self.query, other.query), (self.key, other.key), (self.value, other.value))
+        query, key, value = (None if x is None or y is None else x + y for x, y in both)
+        return self._replace(query=query, key=key, value=value)
+
     def of_scaled(self, key_scale: Tensor | None, value_scale: Tensor | None) -> Gradients:
         """Return the gradients of stored numbers, which are multiplied by scales [P, Hkv, page]."""
         key, value = self.key, self.value

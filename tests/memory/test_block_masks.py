@@ -6,6 +6,7 @@ import math
 import random
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from quire import AuxRequest, BlockMask, Paged, Ragged, attention, reference
 from quire.config import Backend
 from quire.errors import BlockMaskShapeError
 from quire.memory import Memory
-from quire.runtime import backward, chosen
+from quire.runtime import chosen
 from quire.runtime import forward as division
 
 HQ, HKV, D, PAGE = 4, 2, 24, 16
@@ -158,8 +159,8 @@ def test_the_bits_of_a_mask_without_blocks(seed: int, monkeypatch: pytest.Monkey
 def test_gradients(seed: int, turns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with a table of all elements, in each memory: by tiles, by turned lists, by torch ops."""
     case = random_case(seed)
-    monkeypatch.setattr(chosen, "is_worth", lambda *_, learns: turns)
-    monkeypatch.setattr(backward, "cut_tiles", lambda _: turns)
+    for_all = np.full(case.mask.shape[0], turns)
+    monkeypatch.setattr(chosen, "turned", lambda *_, learns: for_all)
     monkeypatch.setattr(chosen, "MOST_BYTES", 2**13)  # a few blocks of keys at a time
     turned, compute = [], chosen.gradients
     monkeypatch.setattr(chosen, "gradients", lambda *args: turned.append(1) or compute(*args))

@@ -24,6 +24,7 @@ from quire.runtime import chosen
 from quire.runtime.blocks import num_tiles
 
 HQ, HKV, D = 4, 2, 16
+CHOOSES = chosen.turned
 
 
 def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -38,6 +39,15 @@ def slanted(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return score + 0.1 * b - 0.01 * (h + 1) * (q_idx - kv_idx)
 
 
+def for_all(turns: bool) -> Any:
+    """Return what says for all lists whether they are turned around, but for learned captures."""
+
+    def chooses(problem: Problem, placed: Any, blocks: BlockRows, *, learns: bool) -> Any:
+        return np.full(blocks.runs.shape[0], turns and not learns)
+
+    return chooses
+
+
 @pytest.fixture
 def turned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Turn all lists around; the list has an entry for each backward pass that did so."""
@@ -48,7 +58,7 @@ def turned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.append(1)
         return compute(*args)
 
-    monkeypatch.setattr(chosen, "is_worth", lambda *_, learns: not learns)
+    monkeypatch.setattr(chosen, "turned", for_all(True))
     monkeypatch.setattr(chosen, "gradients", gradients)
     monkeypatch.setattr(chosen, "MOST_BYTES", 2**13)  # a few sequences at a time
     return found
@@ -114,7 +124,7 @@ def test_dtypes_lse_and_sinks(dtype: torch.dtype, turned: list[int]) -> None:
     found = []
     for turns in (True, False):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(chosen, "is_worth", lambda *_, learns, turns=turns: turns)
+            patch.setattr(chosen, "turned", for_all(turns))
             out, aux = attention(
                 query, Dense(key, value), mask=mask, sink=sink, return_aux=AuxRequest(lse=True)
             )
@@ -154,18 +164,24 @@ def test_threads_and_chunks(turned: list[int], monkeypatch: pytest.MonkeyPatch) 
         ("paged", HQ, torch.float32),
     ],
 )
+@pytest.mark.parametrize("which", ["all", "some"])
 def test_a_sequence_alone_and_in_a_batch(
+    which: str,
     dtype: torch.dtype,
     own: int,
     kind: str,
     turned: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Whether lists are turned around follows from those of a sequence alone."""
     monkeypatch.setattr(chosen, "MOST_BYTES", 2**16)
-    length, kv_len = 41, 192
+    length, kv_len, listed = 41, 192, (0.2, 0.4, 0.6)
+    if which == "some":
+        monkeypatch.setattr(chosen, "turned", CHOOSES)
+        length, listed = 200, (0.05, 0.95, 0.05)
     cells = torch.zeros(3, own, length, kv_len // 16, dtype=torch.int32)
     for b in range(3):
-        cells[b] = (torch.rand(cells.shape[1:]) < 0.2 * (b + 1)).int()
+        cells[b] = (torch.rand(cells.shape[1:]) < listed[b]).int()
         cells[b] *= torch.randint(1, 3, cells.shape[1:])
     if own == HKV:
         cells = cells.repeat_interleave(HQ // HKV, 1)
@@ -197,7 +213,7 @@ def test_a_sequence_alone_and_in_a_batch(
     for b in range(3):
         for one, other in zip(gradients(slice(b, b + 1)), whole, strict=True):
             assert torch.equal(one, other[b : b + 1])
-    assert len(turned) == 4
+    assert len(turned) == (4 if which == "all" else 3)
 
 
 def test_numbers_that_are_not_finite_reach_those_who_read_them(turned: list[int]) -> None:
@@ -223,7 +239,8 @@ def test_when_it_is_worth_it() -> None:
         q_len, kv_len = mask.seq_lengths
         query, key = torch.empty(1, 1, q_len, D), torch.empty(1, 1, kv_len, D)
         placed = Dense(key, key).place(query, TOP_LEFT)
-        return chosen.is_worth(Problem(1.0), placed, mask.rows(), learns=learns)
+        (found,) = chosen.turned(Problem(1.0), placed, mask.rows(), learns=learns)
+        return bool(found)
 
     few = scattered(2048, 128, 8)
     assert worth(few) and not worth(few, learns=True)
@@ -233,16 +250,15 @@ def test_when_it_is_worth_it() -> None:
     assert not worth(BlockMask._from_cells(every, True, BLOCK_SIZE=(64, 64)))
 
 
-def slow_num_tiles(runs: Runs, size: tuple[int, int], tall: int, wide: int) -> int:
-    """Count tiles one by one."""
-    rows = runs.row_ids()
-    return len(
-        {
-            (row // runs.shape[2], row % runs.shape[2] * size[0] // tall, position // wide)
-            for row, start, stop in zip(rows, runs.starts, runs.stops, strict=True)
-            for position in range(start * size[1], stop * size[1], min(wide, size[1]))
-        }
-    )
+def slow_num_tiles(runs: Runs, size: tuple[int, int], tall: int, wide: int) -> list[int]:
+    """Count the tiles of each batch entry one by one."""
+    _, heads, num_rows, _ = runs.shape
+    tiles = {
+        (row // num_rows, row % num_rows * size[0] // tall, position // wide)
+        for row, start, stop in zip(runs.row_ids(), runs.starts, runs.stops, strict=True)
+        for position in range(start * size[1], stop * size[1], min(wide, size[1]))
+    }
+    return [sum(entry // heads == b for entry, *_ in tiles) for b in range(runs.shape[0])]
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -251,8 +267,8 @@ def test_how_many_tiles_hold_a_block(seed: int) -> None:
     runs = Runs.of_cells(cells)
     for size in ((1, 16), (8, 8), (64, 64)):
         found = num_tiles(runs, size, 64, 64)
-        assert found == slow_num_tiles(runs, size, 64, 64)
-    assert num_tiles(Runs.of_cells(cells * 0), (8, 8), 64, 64) == 0
+        assert found.tolist() == slow_num_tiles(runs, size, 64, 64)
+    assert num_tiles(Runs.of_cells(cells * 0), (8, 8), 64, 64).tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("below", [False, True])
@@ -269,7 +285,7 @@ def test_the_estimate_takes_memory_for_runs(below: bool) -> None:
     operand = torch.empty(1).expand(1, 1, length, D)
     placed = Dense(operand, operand).place(operand, TOP_LEFT)
     tracemalloc.start()
-    worth = chosen.is_worth(Problem(1.0), placed, blocks, learns=False)
+    (worth,) = chosen.turned(Problem(1.0), placed, blocks, learns=False)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert not worth and peak < 100 * 8 * count

@@ -228,6 +228,15 @@ class Runs(NamedTuple):
         kinds = np.full_like(self.kinds, PARTIAL)
         return Runs.of_segments(self.shape, self.row_ids(), self.starts, self.stops, kinds)
 
+    def only(self, batches: NDArray[np.bool_]) -> Runs:
+        """The runs of the batches where `batches` [B] is true; the others read nothing."""
+        _, heads, num_rows, _ = self.shape
+        kept = np.repeat(batches, heads * num_rows)
+        counts = np.where(kept, np.diff(self.offsets), 0)
+        mine = np.repeat(kept, np.diff(self.offsets))
+        offsets = np.append(0, np.cumsum(counts))
+        return Runs(self.shape, offsets, self.starts[mine], self.stops[mine], self.kinds[mine])
+
     def repeated(self, times: int) -> Runs:
         """The runs of a batch that repeats this one; a batch of 1 stands for any number."""
         batch, *others = self.shape
@@ -274,6 +283,10 @@ class BlockRows(NamedTuple):
             for start, stop, kind in found
             if start * block < length
         ]
+
+    def only(self, batches: NDArray[np.bool_]) -> BlockRows:
+        """The rows of the batches where `batches` [B] is true; the others read nothing."""
+        return self._replace(runs=self.runs.only(batches))
 
     def repeated(self, times: int) -> BlockRows:
         """The rows of a batch that repeats this one; a batch of 1 stands for any number."""

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.block_mask import BlockRows
@@ -22,7 +23,7 @@ from quire.memory import One, Placed, longest
 from quire.request import Problem
 from quire.results import Above, Gradients, Result, Wanted, folded
 from quire.runtime import chosen
-from quire.runtime.blocks import NO_LISTS, TileLists, cut_tiles, tile_lists
+from quire.runtime.blocks import NO_LISTS, TileLists, tile_lists
 from quire.runtime.capture_sums import SumsOfCapture, direct_inputs
 from quire.runtime.launch import Launcher, Records, num_products, num_threads
 from quire.runtime.mods import graphs_of
@@ -114,7 +115,7 @@ class BackwardPlans:
 
     def __init__(self) -> None:
         self._known: BoundedDict[object, BackwardPlan] = BoundedDict(16)
-        self._turns: dict[bool, bool] = {}  # whether the lists of the block mask are turned around
+        self._turns: dict[bool, NDArray[np.bool_]] = {}
 
     def run(
         self,
@@ -141,15 +142,13 @@ class BackwardPlans:
             return None
         placed = placed.on(query, key, value)
         above = above._replace(grad_out=grads[0], grad_lse=grads[1])
-        if blocks is not None:
-            learns = bool(wanted.learned)
-            if learns not in self._turns:
-                turns = cut_tiles(blocks)
-                turns = turns and chosen.is_worth(problem, placed, blocks, learns=learns)
-                self._turns[learns] = turns
-            if self._turns[learns]:
-                turned = problem.with_captures(captures)
-                return chosen.gradients(turned, placed, blocks, wanted, above)
+        turned = None
+        if blocks is not None and (which := self._turned(problem, placed, blocks, wanted)).any():
+            mine, blocks = blocks.only(which), blocks.only(~which)
+            known = problem.with_captures(captures)
+            turned = chosen.gradients(known, placed, mine, wanted, above)
+            if turned is None or which.all():
+                return turned
         # Hooks on saved tensors may return them with other strides than in the forward pass.
         saved = (query, key, value, out, lse, *captures)
         slice_size = None if taking is None else taking.size
@@ -160,7 +159,17 @@ class BackwardPlans:
             results, learned = Result(out, lse), wanted.learned
             new = BackwardPlan.of(problem, placed, blocks, learned, results, slice_size=slice_size)
             plan = self._known.keep(layout, new)
-        return plan.run(placed, captures, wanted, above, taking)
+        found = plan.run(placed, captures, wanted, above, taking)
+        return found if found is None or turned is None else found.plus(turned)
+
+    def _turned(
+        self, problem: Problem, placed: Placed, blocks: BlockRows, wanted: Wanted
+    ) -> NDArray[np.bool_]:
+        """Return for which batch entries the lists of the block mask are turned around."""
+        learns = bool(wanted.learned)
+        if learns not in self._turns:
+            self._turns[learns] = chosen.turned(problem, placed, blocks, learns=learns)
+        return self._turns[learns]
 
 
 def key_mass(problem: Problem, placed: Placed, results: Result) -> Tensor | None:

@@ -212,10 +212,11 @@ def tile_runs(
     return Runs.of_cells(kinds), rows if mixed else None
 
 
-def num_tiles(runs: Runs, size: tuple[int, int], tall: int, wide: int) -> int:
-    """Return how many tiles of `tall` x `wide` hold a block; blocks of `size` are not larger.
+def num_tiles(runs: Runs, size: tuple[int, int], tall: int, wide: int) -> NDArray[np.int64]:
+    """Return how many tiles of `tall` x `wide` hold a block, for each batch entry of the lists.
 
-    Memory is in proportion to the runs. In the line of all rows of tiles, each run is an interval.
+    Blocks of `size` are not larger than tiles. Memory is in proportion to the runs. In the line of
+    all rows of tiles, each run is an interval.
     """
     q_size, kv_size = size
     lists, row = np.divmod(runs.row_ids(), runs.shape[2])
@@ -225,8 +226,9 @@ def num_tiles(runs: Runs, size: tuple[int, int], tall: int, wide: int) -> int:
     end = tile * columns + (runs.stops * kv_size - 1) // wide + 1
     order = np.argsort(begin, kind="stable")
     covered = np.maximum.accumulate(end[order])
-    new = covered - np.maximum(begin[order], np.append(0, covered)[:-1])
-    return int(np.maximum(new, 0).sum())
+    new = np.maximum(covered - np.maximum(begin[order], np.append(0, covered)[:-1]), 0)
+    ends = np.append(0, np.cumsum(new))[runs.offsets[:: runs.shape[1] * runs.shape[2]]]
+    return np.diff(ends)
 
 
 def _rows_of_tiles(rows: BlockRows, block_q: int) -> Runs:

@@ -38,7 +38,7 @@ from quire.memory import One, Placed
 from quire.memory.tables import Numbers, Sequences
 from quire.request import Problem
 from quire.results import Above, Gradients, Result, Wanted
-from quire.runtime.blocks import num_tiles
+from quire.runtime.blocks import cut_tiles, num_tiles
 from quire.runtime.launch import Records, num_products, table_of
 from quire.runtime.mods import graphs_of
 from quire.runtime.prepare import make_launcher, row_strides
@@ -84,32 +84,39 @@ def gradients(
     return _Backward(problem, placed, blocks, wanted, above).gradients()
 
 
-def is_worth(problem: Problem, placed: Placed, blocks: BlockRows, *, learns: bool) -> bool:
-    """Return whether copied queries take less time than tiles, by an estimate.
+def turned(
+    problem: Problem, placed: Placed, blocks: BlockRows, *, learns: bool
+) -> NDArray[np.bool_]:
+    """Return for each batch entry of the lists whether copied queries take less time than tiles.
 
-    `learns` says that gradients of captured tensors are wanted, which only tiles give.
+    This is an estimate from the lists of the entry alone: its gradients have the same bits in every
+    batch. `learns` says that gradients of captured tensors are wanted, which only tiles give.
     """
+    runs = blocks.runs
+    batches, heads, _, columns = runs.shape
     if (
         learns
+        or not cut_tiles(blocks)
         or problem.prob_mod is not None
         or placed.key_scale is not None
         or placed.value_scale is not None
         or (placed.is_dense and placed.key.shape[0] != placed.query.shape[0])
         or 0 in (*placed.query.shape, *placed.key.shape, *placed.value.shape)
     ):
-        return False
-    (q_size, kv_size), runs, (q_len, kv_len) = blocks.block_size, blocks.runs, blocks.seq_lengths
+        return np.zeros(batches, np.bool_)
+    q_size, kv_size = blocks.block_size
     tall, wide = max(LANES, q_size), max(LANES, kv_size)  # panels skip the keys that none reads
-    area = num_tiles(runs, blocks.block_size, tall, wide) * min(wide, kv_len) * min(tall, q_len)
+    area = num_tiles(runs, blocks.block_size, tall, wide) * wide * tall
     lists = runs.row_ids() // max(1, runs.shape[2])
     # Blocks of keys that few queries list leave lanes of panels empty.
-    count = runs.shape[0] * runs.shape[1] * (runs.shape[3] + 1)
     begun, ended = (
-        np.bincount(lists * (runs.shape[3] + 1) + x, minlength=count)
+        np.bincount(lists * (columns + 1) + x, minlength=batches * heads * (columns + 1))
         for x in (runs.starts, runs.stops)
     )
     rows = -(-np.cumsum(begun - ended) * q_size // LANES) * LANES
-    return int(rows.sum()) * (kv_size + COPY_COST) <= WORTH * area
+    copied = rows.reshape(batches, -1).sum(1) * (kv_size + COPY_COST)
+    worth: NDArray[np.bool_] = copied <= WORTH * area
+    return worth
 
 
 class _Backward:

@@ -317,7 +317,7 @@ def _is_less(runs: Runs, size: tuple[int, int], q_len: int, form: Form) -> bool:
         return True
     cost = int((runs.stops - runs.starts).sum()) * q_size * kv_size * _score_cost(q_size)
     tall, wide = max(TILE, q_size), max(TILE, kv_size)
-    area = num_tiles(runs, size, tall, wide) * wide * min(tall, q_len)
+    area = int(num_tiles(runs, size, tall, wide).sum()) * wide * min(tall, q_len)
     if form == "row":
         area *= ROW_COST
     return cost <= WORTH * area

@@ -32,8 +32,8 @@ from quire.ir.trace import Traced
 from quire.memory import One, Placed, longest
 from quire.memory.tables import Numbers, Sequences
 from quire.request import Call, Problem, ReadyMod
-from quire.runtime.blocks import EVERY_RUN, cut_tiles, tile_runs, within_blocks
-from quire.runtime.chosen import is_worth
+from quire.runtime.blocks import EVERY_RUN, tile_runs, within_blocks
+from quire.runtime.chosen import turned
 from quire.runtime.forward import FormPart, division_of
 from quire.runtime.gather import gather
 from quire.runtime.launch import num_products
@@ -104,7 +104,7 @@ def _computed_scores(call: Call) -> tuple[int, int]:
         whole = _all_scores(placed, placed.rows)
         return whole, whole
     blocks = None if mask is None else mask.rows(*placed.lengths)
-    if blocks is not None and cut_tiles(blocks) and is_worth(problem, placed, blocks, learns=False):
+    if blocks is not None and turned(problem, placed, blocks, learns=False).all():
         backward = _listed_scores(blocks, placed)
     else:
         whole_tiles = FormPart("backward", placed.rows, BLOCK_Q)
