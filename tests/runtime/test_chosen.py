@@ -48,6 +48,10 @@ def for_all(turns: bool) -> Any:
     return chooses
 
 
+def gated(prob: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return prob * (1 + b - 0.5 * h + (q_idx + kv_idx) % 3)
+
+
 @pytest.fixture
 def turned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Turn all lists around; the list has an entry for each backward pass that did so."""
@@ -82,7 +86,7 @@ def test_the_reference(seed: int, turned: list[int]) -> None:
         mask_mod=draw.choice([causal, odd]),
         seq_lengths=(q_len, kv_len),
     )
-    score = draw.choice([None, slanted])
+    score, prob = draw.choice([None, slanted]), draw.choice([None, gated])
     query = torch.randn(batch, HQ, q_len, D, requires_grad=True)
     key, value = (torch.randn(batch, HKV, kv_len, D, requires_grad=True) for _ in range(2))
     tensors, above = (query, key, value), torch.randn(batch, HQ, q_len, D)
@@ -91,10 +95,12 @@ def test_the_reference(seed: int, turned: list[int]) -> None:
         return torch.autograd.grad(attend(), tensors, above, materialize_grads=True)
 
     found = gradients(
-        lambda: attention(query, Dense(key, value), score_mod=score, mask=mask, q_start=0)
+        lambda: attention(
+            query, Dense(key, value), score_mod=score, prob_mod=prob, mask=mask, q_start=0
+        )
     )
     assert len(turned) == 1
-    options: dict[str, Any] = {"score_mod": score, "block_mask": mask}
+    options: dict[str, Any] = {"score_mod": score, "prob_mod": prob, "block_mask": mask}
     peer = gradients(lambda: reference.attention(*tensors, **options).out)
     truth = gradients(
         lambda: reference.attention(*(x.double() for x in tensors), **options).out.float()

@@ -213,20 +213,26 @@ class Runs(NamedTuple):
         heights = np.clip(q_len - self.row_ids() % self.shape[2] * q_block, 0, q_block)
         return int((widths * heights).sum())
 
-    def cells(self) -> NDArray[np.int32]:
+    def cells(self, dtype: type[np.integer] = np.int32) -> NDArray[np.integer]:
         """The grid [batches, heads, rows, columns] of EMPTY, PARTIAL and FULL."""
         batches, heads, num_rows, columns = self.shape
         changes = np.zeros((batches * heads * num_rows, columns + 1), np.int8)
         rows = self.row_ids()
         np.add.at(changes, (rows, self.starts), self.kinds)
         np.subtract.at(changes, (rows, self.stops), self.kinds)
-        grid = np.cumsum(changes[:, :-1], axis=1, dtype=np.int32)
+        grid: NDArray[np.integer] = np.cumsum(changes[:, :-1], axis=1, dtype=dtype)
         return grid.reshape(self.shape)
 
     def all_partial(self) -> Runs:
         """The same blocks, all of them partial."""
         kinds = np.full_like(self.kinds, PARTIAL)
         return Runs.of_segments(self.shape, self.row_ids(), self.starts, self.stops, kinds)
+
+    def of_rows(self, first: int, stop: int) -> Runs:
+        """The runs of some rows of blocks of each head."""
+        batches, heads, num_rows, columns = self.shape
+        rows = np.arange(batches * heads)[:, None] * num_rows + np.arange(first, stop)
+        return self.pick(rows.ravel(), (batches, heads, stop - first, columns))
 
     def only(self, batches: NDArray[np.bool_]) -> Runs:
         """The runs of the batches where `batches` [B] is true; the others read nothing."""

@@ -41,6 +41,9 @@ from quire.memory import One, Placed
 from quire.memory.tables import Sequences
 from quire.support.bounded import BoundedDict
 
+AT_ONCE = 2**18
+"""How many blocks of a mask are counted at a time, unless one row of tiles has more."""
+
 EVERY_RUN = 0x5555  # times a kind: that kind for each of the eight runs of a block of keys
 
 
@@ -255,18 +258,29 @@ def _kinds(
 ) -> tuple[NDArray[np.integer], bool]:
     """Return the kind of each tile, and whether a partial one touches blocks of several kinds.
 
-    The first tile has `ahead` positions before the first key.
+    The first tile has `ahead` positions before the first key. Cells are counted for some rows of
+    tiles at a time.
     """
     (q_len, kv_len), (q_size, kv_size) = rows.seq_lengths, rows.block_size
     q_ranges = blocks_of_tiles(q_len, block_q, q_size)
     kv_ranges = blocks_of_tiles(kv_len, block_kv, kv_size, ahead)
-    cells = rows.runs.cells()
-    present = _count(cells != 0, q_ranges, kv_ranges)
-    full = _count(cells == FULL_BLOCK, q_ranges, kv_ranges)
-    touched = np.outer(q_ranges[1] - q_ranges[0], kv_ranges[1] - kv_ranges[0])
-    kinds = np.where(present == 0, 0, np.where(full == touched, FULL, PARTIAL))
-    uniform = (present == touched) & (full == 0)
-    return kinds, bool(((kinds == PARTIAL) & ~uniform).any())
+    batches, heads, num_rows, columns = rows.runs.shape
+    found = np.zeros((batches, heads, q_ranges.shape[1], kv_ranges.shape[1]), np.int8)
+    tall = max(1, AT_ONCE // max(1, batches * heads * columns * -(-block_q // q_size)))
+    uniform = True
+    for at in range(0, q_ranges.shape[1], tall):
+        tiles = slice(at, at + tall)
+        low, high = int(q_ranges[0, at]), min(int(q_ranges[1, tiles].max()), num_rows)
+        cells = rows.runs.of_rows(min(low, high), high).cells(np.int8)
+        here = q_ranges[:, tiles] - low
+        present = _count(cells != 0, here, kv_ranges)
+        full = _count(cells == FULL_BLOCK, here, kv_ranges)
+        touched = np.outer(here[1] - here[0], kv_ranges[1] - kv_ranges[0])
+        kinds = np.where(present == 0, 0, np.where(full == touched, FULL, PARTIAL))
+        found[:, :, tiles] = kinds
+        alike = (present == touched) & (full == 0)
+        uniform = uniform and not ((kinds == PARTIAL) & ~alike).any()
+    return found, not uniform
 
 
 def blocks_of_tiles(length: int, tile: int, block: int, ahead: int = 0) -> NDArray[np.int64]:
@@ -296,7 +310,7 @@ def _count(
 
 def within_blocks(mod: Traced, blocks: BlockRows, rows: One | Sequences) -> Traced:
     """Return a mask_mod that looks up the kind of block of every element, and applies it."""
-    cells = torch.from_numpy(blocks.runs.cells()).to(torch.int8)
+    cells = torch.from_numpy(blocks.runs.cells(np.int8))
     slot = len(mod.captures)
     tables: tuple[Tensor, ...] = (cells,)
     if isinstance(rows, One):

@@ -97,7 +97,6 @@ def turned(
     if (
         learns
         or not cut_tiles(blocks)
-        or problem.prob_mod is not None
         or placed.key_scale is not None
         or placed.value_scale is not None
         or (placed.is_dense and placed.key.shape[0] != placed.query.shape[0])
@@ -383,7 +382,7 @@ class Tables(NamedTuple):
 
     def problem(self, problem: Problem, placed: Placed) -> Problem:
         """Return a problem whose mods take copied queries."""
-        score, masks, dropout = problem.score_mod, problem.masks(full=False), problem.dropout
+        masks, dropout = problem.masks(full=False), problem.dropout
 
         def at(mod: Any, args: tuple[Any, ...]) -> Any:
             *others, sequence, h, q_idx, kv_idx = args
@@ -393,12 +392,14 @@ class Tables(NamedTuple):
         def masked(*args: Any) -> Any:
             return functools.reduce(operator.and_, [at(mod, args) for mod in masks])
 
-        def scored(*args: Any) -> Any:
-            return at(score, args)
-
         def traced(mod: Callable[..., Any], kind: Kind, name: str) -> Traced:
             found = trace(mod, kind, score_dtype=placed.dtype, device=placed.query.device)
             return Traced(found.output, found.captures, kind, name, found.lines)
+
+        def changed(mod: Any) -> Traced | None:
+            if mod is None:
+                return None
+            return traced(lambda *args: at(mod, args), "score", mod_name(mod))
 
         if dropout is not None:
             keep = dropout.keep
@@ -407,7 +408,8 @@ class Tables(NamedTuple):
         return problem._replace(
             partial_mod=None,
             dropout=dropout,
-            score_mod=None if score is None else traced(scored, "score", mod_name(score)),
+            score_mod=changed(problem.score_mod),
+            prob_mod=changed(problem.prob_mod),
             mask_mod=traced(masked, "mask", "chosen") if masks else None,
         )
 
