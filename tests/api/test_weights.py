@@ -121,6 +121,37 @@ def test_paged_rows_are_those_of_every_sequence() -> None:
         assert not found[b, :, :, length:].any()
 
 
+@pytest.mark.parametrize("table", [[[0, -1, 1, -1]], [[0, 1, -1, -1]], [[-1, -1, -1, -1]]])
+@pytest.mark.parametrize("backend", ["jit", "eager"])
+def test_holes_have_columns(table: list[list[int]], backend: Any) -> None:
+    """Each position of a sequence has one, also after its last page."""
+    query, key = torch.randn(1, 4, 3, 8), torch.randn(2, 2, 4, 8)
+    there = torch.tensor(table[0]) >= 0
+    memory = Paged(key, key, torch.tensor(table), [15])
+    asked = AuxRequest(weights=[0, 2], key_mass=True)
+    _, aux = attention(query, memory, mask=causal, return_aux=asked, backend=backend)
+    rows = key[torch.tensor(table[0])].transpose(0, 1).flatten(1, 2)[None, :, :15]
+
+    def seen(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return (q_idx >= kv_idx) & there[kv_idx // 4]
+
+    wanted = reference.attention(query, rows, rows, mask_mod=seen, q_start=12).weights
+    torch.testing.assert_close(aux.weights, wanted[:, :, [0, 2]], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(aux.key_mass, wanted.sum(2), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_pages_of_eight_bits(dtype: torch.dtype) -> None:
+    query, numbers = torch.randn(2, 4, 3, 8), (8 * torch.randn(3, 2, 4, 8)).to(dtype)
+    scale, table = torch.rand(3, 2, 4) / 8, torch.tensor([[2, 0], [1, 1]])
+    scales = {"key_scale": scale, "value_scale": scale}
+    narrow = Paged(numbers, numbers, table, [8, 6], **scales)
+    rows = numbers.float() * scale.unsqueeze(-1)
+    found = weights_of(query, narrow, mask=causal, rows=[0, 2])
+    wanted = weights_of(query, Paged(rows, rows, table, [8, 6]), mask=causal, rows=[0, 2])
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
 def test_nothing_to_see() -> None:
     query, key, value = operands(kv_len=0)
     assert weights_of(query, Dense(key, value)).shape == (2, 4, len(ROWS), 0)

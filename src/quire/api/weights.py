@@ -43,7 +43,8 @@ def weights_of(request: Request, rows: Sequence[int] | Tensor) -> Tensor:
     batch, _, q_len, _ = query.shape
     first = torch.arange(batch).unsqueeze(1) * q_len
     found = weights(call.problem, placed, request.sink, (first + chosen).flatten())
-    return found[0].view(-1, batch, len(chosen), found.shape[-1]).transpose(0, 1)
+    shape = (query.shape[1], batch, len(chosen), found.shape[-1])
+    return found[0].view(shape).transpose(0, 1)
 
 
 def _checked(rows: object, length: int) -> Tensor:

@@ -45,8 +45,8 @@ class Placed(NamedTuple):
 
     Position p of sequence b is row `p % page` of page `page_table[b, p // page]`. Pages of int8
     have scales [P, Hkv, page], and those of float8 may. `content` identifies the content of all
-    tables: equal means equal tables. It is None if the tables cannot be compared. The rows of
-    sequences with holes are counted without these, and `places` says which positions they have.
+    tables: equal means equal tables. It is None if the tables cannot be compared. In pages,
+    `positions` is the length of the longest sequence, with the holes after its last page.
     """
 
     query: Tensor
@@ -58,6 +58,7 @@ class Placed(NamedTuple):
     value_scale: Tensor | None = None
     content: object = None
     holes: Holes | None = None
+    positions: int = 0
 
     @property
     def is_dense(self) -> bool:
@@ -114,10 +115,10 @@ class Placed(NamedTuple):
 
     def with_all_positions(self, result: Result) -> Result:
         """Return results with the positions of holes after the last page of all sequences."""
-        mass, holes = result.key_mass, self.holes
-        if mass is None or holes is None:
+        mass = result.key_mass
+        if mass is None or mass.shape[2] >= self.positions:
             return result
-        padded = mass.new_zeros((*mass.shape[:2], holes.length))
+        padded = mass.new_zeros((*mass.shape[:2], self.positions))
         padded[..., : mass.shape[2]] = mass
         return result._replace(key_mass=padded)
 
@@ -348,6 +349,7 @@ class Paged:
             value_scale=self.value_scale,
             content=content,
             holes=known.holes,
+            positions=known.length,
         )
 
     def _read(self, given: PageTables, query: Tensor, queries: Queries) -> ReadTables:
@@ -363,7 +365,7 @@ class Paged:
             q_row=rows.first,
             kv_row=np.zeros_like(ends),
         )
-        return ReadTables(sequences, filled.table, filled.holes)
+        return ReadTables(sequences, filled.table, longest(ends), filled.holes)
 
     def as_given(self, query: Tensor, rows: Tensor) -> Tensor:
         """Return `rows` [1, Hq, total, ...] like `query` [B, Hq, L, D] or [total, Hq, D]."""

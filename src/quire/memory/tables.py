@@ -228,25 +228,21 @@ Content: TypeAlias = tuple[tuple[int, ...], tuple[object, ...]]
 
 
 class Holes(NamedTuple):
-    """Which pages of sequences with holes between them are there.
-
-    there    [B, most] of bool, like the page table
-    length   the number of positions of the longest sequence, with all its holes
-    """
+    """Which pages of sequences with holes between them are there: bool [B, most]."""
 
     there: Tensor
-    length: int
 
 
 class ReadTables(NamedTuple):
     """The content of checked tables: the sequences, and the page table as int32 [B, most].
 
     If some sequence has holes between its pages, the table has some page of it there, and `holes`
-    says that it is not to be read.
+    says that it is not to be read. `length` is that of the longest sequence, with all its holes.
     """
 
     sequences: Sequences
     numbers: Tensor
+    length: int
     holes: Holes | None = None
 
 
@@ -262,7 +258,7 @@ class PageTables(NamedTuple):
     first_page: object
 
     def checked(self, num_pages: int, page: int) -> tuple[Filled, Numbers]:
-        """Return the tables without holes, and the end of each sequence [B] with its holes."""
+        """Return the tables without holes, and the length of each sequence [B] with its holes."""
         tensor = tensor_of("integers", "page_table", self.page_table, ranks=(2,), advice=_ADVICE)
         check_kind("page_table", tensor)
         count, most = tensor.shape
@@ -318,7 +314,6 @@ def fill(table: Tensor, begins: Numbers, ends: Numbers, page: int) -> Filled:
     numbers = table.numpy()
     if not numbers.size or numbers.min() > HOLE:
         return Filled(table, begins, ends)
-    length = int(ends.max())
     column = np.arange(numbers.shape[1], dtype=np.int32)
     begun, done = (x.astype(np.int32)[:, None] for x in (begins // page, -(-ends // page)))
     used = (column >= begun) & (column < done)
@@ -332,7 +327,7 @@ def fill(table: Tensor, begins: Numbers, ends: Numbers, page: int) -> Filled:
     if not ((counts > 0) & (last - first + 1 > counts)).any():
         return Filled(table, begins, ends)
     some = numbers[np.arange(len(numbers)), first][:, None]
-    holes = Holes(torch.from_numpy(there), length)
+    holes = Holes(torch.from_numpy(there))
     return Filled(torch.from_numpy(np.where(there, numbers, some)), begins, ends, holes)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from quire.backends.eager.per_sequence import in_rows
 from quire.backends.eager.tile import scored_tiles, subtrahend
 from quire.backends.eager.tiling import stripes
-from quire.memory import Placed
+from quire.memory import Placed, longest
 from quire.request import Problem
 from quire.results import divisor_of
 
@@ -24,8 +24,10 @@ def weights(problem: Problem, placed: Placed, sink: Tensor | None, chosen: Tenso
     longest, and column i is position i of the row's own sequence.
     """
     rows, order = torch.unique(chosen, return_inverse=True)
-    width = placed.key.shape[2] if placed.is_dense else placed.sequences.kv_end.max(initial=0)
-    shape = (*placed.query.shape[:2], len(rows), int(width))
+    width = placed.key.shape[2]
+    if not placed.is_dense:
+        width = max(placed.positions, longest(placed.sequences.kv_end))
+    shape = (*placed.query.shape[:2], len(rows), width)
     scores = placed.query.new_full(shape, -math.inf, dtype=placed.dtype)
     for dense, queries, _ in in_rows(placed).each():
         inside = (rows >= queries.start) & (rows < queries.stop)
