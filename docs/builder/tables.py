@@ -69,7 +69,8 @@ def summary(lines: tuple[Line, ...], columns: list[Part]) -> str:
 def span(part: Part | None, cases: str, unit: str) -> str:
     """Return the least and the largest figure of some cases on a processor, if it was measured.
 
-    They are bold if one of them misses its limit, or is slower than what it is measured against.
+    If some of them miss their limits, or are slower than what they are measured against, they are
+    bold, and brackets say how many and which limits.
     """
     if part is None:
         return ""
@@ -83,8 +84,20 @@ def span(part: Part | None, cases: str, unit: str) -> str:
     low, high = f"{min(figures):.2g}", f"{max(figures):.2g}"
     text = low if low == high else f"{low} to {high}"
     text += {FASTER: "", SLOWER: f" {unit}"}.get(unit, " %")
-    slower = unit == FASTER and min(figures) < 1
-    return f"**{text}**" if slower or any(map(misses, found)) else text
+    late = [row for row in found if misses(row)]
+    if late:
+        said = _count(len(late), len(found), "miss", "misses")
+        limits = sorted({row["wanted"] for row in late}, key=lambda limit: float(limit.split()[1]))
+        return f"**{text}** ({said} {', '.join(limits)})"
+    slow = sum(figure < 1 for figure in figures) if unit == FASTER else 0
+    said = _count(slow, len(found), "are slower", "is slower" if len(found) > 1 else "slower")
+    return f"**{text}** ({said})" if slow else text
+
+
+def _count(some: int, every: int, several: str, one: str) -> str:
+    """Return `2 of 6 miss`, or `misses` of the only one."""
+    verb = one if some == 1 else several
+    return f"{some} of {every} {verb}" if every > 1 else verb
 
 
 FASTER = "x as fast"
