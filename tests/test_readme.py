@@ -54,7 +54,9 @@ def run_programs(page: Path) -> dict[str, Any]:
     return names
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "index.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", ROOT / "docs" / "index.md"], ids=lambda page: page.name
+)
 def test_the_first_program_gives_the_gradients_that_it_names(page: Path) -> None:
     (program, *_) = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
     (said,) = re.findall(r"# gradients of (.+)$", program, re.MULTILINE)
