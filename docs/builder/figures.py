@@ -44,8 +44,8 @@ def table(part: Part) -> str:
     count = f"{len(lines)} row{'s' * (len(lines) > 1)}"
     summary = f"{count}, of which {missed} miss{'es' * (missed == 1)} a limit" if missed else count
     return (
-        f"### {part.title}\n\n`{part.command}`\\\n{part.conditions()}\n\n"
-        f"<details><summary>{summary}</summary>\n\n{markdown(head, lines)}\n\n</details>"
+        f"### {part.title}\n\n<details><summary>{summary}</summary>\n\n"
+        f"`{part.command}`\\\n{part.conditions()}\n\n{markdown(head, lines)}\n\n</details>"
     )
 
 
