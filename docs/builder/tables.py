@@ -27,14 +27,15 @@ def million() -> str:
     measured = named("masks", "million")
     cases = [row["case"] for row in measured[0].rows if row["case"].startswith("create_block")]
     names = dict.fromkeys(case.partition(",")[0] for case in cases)
-    times = [f"time, {part.label.partition(',')[0]}" for part in measured]
+    processors = [part.label.partition(",")[0] for part in measured]
     lines = []
     for name in names:
         seconds = [f"{part.figure(f'{name}, 1M x 1M') * 1e3:.0f} ms" for part in measured]
-        memory = max(part.figure(f"{name}, memory") for part in measured)
-        cells = [name.removeprefix("create_block_mask "), *seconds, f"{memory:.0f} MB"]
+        memory = [f"{part.figure(f'{name}, memory'):.0f} MB" for part in measured]
+        cells = [name.removeprefix("create_block_mask "), *seconds, *memory]
         lines.append(f"| {' | '.join(cells)} |")
-    head = f"| mask | {' | '.join(times)} | memory |\n|---|{'---|' * len(times)}---|"
+    heads = [f"{what}, {name}" for what in ("time", "memory") for name in processors]
+    head = f"| mask | {' | '.join(heads)} |\n|---|{'---|' * len(heads)}"
     return f"{head}\n" + "\n".join(lines) + f"\n\n{rows.where(measured)}\n"
 
 
