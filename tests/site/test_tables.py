@@ -137,7 +137,9 @@ def git(*command: str) -> subprocess.CompletedProcess[str]:
 
 def test_workflows_that_run_tests_have_the_whole_history() -> None:
     texts = {path.name: path.read_text() for path in (ROOT / ".github/workflows").glob("*.yml")}
-    testing = {name for name, text in texts.items() if re.search(r"make test|pytest|\.ci/run", text)}
+    testing = {
+        name for name, text in texts.items() if re.search(r"make test|pytest|\.ci/run", text)
+    }
     assert testing == {"ci.yml", "docs.yml", "matrix.yml"}
     assert all("fetch-depth: 0" in texts[name] for name in testing)
 
