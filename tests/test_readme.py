@@ -54,6 +54,18 @@ def run_programs(page: Path) -> dict[str, Any]:
     return names
 
 
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", ROOT / "docs" / "index.md"], ids=lambda page: page.name
+)
+def test_the_first_program_gives_the_gradients_that_it_names(page: Path) -> None:
+    (program, *_) = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    (said,) = re.findall(r"# gradients of (.+)$", program, re.MULTILINE)
+    names = dict[str, Any]()
+    exec(program, names)
+    wanted = re.split(r", | and ", said)
+    assert len(wanted) == 4 and all(names[name].grad is not None for name in wanted)
+
+
 def test_the_page_on_masks_shows_what_its_programs_print(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 from builder.plots import THEMES, plots, svg
-from builder.results import Part, misses, parts
+from builder.results import Part, misses, number, parts
+from builder.rows import markdown
 
 
 def pictures() -> dict[str, str]:
@@ -30,20 +33,49 @@ def page() -> str:
 
 
 def table(part: Part) -> str:
-    """Return all rows of a part with the conditions under which they were measured."""
+    """Return all rows of a part, folded, with the conditions under which they were measured."""
+    limits = any(row["wanted"] for row in part.rows)
+    head = ["case", "figure", *["limit"] * limits]
     lines = [
-        f"| {row['case']} | {row['figure']:.3g} {row['unit']} | {verdict(row)} |"
+        [words(row["case"]), f"{number(row)} {row['unit']}".rstrip(), *[verdict(row)] * limits]
         for row in part.rows
     ]
-    head = "| case | figure | wanted |\n|---|---|---|"
-    return f"### {part.title}\n\n`{part.command}`\\\n{part.conditions()}\n\n{head}\n" + "\n".join(
-        lines
+    missed = sum(map(misses, part.rows))
+    count = f"{len(lines)} row{'s' * (len(lines) > 1)}"
+    summary = f"{count}, of which {missed} miss{'es' * (missed == 1)} a limit" if missed else count
+    return (
+        f"### {part.title}\n\n<details><summary>{summary}</summary>\n\n"
+        f"`{part.command}`\\\n{part.conditions()}\n\n{markdown(head, lines)}\n\n</details>"
     )
 
 
+LETTERS = {
+    "B": "batch of {}",
+    "D": "heads of {}",
+    "H": "{} heads",
+    "Hkv": "{} key heads",
+    "Hq": "{} query heads",
+    "N": "{} tokens",
+    "threads": "{} threads",
+}
+"""What the letters of cases stand for."""
+
+
+def words(case: str) -> str:
+    """Return a case in words: `causal, 8,192 tokens, heads of 64` for `causal N 8192 D 64`."""
+
+    def said(found: re.Match[str]) -> str:
+        letter, digits = found.groups()
+        count = f"{int(digits.replace(',', '')):,}"
+        text = LETTERS[letter].format(count)
+        if count == "1" and letter in ("H", "threads"):
+            text = text.removesuffix("s")
+        follows = case[: found.start()].endswith((",", " at"))
+        return f" {text}" if follows else f", {text}"
+
+    return re.sub(rf" ({'|'.join(LETTERS)}) (\d[\d,]*\d|\d)", said, case)
+
+
 def verdict(row: dict[str, object]) -> str:
-    """Return the limit of a row; in bold, with "missed", if the figure does not keep it."""
-    wanted = str(row["wanted"])
-    if not wanted:
-        return ""
-    return f"**{wanted}, missed**" if misses(row) else wanted
+    """Return the limit of a row, with "missed" if the figure does not keep it."""
+    return f"{row['wanted']}, missed" if misses(row) else str(row["wanted"])

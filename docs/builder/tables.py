@@ -27,14 +27,15 @@ def million() -> str:
     measured = named("masks", "million")
     cases = [row["case"] for row in measured[0].rows if row["case"].startswith("create_block")]
     names = dict.fromkeys(case.partition(",")[0] for case in cases)
-    times = [f"time, {part.label.partition(',')[0]}" for part in measured]
+    processors = [part.label.partition(",")[0] for part in measured]
     lines = []
     for name in names:
         seconds = [f"{part.figure(f'{name}, 1M x 1M') * 1e3:.0f} ms" for part in measured]
-        memory = max(part.figure(f"{name}, memory") for part in measured)
-        cells = [name.removeprefix("create_block_mask "), *seconds, f"{memory:.0f} MB"]
+        memory = [f"{part.figure(f'{name}, memory'):.0f} MB" for part in measured]
+        cells = [name.removeprefix("create_block_mask "), *seconds, *memory]
         lines.append(f"| {' | '.join(cells)} |")
-    head = f"| mask | {' | '.join(times)} | memory |\n|---|{'---|' * len(times)}---|"
+    heads = [f"{what}, {name}" for what in ("time", "memory") for name in processors]
+    head = f"| mask | {' | '.join(heads)} |\n|---|{'---|' * len(heads)}"
     return f"{head}\n" + "\n".join(lines) + f"\n\n{rows.where(measured)}\n"
 
 
@@ -69,7 +70,8 @@ def summary(lines: tuple[Line, ...], columns: list[Part]) -> str:
 def span(part: Part | None, cases: str, unit: str) -> str:
     """Return the least and the largest figure of some cases on a processor, if it was measured.
 
-    They are bold if one of them misses its limit, or is slower than what it is measured against.
+    If some of them miss their limits, or are slower than what they are measured against, they are
+    bold, and brackets say how many and which limits.
     """
     if part is None:
         return ""
@@ -83,8 +85,20 @@ def span(part: Part | None, cases: str, unit: str) -> str:
     low, high = f"{min(figures):.2g}", f"{max(figures):.2g}"
     text = low if low == high else f"{low} to {high}"
     text += {FASTER: "", SLOWER: f" {unit}"}.get(unit, " %")
-    slower = unit == FASTER and min(figures) < 1
-    return f"**{text}**" if slower or any(map(misses, found)) else text
+    late = [row for row in found if misses(row)]
+    if late:
+        said = _count(len(late), len(found), "miss", "misses")
+        limits = sorted({row["wanted"] for row in late}, key=lambda limit: float(limit.split()[1]))
+        return f"**{text}** ({said} {', '.join(limits)})"
+    slow = sum(figure < 1 for figure in figures) if unit == FASTER else 0
+    said = _count(slow, len(found), "are slower", "is slower" if len(found) > 1 else "slower")
+    return f"**{text}** ({said})" if slow else text
+
+
+def _count(some: int, every: int, several: str, one: str) -> str:
+    """Return `2 of 6 miss`, or `misses` of the only one."""
+    verb = one if some == 1 else several
+    return f"{some} of {every} {verb}" if every > 1 else verb
 
 
 FASTER = "x as fast"

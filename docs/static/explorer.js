@@ -2,7 +2,8 @@
 "use strict";
 
 const EMPTY = 0, PARTIAL = 1, FULL = 2, UNSURE = 3;
-const COLOURS = { [EMPTY]: "#eef0f3", [PARTIAL]: "#f0a63c", [FULL]: "#205493" };
+const COLOURS = { [EMPTY]: "#eef0f3", [PARTIAL]: "#f0a63c", [FULL]: "#205493" }; // those of quire.draw
+const HIDDEN = "#fbe4c4"; // elements of a partial block that are hidden
 const SIDE = 512;
 
 // Classifies all blocks: bounds first, elements only where bounds are unsure.
@@ -50,10 +51,11 @@ const paint = (canvas, found, { length, block, head }) => {
   found.kinds.forEach((kind, place) => {
     const row = Math.floor(place / found.count), column = place % found.count;
     const x = column * block * scale, y = row * block * scale, side = block * scale;
-    pen.fillStyle = COLOURS[kind];
+    const elements = kind === PARTIAL && scale >= 0.5;
+    pen.fillStyle = elements ? HIDDEN : COLOURS[kind];
     pen.fillRect(x, y, side, side);
-    if (kind === PARTIAL && scale >= 0.5) {
-      pen.fillStyle = COLOURS[FULL];
+    if (elements) {
+      pen.fillStyle = COLOURS[PARTIAL];
       const step = Math.max(1, Math.floor(1 / scale));
       for (let i = row * block; i < Math.min((row + 1) * block, length); i += step) {
         for (let j = column * block; j < Math.min((column + 1) * block, length); j += step) {

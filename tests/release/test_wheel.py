@@ -31,6 +31,8 @@ TOP = [
 ]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 NAME = f"quire-{PROJECT['version']}"
+ALLOWED = re.compile(r"quire/(?:[\w/]+\.py|py\.typed|serve/page/[\w.-]+)")
+"""The files of the package."""
 IGNORED = shutil.ignore_patterns("__pycache__", "*.egg-info")
 
 
@@ -40,7 +42,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("build", reason="build is not installed: pip install 'quire[dev]'")
     copy = tmp_path_factory.mktemp("checkout")
     shutil.copytree(ROOT / "src", copy / "src", ignore=IGNORED)
-    for name in ("docs", "tests"):  # which must stay out
+    for name in ("benchmarks", "docs", "examples", "tests"):  # which must stay out
         (copy / name).mkdir()
         (copy / name / "test_nothing.py").touch()
     for name in TOP:
@@ -71,6 +73,9 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     about = {name for name in names if name.startswith(f"{NAME}.dist-info/")}
     assert names - about == sources()
+    other = [name for name in names - about if not ALLOWED.fullmatch(name)]
+    assert not other, f"the wheel holds Python, py.typed and the server's page, but also {other}"
+    assert not {"tests", "benchmarks", "docs", "examples"} & {Path(name).parts[0] for name in names}
     assert {Path(name).name for name in about} == {
         "LICENSE",
         "METADATA",
@@ -145,10 +150,10 @@ def environment(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
-def run(environment: Path, *command: str, cwd: Path) -> str:
+def run(program: Path, *arguments: str, cwd: Path) -> str:
     clean = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     done = subprocess.run(
-        [environment, *command], capture_output=True, text=True, check=False, cwd=cwd, env=clean
+        [program, *arguments], capture_output=True, text=True, check=False, cwd=cwd, env=clean
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -160,7 +165,7 @@ def test_quire_demo_works_from_the_wheel(environment: Path, tmp_path: Path) -> N
     command = environment.parent / ("quire.exe" if os.name == "nt" else "quire")
     assert command.exists()
     options = ("--tokens", "256", "--seconds", "0.1")
-    said = run(environment, "-m", "quire.cli", "demo", *options, cwd=tmp_path)
+    said = run(command, "demo", *options, cwd=tmp_path)
     assert "256 tokens" in said and "quire" in said
     if os.name != "nt":
         seen = "from importlib.util import find_spec; print(find_spec('transformers'))"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from builder.explorer import LONGEST, Shown, movable, shown
-from builder.structure import toctrees
+from builder.structure import DOCS, toctrees
 
 import quire
 from quire.block_mask.classify import UNSURE, Rectangles
@@ -124,21 +124,55 @@ def test_the_search_finds_names_by_their_words(
 
 
 QUESTIONS = {
-    "how to write a mask": (["Invent a mask"], "def "),
-    "what create_block_mask costs at a million tokens": (["Bounds"], "million tokens"),
-    "what happens to a NaN": (["The same bits"], "What happens to a NaN"),
-    "how to serve a model": (["Serve"], "quire"),
+    "how to write a mask": (
+        ["Invent a mask"],
+        "learn/invent_a_mask",
+        ("def recent_turns(b, h, q_idx, kv_idx):", "What may stand in a mask"),
+    ),
+    "what create_block_mask costs at a million tokens": (
+        ["Bounds"],
+        "why/bounds",
+        ("What it costs at a million queries and a million keys", "prefix + window"),
+    ),
+    "what happens to a NaN": (
+        ["The same bits"],
+        "why/same_bits",
+        ("A NaN or an infinity in a key or a value reaches exactly the queries that read it",),
+    ),
+    "how to serve a model": (
+        ["Serve"],
+        "learn/serve",
+        ("quire serve --weights int8", "puts an engine behind OpenAI's interface over HTTP"),
+    ),
 }
+"""What is asked: the links to click, the page with the answer, and words that only it has."""
+
+
+def words(text: str) -> str:
+    """The words of a text, as a page shows them: without marks, in one line."""
+    return " ".join(re.sub("[`*]", "", text).replace("’", "'").split())
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_a_newcomer_finds_it_within_three_clicks(site: Path, page: Any, question: str) -> None:
-    clicks, wanted = QUESTIONS[question]
+    clicks, name, wanted = QUESTIONS[question]
     page.goto((site / "index.html").as_uri())
     for text in clicks:
         page.locator("article").get_by_role("link", name=text, exact=True).last.click()
-    assert len(clicks) <= 3
-    assert wanted in page.locator("article").inner_text()
+    assert len(clicks) <= 3 and page.url.partition("#")[0].endswith(f"{name}.html")
+    shown = words(page.locator("article").inner_text())
+    assert all(each in shown for each in wanted), wanted
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_the_answer_is_on_one_page_alone(question: str) -> None:
+    _, name, wanted = QUESTIONS[question]
+    texts = {
+        path.relative_to(DOCS).with_suffix("").as_posix(): words(path.read_text())
+        for path in DOCS.rglob("*.md")
+    }
+    for each in wanted:
+        assert [page for page, text in texts.items() if each in text] == [name]
 
 
 @pytest.mark.parametrize("width", [1280, 390])

@@ -262,6 +262,17 @@ def test_the_gallery_shows_every_mod() -> None:
     page = gallery.page()
     assert "### own_piece" in page and "from [examples/train_gpt.py]" in page
     assert "return torch.where(prob > 0.3, prob, 0.0)" in page
+    assert (
+        "[LearnedAlibi](reference/quire.mods.LearnedAlibi-class.md), like [alibi](#alibi)" in page
+    )
+
+
+def test_mods_of_examples_are_shown_with_their_code() -> None:
+    page = gallery.page()
+    for name in gallery.catalogue.ORIGINS:
+        entry = page.partition(f"### {name}\n")[2].partition("\n### ")[0]
+        assert f"def {name}(" in entry or f"{name} = " in entry, name
+    assert gallery.definition("near").startswith("WINDOW = 32\nnear = ")
 
 
 # Structure

@@ -15,7 +15,13 @@ MARKS = [(name, *found.groups()) for name in PAGES for found in tables.MARKED.fi
 OF_ROWS = [(name, mark, text) for name, _, mark, text, _ in MARKS if mark not in tables.TABLES]
 
 VERSIONS = {"torch": "2.13.0+cpu", "python": "3.12.1", "quire": "0.1.0"}
-KEPT = {"versions": VERSIONS, "threads": 2, "date": "2026-01-02", "commit": "0123456789"}
+KEPT = {
+    "command": "python benchmarks/a.py",
+    "versions": VERSIONS,
+    "threads": 2,
+    "date": "2026-01-02",
+    "commit": "0123456789",
+}
 
 
 def row(case: str, figure: float, wanted: str = "", **more: object) -> dict[str, Any]:
@@ -63,6 +69,16 @@ def test_columns_can_be_pieces_of_cases(files: list[results.Part], across: int) 
     assert rows.LIMITS not in text
 
 
+def test_all_rows_are_folded_and_columns_without_content_are_left_out() -> None:
+    some = part("one", "znver5", row("dense N 8192 D 64 threads 1", 0.5, ">= 1"), row("b", 2))
+    text = figures.table(some)
+    assert "<summary>2 rows, of which 1 misses a limit</summary>" in text
+    assert "| dense, 8,192 tokens, heads of 64, 1 thread | **0.500** x | >= 1, missed |" in text
+    plain = figures.table(part("one", "znver5", row("extra memory at N 2,048, H 1, causal", 2)))
+    assert "limit" not in plain and "| extra memory at 2,048 tokens, 1 head, causal |" in plain
+    assert "<summary>1 row</summary>" in plain
+
+
 def test_without_a_file_a_page_keeps_what_it_has(files: list[results.Part]) -> None:
     page = "<!-- figures: a one -->\nold\n<!-- end -->\n"
     assert tables.filled(page) == page
@@ -94,11 +110,13 @@ def test_what_misses_its_limit_is_bold() -> None:
         (wanted, results.misses(row("a", 5.0, wanted))) for wanted in ("> 5", ">= 5", "< 5", "<= 5")
     ]
     assert found == [("> 5", True), (">= 5", False), ("< 5", True), ("<= 5", False)]
-    assert figures.verdict(row("a", 5.0, "> 5")) == "**> 5, missed**"
+    assert figures.verdict(row("a", 5.0, "> 5")) == "> 5, missed"
     cases = [row("a", 1.5, ">= 1.2"), row("b", 1.1, ">= 1.2"), row("c", 0.9)]
     of_rows = part("one", "znver5", *({**each, "unit": tables.FASTER} for each in cases))
     spans = [tables.span(of_rows, case, tables.FASTER) for case in "abc"]
-    assert spans == ["1.5", "**1.1**", "**0.9**"]
+    assert spans == ["1.5", "**1.1** (misses >= 1.2)", "**0.9** (slower)"]
+    mixed = tables.span(of_rows, "[ab]", tables.FASTER)
+    assert mixed == "**1.1 to 1.5** (1 of 2 misses >= 1.2)"
     slower = part("one", "znver5", {**row("a", 3.0, "<= 5"), "unit": tables.SLOWER})
     assert tables.span(slower, "a", tables.SLOWER) == "3 % slower"
 
@@ -115,6 +133,15 @@ def test_pages_name_no_commit_that_was_not_kept() -> None:
 
 def git(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_workflows_that_run_tests_have_the_whole_history() -> None:
+    texts = {path.name: path.read_text() for path in (ROOT / ".github/workflows").glob("*.yml")}
+    testing = {
+        name for name, text in texts.items() if re.search(r"make test|pytest|\.ci/run", text)
+    }
+    assert testing == {"ci.yml", "docs.yml", "matrix.yml"}
+    assert all("fetch-depth: 0" in texts[name] for name in testing)
 
 
 def test_commits_of_files_are_in_the_history() -> None:
