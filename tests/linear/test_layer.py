@@ -23,7 +23,7 @@ from quire.errors import (
     ShapeError,
     TensorKindError,
 )
-from quire.linear import PackedLinear, Weights, matmul, pack
+from quire.linear import PackedEmbedding, PackedLinear, Weights, matmul, pack
 
 WEIGHTS = get_args(Weights)
 STEPS = {"float32": 0, "bfloat16": 2**-8, "float16": 2**-11, "int8": 1 / 253, "int4": 1 / 7}
@@ -428,6 +428,29 @@ def test_layers_lie_side_by_side_in_large_pages() -> None:
     assert large.packed.data_ptr() % 2**21 == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("packed", None),
+        ("packed", torch.zeros(3, dtype=torch.uint8)),
+        ("packed", torch.zeros(3 * 64 * 16 * 4)),
+        ("packed", torch.zeros(2 * 3 * 64 * 16 * 4, dtype=torch.uint8)[::2]),
+        ("bias", torch.zeros(36)),
+        ("norm_weight", torch.zeros(49)),
+        ("norm_bias", torch.zeros(1, 50)),
+    ],
+)
+def test_tensors_of_other_sizes_are_refused(name: str, tensor: Any) -> None:
+    """The kernel looks at no size: it would read beyond them."""
+    layer = PackedLinear.from_linear(nn.Linear(50, 37), norm=nn.LayerNorm(50))
+    layer(torch.randn(3, 50))
+    setattr(layer, name, tensor)
+    with pytest.raises(ShapeError, match=f"{name} must have .* Give the tensors of this layer"):
+        layer(torch.randn(3, 50))
+    with pytest.raises(ShapeError, match=name):
+        PackedEmbedding(layer)(torch.tensor([3]))
+
+
 def test_other_layers_are_refused() -> None:
     linear = nn.Linear(50, 37)
     with pytest.raises(ArgumentError, match=r"weights must be one of float32, .* but is 'int3'"):
@@ -440,5 +463,9 @@ def test_other_layers_are_refused() -> None:
         PackedLinear.from_weight(torch.randn(3))
     with pytest.raises(ShapeError, match="half is 20"):
         PackedLinear.from_weight(torch.randn(50, 3), half=20)
+    with pytest.raises(ShapeError, match="columns in pairs must be"):
+        PackedLinear.from_weight(torch.randn(50, 3), merges=True)
+    with pytest.raises(ShapeError, match="bias must have 50 numbers"):
+        PackedLinear.from_weight(torch.randn(50, 3), torch.zeros(49))
     with pytest.raises(DtypeError, match="must be of floats, but is int64"):
         PackedLinear.from_weight(torch.ones(3, 3, dtype=torch.int64))

@@ -94,6 +94,12 @@ class PanelRows(NamedTuple):
     columns: Tensor
 
 
+def count_panels(width: int, half: int = 0) -> int:
+    """Return how many panels `width` columns have, plain or in pairs."""
+    size = half or width  # of columns that lie side by side
+    return -(-size // PANEL) * (width // size) if size else 0
+
+
 @functools.lru_cache(maxsize=256)  # layers of one size share the table
 def panels_of(width: int, half: int = 0, *, merges: bool = False) -> PanelRows:
     """Return the panels of `width` columns, plain or in pairs (`codegen/kernels/epilogue.py`)."""
