@@ -88,11 +88,21 @@ def test_what_is_registered_twice_is_exchanged_in_both_places() -> None:
     assert torch.equal(model(IDS), expected) and model.embed.weight is model.head.weight
 
 
-@pytest.mark.parametrize("only", [["mix.*"], lambda name, layer: name.startswith("mix")])
+@pytest.mark.parametrize("only", ["mix.*", ["mix.*"], lambda name, layer: name.startswith("mix")])
 def test_some_layers_only(only: Any) -> None:
     model = pack(Tied(), only=only)
     assert type(model.head) is nn.Linear and model.head.weight is model.embed.weight
     assert isinstance(model.mix[0], PackedLinear)
+
+
+@pytest.mark.parametrize("only", ["heads", ["mix.0", "heads"], ["mix.1"], ["*", "1*"]])
+def test_a_name_that_no_layer_has(only: Any) -> None:
+    model = Tied()
+    with pytest.raises(
+        ArgumentError, match=r"'(heads|mix.1|1\*)' is the name of none. .* mix\.0, "
+    ):
+        pack(model, only=only)
+    assert type(model.mix[0]) is nn.Linear and model.mix[0].weight.requires_grad
 
 
 def test_nothing_can_be_trained_afterwards(capfd: pytest.CaptureFixture[str]) -> None:

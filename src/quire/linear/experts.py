@@ -56,6 +56,7 @@ def pack_experts(
     """Pack the experts and the routers of a model, where they are known."""
     for name, module in list(model.named_modules()):
         if is_router(module) and chosen(name, module):
+            begin(name, 1)
             _pack_router(module)
         gate = gate_of(module)
         if gate is not None and chosen(name, module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 import importlib
+import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -16,14 +17,20 @@ from torch import nn
 from quire.errors import ArgumentError
 from quire.linear import families
 from quire.linear.arguments import Weights, stored_as
-from quire.linear.experts import gate_of, pack_experts, packed_experts, put_experts_back
+from quire.linear.experts import (
+    gate_of,
+    is_router,
+    pack_experts,
+    packed_experts,
+    put_experts_back,
+)
 from quire.linear.gguf import FileWeights
 from quire.linear.module import PackedEmbedding, PackedLinear
 from quire.linear.packing import IntegerWeight
 from quire.linear.rowwise import exchange_rows, put_rows_back
 from quire.support.memory import give_back
 
-Choice = Sequence[str] | Callable[[str, nn.Module], bool]
+Choice = str | Sequence[str] | Callable[[str, nn.Module], bool]
 
 
 def pack(
@@ -40,10 +47,11 @@ def pack(
 
         quire.linear.pack(model, weights="int8", only=["model.layers.*"])
 
-    `only` are names, in which * stands for anything, or a function of (name, layer). An embedding
-    that is tied to a layer stays tied, and its weights are stored once. In the families that are
-    known (`linear/families.py`), norms, rotary embeddings and activations are fused with the layers
-    beside them, unless `fused` is False. Experts and their routers are packed, too.
+    `only` is a name, in which * stands for anything, or several, or a function of (name, layer). A
+    name that no layer has is refused. An embedding that is tied to a layer stays tied, and its
+    weights are stored once. In the families that are known (`linear/families.py`), norms, rotary
+    embeddings and activations are fused with the layers beside them, unless `fused` is False.
+    Experts and their routers are packed, too.
 
     With `rowwise`, norms and activations are computed row by row (`linear/rowwise.py`), since a row
     of PyTorch's may depend on where it lies in a batch. Unless you say so, that is done if `only`
@@ -58,10 +66,13 @@ def pack(
         raise ArgumentError(
             "model must have linear layers, but is one itself. Use PackedLinear.from_linear."
         )
+    only = [only] if isinstance(only, str) else only
+    names = [name for name, layer in _layers(model) if is_chosen(only, name, layer)]
+    _check_choice(only, names, model)
     model.requires_grad_(False)
     given = (lambda name: None) if gguf is None else FileWeights(gguf, model).get
     is_wanted = functools.partial(is_chosen, only)
-    bar = _Bar(progress, _count(model, is_wanted))
+    bar = _Bar(progress, len(names))
     if fused:
         families.fuse(model, weights, is_wanted, given, bar.begin)
     pack_experts(model, weights, is_wanted, bar.begin)
@@ -200,6 +211,24 @@ def _conv1d(layer: PackedLinear) -> nn.Module:
     return conv
 
 
+def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield what can be packed by name; the experts of a decoder layer are one."""
+    for name, module in model.named_modules():
+        if _is_linear(module) or is_router(module) or gate_of(module) is not None:
+            yield name, module
+
+
+def _check_choice(only: Choice | None, chosen: Sequence[str], model: nn.Module) -> None:
+    """Raise if a name of `only` is that of no layer."""
+    for pattern in () if only is None or callable(only) else only:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in chosen):
+            first = ", ".join(name for name, _ in itertools.islice(_layers(model), 3))
+            raise ArgumentError(
+                f"only must be names of layers that can be packed, but {pattern!r} is the name of "
+                f"none. Choose among {first} and those after them; * stands for anything."
+            )
+
+
 def is_chosen(only: Choice | None, name: str, layer: nn.Module) -> bool:
     """Return whether a layer is to be packed."""
     if only is None:
@@ -220,14 +249,6 @@ def packed_layers(model: nn.Module) -> Iterator[tuple[str, PackedLinear]]:
     for name, module in model.named_modules():
         if isinstance(module, PackedLinear):
             yield name, module
-
-
-def _count(model: nn.Module, is_wanted: Callable[[str, nn.Module], bool]) -> int:
-    """Return how many layers are to be packed; the experts of a layer count as one."""
-    return sum(
-        (_is_linear(module) or gate_of(module) is not None) and is_wanted(name, module)
-        for name, module in model.named_modules()
-    )
 
 
 class _Bar:
