@@ -149,3 +149,31 @@ def test_an_embedding_that_does_more_keeps_its_weights() -> None:
     pack(model)
     assert isinstance(model.embed, Scaled) and isinstance(model.head, PackedLinear)
     assert torch.allclose(model(IDS), expected, atol=1e-5)
+
+
+def doubled(module: nn.Module) -> None:
+    module.forward = lambda x, own=module.forward: own(x) * 2  # type: ignore[method-assign]
+
+
+CHANGES: dict[str, Any] = {
+    "hook": lambda module: module.register_forward_hook(lambda module, args, y: y * 2),
+    "hook before": lambda module: module.register_forward_pre_hook(
+        lambda module, args: (args[0].roll(1, -1),)
+    ),
+    "hook of gradients": lambda module: module.register_full_backward_hook(lambda *args: None),
+    "forward": doubled,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_layers_that_somebody_has_changed_stay_as_they_are(change: Any) -> None:
+    model = Tied()
+    change(model.mix[0])
+    change(model.mix[1])
+    change(model.embed)
+    with torch.no_grad():
+        expected = model(IDS)
+    pack(model)
+    assert [name for name, _ in packed_layers(model)] == ["mix.2", "head"]
+    assert type(model.embed) is nn.Embedding and model.embed.weight.numel()
+    assert torch.allclose(model(IDS), expected, atol=1e-5)

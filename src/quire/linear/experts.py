@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from quire.linear.arguments import Weights
-from quire.linear.epilogues import GATED, ClampedSwiglu, EpilogueMod
+from quire.linear.epilogues import ClampedSwiglu, EpilogueMod
 from quire.linear.module import PackedLinear
-from quire.linear.rowwise import RowKind, RowWise
+from quire.linear.rowwise import RowKind, RowWise, gated, has_own_forward
 
 _TENSORS = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
 _MARKS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "num_experts")
@@ -33,8 +33,10 @@ _MARKS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "num_exper
 
 def gate_of(module: Any) -> EpilogueMod | None:
     """Return how experts combine gate and up; None if the module has no experts that are known."""
+    if has_own_forward(module):
+        return None
     if type(module).__name__ == "Llama4TextExperts":  # it has no marks: all experts read all rows
-        return GATED.get(type(module.act_fn).__name__)
+        return gated(module.act_fn)
     if not all(hasattr(module, name) for name in (*_MARKS, *_TENSORS[:2])):
         return None
     if not module.has_gate or getattr(module, "has_post_expert_norm", False):
@@ -44,7 +46,7 @@ def gate_of(module: Any) -> EpilogueMod | None:
     usual = getattr(type(module), "_apply_gate", None)
     if getattr(usual, "__name__", "") != "_default_apply_gate":
         return None
-    return GATED.get(type(getattr(module, "act_fn", None)).__name__)
+    return gated(getattr(module, "act_fn", module))
 
 
 def pack_experts(
@@ -170,7 +172,7 @@ def _as_before(module: Any, columns: Tensor, *, gated: bool) -> Tensor:
 
 def is_router(module: Any) -> bool:
     """Return whether a module multiplies by its own weight to choose experts."""
-    if not type(module).__name__.endswith("Router"):
+    if not type(module).__name__.endswith("Router") or has_own_forward(module):
         return False  # its weight may be made when it is asked for
     weight = getattr(module, "weight", None)
     return isinstance(weight, nn.Parameter) and weight.dim() == 2

@@ -22,9 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from quire.linear.arguments import Weights, check_weight, known_norm
-from quire.linear.epilogues import GATED, EpilogueMod, Rotary
+from quire.linear.epilogues import EpilogueMod, Rotary
 from quire.linear.module import PackedLinear
 from quire.linear.packing import IntegerWeight
+from quire.linear.rowwise import gated, has_own_forward, is_changed
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 _GATED = ("gate_proj", "up_proj")
@@ -129,19 +130,19 @@ def _has(layer: Any, part: FusedPart) -> bool:
     family = kind.__name__.removesuffix("DecoderLayer")
     if family not in part.families or not kind.__module__.startswith("transformers.models."):
         return False
-    module = getattr(layer, part.home, None)
+    module: Any = getattr(layer, part.home, None)
     usual = (f"{family}{part.kind}", kind.__module__)
     if (type(module).__name__, type(module).__module__) != usual:
         return False
-    if "forward" in vars(layer) or "forward" in vars(module):  # somebody has exchanged it
-        return False
-    layers = [getattr(module, name, None) for name in (*part.layers, part.after)]
+    layers: list[Any] = [getattr(module, name, None) for name in (*part.layers, part.after)]
     if not all(type(each) is nn.Linear for each in layers):
         return False
-    if part.home == "mlp" and type(cast(Any, module).act_fn).__name__ not in GATED:
+    if part.home == "mlp" and gated(module.act_fn) is None:
         return False
-    width = cast(nn.Linear, layers[0]).in_features
-    return known_norm(getattr(layer, part.norm), width) is not None
+    norm = getattr(layer, part.norm)
+    if has_own_forward(layer) or any(map(is_changed, (module, norm, *layers[:-1]))):
+        return False
+    return known_norm(norm, layers[0].in_features) is not None
 
 
 def _fuse_attention(layer: Any, weights: Weights, given: Several) -> None:
@@ -170,7 +171,7 @@ def _fuse_mlp(layer: Any, weights: Weights, given: Several) -> None:
     """Make one packed layer of a decoder layer's second norm, gate and up."""
     mlp = layer.mlp
     parts = [getattr(mlp, name) for name in _GATED]
-    epilogue = GATED[type(mlp.act_fn).__name__]
+    epilogue = gated(mlp.act_fn)
     norm = layer.post_attention_layernorm
     gate_up = _packed(parts, _joined(parts, given), weights, norm=norm, epilogue=epilogue)
     place_mlp(layer, GatedMLP(gate_up, mlp))
@@ -196,7 +197,7 @@ def _packed(
     weights: Weights,
     *,
     norm: nn.Module,
-    epilogue: EpilogueMod,
+    epilogue: EpilogueMod | None,
 ) -> PackedLinear:
     """Return one layer of several, with pairs of columns: within a head, or of two layers."""
     rotary = isinstance(epilogue, Rotary)

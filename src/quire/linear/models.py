@@ -27,7 +27,7 @@ from quire.linear.experts import (
 from quire.linear.gguf import FileWeights
 from quire.linear.module import PackedEmbedding, PackedLinear
 from quire.linear.packing import IntegerWeight
-from quire.linear.rowwise import exchange_rows, put_rows_back
+from quire.linear.rowwise import exchange_rows, is_changed, put_rows_back
 from quire.support.memory import give_back
 
 Choice = str | Sequence[str] | Callable[[str, nn.Module], bool]
@@ -93,8 +93,9 @@ def pack(
 
 
 def _is_linear(layer: Any) -> bool:
-    """Return whether a layer is to be packed; one without weights has nothing to be packed."""
-    return (type(layer) is nn.Linear or _is_conv1d(layer)) and layer.weight.numel() > 0
+    """Return whether a layer can be packed: it has weights, and does what its class says alone."""
+    usual = type(layer) is nn.Linear or _is_conv1d(layer)
+    return usual and layer.weight.numel() > 0 and not is_changed(layer)
 
 
 def _is_conv1d(layer: nn.Module) -> bool:
@@ -143,7 +144,7 @@ def _is_plain(module: nn.Module) -> TypeGuard[nn.Embedding]:
 
     Some models scale what they find, in a class of their own. Such an embedding keeps its weights.
     """
-    return type(module) is nn.Embedding and module.max_norm is None
+    return type(module) is nn.Embedding and module.max_norm is None and not is_changed(module)
 
 
 def unpack(model: nn.Module) -> nn.Module:
@@ -152,9 +153,9 @@ def unpack(model: nn.Module) -> nn.Module:
     Weights are those that the packed layers multiplied by, in the dtype that they had before.
     """
     _check_plain(model)
-    put_rows_back(model)
     put_experts_back(model, _linear)
     families.unfuse(model, _linear)
+    put_rows_back(model)  # also those of norms that were fused
     made: dict[int, nn.Module] = {}
     for _, layer in packed_layers(model):
         made[id(layer)] = (_conv1d if layer.shape.conv1d else _linear)(layer)
