@@ -119,9 +119,19 @@ def fuse(model: nn.Module, weights: Weights, chosen: Chosen, given: Given, begin
             layers = [model.get_submodule(each) for each in names]
             alone = all(uses[id(each)] == 1 for each in (*layers, getattr(layer, part.norm)))
             if alone and all(map(chosen, names, layers)):
-                begin(f"{name}.{part.home}.{part.fused}", len(names))
-                way = _fuse_attention if part.home == "self_attn" else _fuse_mlp
-                way(layer, weights, [given(each) for each in names])
+                _fuse(layer, part, weights, names, given, begin)
+
+
+def _fuse(
+    layer: Any, part: FusedPart, weights: Weights, names: list[str], given: Given, begin: Begin
+) -> None:
+    """Make one packed layer of several, unless a file has them in different formats."""
+    integers = [given(name) for name in names]
+    if len({each.format if each else None for each in integers}) > 1:
+        return
+    begin(f"{names[0].rpartition('.')[0]}.{part.fused}", len(names))
+    way = _fuse_attention if part.home == "self_attn" else _fuse_mlp
+    way(layer, weights, integers)
 
 
 def _has(layer: Any, part: FusedPart) -> bool:
@@ -184,9 +194,9 @@ def place_mlp(layer: Any, mlp: GatedMLP) -> None:
 
 
 def _joined(parts: Sequence[nn.Linear], given: Several) -> Tensor | IntegerWeight:
-    """Return the weights of several layers as one: integers, if all of them are given so."""
+    """Return the weights of several layers as one: integers, if they are given so."""
     integers = [each for each in given if each is not None]
-    if len(integers) == len(parts) and len({each.format for each in integers}) == 1:
+    if integers:
         return IntegerWeight.joined(integers)
     return torch.cat([part.weight.detach() for part in parts])
 

@@ -31,16 +31,12 @@ class IntegerWeight(NamedTuple):
     format: WeightFormat
     numbers: Tensor  # uint8
     header: Tensor
+    dtype: torch.dtype = torch.float32  # of the weights that it stands for
 
     @property
     def shape(self) -> torch.Size:
         """Return N and K."""
         return self.numbers.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Return the dtype of the weights that it stands for."""
-        return torch.float32
 
     @staticmethod
     def joined(parts: Sequence[IntegerWeight]) -> IntegerWeight:
@@ -49,6 +45,7 @@ class IntegerWeight(NamedTuple):
             parts[0].format,
             torch.cat([part.numbers for part in parts]),
             torch.cat([part.header for part in parts]),
+            parts[0].dtype,
         )
 
     def chosen(self, rows: Tensor) -> IntegerWeight:
@@ -202,7 +199,7 @@ def _pack_floats(into: Tensor, weight: Tensor, format: WeightFormat) -> None:
 
 def _pack_integers(weight: IntegerWeight) -> Tensor:
     """Return integers of whole panels and blocks as bytes [panels, bytes]."""
-    format, numbers, header = weight
+    format, numbers, header, _ = weight
     panels, blocks = numbers.shape[0] // PANEL, numbers.shape[1] // BLOCK
     # [panel, block, word, column, k of the word]
     words = numbers.view(panels, PANEL, blocks, -1, format.step).permute(0, 2, 3, 1, 4)
