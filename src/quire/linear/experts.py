@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from quire.linear.arguments import Weights
+from quire.linear.arguments import Weights, check_weight
 from quire.linear.epilogues import ClampedSwiglu, EpilogueMod
 from quire.linear.module import PackedLinear
 from quire.linear.rowwise import RowKind, RowWise, gated, has_own_forward
@@ -74,19 +74,27 @@ def _mark(module: Any) -> None:
 
 def _pack_one(module: Any, weights: Weights, gate: EpilogueMod) -> None:
     _mark(module)
-    layers: dict[str, list[PackedLinear]] = {"gate_up": [], "down": []}
+    for name in ("gate_up", "down"):
+        check_weight(getattr(module, f"{name}_proj")[0], weights, 0)  # while nothing is lost
+    layers = {name: _packed(module, name, weights, gate) for name in ("gate_up", "down")}
+    place_experts(module, layers)
+
+
+def _packed(module: Any, name: str, weights: Weights, gate: EpilogueMod) -> nn.ModuleList:
+    """Pack a tensor of all experts, which then goes."""
+    layers = nn.ModuleList()
     for expert in range(module.num_experts):
-        for name, into in layers.items():
-            weight = getattr(module, f"{name}_proj")[expert].detach()
-            weight = weight.T if module.is_transposed else weight
-            bias = getattr(module, f"{name}_proj_bias")[expert] if module.has_bias else None
-            options: dict[str, Any] = {}
-            if name == "gate_up":
-                half = len(weight) // 2
-                weight, bias = (_in_halves(module, each) for each in (weight, bias))
-                options = {"epilogue": gate, "half": half, "merges": True}
-            into.append(PackedLinear.from_weight(weight, bias, weights=weights, **options))
-    place_experts(module, {name: nn.ModuleList(each) for name, each in layers.items()})
+        weight = getattr(module, f"{name}_proj")[expert].detach()
+        weight = weight.T if module.is_transposed else weight
+        bias = getattr(module, f"{name}_proj_bias")[expert] if module.has_bias else None
+        options: dict[str, Any] = {}
+        if name == "gate_up":
+            half = len(weight) // 2
+            weight, bias = (_in_halves(module, each) for each in (weight, bias))
+            options = {"epilogue": gate, "half": half, "merges": True}
+        layers.append(PackedLinear.from_weight(weight, bias, weights=weights, **options))
+    delattr(module, f"{name}_proj")
+    return layers
 
 
 def _in_halves(module: Any, columns: Any) -> Any:
@@ -145,20 +153,31 @@ def mix(
 
 def put_experts_back(model: nn.Module, plain: Callable[[PackedLinear], nn.Linear]) -> None:
     """Put the tensors of experts and routers back; `plain` makes a linear layer of a packed one."""
+    for _, module in list(packed_routers(model)):  # first: they lie between experts in memory
+        del module.forward, module.packed
     for _, module in list(packed_experts(model)):
         for name in ("gate_up", "down"):
-            layers = [plain(layer) for layer in getattr(module, name)]
-            parts = [_as_before(module, layer.weight, gated=name == "gate_up") for layer in layers]
-            joined = torch.stack([part.T if module.is_transposed else part for part in parts])
-            setattr(module, f"{name}_proj", nn.Parameter(joined.contiguous(), requires_grad=False))
-            if module.has_bias:
-                biases = [_as_before(module, x.bias, gated=name == "gate_up") for x in layers]
-                bias = nn.Parameter(torch.stack(biases), requires_grad=False)
-                setattr(module, f"{name}_proj_bias", bias)
-            delattr(module, name)
+            _put_tensor_back(module, name, plain)
         del module.forward
-    for _, module in list(packed_routers(model)):
-        del module.forward, module.packed
+
+
+def _put_tensor_back(module: Any, name: str, plain: Callable[[PackedLinear], nn.Linear]) -> None:
+    """Put a tensor of all experts in the place of their packed layers."""
+    layers, gated = getattr(module, name), name == "gate_up"
+    shape, step = layers[0].shape, -1 if module.is_transposed else 1
+    sizes = (shape.out_features, shape.in_features)[::step]
+    whole = torch.empty(len(layers), *sizes, dtype=getattr(torch, shape.dtype), device="cpu")
+    biases = []
+    for into, layer in zip(whole, layers, strict=True):
+        linear = plain(layer)
+        weight = _as_before(module, linear.weight, gated=gated)
+        into.copy_(weight.T if module.is_transposed else weight)
+        biases.append(linear.bias)
+    setattr(module, f"{name}_proj", nn.Parameter(whole, requires_grad=False))
+    if module.has_bias:
+        joined = torch.stack([_as_before(module, bias, gated=gated) for bias in biases])
+        setattr(module, f"{name}_proj_bias", nn.Parameter(joined, requires_grad=False))
+    delattr(module, name)
 
 
 def _as_before(module: Any, columns: Tensor, *, gated: bool) -> Tensor:

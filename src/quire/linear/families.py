@@ -281,18 +281,27 @@ def fused_layers(model: nn.Module) -> Iterator[PackedLinear]:
 
 def unfuse(model: nn.Module, plain: Callable[[PackedLinear], nn.Linear]) -> None:
     """Put back what `fuse` has exchanged; `plain` makes a linear layer of a packed one."""
-    for layer in list(model.modules()):
-        attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
-        if attention is not None and isinstance(getattr(attention, "qkv", None), PackedLinear):
-            _put_back(attention, _PROJECTIONS, plain(attention.qkv))
-            _put_norm_back(layer, "input_layernorm", attention.qkv)
-            del attention.qkv, attention.forward, attention.packed_heads
-        if isinstance(mlp, GatedMLP):
-            before = mlp.before
-            _put_back(before, _GATED, plain(mlp.gate_up))
-            before.down_proj = mlp.down_proj
-            cast(Any, layer).mlp = before
-            _put_norm_back(layer, "post_attention_layernorm", mlp.gate_up)
+    for layer in [each for each in model.modules() if hasattr(each, "self_attn")]:
+        _unfuse_attention(layer, plain)
+        _unfuse_mlp(layer, plain)
+
+
+def _unfuse_attention(layer: Any, plain: Callable[[PackedLinear], nn.Linear]) -> None:
+    attention = layer.self_attn
+    if isinstance(getattr(attention, "qkv", None), PackedLinear):
+        _put_back(attention, _PROJECTIONS, plain(attention.qkv))
+        _put_norm_back(layer, "input_layernorm", attention.qkv)
+        del attention.qkv, attention.forward, attention.packed_heads
+
+
+def _unfuse_mlp(layer: Any, plain: Callable[[PackedLinear], nn.Linear]) -> None:
+    mlp = getattr(layer, "mlp", None)
+    if isinstance(mlp, GatedMLP):
+        before = mlp.before
+        _put_back(before, _GATED, plain(mlp.gate_up))
+        before.down_proj = mlp.down_proj
+        layer.mlp = before
+        _put_norm_back(layer, "post_attention_layernorm", mlp.gate_up)
 
 
 def _put_norm_back(layer: nn.Module, name: str, packed: PackedLinear) -> None:

@@ -56,7 +56,8 @@ def pack(
     With `rowwise`, norms and activations are computed row by row (`linear/rowwise.py`), since a row
     of PyTorch's may depend on where it lies in a batch. Unless you say so, that is done if `only`
     is not given. The model can no longer be trained, so none of its
-    parameters requires a gradient afterwards. At any time, one layer at most is in both forms.
+    parameters requires a gradient afterwards. At any time, one layer at most is in both forms, or
+    one tensor of all experts of a decoder layer.
 
     `gguf` is the file that the model was loaded from. Layers that it stores as Q8_0, Q4_0 or Q4_1
     keep these very numbers, as int8 and int4; `weights` is for the others.
@@ -156,21 +157,33 @@ def unpack(model: nn.Module) -> nn.Module:
     put_experts_back(model, _linear)
     families.unfuse(model, _linear)
     put_rows_back(model)  # also those of norms that were fused
-    made: dict[int, nn.Module] = {}
-    for _, layer in packed_layers(model):
-        made[id(layer)] = (_conv1d if layer.shape.conv1d else _linear)(layer)
-    embeddings: dict[int, nn.Module] = {}
-    for module in model.modules():
-        if isinstance(module, PackedEmbedding):
-            linear: Any = made.get(id(module.layer)) or _linear(module.layer)
-            with torch.device("meta"):
-                embedding = nn.Embedding(
-                    module.num_embeddings, module.embedding_dim, module.padding_idx
-                )
-            embedding.weight = linear.weight
-            embeddings[id(module)] = embedding
-    _put(model, {**made, **embeddings})
+    while (layer := _next_packed(model)) is not None:
+        _put_linear(model, layer)
     return model
+
+
+def _next_packed(model: nn.Module) -> PackedLinear | None:
+    """Return a packed layer of a model, or one that an embedding is tied to."""
+    for module in model.modules():
+        if isinstance(module, PackedLinear):
+            return module
+        if isinstance(module, PackedEmbedding):
+            return module.layer
+    return None
+
+
+def _put_linear(model: nn.Module, packed: PackedLinear) -> None:
+    """Put a linear layer in the places of a packed one, and embeddings of its weights."""
+    linear: Any = (_conv1d if packed.shape.conv1d else _linear)(packed)
+    new: dict[int, nn.Module] = {id(packed): linear}
+    for module in model.modules():
+        if isinstance(module, PackedEmbedding) and module.layer is packed:
+            with torch.device("meta"):
+                sizes = module.num_embeddings, module.embedding_dim
+                embedding = nn.Embedding(*sizes, module.padding_idx)
+            embedding.weight = linear.weight
+            new[id(module)] = embedding
+    _put(model, new)
 
 
 def _check_plain(model: nn.Module) -> None:
@@ -192,6 +205,7 @@ def _check_plain(model: nn.Module) -> None:
 
 
 def _linear(layer: PackedLinear) -> nn.Linear:
+    give_back()  # what the layer before was made of
     shape = layer.shape
     dtype: torch.dtype = getattr(torch, shape.dtype)
     with torch.device("meta"):
