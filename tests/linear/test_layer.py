@@ -70,6 +70,15 @@ def test_weights_are_close_to_what_was_packed(weights: Weights) -> None:
     assert torch.allclose(again, decoded, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.parametrize("size", [1e-3, 1e-4, 1e-5, 1e-6, 1e-7])
+@pytest.mark.parametrize(("weights", "steps"), [("int8", 127), ("int4", 7.5)])
+def test_tiny_weights_stay_near(weights: Weights, steps: float, size: float) -> None:
+    """Scales and offsets are multiples of 2**-24 there, so that is the step of small weights."""
+    weight = (torch.rand(32, 64) * 2 - 1) * size
+    error = (PackedLinear.from_weight(weight, weights=weights).weight - weight).abs().max()
+    assert error <= size / steps / 2 + 2**-24
+
+
 @pytest.mark.every_width
 @pytest.mark.parametrize("weights", ["bfloat16", "float16", "int8", "int4"])
 @pytest.mark.parametrize("rows", [1, 4, 6, 20, 70])

@@ -5,7 +5,8 @@
 
 Integers have one scale for 32 weights of a row, in float16. The scale of int8 is the largest
 magnitude / 127; int4 has 16 steps from the smallest weight, its offset, to the largest. These are
-the rules of GGUF's Q8_0 and Q4_1, so weights that were stored like that are packed unchanged.
+the rules of GGUF's Q8_0 and Q4_1, so weights that were stored like that are packed unchanged. A
+scale that float16 has no near number for is rounded up.
 """
 
 from __future__ import annotations
@@ -72,16 +73,25 @@ def quantise(weight: Tensor, format: WeightFormat) -> IntegerWeight:
     groups = weight.unflatten(1, (-1, GROUP))
     if format.shifted:
         least, most = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
-        scale, offset = (most - least) / 15, least.half()
-        header = torch.cat((scale.half(), offset), 2)
+        offset = least.half()
+        header = torch.cat((_scale(most - least, 15), offset), 2)
         groups = groups - offset.float()
     else:
-        header = (groups.abs().amax(2, keepdim=True) / 127).half()
+        header = _scale(groups.abs().amax(2, keepdim=True), 127)
     wide = header[..., :1].float()
     ratio = torch.where((wide != 0) & wide.isfinite(), groups / wide, 0).nan_to_num()
     low, high = (0, 15) if format.shifted else (-127, 127)
     numbers = ratio.round().clamp(low, high) + format.zero
     return IntegerWeight(format, numbers.to(torch.uint8).flatten(1), header)
+
+
+def _scale(reach: Tensor, steps: int) -> Tensor:
+    """Return scales in float16 by which so many steps reach as far as the weights do.
+
+    Below 2**-14, all float16 are 2**-24 apart, and the nearest may be far too small, or 0.
+    """
+    scale = (reach / steps).half()
+    return torch.where(scale.float() * (steps + 0.5) < reach, scale + 2**-24, scale)
 
 
 class PanelRows(NamedTuple):
