@@ -189,6 +189,11 @@ def test_a_call_gives_tensors_to_the_epilogue(dtype: torch.dtype) -> None:
         layer(x)
     with pytest.raises(CapturedIndexError, match="must be inside of its tensors"):
         layer(x, residual=residual[:, :, :30])
+    for shape in ((), (5, 0), (37,)):
+        with pytest.raises(CapturedIndexError, match="must be inside of its tensors"):
+            layer(x, residual=torch.zeros(shape, dtype=dtype))
+    one = torch.randn(37).to(dtype)
+    assert torch.equal(layer(x[0, 0], residual=one), layer(x[0, :1], residual=one[None])[0])
     with pytest.raises(DtypeError, match="residual must be"):
         layer(x, residual=residual.double())
 
@@ -476,5 +481,5 @@ def test_other_layers_are_refused() -> None:
         PackedLinear.from_weight(torch.randn(50, 3), merges=True)
     with pytest.raises(ShapeError, match="bias must have 50 numbers"):
         PackedLinear.from_weight(torch.randn(50, 3), torch.zeros(49))
-    with pytest.raises(DtypeError, match="must be of floats, but is int64"):
+    with pytest.raises(DtypeError, match="must be float32, bfloat16 or float16, but is int64"):
         PackedLinear.from_weight(torch.ones(3, 3, dtype=torch.int64))

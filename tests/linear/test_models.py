@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from quire.errors import ArgumentError
+from quire.errors import ArgumentError, DtypeError
 from quire.linear import PackedEmbedding, PackedLinear, pack, packed_layers, unpack
 
 
@@ -51,6 +51,8 @@ def test_tied_weights_stay_tied_and_are_stored_once() -> None:
     sizes = [tensor.nbytes for tensor in model.state_dict().values()]
     assert sum(sizes) < 1.3 * (100 * 64 + 80 * 64 + 48 * 128) * 17 / 16 + 80 * 4 + 7000
     assert torch.equal(model.embed(IDS)[0, 2], model.head.weight[99])
+    assert torch.equal(model.embed(torch.tensor(99)), model.head.weight[99])
+    assert model.embed(torch.zeros(2, 0, dtype=torch.int64)).shape == (2, 0, 48)
     with pytest.raises(ArgumentError, match="ids must be from 0 to 99, but are from -1 to 5"):
         model.embed(torch.tensor([5, -1]))
     unpack(model)
@@ -123,6 +125,16 @@ def test_a_layer_by_itself_is_refused() -> None:
         pack(nn.Linear(3, 3))
     with pytest.raises(ArgumentError, match="weights must be one of"):
         pack(Tied(), "int5")  # type: ignore[arg-type]
+
+
+def test_a_model_of_other_floats_is_refused_and_stays_as_it_is() -> None:
+    """Its rows would be refused by the first layer that is packed."""
+    model = Tied()
+    model.mix[2].double()
+    with pytest.raises(DtypeError, match=r"mix\.2\.weight must be float32, .* but is float64"):
+        pack(model)
+    assert type(model.mix[0]) is nn.Linear and model.mix[0].weight.requires_grad
+    assert isinstance(pack(model, only="head").head, PackedLinear)
 
 
 def test_fused_layers_are_not_unpacked() -> None:

@@ -196,9 +196,15 @@ def check_weight(weight: Tensor, weights: str, half: int, *, merges: bool = Fals
         raise DeviceError(
             f"the weight must be on the CPU, but is on {weight.device}. Move the model there."
         )
-    if weight.dtype not in (*ACTIVATIONS, torch.float64):
+    check_dtype("the weight", weight)
+
+
+def check_dtype(name: str, tensor: Tensor) -> None:
+    """Raise unless a tensor has a dtype of rows, since a model gives its layers rows of its own."""
+    if tensor.dtype not in ACTIVATIONS:
         raise DtypeError(
-            f"the weight must be of floats, but is {dtype_name(weight.dtype)}. Convert it."
+            f"{name} must be float32, bfloat16 or float16, but is {dtype_name(tensor.dtype)}. "
+            f"Convert it."
         )
 
 
@@ -230,10 +236,7 @@ def _refuse(x: Tensor, depth: int) -> None:
         raise DeviceError(
             f"x must be on the CPU where a layer has packed weights, but is on {x.device}. Move it."
         )
-    if x.dtype not in ACTIVATIONS:
-        raise DtypeError(
-            f"x must be float32, bfloat16 or float16, but is {dtype_name(x.dtype)}. Convert it."
-        )
+    check_dtype("x", x)
     raise ShapeError(
         f"x must end with {depth} numbers in a row, but has the shape {list(x.shape)}. Give the "
         f"rows that the layer was made for."

@@ -16,7 +16,7 @@ from torch import nn
 
 from quire.errors import ArgumentError
 from quire.linear import families
-from quire.linear.arguments import Weights, stored_as
+from quire.linear.arguments import Weights, check_dtype, stored_as
 from quire.linear.experts import (
     gate_of,
     is_router,
@@ -68,12 +68,15 @@ def pack(
             "model must have linear layers, but is one itself. Use PackedLinear.from_linear."
         )
     only = [only] if isinstance(only, str) else only
-    names = [name for name, layer in _layers(model) if is_chosen(only, name, layer)]
-    _check_choice(only, names, model)
+    wanted = {name: layer for name, layer in _layers(model) if is_chosen(only, name, layer)}
+    _check_choice(only, list(wanted), model)
+    for name, layer in wanted.items():
+        for own, tensor in layer.named_parameters(name, recurse=False):
+            check_dtype(own, tensor)
     model.requires_grad_(False)
     given = (lambda name: None) if gguf is None else FileWeights(gguf, model).get
     is_wanted = functools.partial(is_chosen, only)
-    bar = _Bar(progress, len(names))
+    bar = _Bar(progress, len(wanted))
     if fused:
         families.fuse(model, weights, is_wanted, given, bar.begin)
     pack_experts(model, weights, is_wanted, bar.begin)

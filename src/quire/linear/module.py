@@ -232,7 +232,7 @@ class PackedLinear(nn.Module):
                     f"{dtype_name(tensor.dtype)} on {tensor.device}. Convert it."
                 )
             check_gradient(name, tensor)
-            flat = tensor.resolve_neg().reshape(-1, tensor.shape[-1])
+            flat = torch.atleast_2d(tensor.resolve_neg()).flatten(0, -2)
             captures[place] = flat if flat.stride(-1) == 1 else flat.contiguous()
         return captures
 
@@ -363,8 +363,7 @@ class PackedEmbedding(nn.Module):
             )
         rows = unpack_weights(self.layer.packed_weights, ids.flatten())
         dtype: torch.dtype = getattr(torch, self.layer.shape.dtype)
-        embedded: Tensor = rows.to(dtype).unflatten(0, ids.shape)
-        return embedded
+        return rows.to(dtype).view(*ids.shape, self.embedding_dim)
 
     def extra_repr(self) -> str:
         """Return what is shown of the embedding."""
