@@ -119,11 +119,17 @@ def fuse(model: nn.Module, weights: Weights, chosen: Chosen, given: Given, begin
             layers = [model.get_submodule(each) for each in names]
             alone = all(uses[id(each)] == 1 for each in (*layers, getattr(layer, part.norm)))
             if alone and all(map(chosen, names, layers)):
-                _fuse(layer, part, weights, names, given, begin)
+                _fuse(layer, part, weights, names, given=given, begin=begin)
 
 
 def _fuse(
-    layer: Any, part: FusedPart, weights: Weights, names: list[str], given: Given, begin: Begin
+    layer: Any,
+    part: FusedPart,
+    weights: Weights,
+    names: list[str],
+    *,
+    given: Given,
+    begin: Begin,
 ) -> None:
     """Make one packed layer of several, unless a file has them in different formats."""
     integers = [given(name) for name in names]
