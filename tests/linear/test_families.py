@@ -120,6 +120,41 @@ def test_what_only_looks_like_a_family_gets_plain_layers(change: Any) -> None:
     assert torch.allclose(logits(packed), expected, atol=5e-5)
 
 
+FUSED_PARTS = ("self_attn.k_proj", "input_layernorm", "mlp", "mlp.up_proj", "mlp.act_fn")
+
+
+def twice(module: Any) -> None:
+    module.forward = lambda *args, own=module.forward: own(*args) * 2
+
+
+def hooked(module: Any) -> None:
+    module.register_forward_hook(lambda module, args, y: y * 2)
+
+
+@pytest.mark.parametrize("change", [twice, hooked])
+@pytest.mark.parametrize("place", FUSED_PARTS)
+def test_what_somebody_has_changed_is_not_fused(place: str, change: Any) -> None:
+    model = tiny("llama")
+    layers = model.model.layers
+    change(layers[0].get_submodule(place))
+    expected = logits(model)
+    packed = pack(model)
+    whole = [hasattr(layers[0].self_attn, "qkv"), isinstance(layers[0].mlp, GatedMLP)]
+    assert whole == ([True, False] if "mlp" in place else [False, True])
+    assert hasattr(layers[1].self_attn, "qkv") and isinstance(layers[1].mlp, GatedMLP)
+    assert torch.allclose(logits(packed), expected, atol=5e-5)
+
+
+def test_norms_that_are_row_wise_already_are_fused_and_come_back() -> None:
+    model = tiny("llama")
+    expected = logits(model)
+    packed = pack(pack(model, only="lm_head", rowwise=True))
+    assert isinstance(packed.model.layers[0].mlp, GatedMLP)
+    again = unpack(packed)
+    assert not any("forward" in vars(module) for module in again.modules())
+    assert torch.equal(logits(again), expected)
+
+
 def test_a_model_on_another_device_is_refused_and_keeps_its_weights() -> None:
     model = tiny("llama").to("meta")
     with pytest.raises(DeviceError, match="must be on the CPU"):

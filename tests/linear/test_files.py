@@ -83,6 +83,37 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
         save(model, tmp_path / "none" / "file")
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"out_features": 100_000}, "packed must have .* bytes"),
+        ({"out_features": 80}, "packed must have 20480 bytes .* but is uint8"),
+        ({"in_features": 90}, "packed must have 16384 bytes"),
+        ({"in_features": -20}, "packed must have 0 bytes"),
+        ({"weights": "bfloat16"}, "packed must have 4096 bytes"),
+        ({"in_features": 24}, "norm_weight must have 24 numbers"),
+        ({"out_features": 31}, "bias must have 31 numbers"),
+        ({"merges": True}, "columns in pairs must be"),
+        ({"out_features": 28, "half": 14, "weights": "float16"}, "packed must have 4096 bytes"),
+        ({"half": 13}, "columns in pairs must be a multiple of two halves, but are 30"),
+    ],
+)
+def test_a_shape_that_the_tensors_do_not_have(tmp_path: Path, changes: Any, reason: str) -> None:
+    """The kernel looks at no size: it would read beyond the file."""
+    path = tmp_path / "file"
+    save(nn.Sequential(PackedLinear.from_linear(nn.Linear(20, 30), norm=nn.RMSNorm(20))), path)
+    whole = path.read_bytes()
+    length = int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8 : 8 + length])
+    description = json.loads(header["__metadata__"]["quire"])
+    description["layers"]["0"].update(changes)
+    header["__metadata__"]["quire"] = json.dumps(description)
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + whole[8 + length :])
+    with pytest.raises(PackedFileError, match=reason):
+        load(nn.Sequential(nn.Linear(20, 30)), path)
+
+
 class Shared(nn.Module):
     """A layer and an embedding in two places, two tied embeddings, and buffers of many dtypes."""
 

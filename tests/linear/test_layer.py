@@ -23,7 +23,7 @@ from quire.errors import (
     ShapeError,
     TensorKindError,
 )
-from quire.linear import PackedLinear, Weights, matmul, pack
+from quire.linear import PackedEmbedding, PackedLinear, Weights, matmul, pack
 
 WEIGHTS = get_args(Weights)
 STEPS = {"float32": 0, "bfloat16": 2**-8, "float16": 2**-11, "int8": 1 / 253, "int4": 1 / 7}
@@ -68,6 +68,15 @@ def test_weights_are_close_to_what_was_packed(weights: Weights) -> None:
     assert (error.abs() <= STEPS[weights] * groups.abs().amax(2, keepdim=True) * 1.01).all()
     again = PackedLinear.from_weight(decoded, weights=weights).weight
     assert torch.allclose(again, decoded, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [1e-3, 1e-4, 1e-5, 1e-6, 1e-7])
+@pytest.mark.parametrize(("weights", "steps"), [("int8", 127), ("int4", 7.5)])
+def test_tiny_weights_stay_near(weights: Weights, steps: float, size: float) -> None:
+    """Scales and offsets are multiples of 2**-24 there, so that is the step of small weights."""
+    weight = (torch.rand(32, 64) * 2 - 1) * size
+    error = (PackedLinear.from_weight(weight, weights=weights).weight - weight).abs().max()
+    assert error <= size / steps / 2 + 2**-24
 
 
 @pytest.mark.every_width
@@ -180,6 +189,11 @@ def test_a_call_gives_tensors_to_the_epilogue(dtype: torch.dtype) -> None:
         layer(x)
     with pytest.raises(CapturedIndexError, match="must be inside of its tensors"):
         layer(x, residual=residual[:, :, :30])
+    for shape in ((), (5, 0), (37,)):
+        with pytest.raises(CapturedIndexError, match="must be inside of its tensors"):
+            layer(x, residual=torch.zeros(shape, dtype=dtype))
+    one = torch.randn(37).to(dtype)
+    assert torch.equal(layer(x[0, 0], residual=one), layer(x[0, :1], residual=one[None])[0])
     with pytest.raises(DtypeError, match="residual must be"):
         layer(x, residual=residual.double())
 
@@ -428,6 +442,29 @@ def test_layers_lie_side_by_side_in_large_pages() -> None:
     assert large.packed.data_ptr() % 2**21 == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("packed", None),
+        ("packed", torch.zeros(3, dtype=torch.uint8)),
+        ("packed", torch.zeros(3 * 64 * 16 * 4)),
+        ("packed", torch.zeros(2 * 3 * 64 * 16 * 4, dtype=torch.uint8)[::2]),
+        ("bias", torch.zeros(36)),
+        ("norm_weight", torch.zeros(49)),
+        ("norm_bias", torch.zeros(1, 50)),
+    ],
+)
+def test_tensors_of_other_sizes_are_refused(name: str, tensor: Any) -> None:
+    """The kernel looks at no size: it would read beyond them."""
+    layer = PackedLinear.from_linear(nn.Linear(50, 37), norm=nn.LayerNorm(50))
+    layer(torch.randn(3, 50))
+    setattr(layer, name, tensor)
+    with pytest.raises(ShapeError, match=f"{name} must have .* Give the tensors of this layer"):
+        layer(torch.randn(3, 50))
+    with pytest.raises(ShapeError, match=name):
+        PackedEmbedding(layer)(torch.tensor([3]))
+
+
 def test_other_layers_are_refused() -> None:
     linear = nn.Linear(50, 37)
     with pytest.raises(ArgumentError, match=r"weights must be one of float32, .* but is 'int3'"):
@@ -440,5 +477,9 @@ def test_other_layers_are_refused() -> None:
         PackedLinear.from_weight(torch.randn(3))
     with pytest.raises(ShapeError, match="half is 20"):
         PackedLinear.from_weight(torch.randn(50, 3), half=20)
-    with pytest.raises(DtypeError, match="must be of floats, but is int64"):
+    with pytest.raises(ShapeError, match="columns in pairs must be"):
+        PackedLinear.from_weight(torch.randn(50, 3), merges=True)
+    with pytest.raises(ShapeError, match="bias must have 50 numbers"):
+        PackedLinear.from_weight(torch.randn(50, 3), torch.zeros(49))
+    with pytest.raises(DtypeError, match="must be float32, bfloat16 or float16, but is int64"):
         PackedLinear.from_weight(torch.ones(3, 3, dtype=torch.int64))

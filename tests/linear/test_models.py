@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from quire.errors import ArgumentError
+from quire.errors import ArgumentError, DtypeError
 from quire.linear import PackedEmbedding, PackedLinear, pack, packed_layers, unpack
 
 
@@ -51,6 +51,8 @@ def test_tied_weights_stay_tied_and_are_stored_once() -> None:
     sizes = [tensor.nbytes for tensor in model.state_dict().values()]
     assert sum(sizes) < 1.3 * (100 * 64 + 80 * 64 + 48 * 128) * 17 / 16 + 80 * 4 + 7000
     assert torch.equal(model.embed(IDS)[0, 2], model.head.weight[99])
+    assert torch.equal(model.embed(torch.tensor(99)), model.head.weight[99])
+    assert model.embed(torch.zeros(2, 0, dtype=torch.int64)).shape == (2, 0, 48)
     with pytest.raises(ArgumentError, match="ids must be from 0 to 99, but are from -1 to 5"):
         model.embed(torch.tensor([5, -1]))
     unpack(model)
@@ -88,11 +90,21 @@ def test_what_is_registered_twice_is_exchanged_in_both_places() -> None:
     assert torch.equal(model(IDS), expected) and model.embed.weight is model.head.weight
 
 
-@pytest.mark.parametrize("only", [["mix.*"], lambda name, layer: name.startswith("mix")])
+@pytest.mark.parametrize("only", ["mix.*", ["mix.*"], lambda name, layer: name.startswith("mix")])
 def test_some_layers_only(only: Any) -> None:
     model = pack(Tied(), only=only)
     assert type(model.head) is nn.Linear and model.head.weight is model.embed.weight
     assert isinstance(model.mix[0], PackedLinear)
+
+
+@pytest.mark.parametrize("only", ["heads", ["mix.0", "heads"], ["mix.1"], ["*", "1*"]])
+def test_a_name_that_no_layer_has(only: Any) -> None:
+    model = Tied()
+    with pytest.raises(
+        ArgumentError, match=r"'(heads|mix.1|1\*)' is the name of none. .* mix\.0, "
+    ):
+        pack(model, only=only)
+    assert type(model.mix[0]) is nn.Linear and model.mix[0].weight.requires_grad
 
 
 def test_nothing_can_be_trained_afterwards(capfd: pytest.CaptureFixture[str]) -> None:
@@ -113,6 +125,16 @@ def test_a_layer_by_itself_is_refused() -> None:
         pack(nn.Linear(3, 3))
     with pytest.raises(ArgumentError, match="weights must be one of"):
         pack(Tied(), "int5")  # type: ignore[arg-type]
+
+
+def test_a_model_of_other_floats_is_refused_and_stays_as_it_is() -> None:
+    """Its rows would be refused by the first layer that is packed."""
+    model = Tied()
+    model.mix[2].double()
+    with pytest.raises(DtypeError, match=r"mix\.2\.weight must be float32, .* but is float64"):
+        pack(model)
+    assert type(model.mix[0]) is nn.Linear and model.mix[0].weight.requires_grad
+    assert isinstance(pack(model, only="head").head, PackedLinear)
 
 
 def test_fused_layers_are_not_unpacked() -> None:
@@ -138,4 +160,32 @@ def test_an_embedding_that_does_more_keeps_its_weights() -> None:
         expected = model(IDS)
     pack(model)
     assert isinstance(model.embed, Scaled) and isinstance(model.head, PackedLinear)
+    assert torch.allclose(model(IDS), expected, atol=1e-5)
+
+
+def doubled(module: nn.Module) -> None:
+    module.forward = lambda x, own=module.forward: own(x) * 2  # type: ignore[method-assign]
+
+
+CHANGES: dict[str, Any] = {
+    "hook": lambda module: module.register_forward_hook(lambda module, args, y: y * 2),
+    "hook before": lambda module: module.register_forward_pre_hook(
+        lambda module, args: (args[0].roll(1, -1),)
+    ),
+    "hook of gradients": lambda module: module.register_full_backward_hook(lambda *args: None),
+    "forward": doubled,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_layers_that_somebody_has_changed_stay_as_they_are(change: Any) -> None:
+    model = Tied()
+    change(model.mix[0])
+    change(model.mix[1])
+    change(model.embed)
+    with torch.no_grad():
+        expected = model(IDS)
+    pack(model)
+    assert [name for name, _ in packed_layers(model)] == ["mix.2", "head"]
+    assert type(model.embed) is nn.Embedding and model.embed.weight.numel()
     assert torch.allclose(model(IDS), expected, atol=1e-5)

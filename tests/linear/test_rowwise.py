@@ -186,6 +186,27 @@ def test_a_router_scores_each_row_by_itself() -> None:
     assert torch.allclose(scores, expected) and (scores > 0).sum() == 2 * 65
 
 
+@pytest.mark.parametrize("family", ["mixtral", "llama4"])
+def test_experts_and_routers_that_somebody_has_changed(family: str) -> None:
+    """A hook on experts stays there. Another forward function would be lost."""
+    model = tiny(family)
+    named = dict(model.model.layers[0].named_modules())
+    experts = next(each for name, each in named.items() if name.endswith("experts"))
+    router = next(each for each in named.values() if type(each).__name__.endswith("Router"))
+    for module in (experts, router):
+        module.forward = lambda x, *args, own=module.forward: own(2 * x, *args)
+    second = next(
+        each for name, each in model.model.layers[1].named_modules() if name.endswith("experts")
+    )
+    second.act_fn = nn.SiLU()
+    second.act_fn.register_forward_hook(lambda module, args, y: y * 2)
+    expected = states(model, IDS[:4])
+    packed = pack(model)
+    assert not any("gate_up" in name for name, _ in packed.named_modules())
+    for ours, theirs in zip(states(packed, IDS[:4]), expected, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
 # --- norms and activations by themselves
 
 MODULES: dict[str, Any] = {

@@ -169,14 +169,24 @@ def as_floats(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.detach().float().contiguous().resolve_neg()
 
 
-def check_weight(weight: Tensor, weights: str, half: int) -> None:
+def check_pairs(columns: int, half: int, *, merges: bool) -> None:
+    """Raise unless columns come in blocks of two halves, where they come in pairs."""
+    if half < 0 or (half and columns % (2 * half)) or (merges and not half):
+        raise ShapeError(
+            f"columns in pairs must be a multiple of two halves, but are {columns} and half is "
+            f"{half}. Give the number of columns between the two of a pair."
+        )
+
+
+def check_weight(weight: Tensor, weights: str, half: int, *, merges: bool = False) -> None:
     """Raise unless a weight can be packed."""
     stored_as(weights)
-    if weight.dim() != 2 or (half and weight.shape[0] % (2 * half)):
+    if weight.dim() != 2:
         raise ShapeError(
-            f"the weight must be [N, K], and N a multiple of two halves, but has the shape "
-            f"{list(weight.shape)} and half is {half}. Give the weight of a linear layer."
+            f"the weight must be [N, K], but has the shape {list(weight.shape)}. Give the weight "
+            f"of a linear layer."
         )
+    check_pairs(weight.shape[0], half, merges=merges)
     if not weight.shape[1]:
         raise ShapeError(
             f"the weight must have a column for each number of a row, but has the shape "
@@ -186,9 +196,15 @@ def check_weight(weight: Tensor, weights: str, half: int) -> None:
         raise DeviceError(
             f"the weight must be on the CPU, but is on {weight.device}. Move the model there."
         )
-    if weight.dtype not in (*ACTIVATIONS, torch.float64):
+    check_dtype("the weight", weight)
+
+
+def check_dtype(name: str, tensor: Tensor) -> None:
+    """Raise unless a tensor has a dtype of rows, since a model gives its layers rows of its own."""
+    if tensor.dtype not in ACTIVATIONS:
         raise DtypeError(
-            f"the weight must be of floats, but is {dtype_name(weight.dtype)}. Convert it."
+            f"{name} must be float32, bfloat16 or float16, but is {dtype_name(tensor.dtype)}. "
+            f"Convert it."
         )
 
 
@@ -220,10 +236,7 @@ def _refuse(x: Tensor, depth: int) -> None:
         raise DeviceError(
             f"x must be on the CPU where a layer has packed weights, but is on {x.device}. Move it."
         )
-    if x.dtype not in ACTIVATIONS:
-        raise DtypeError(
-            f"x must be float32, bfloat16 or float16, but is {dtype_name(x.dtype)}. Convert it."
-        )
+    check_dtype("x", x)
     raise ShapeError(
         f"x must end with {depth} numbers in a row, but has the shape {list(x.shape)}. Give the "
         f"rows that the layer was made for."

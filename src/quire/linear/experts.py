@@ -22,10 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from quire.linear.arguments import Weights
-from quire.linear.epilogues import GATED, ClampedSwiglu, EpilogueMod
+from quire.linear.arguments import Weights, check_weight
+from quire.linear.epilogues import ClampedSwiglu, EpilogueMod
 from quire.linear.module import PackedLinear
-from quire.linear.rowwise import RowKind, RowWise
+from quire.linear.rowwise import RowKind, RowWise, gated, has_own_forward
 
 _TENSORS = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
 _MARKS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "num_experts")
@@ -33,8 +33,10 @@ _MARKS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "num_exper
 
 def gate_of(module: Any) -> EpilogueMod | None:
     """Return how experts combine gate and up; None if the module has no experts that are known."""
+    if has_own_forward(module):
+        return None
     if type(module).__name__ == "Llama4TextExperts":  # it has no marks: all experts read all rows
-        return GATED.get(type(module.act_fn).__name__)
+        return gated(module.act_fn)
     if not all(hasattr(module, name) for name in (*_MARKS, *_TENSORS[:2])):
         return None
     if not module.has_gate or getattr(module, "has_post_expert_norm", False):
@@ -44,7 +46,7 @@ def gate_of(module: Any) -> EpilogueMod | None:
     usual = getattr(type(module), "_apply_gate", None)
     if getattr(usual, "__name__", "") != "_default_apply_gate":
         return None
-    return GATED.get(type(getattr(module, "act_fn", None)).__name__)
+    return gated(getattr(module, "act_fn", module))
 
 
 def pack_experts(
@@ -56,6 +58,7 @@ def pack_experts(
     """Pack the experts and the routers of a model, where they are known."""
     for name, module in list(model.named_modules()):
         if is_router(module) and chosen(name, module):
+            begin(name, 1)
             _pack_router(module)
         gate = gate_of(module)
         if gate is not None and chosen(name, module):
@@ -71,19 +74,27 @@ def _mark(module: Any) -> None:
 
 def _pack_one(module: Any, weights: Weights, gate: EpilogueMod) -> None:
     _mark(module)
-    layers: dict[str, list[PackedLinear]] = {"gate_up": [], "down": []}
+    for name in ("gate_up", "down"):
+        check_weight(getattr(module, f"{name}_proj")[0], weights, 0)  # while nothing is lost
+    layers = {name: _packed(module, name, weights, gate) for name in ("gate_up", "down")}
+    place_experts(module, layers)
+
+
+def _packed(module: Any, name: str, weights: Weights, gate: EpilogueMod) -> nn.ModuleList:
+    """Pack a tensor of all experts, which then goes."""
+    layers = nn.ModuleList()
     for expert in range(module.num_experts):
-        for name, into in layers.items():
-            weight = getattr(module, f"{name}_proj")[expert].detach()
-            weight = weight.T if module.is_transposed else weight
-            bias = getattr(module, f"{name}_proj_bias")[expert] if module.has_bias else None
-            options: dict[str, Any] = {}
-            if name == "gate_up":
-                half = len(weight) // 2
-                weight, bias = (_in_halves(module, each) for each in (weight, bias))
-                options = {"epilogue": gate, "half": half, "merges": True}
-            into.append(PackedLinear.from_weight(weight, bias, weights=weights, **options))
-    place_experts(module, {name: nn.ModuleList(each) for name, each in layers.items()})
+        weight = getattr(module, f"{name}_proj")[expert].detach()
+        weight = weight.T if module.is_transposed else weight
+        bias = getattr(module, f"{name}_proj_bias")[expert] if module.has_bias else None
+        options: dict[str, Any] = {}
+        if name == "gate_up":
+            half = len(weight) // 2
+            weight, bias = (_in_halves(module, each) for each in (weight, bias))
+            options = {"epilogue": gate, "half": half, "merges": True}
+        layers.append(PackedLinear.from_weight(weight, bias, weights=weights, **options))
+    delattr(module, f"{name}_proj")
+    return layers
 
 
 def _in_halves(module: Any, columns: Any) -> Any:
@@ -142,20 +153,31 @@ def mix(
 
 def put_experts_back(model: nn.Module, plain: Callable[[PackedLinear], nn.Linear]) -> None:
     """Put the tensors of experts and routers back; `plain` makes a linear layer of a packed one."""
+    for _, module in list(packed_routers(model)):  # first: they lie between experts in memory
+        del module.forward, module.packed
     for _, module in list(packed_experts(model)):
         for name in ("gate_up", "down"):
-            layers = [plain(layer) for layer in getattr(module, name)]
-            parts = [_as_before(module, layer.weight, gated=name == "gate_up") for layer in layers]
-            joined = torch.stack([part.T if module.is_transposed else part for part in parts])
-            setattr(module, f"{name}_proj", nn.Parameter(joined.contiguous(), requires_grad=False))
-            if module.has_bias:
-                biases = [_as_before(module, x.bias, gated=name == "gate_up") for x in layers]
-                bias = nn.Parameter(torch.stack(biases), requires_grad=False)
-                setattr(module, f"{name}_proj_bias", bias)
-            delattr(module, name)
+            _put_tensor_back(module, name, plain)
         del module.forward
-    for _, module in list(packed_routers(model)):
-        del module.forward, module.packed
+
+
+def _put_tensor_back(module: Any, name: str, plain: Callable[[PackedLinear], nn.Linear]) -> None:
+    """Put a tensor of all experts in the place of their packed layers."""
+    layers, gated = getattr(module, name), name == "gate_up"
+    shape, step = layers[0].shape, -1 if module.is_transposed else 1
+    sizes = (shape.out_features, shape.in_features)[::step]
+    whole = torch.empty(len(layers), *sizes, dtype=getattr(torch, shape.dtype), device="cpu")
+    biases = []
+    for into, layer in zip(whole, layers, strict=True):
+        linear = plain(layer)
+        weight = _as_before(module, linear.weight, gated=gated)
+        into.copy_(weight.T if module.is_transposed else weight)
+        biases.append(linear.bias)
+    setattr(module, f"{name}_proj", nn.Parameter(whole, requires_grad=False))
+    if module.has_bias:
+        joined = torch.stack([_as_before(module, bias, gated=gated) for bias in biases])
+        setattr(module, f"{name}_proj_bias", nn.Parameter(joined, requires_grad=False))
+    delattr(module, name)
 
 
 def _as_before(module: Any, columns: Tensor, *, gated: bool) -> Tensor:
@@ -169,7 +191,7 @@ def _as_before(module: Any, columns: Tensor, *, gated: bool) -> Tensor:
 
 def is_router(module: Any) -> bool:
     """Return whether a module multiplies by its own weight to choose experts."""
-    if not type(module).__name__.endswith("Router"):
+    if not type(module).__name__.endswith("Router") or has_own_forward(module):
         return False  # its weight may be made when it is asked for
     weight = getattr(module, "weight", None)
     return isinstance(weight, nn.Parameter) and weight.dim() == 2

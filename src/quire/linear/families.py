@@ -22,9 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from quire.linear.arguments import Weights, check_weight, known_norm
-from quire.linear.epilogues import GATED, EpilogueMod, Rotary
+from quire.linear.epilogues import EpilogueMod, Rotary
 from quire.linear.module import PackedLinear
 from quire.linear.packing import IntegerWeight
+from quire.linear.rowwise import gated, has_own_forward, is_changed
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 _GATED = ("gate_proj", "up_proj")
@@ -118,9 +119,25 @@ def fuse(model: nn.Module, weights: Weights, chosen: Chosen, given: Given, begin
             layers = [model.get_submodule(each) for each in names]
             alone = all(uses[id(each)] == 1 for each in (*layers, getattr(layer, part.norm)))
             if alone and all(map(chosen, names, layers)):
-                begin(f"{name}.{part.home}.{part.fused}", len(names))
-                way = _fuse_attention if part.home == "self_attn" else _fuse_mlp
-                way(layer, weights, [given(each) for each in names])
+                _fuse(layer, part, weights, names, given=given, begin=begin)
+
+
+def _fuse(
+    layer: Any,
+    part: FusedPart,
+    weights: Weights,
+    names: list[str],
+    *,
+    given: Given,
+    begin: Begin,
+) -> None:
+    """Make one packed layer of several, unless a file has them in different formats."""
+    integers = [given(name) for name in names]
+    if len({each.format if each else None for each in integers}) > 1:
+        return
+    begin(f"{names[0].rpartition('.')[0]}.{part.fused}", len(names))
+    way = _fuse_attention if part.home == "self_attn" else _fuse_mlp
+    way(layer, weights, integers)
 
 
 def _has(layer: Any, part: FusedPart) -> bool:
@@ -129,19 +146,19 @@ def _has(layer: Any, part: FusedPart) -> bool:
     family = kind.__name__.removesuffix("DecoderLayer")
     if family not in part.families or not kind.__module__.startswith("transformers.models."):
         return False
-    module = getattr(layer, part.home, None)
+    module: Any = getattr(layer, part.home, None)
     usual = (f"{family}{part.kind}", kind.__module__)
     if (type(module).__name__, type(module).__module__) != usual:
         return False
-    if "forward" in vars(layer) or "forward" in vars(module):  # somebody has exchanged it
-        return False
-    layers = [getattr(module, name, None) for name in (*part.layers, part.after)]
+    layers: list[Any] = [getattr(module, name, None) for name in (*part.layers, part.after)]
     if not all(type(each) is nn.Linear for each in layers):
         return False
-    if part.home == "mlp" and type(cast(Any, module).act_fn).__name__ not in GATED:
+    if part.home == "mlp" and gated(module.act_fn) is None:
         return False
-    width = cast(nn.Linear, layers[0]).in_features
-    return known_norm(getattr(layer, part.norm), width) is not None
+    norm = getattr(layer, part.norm)
+    if has_own_forward(layer) or any(map(is_changed, (module, norm, *layers[:-1]))):
+        return False
+    return known_norm(norm, layers[0].in_features) is not None
 
 
 def _fuse_attention(layer: Any, weights: Weights, given: Several) -> None:
@@ -170,7 +187,7 @@ def _fuse_mlp(layer: Any, weights: Weights, given: Several) -> None:
     """Make one packed layer of a decoder layer's second norm, gate and up."""
     mlp = layer.mlp
     parts = [getattr(mlp, name) for name in _GATED]
-    epilogue = GATED[type(mlp.act_fn).__name__]
+    epilogue = gated(mlp.act_fn)
     norm = layer.post_attention_layernorm
     gate_up = _packed(parts, _joined(parts, given), weights, norm=norm, epilogue=epilogue)
     place_mlp(layer, GatedMLP(gate_up, mlp))
@@ -183,9 +200,9 @@ def place_mlp(layer: Any, mlp: GatedMLP) -> None:
 
 
 def _joined(parts: Sequence[nn.Linear], given: Several) -> Tensor | IntegerWeight:
-    """Return the weights of several layers as one: integers, if all of them are given so."""
+    """Return the weights of several layers as one: integers, if they are given so."""
     integers = [each for each in given if each is not None]
-    if len(integers) == len(parts) and len({each.format for each in integers}) == 1:
+    if integers:
         return IntegerWeight.joined(integers)
     return torch.cat([part.weight.detach() for part in parts])
 
@@ -196,7 +213,7 @@ def _packed(
     weights: Weights,
     *,
     norm: nn.Module,
-    epilogue: EpilogueMod,
+    epilogue: EpilogueMod | None,
 ) -> PackedLinear:
     """Return one layer of several, with pairs of columns: within a head, or of two layers."""
     rotary = isinstance(epilogue, Rotary)
@@ -270,18 +287,27 @@ def fused_layers(model: nn.Module) -> Iterator[PackedLinear]:
 
 def unfuse(model: nn.Module, plain: Callable[[PackedLinear], nn.Linear]) -> None:
     """Put back what `fuse` has exchanged; `plain` makes a linear layer of a packed one."""
-    for layer in list(model.modules()):
-        attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
-        if attention is not None and isinstance(getattr(attention, "qkv", None), PackedLinear):
-            _put_back(attention, _PROJECTIONS, plain(attention.qkv))
-            _put_norm_back(layer, "input_layernorm", attention.qkv)
-            del attention.qkv, attention.forward, attention.packed_heads
-        if isinstance(mlp, GatedMLP):
-            before = mlp.before
-            _put_back(before, _GATED, plain(mlp.gate_up))
-            before.down_proj = mlp.down_proj
-            cast(Any, layer).mlp = before
-            _put_norm_back(layer, "post_attention_layernorm", mlp.gate_up)
+    for layer in [each for each in model.modules() if hasattr(each, "self_attn")]:
+        _unfuse_attention(layer, plain)
+        _unfuse_mlp(layer, plain)
+
+
+def _unfuse_attention(layer: Any, plain: Callable[[PackedLinear], nn.Linear]) -> None:
+    attention = layer.self_attn
+    if isinstance(getattr(attention, "qkv", None), PackedLinear):
+        _put_back(attention, _PROJECTIONS, plain(attention.qkv))
+        _put_norm_back(layer, "input_layernorm", attention.qkv)
+        del attention.qkv, attention.forward, attention.packed_heads
+
+
+def _unfuse_mlp(layer: Any, plain: Callable[[PackedLinear], nn.Linear]) -> None:
+    mlp = getattr(layer, "mlp", None)
+    if isinstance(mlp, GatedMLP):
+        before = mlp.before
+        _put_back(before, _GATED, plain(mlp.gate_up))
+        before.down_proj = mlp.down_proj
+        layer.mlp = before
+        _put_norm_back(layer, "post_attention_layernorm", mlp.gate_up)
 
 
 def _put_norm_back(layer: nn.Module, name: str, packed: PackedLinear) -> None:

@@ -28,8 +28,9 @@ from quire.linear.epilogues import epilogue_name, epilogue_of_name
 from quire.linear.experts import packed_experts, packed_routers, place_experts, place_router
 from quire.linear.families import GatedMLP, place_attention, place_mlp
 from quire.linear.models import packed_layers, set_module
-from quire.linear.module import TENSORS, PackedEmbedding, PackedLinear, Shape
+from quire.linear.module import PackedEmbedding, PackedLinear
 from quire.linear.rowwise import RowKind, place_rows, row_wise
+from quire.linear.shape import TENSORS, Shape
 
 _VERSION = 2
 _ALIGNED = 64

@@ -48,7 +48,8 @@ class FileWeights:
             if kind not in _KINDS:
                 continue
             orders = (None, _order(len(tensor.data), model))
-            several = (_Stored(kind, tensor.data, order) for order in orders)
+            dtype = layer.weight.dtype
+            several = (_Stored(kind, tensor.data, order, dtype) for order in orders)
             found = next((each for each in several if each.is_weight(layer.weight)), None)
             if found is None:
                 raise PackedFileError(
@@ -69,12 +70,13 @@ class _Stored(NamedTuple):
     kind: str
     data: Any  # an array of numpy, mapped
     order: Tensor | None
+    dtype: torch.dtype  # of the layer
 
     def rows(self, first: int, last: int) -> IntegerWeight:
         places = slice(first, last) if self.order is None else self.order[first:last].numpy()
         weight = from_blocks(self.kind, torch.from_numpy(self.data[places].copy()))
         assert weight is not None, "only kinds that are known are stored"
-        return weight
+        return weight._replace(dtype=self.dtype)
 
     def is_weight(self, weight: Tensor) -> bool:
         """Return whether these are the numbers of a weight [N, K], rounded to its dtype."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 import importlib
+import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -15,15 +16,21 @@ from torch import nn
 
 from quire.errors import ArgumentError
 from quire.linear import families
-from quire.linear.arguments import Weights, stored_as
-from quire.linear.experts import gate_of, pack_experts, packed_experts, put_experts_back
+from quire.linear.arguments import Weights, check_dtype, stored_as
+from quire.linear.experts import (
+    gate_of,
+    is_router,
+    pack_experts,
+    packed_experts,
+    put_experts_back,
+)
 from quire.linear.gguf import FileWeights
 from quire.linear.module import PackedEmbedding, PackedLinear
 from quire.linear.packing import IntegerWeight
-from quire.linear.rowwise import exchange_rows, put_rows_back
+from quire.linear.rowwise import exchange_rows, is_changed, put_rows_back
 from quire.support.memory import give_back
 
-Choice = Sequence[str] | Callable[[str, nn.Module], bool]
+Choice = str | Sequence[str] | Callable[[str, nn.Module], bool]
 
 
 def pack(
@@ -40,15 +47,17 @@ def pack(
 
         quire.linear.pack(model, weights="int8", only=["model.layers.*"])
 
-    `only` are names, in which * stands for anything, or a function of (name, layer). An embedding
-    that is tied to a layer stays tied, and its weights are stored once. In the families that are
-    known (`linear/families.py`), norms, rotary embeddings and activations are fused with the layers
-    beside them, unless `fused` is False. Experts and their routers are packed, too.
+    `only` is a name, in which * stands for anything, or several, or a function of (name, layer). A
+    name that no layer has is refused. An embedding that is tied to a layer stays tied, and its
+    weights are stored once. In the families that are known (`linear/families.py`), norms, rotary
+    embeddings and activations are fused with the layers beside them, unless `fused` is False.
+    Experts and their routers are packed, too.
 
     With `rowwise`, norms and activations are computed row by row (`linear/rowwise.py`), since a row
     of PyTorch's may depend on where it lies in a batch. Unless you say so, that is done if `only`
     is not given. The model can no longer be trained, so none of its
-    parameters requires a gradient afterwards. At any time, one layer at most is in both forms.
+    parameters requires a gradient afterwards. At any time, one layer at most is in both forms, or
+    one tensor of all experts of a decoder layer.
 
     `gguf` is the file that the model was loaded from. Layers that it stores as Q8_0, Q4_0 or Q4_1
     keep these very numbers, as int8 and int4; `weights` is for the others.
@@ -58,10 +67,16 @@ def pack(
         raise ArgumentError(
             "model must have linear layers, but is one itself. Use PackedLinear.from_linear."
         )
+    only = [only] if isinstance(only, str) else only
+    wanted = {name: layer for name, layer in _layers(model) if is_chosen(only, name, layer)}
+    _check_choice(only, list(wanted), model)
+    for name, layer in wanted.items():
+        for own, tensor in layer.named_parameters(name, recurse=False):
+            check_dtype(own, tensor)
     model.requires_grad_(False)
     given = (lambda name: None) if gguf is None else FileWeights(gguf, model).get
     is_wanted = functools.partial(is_chosen, only)
-    bar = _Bar(progress, _count(model, is_wanted))
+    bar = _Bar(progress, len(wanted))
     if fused:
         families.fuse(model, weights, is_wanted, given, bar.begin)
     pack_experts(model, weights, is_wanted, bar.begin)
@@ -82,8 +97,9 @@ def pack(
 
 
 def _is_linear(layer: Any) -> bool:
-    """Return whether a layer is to be packed; one without weights has nothing to be packed."""
-    return (type(layer) is nn.Linear or _is_conv1d(layer)) and layer.weight.numel() > 0
+    """Return whether a layer can be packed: it has weights, and does what its class says alone."""
+    usual = type(layer) is nn.Linear or _is_conv1d(layer)
+    return usual and layer.weight.numel() > 0 and not is_changed(layer)
 
 
 def _is_conv1d(layer: nn.Module) -> bool:
@@ -132,7 +148,7 @@ def _is_plain(module: nn.Module) -> TypeGuard[nn.Embedding]:
 
     Some models scale what they find, in a class of their own. Such an embedding keeps its weights.
     """
-    return type(module) is nn.Embedding and module.max_norm is None
+    return type(module) is nn.Embedding and module.max_norm is None and not is_changed(module)
 
 
 def unpack(model: nn.Module) -> nn.Module:
@@ -141,24 +157,36 @@ def unpack(model: nn.Module) -> nn.Module:
     Weights are those that the packed layers multiplied by, in the dtype that they had before.
     """
     _check_plain(model)
-    put_rows_back(model)
     put_experts_back(model, _linear)
     families.unfuse(model, _linear)
-    made: dict[int, nn.Module] = {}
-    for _, layer in packed_layers(model):
-        made[id(layer)] = (_conv1d if layer.shape.conv1d else _linear)(layer)
-    embeddings: dict[int, nn.Module] = {}
-    for module in model.modules():
-        if isinstance(module, PackedEmbedding):
-            linear: Any = made.get(id(module.layer)) or _linear(module.layer)
-            with torch.device("meta"):
-                embedding = nn.Embedding(
-                    module.num_embeddings, module.embedding_dim, module.padding_idx
-                )
-            embedding.weight = linear.weight
-            embeddings[id(module)] = embedding
-    _put(model, {**made, **embeddings})
+    put_rows_back(model)  # also those of norms that were fused
+    while (layer := _next_packed(model)) is not None:
+        _put_linear(model, layer)
     return model
+
+
+def _next_packed(model: nn.Module) -> PackedLinear | None:
+    """Return a packed layer of a model, or one that an embedding is tied to."""
+    for module in model.modules():
+        if isinstance(module, PackedLinear):
+            return module
+        if isinstance(module, PackedEmbedding):
+            return module.layer
+    return None
+
+
+def _put_linear(model: nn.Module, packed: PackedLinear) -> None:
+    """Put a linear layer in the places of a packed one, and embeddings of its weights."""
+    linear: Any = (_conv1d if packed.shape.conv1d else _linear)(packed)
+    new: dict[int, nn.Module] = {id(packed): linear}
+    for module in model.modules():
+        if isinstance(module, PackedEmbedding) and module.layer is packed:
+            with torch.device("meta"):
+                sizes = module.num_embeddings, module.embedding_dim
+                embedding = nn.Embedding(*sizes, module.padding_idx)
+            embedding.weight = linear.weight
+            new[id(module)] = embedding
+    _put(model, new)
 
 
 def _check_plain(model: nn.Module) -> None:
@@ -180,6 +208,7 @@ def _check_plain(model: nn.Module) -> None:
 
 
 def _linear(layer: PackedLinear) -> nn.Linear:
+    give_back()  # what the layer before was made of
     shape = layer.shape
     dtype: torch.dtype = getattr(torch, shape.dtype)
     with torch.device("meta"):
@@ -198,6 +227,24 @@ def _conv1d(layer: PackedLinear) -> nn.Module:
     conv.weight = nn.Parameter(linear.weight.T.contiguous(), requires_grad=False)
     conv.bias = linear.bias
     return conv
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield what can be packed by name; the experts of a decoder layer are one."""
+    for name, module in model.named_modules():
+        if _is_linear(module) or is_router(module) or gate_of(module) is not None:
+            yield name, module
+
+
+def _check_choice(only: Choice | None, chosen: Sequence[str], model: nn.Module) -> None:
+    """Raise if a name of `only` is that of no layer."""
+    for pattern in () if only is None or callable(only) else only:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in chosen):
+            first = ", ".join(name for name, _ in itertools.islice(_layers(model), 3))
+            raise ArgumentError(
+                f"only must be names of layers that can be packed, but {pattern!r} is the name of "
+                f"none. Choose among {first} and those after them; * stands for anything."
+            )
 
 
 def is_chosen(only: Choice | None, name: str, layer: nn.Module) -> bool:
@@ -220,14 +267,6 @@ def packed_layers(model: nn.Module) -> Iterator[tuple[str, PackedLinear]]:
     for name, module in model.named_modules():
         if isinstance(module, PackedLinear):
             yield name, module
-
-
-def _count(model: nn.Module, is_wanted: Callable[[str, nn.Module], bool]) -> int:
-    """Return how many layers are to be packed; the experts of a layer count as one."""
-    return sum(
-        (_is_linear(module) or gate_of(module) is not None) and is_wanted(name, module)
-        for name, module in model.named_modules()
-    )
 
 
 class _Bar:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from quire.checks.arguments import dtype_name
-from quire.codegen.phases.norm import Norm
 from quire.codegen.phases.weights import FORMATS
 from quire.config import config
 from quire.errors import ArgumentError, CapturedIndexError, DtypeError
@@ -28,29 +27,16 @@ from quire.linear.arguments import (
     stored_as,
 )
 from quire.linear.epilogues import EpilogueMod
-from quire.linear.packing import IntegerWeight, pack_weights, panels_of, unpack_weights
+from quire.linear.packing import (
+    IntegerWeight,
+    pack_weights,
+    panels_of,
+    unpack_weights,
+)
+from quire.linear.shape import TENSORS, Shape
 from quire.runtime.linear import Epilogue, LinearLaunch, PackedWeights, Prologue
 from quire.support.dynamo import never_traced
 from quire.support.torch_private import buffers_of, version_of
-
-
-class Shape(NamedTuple):
-    """What a packed layer is, besides its tensors; all of it is written to files."""
-
-    weights: Weights
-    in_features: int
-    out_features: int  # of the weights; a layer that merges pairs returns half as many
-    half: int = 0
-    merges: bool = False
-    norm: Norm = "none"
-    epsilon: float = 0.0
-    dtype: str = "float32"  # of the layer that was packed
-    conv1d: bool = False  # whether it was a Conv1D of transformers, whose weight is [K, N]
-
-    @property
-    def width(self) -> int:
-        """Return how many numbers a row of the result has."""
-        return self.out_features // 2 if self.merges else self.out_features
 
 
 class PackedLinear(nn.Module):
@@ -83,6 +69,7 @@ class PackedLinear(nn.Module):
         epilogue: EpilogueMod | None = None,
     ) -> None:
         super().__init__()
+        shape.check(tensors)
         self.shape, self.epilogue = shape, epilogue
         self.in_features, self.out_features = shape.in_features, shape.width
         self.given = given_tensors(epilogue)
@@ -125,7 +112,7 @@ class PackedLinear(nn.Module):
         if isinstance(weight, IntegerWeight):
             weights = kept_as(weight, weights)
         else:
-            check_weight(weight, weights, half)
+            check_weight(weight, weights, half, merges=merges)
         before = norm_of(norm, weight.shape[1])
         out_features, in_features = weight.shape
         shape = Shape(
@@ -150,7 +137,8 @@ class PackedLinear(nn.Module):
     @property
     def packed_weights(self) -> PackedWeights:
         """Return the weights as the kernel takes them."""
-        shape = self.shape
+        shape, tensors = self.shape, {name: getattr(self, name) for name in TENSORS}
+        shape.check(tensors)
         name, integers = stored_as(shape.weights)
         columns = panels_of(shape.out_features, shape.half, merges=shape.merges).columns
         return PackedWeights(
@@ -244,7 +232,7 @@ class PackedLinear(nn.Module):
                     f"{dtype_name(tensor.dtype)} on {tensor.device}. Convert it."
                 )
             check_gradient(name, tensor)
-            flat = tensor.resolve_neg().reshape(-1, tensor.shape[-1])
+            flat = torch.atleast_2d(tensor.resolve_neg()).flatten(0, -2)
             captures[place] = flat if flat.stride(-1) == 1 else flat.contiguous()
         return captures
 
@@ -277,6 +265,7 @@ class PackedLinear(nn.Module):
                 self.register_buffer(name, tensor.detach())
         buffers = {name: self._own[name] for name in TENSORS}
         check_on_cpu(buffers)
+        weights = self.packed_weights
         placeholders = {name: torch.zeros(2, 2, dtype=dtype, device="cpu") for name in self.given}
         mod = self._whole_mod(placeholders)
         epilogue = Epilogue(merges=self.shape.merges)
@@ -287,7 +276,7 @@ class PackedLinear(nn.Module):
         given = {name: known[id(each)] for name, each in placeholders.items() if id(each) in known}
         gain, bias = (as_floats(each) for each in (self.norm_weight, self.norm_bias))
         prologue = Prologue(self.shape.norm, gain, bias, self.shape.epsilon)
-        launch = LinearLaunch(self.packed_weights, prologue, epilogue, dtype)
+        launch = LinearLaunch(weights, prologue, epilogue, dtype)
         captures = tuple(each.resolve_neg() for each in epilogue.captures)
         floats = tuple(
             each for name, each in buffers.items() if each is not None and name != "packed"
@@ -335,10 +324,6 @@ class PackedLinear(nn.Module):
         return pair_with_bias
 
 
-TENSORS = ("packed", "bias", "norm_weight", "norm_bias")
-"""The buffers of a packed layer."""
-
-
 class _Ready(NamedTuple):
     """A launch, the tensors of its epilogue, which of them a call gives, and what it is made of."""
 
@@ -378,8 +363,7 @@ class PackedEmbedding(nn.Module):
             )
         rows = unpack_weights(self.layer.packed_weights, ids.flatten())
         dtype: torch.dtype = getattr(torch, self.layer.shape.dtype)
-        embedded: Tensor = rows.to(dtype).unflatten(0, ids.shape)
-        return embedded
+        return rows.to(dtype).view(*ids.shape, self.embedding_dim)
 
     def extra_repr(self) -> str:
         """Return what is shown of the embedding."""

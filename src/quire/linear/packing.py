@@ -5,7 +5,8 @@
 
 Integers have one scale for 32 weights of a row, in float16. The scale of int8 is the largest
 magnitude / 127; int4 has 16 steps from the smallest weight, its offset, to the largest. These are
-the rules of GGUF's Q8_0 and Q4_1, so weights that were stored like that are packed unchanged.
+the rules of GGUF's Q8_0 and Q4_1, so weights that were stored like that are packed unchanged. A
+scale that float16 has no near number for is rounded up.
 """
 
 from __future__ import annotations
@@ -31,16 +32,12 @@ class IntegerWeight(NamedTuple):
     format: WeightFormat
     numbers: Tensor  # uint8
     header: Tensor
+    dtype: torch.dtype = torch.float32  # of the weights that it stands for
 
     @property
     def shape(self) -> torch.Size:
         """Return N and K."""
         return self.numbers.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Return the dtype of the weights that it stands for."""
-        return torch.float32
 
     @staticmethod
     def joined(parts: Sequence[IntegerWeight]) -> IntegerWeight:
@@ -49,6 +46,7 @@ class IntegerWeight(NamedTuple):
             parts[0].format,
             torch.cat([part.numbers for part in parts]),
             torch.cat([part.header for part in parts]),
+            parts[0].dtype,
         )
 
     def chosen(self, rows: Tensor) -> IntegerWeight:
@@ -75,11 +73,11 @@ def quantise(weight: Tensor, format: WeightFormat) -> IntegerWeight:
     groups = weight.unflatten(1, (-1, GROUP))
     if format.shifted:
         least, most = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
-        scale, offset = (most - least) / 15, least.half()
-        header = torch.cat((scale.half(), offset), 2)
+        offset = least.half()
+        header = torch.cat((_scale(most - least, 15), offset), 2)
         groups = groups - offset.float()
     else:
-        header = (groups.abs().amax(2, keepdim=True) / 127).half()
+        header = _scale(groups.abs().amax(2, keepdim=True), 127)
     wide = header[..., :1].float()
     ratio = torch.where((wide != 0) & wide.isfinite(), groups / wide, 0).nan_to_num()
     low, high = (0, 15) if format.shifted else (-127, 127)
@@ -87,11 +85,26 @@ def quantise(weight: Tensor, format: WeightFormat) -> IntegerWeight:
     return IntegerWeight(format, numbers.to(torch.uint8).flatten(1), header)
 
 
+def _scale(reach: Tensor, steps: int) -> Tensor:
+    """Return scales in float16 by which so many steps reach as far as the weights do.
+
+    Below 2**-14, all float16 are 2**-24 apart, and the nearest may be far too small, or 0.
+    """
+    scale = (reach / steps).half()
+    return torch.where(scale.float() * (steps + 0.5) < reach, scale + 2**-24, scale)
+
+
 class PanelRows(NamedTuple):
     """Which rows of the weights are in which panel, [panels, 16], -1 for none; and COLUMNS."""
 
     rows: Tensor
     columns: Tensor
+
+
+def count_panels(width: int, half: int = 0) -> int:
+    """Return how many panels `width` columns have, plain or in pairs."""
+    size = half or width  # of columns that lie side by side
+    return -(-size // PANEL) * (width // size) if size else 0
 
 
 @functools.lru_cache(maxsize=256)  # layers of one size share the table
@@ -196,7 +209,7 @@ def _pack_floats(into: Tensor, weight: Tensor, format: WeightFormat) -> None:
 
 def _pack_integers(weight: IntegerWeight) -> Tensor:
     """Return integers of whole panels and blocks as bytes [panels, bytes]."""
-    format, numbers, header = weight
+    format, numbers, header, _ = weight
     panels, blocks = numbers.shape[0] // PANEL, numbers.shape[1] // BLOCK
     # [panel, block, word, column, k of the word]
     words = numbers.view(panels, PANEL, blocks, -1, format.step).permute(0, 2, 3, 1, 4)

@@ -19,11 +19,11 @@ from quire.codegen.phases.norm import Norm
 from quire.config import config
 from quire.ir.trace import trace
 from quire.linear.arguments import as_floats, check_gradient, check_on_cpu, check_rows, known_norm
-from quire.linear.epilogues import ELEMENTWISE
+from quire.linear.epilogues import ELEMENTWISE, GATED, EpilogueMod
 from quire.linear.packing import panels_of
 from quire.runtime.linear import Epilogue, Prologue, RowLaunch
 from quire.support.dynamo import never_traced
-from quire.support.torch_private import version_of
+from quire.support.torch_private import hooks_of, version_of
 
 _CLASSES = {
     "SiLU": "silu",
@@ -48,8 +48,26 @@ class RowKind(NamedTuple):
     activation: str = ""  # of ELEMENTWISE (`linear/epilogues.py`)
 
 
+def has_own_forward(module: nn.Module) -> bool:
+    """Return whether somebody has exchanged the forward function of this module alone."""
+    return "forward" in vars(module) and not is_row_wise(module)
+
+
+def is_changed(module: nn.Module) -> bool:
+    """Return whether a module does more than its class says: another one cannot replace it."""
+    return has_own_forward(module) or any(hooks_of(module))
+
+
+def gated(activation: nn.Module) -> EpilogueMod | None:
+    """Return activation(gate) * up; None if the activation is not known, or is changed."""
+    known = GATED.get(type(activation).__name__)
+    return None if known is None or is_changed(activation) else known
+
+
 def kind_of(module: nn.Module) -> RowKind | None:
     """Return what a norm or an activation computes; None if it is neither, or not known."""
+    if has_own_forward(module):
+        return None
     if type(module).__module__.startswith(_HOMES):
         if type(module) is nn.GELU:
             return RowKind(activation="gelu" if module.approximate == "none" else "gelu_tanh")

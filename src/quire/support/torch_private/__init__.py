@@ -406,9 +406,10 @@ def version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def hooks_of(module: torch.nn.Module) -> tuple[Sized, Sized]:
-    """Return the functions that are called before and after the module's own forward.
+def hooks_of(module: torch.nn.Module) -> tuple[Sized, ...]:
+    """Return the functions that are called before and after a module's own forward and backward.
 
     A hook that is added later is in them, too.
     """
-    return module._forward_pre_hooks, module._forward_hooks
+    forward = (module._forward_pre_hooks, module._forward_hooks)
+    return *forward, module._backward_pre_hooks, module._backward_hooks
