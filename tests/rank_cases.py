@@ -22,10 +22,12 @@ import torch
 import torch.distributed as dist
 from compare import assert_as_good_as
 from torch import Tensor
+from torch.nn.attention import flex_attention as torch_flex
 from torch.utils.checkpoint import checkpoint
 
 import quire
 from quire import AuxRequest, Dense, Paged, Ragged
+from quire.block_mask import NOOP_BLOCK_SIZE
 from quire.distributed import (
     ContextPlan,
     attend_over_ranks,
@@ -789,6 +791,42 @@ def in_a_context(group: object) -> None:
     grads = [again, *(torch.autograd.grad(x.sum(), k)[0] for x in found[:-1])]
     assert all(torch.equal(x, grads[0]) for x in grads)
     assert quire.attention(q, Dense(k, v)).shape == q.shape  # outside it is one process again
+
+
+def lists_of_blocks(group: object) -> None:
+    """A BlockMask stands for its mask_mod only if its lists say the same."""
+    divided = plan(causal, length=64, mesh=group)  # type: ignore[arg-type]
+    q, k, v = divided.shard(*Example(length=64, heads=(2, 2)).tensors(), dim=2)
+    sizes = {"BLOCK_SIZE": 16, "device": "cpu"}
+    made = quire.create_block_mask(causal, None, None, 64, 64, **sizes)  # type: ignore[arg-type]
+    longer = quire.create_block_mask(causal, None, None, 90, 90, **sizes)  # type: ignore[arg-type]
+    by_pytorch = torch_flex.create_block_mask(causal, 2, 2, 64, 64, **sizes)  # type: ignore[arg-type]
+    same = [made, longer, longer._adjust(64, 64), longer.resize(50, 50), ~~made, by_pytorch]
+    one, first = torch.ones(1, 1, 1).int(), torch.zeros(1, 1, 1, 1).int()
+    endless = {"BLOCK_SIZE": NOOP_BLOCK_SIZE, "mask_mod": causal, "seq_lengths": (1, 1)}
+    same.append(quire.BlockMask.from_kv_blocks(one, first, **endless))  # type: ignore[arg-type]
+    every = quire.BlockMask.from_kv_blocks(0 * one, first, one, first, **endless)  # type: ignore[arg-type]
+    diagonal = torch.ones(1, 1, 4).int(), torch.arange(4).int().view(1, 1, 4, 1)
+    own = {"BLOCK_SIZE": 16, "mask_mod": causal, "seq_lengths": (64, 64)}
+    some = quire.BlockMask.from_kv_blocks(*diagonal, **own)  # type: ignore[arg-type]
+    none = torch.zeros(1, 1, 4).int()
+    full = quire.BlockMask.from_kv_blocks(none, diagonal[1], *diagonal, **own)  # type: ignore[arg-type]
+    of_one = quire.create_block_mask(by_batch, None, None, 512, 512, **sizes)  # type: ignore[arg-type]
+    with context_parallel(divided):
+        out = quire.flex_attention(q, k, v)
+        for mask in same:
+            assert torch.equal(quire.flex_attention(q, k, v, block_mask=mask), out)
+        for mask in (some, full, every):
+            with pytest.raises(ArgumentError, match=r"but is .blocks of causal.\. Make the plan"):
+                quire.flex_attention(q, k, v, block_mask=mask)
+    for mask, wanted in ((causal, some), (some, full), (by_batch, of_one)):
+        refused = pytest.raises(ArgumentError, match="must be None or the mask of the plan")
+        bidirectional = plan(None, length=64, mesh=group)  # type: ignore[arg-type]
+        with context_parallel(bidirectional, instead_of=wanted), refused:
+            quire.attention(q, Dense(k, v), mask=mask)
+    for mask in (some, full):
+        with context_parallel(divided, instead_of=mask):
+            assert torch.equal(quire.flex_attention(q, k, v, block_mask=mask), out)
 
 
 def decoding(group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:

@@ -195,6 +195,13 @@ def test_masks_that_differ_by_batch_or_head() -> None:
     assert (table[0] == -1).all()
 
 
+def test_no_mask_is_the_same_for_all_batch_entries_and_heads() -> None:
+    made, batch = plan(None, length=64, num_ranks=1), torch.randn(2, 3, 64, 16)
+    assert made.sizes == (1, 1)
+    found = quire.distributed.attention(batch, quire.Dense(batch, batch), plan=made)
+    assert torch.equal(found, quire.attention(batch, quire.Dense(batch, batch)))
+
+
 def test_a_mask_without_a_graph() -> None:
     def odd(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return torch.special.bessel_j0(q_idx.float()) > 2  # never

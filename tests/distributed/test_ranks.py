@@ -185,6 +185,11 @@ def test_code_that_knows_nothing_of_ranks(ranks: Ranks) -> None:
     ranks.run(rank_cases.in_a_context, 3)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_lists_of_blocks_must_say_what_their_mod_says(ranks: Ranks, size: int) -> None:
+    ranks.run(rank_cases.lists_of_blocks, size)
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_decoding_with_a_cache_over_ranks(ranks: Ranks, size: int) -> None:
     (out, lse), *others = ranks.run(rank_cases.decoding, size)

@@ -7,6 +7,7 @@ from datetime import timedelta
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import flex_attention as torch_flex
 
@@ -23,7 +24,6 @@ from quire.errors import ArgumentError, OptionError
 from quire.ir.graph import inputs
 from quire.ir.trace import Mod, Traced, mod_name
 from quire.memory import Integers
-from quire.mods import noop_mask
 from quire.request import Mask
 from quire.runtime.slices import slice_size
 
@@ -168,10 +168,15 @@ def _slice_blocks(length: int, block: int, num_ranks: int, wanted: bool | None) 
 def _traced(mask: Mask | None) -> Mod:
     """Return the mask as a function of positions; its trace, if it can be traced."""
     if mask is None:
-        mask = noop_mask
+        mask = everything
     if isinstance(mask, torch_flex.BlockMask):
         mask = element_mod(BlockMask.from_torch(mask))
     return fastest_form(mask, "mask", torch.device("cpu"))
+
+
+def everything(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    """Let every query see every key, in all batch entries and heads alike."""
+    return q_idx >= 0
 
 
 def _count(mask: Mod, name: str, index: str, given: int | None) -> int:
