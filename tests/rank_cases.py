@@ -890,6 +890,33 @@ def decoding_with_caches(group: dist.ProcessGroup, dtype: str) -> None:
             )
 
 
+def decodes_differently(group: dist.ProcessGroup, what: str) -> None:
+    """Rank 1 gives other arguments than the others, or a part of another cache."""
+    rank = dist.get_rank(group)
+    odd = rank == 1
+    width = 8 if odd and what == "width" else 16
+    part = Dense(torch.randn(1, 2, 1024, 16), torch.randn(1, 2, 1024, width), start=1024 * rank)
+    given = {"mask": causal, "q_start": 3000, "scale": 0.1, "sink": torch.zeros(4)}
+    other = {
+        "mask": {"mask": sliding_window(9)},
+        "score_mod": {"score_mod": slopes},
+        "q_start": {"q_start": 5},
+        "scale": {"scale": 1.0},
+        "sink": {"sink": torch.ones(4)},
+        "shape of the sink": {"sink": torch.zeros(3)},
+    }
+    given |= other.get(what, {}) if odd else {}
+    attend_over_ranks(torch.zeros(1, 4, 1, 16), part, mesh=group, timeout=SOON, **given)
+
+
+def gathers(group: dist.ProcessGroup, what: str) -> None:
+    """Rank 1 gives a shard that is not of the plan, or not as the others."""
+    divided = plan(causal, length=300, mesh=group, timeout=SOON)
+    (shard,) = divided.shard(torch.zeros(2, 300, 4), dim=1)
+    other = {"tokens": shard[:, 1:], "dtype": shard.half(), "size": shard[..., 1:]}
+    divided.gather(other[what] if divided.rank == 1 else shard, dim=1)
+
+
 def weights_in_a_ring(group: object) -> None:
     """Sums of weights cannot be merged as results of a softmax."""
     divided = plan(causal, length=300, mesh=group, method="ring")  # type: ignore[arg-type]

@@ -350,7 +350,7 @@ def test_what_does_not_fit_a_plan() -> None:
     with pytest.raises(ShapeError, match=r"must have 64 tokens along dim 2 to be cut"):
         made().shard(x, dim=2)
     with pytest.raises(ShapeError, match=r"a shard must have the 32 tokens of rank 0 along dim 1"):
-        made().gather(x, dim=1)
+        plan(causal, length=32).gather(x, dim=1)
     with pytest.raises(ArgumentError, match=r"rank must be from 0 to 1, but is 5"):
         made().for_rank(5)
     with pytest.raises(DistributedError, match=r"must have a process group to send anything"):
