@@ -46,6 +46,7 @@ from quire.errors import ArgumentError, DistributedError, OptionError, ShapeErro
 from quire.kv import PagedKVCache
 from quire.mods import causal, document, sliding_window
 from quire.plans import CallPlan
+from quire.runtime.backward import Pass
 
 DTYPES = {x: getattr(torch, x) for x in ("float32", "bfloat16", "float16", "float64")}
 
@@ -456,6 +457,28 @@ def fails(group: object, method: str, which: str) -> None:
         out.sum().backward()
     finally:
         setattr(CallPlan, which, real)
+
+
+def fails_in_slices(group: object, rounds: int) -> None:
+    """Rank 1 has an error while it computes slices, after it has sent the sums of some rounds."""
+    odd = dist.get_rank(group) == 1  # type: ignore[arg-type]
+    example = Example(length=1100, heads=(6, 3), same_bits=True, method="pages")
+    divided = replace(example.plan(group), group=RankGroup.of(group, SOON))  # type: ignore[arg-type]
+    own = [x.requires_grad_() for x in divided.shard(*example.tensors(), dim=2)]
+    largest, real, done = passes.LARGEST_SUMS, Pass._launch, []
+
+    def launch(*args: Any) -> None:
+        if len(done) == rounds:
+            raise ValueError("this is broken")
+        done.append(real(*args))  # type: ignore[func-returns-value]
+
+    passes.LARGEST_SUMS = 1  # one head at a time
+    if odd:
+        Pass._launch = launch  # type: ignore[method-assign]
+    try:
+        example.together(divided, *own).sum().backward()
+    finally:
+        passes.LARGEST_SUMS, Pass._launch = largest, real  # type: ignore[method-assign]
 
 
 def patience(group: object, how: str, same_bits: bool) -> None:

@@ -342,6 +342,11 @@ def test_an_error_in_a_pass_of_one_rank_raises_on_all(
     one_raises(ranks, "ValueError: this is broken", rank_cases.fails, method, which)
 
 
+@pytest.mark.parametrize("rounds", [0, 2])
+def test_an_error_while_sums_of_slices_travel_raises_on_all(ranks: Ranks, rounds: int) -> None:
+    one_raises(ranks, "ValueError: this is broken", rank_cases.fails_in_slices, rounds)
+
+
 def all_raise(ranks: Ranks, words: str, *call: Any) -> None:
     """Run a function with the same error on all ranks; the group works afterwards."""
     function, *args = call
