@@ -233,6 +233,23 @@ def in_a_ring(group: object, examples: list[Example]) -> None:
         assert aux.max_scores is not None and not aux.max_scores.requires_grad
 
 
+def keys_of_two_others(group: object) -> int:
+    """Return in how many places of memory keys arrive that go round."""
+    example = Example(length=400, method="ring", layout="contiguous", width=(24, 16))
+    divided, places, real = example.plan(group), set(), RankGroup.pass_on
+
+    def pass_on(self: RankGroup, *keys: tuple[Tensor, ...]) -> Any:
+        places.add(keys[1][0].data_ptr())
+        return real(self, *keys)
+
+    RankGroup.pass_on = pass_on  # type: ignore[method-assign, assignment]
+    try:
+        example.together(divided, *divided.shard(*example.tensors(), dim=2))
+    finally:
+        RankGroup.pass_on = real  # type: ignore[method-assign]
+    return len(places)
+
+
 def captured_gradients(group: dist.ProcessGroup, same_bits: bool, dtype: str) -> None:
     """The parts of all ranks add up to the gradient of one process, also of a sink."""
     example = Example("causal documents", length=1100, dtype=dtype, same_bits=same_bits)

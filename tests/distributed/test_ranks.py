@@ -105,6 +105,10 @@ def test_a_ring_is_as_good_as_one_process(ranks: Ranks, size: int) -> None:
     ranks.run(rank_cases.in_a_ring, size, examples)
 
 
+def test_a_rank_of_a_ring_holds_the_keys_of_two_others(ranks: Ranks) -> None:
+    assert ranks.run(rank_cases.keys_of_two_others, 4) == [2] * 4
+
+
 def test_long_sequences_have_the_gradients_of_one_process(ranks: Ranks) -> None:
     long = Example("causal documents", 8000, heads=(2, 1), batch=1)
     assert ranks.run(rank_cases.gradients, 2, [long]) and long.plan(None).same_bits
