@@ -250,9 +250,15 @@ def keys_of_two_others(group: object) -> int:
     return len(places)
 
 
-def captured_gradients(group: dist.ProcessGroup, same_bits: bool, dtype: str) -> None:
+def captured_gradients(
+    group: dist.ProcessGroup,
+    same_bits: bool,
+    dtype: str,
+    mask: str = "causal documents",
+    dropout_p: float = 0.0,
+) -> None:
     """The parts of all ranks add up to the gradient of one process, also of a sink."""
-    example = Example("causal documents", length=1100, dtype=dtype, same_bits=same_bits)
+    example = Example(mask, length=1100, dtype=dtype, same_bits=same_bits)
     whole, divided = example.tensors(), example.plan(group)
     above = whole[0].cos()
 
@@ -270,12 +276,16 @@ def captured_gradients(group: dist.ProcessGroup, same_bits: bool, dtype: str) ->
     for each in (DTYPES[dtype], torch.float64):
         *tensors, mod = learned(each)
         q, k, v = (x.to(each) for x in whole)
-        out = quire.attention(q, Dense(k, v), mask=divided.mask, score_mod=mod, sink=tensors[-1])
+        options = {"score_mod": mod, "sink": tensors[-1], "dropout_p": dropout_p}
+        torch.manual_seed(1)
+        out = quire.attention(q, Dense(k, v), mask=divided.mask, **options)
         out.backward(above.to(each))
         found.append([x.grad for x in tensors])
     *tensors, mod = learned(DTYPES[dtype])
     q, k, v = divided.shard(*whole, dim=2)
-    out = attention(q, Dense(k, v), plan=divided, score_mod=mod, sink=tensors[-1])
+    options = {"score_mod": mod, "sink": tensors[-1], "dropout_p": dropout_p}
+    torch.manual_seed(1)
+    out = attention(q, Dense(k, v), plan=divided, **options)
     out.backward(divided.shard(above, dim=2)[0])
     for mine, peer, truth in zip([x.grad for x in tensors], *found, strict=True):
         assert mine is not None and peer is not None and truth is not None
@@ -284,6 +294,43 @@ def captured_gradients(group: dist.ProcessGroup, same_bits: bool, dtype: str) ->
             assert torch.equal(mine, peer)
         else:
             assert_as_good_as(mine, peer, truth, size=30.0)
+
+
+WEIGHTS: dict[str, dict[str, Any]] = {
+    "softmax": {},
+    "sums": {"weight": quire.weights.sigmoid(-3.0), "normalise": False},
+    "shares": {"weight": quire.weights.softplus},
+    "softmax_one": {"weight": quire.weights.softmax_one},
+}
+
+
+def gradients_through_lse(group: object, same_bits: bool) -> None:
+    """Gradients of the output and lse by the method `pages`, with a softmax and other weights."""
+    example = Example("causal documents", 1100, same_bits=same_bits, method="pages", batch=1)
+    whole, divided = example.tensors(), example.plan(group)
+    above, above_lse = whole[0].cos(), whole[0].sin().sum(-1)
+
+    def learned(tensors: tuple[Tensor, ...], *above: Tensor, **options: Any) -> list[Tensor]:
+        """Return output, lse and gradients."""
+        q, k, v = (x.clone().requires_grad_() for x in tensors)
+        options |= {"mask": MASKS[example.mask], "return_aux": AuxRequest(lse=True)}
+        out, aux = quire.attention(q, Dense(k, v), **options)
+        finite = torch.where(aux.lse.isfinite(), above[1], 0)
+        torch.autograd.backward((out, aux.lse), (above[0], finite))
+        return [out.detach(), aux.lse.detach(), *(x.grad for x in (q, k, v) if x.grad is not None)]
+
+    for options in WEIGHTS.values():
+        every = (above, above_lse)
+        peers = learned(whole, *every, **options)
+        exact = learned(tuple(x.double() for x in whole), *(x.double() for x in every), **options)
+        with context_parallel(divided):
+            found = learned(divided.shard(*whole, dim=2), *divided.shard(*every, dim=2), **options)
+        for n, (mine, peer, truth) in enumerate(zip(found, peers, exact, strict=True)):
+            together = divided.gather(mine, dim=2)
+            if same_bits or n < 3:
+                assert torch.equal(together, peer), f"{options}, {n}"
+            else:
+                assert_as_good_as(together, peer, truth, f"{options}, {n}", size=8.0)
 
 
 def second_derivative(group: object) -> None:
@@ -305,9 +352,12 @@ def second_derivative(group: object) -> None:
 
 
 def unsent_is_unread(group: object, example: Example) -> None:
-    """NaN in every block that a rank does not receive does not reach it."""
+    """NaN in every block that a rank does not receive does not reach it, in both directions."""
     whole, divided = example.tensors(), example.plan(group)
-    out = example.alone(*whole)
+    query, *keys = (x.clone() for x in whole)
+    out = example.alone(query.requires_grad_(), *keys)
+    above = out.detach().cos()
+    (grad,) = torch.autograd.grad(out, query, above)
     for reader in range(divided.num_ranks):
         seen = torch.from_numpy(divided.division.needs[reader].any(0))
         hidden = ~seen.repeat_interleave(divided.block)[: example.length]
@@ -318,6 +368,9 @@ def unsent_is_unread(group: object, example: Example) -> None:
             found = example.together(divided, *own)
             if divided.rank == reader:
                 assert torch.equal(found, divided.shard(out, dim=2)[0])
+        found.backward(*divided.shard(above, dim=2))
+        if divided.rank == reader:
+            assert torch.equal(own[0].grad, *divided.shard(grad, dim=2))
 
 
 def while_keys_arrive(group: object, examples: list[Example]) -> int:

@@ -121,6 +121,25 @@ def test_gradients_of_captured_tensors(ranks: Ranks, size: int, dtype: str) -> N
         ranks.run(rank_cases.captured_gradients, size, same_bits, dtype)
 
 
+OTHER_CAPTURES = {
+    1: ("float16", "window", 0.3),
+    2: ("float64", "by head", 0.0),
+    3: ("float32", "random", 0.3),
+    4: ("bfloat16", "causal", 0.3),
+}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_gradients_of_captured_tensors_with_dropout(ranks: Ranks, size: int) -> None:
+    for same_bits in (True, False):
+        ranks.run(rank_cases.captured_gradients, size, same_bits, *OTHER_CAPTURES[size])
+
+
+@pytest.mark.parametrize("same_bits", [True, False])
+def test_gradients_through_lse_with_all_weights(ranks: Ranks, same_bits: bool) -> None:
+    ranks.run(rank_cases.gradients_through_lse, 3, same_bits)
+
+
 def test_a_second_derivative(ranks: Ranks) -> None:
     ranks.run(rank_cases.second_derivative, 2)
 
