@@ -195,11 +195,13 @@ def test_masks_that_differ_by_batch_or_head() -> None:
     assert (table[0] == -1).all()
 
 
-def test_no_mask_is_the_same_for_all_batch_entries_and_heads() -> None:
-    made, batch = plan(None, length=64, num_ranks=1), torch.randn(2, 3, 64, 16)
+@pytest.mark.parametrize("mask", [None, quire.noop_mask])
+def test_no_mask_is_the_same_for_all_batch_entries_and_heads(mask: Any) -> None:
+    made, x = plan(mask, length=64, num_ranks=1), torch.randn(2, 3, 64, 16)
     assert made.sizes == (1, 1)
-    found = quire.distributed.attention(batch, quire.Dense(batch, batch), plan=made)
-    assert torch.equal(found, quire.attention(batch, quire.Dense(batch, batch)))
+    with quire.distributed.context_parallel(made):
+        found = quire.attention(x, quire.Dense(x, x), mask=quire.noop_mask)
+    assert torch.equal(found, quire.attention(x, quire.Dense(x, x)))
 
 
 def test_a_mask_without_a_graph() -> None:

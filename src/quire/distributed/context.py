@@ -15,10 +15,11 @@ from quire.block_mask.elements import by_block, created_cells, four_dimensional
 from quire.block_mask.mask_mods import try_trace
 from quire.distributed.attending import compute
 from quire.distributed.context_plan import ContextPlan, digest_of
+from quire.distributed.planning import everything
 from quire.errors import ArgumentError
 from quire.ir.trace import Mod, Traced, mod_name
 from quire.memory import Queries
-from quire.mods.compose import not_mask
+from quire.mods.compose import noop_mask, not_mask
 from quire.plans import over_ranks
 from quire.request import Mask, Request
 from quire.results import Result
@@ -94,7 +95,7 @@ def _check_queries(queries: Queries, plan: ContextPlan) -> None:
 def _function(mask: Mask, sizes: tuple[int, int]) -> Mod:
     """Return a mask as a function: the mask_mod of a BlockMask alone if its blocks say the same."""
     if not isinstance(mask, torch_flex.BlockMask):
-        return mask
+        return everything if mask is noop_mask else mask
     blocks = BlockMask.from_torch(mask)
     check_fits(blocks, *sizes, *blocks.seq_lengths, blocks.device)
     cells = four_dimensional(blocks)

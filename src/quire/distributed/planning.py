@@ -24,6 +24,7 @@ from quire.errors import ArgumentError, OptionError
 from quire.ir.graph import inputs
 from quire.ir.trace import Mod, Traced, mod_name
 from quire.memory import Integers
+from quire.mods import noop_mask
 from quire.request import Mask
 from quire.runtime.slices import slice_size
 
@@ -167,8 +168,8 @@ def _slice_blocks(length: int, block: int, num_ranks: int, wanted: bool | None) 
 
 def _traced(mask: Mask | None) -> Mod:
     """Return the mask as a function of positions; its trace, if it can be traced."""
-    if mask is None:
-        mask = everything
+    if mask is None or mask is noop_mask:
+        mask = everything  # `noop_mask` reads b, as if it could differ by batch entry
     if isinstance(mask, torch_flex.BlockMask):
         mask = element_mod(BlockMask.from_torch(mask))
     return fastest_form(mask, "mask", torch.device("cpu"))
