@@ -22,10 +22,12 @@ import torch
 import torch.distributed as dist
 from compare import assert_as_good_as
 from torch import Tensor
+from torch.nn.attention import flex_attention as torch_flex
 from torch.utils.checkpoint import checkpoint
 
 import quire
 from quire import AuxRequest, Dense, Paged, Ragged
+from quire.block_mask import NOOP_BLOCK_SIZE
 from quire.distributed import (
     ContextPlan,
     attend_over_ranks,
@@ -44,6 +46,7 @@ from quire.errors import ArgumentError, DistributedError, OptionError, ShapeErro
 from quire.kv import PagedKVCache
 from quire.mods import causal, document, sliding_window
 from quire.plans import CallPlan
+from quire.runtime.backward import Pass
 
 DTYPES = {x: getattr(torch, x) for x in ("float32", "bfloat16", "float16", "float64")}
 
@@ -230,9 +233,32 @@ def in_a_ring(group: object, examples: list[Example]) -> None:
         assert aux.max_scores is not None and not aux.max_scores.requires_grad
 
 
-def captured_gradients(group: dist.ProcessGroup, same_bits: bool, dtype: str) -> None:
+def keys_of_two_others(group: object) -> int:
+    """Return in how many places of memory keys arrive that go round."""
+    example = Example(length=400, method="ring", layout="contiguous", width=(24, 16))
+    divided, places, real = example.plan(group), set(), RankGroup.pass_on
+
+    def pass_on(self: RankGroup, *keys: tuple[Tensor, ...]) -> Any:
+        places.add(keys[1][0].data_ptr())
+        return real(self, *keys)
+
+    RankGroup.pass_on = pass_on  # type: ignore[method-assign, assignment]
+    try:
+        example.together(divided, *divided.shard(*example.tensors(), dim=2))
+    finally:
+        RankGroup.pass_on = real  # type: ignore[method-assign]
+    return len(places)
+
+
+def captured_gradients(
+    group: dist.ProcessGroup,
+    same_bits: bool,
+    dtype: str,
+    mask: str = "causal documents",
+    dropout_p: float = 0.0,
+) -> None:
     """The parts of all ranks add up to the gradient of one process, also of a sink."""
-    example = Example("causal documents", length=1100, dtype=dtype, same_bits=same_bits)
+    example = Example(mask, length=1100, dtype=dtype, same_bits=same_bits)
     whole, divided = example.tensors(), example.plan(group)
     above = whole[0].cos()
 
@@ -250,12 +276,16 @@ def captured_gradients(group: dist.ProcessGroup, same_bits: bool, dtype: str) ->
     for each in (DTYPES[dtype], torch.float64):
         *tensors, mod = learned(each)
         q, k, v = (x.to(each) for x in whole)
-        out = quire.attention(q, Dense(k, v), mask=divided.mask, score_mod=mod, sink=tensors[-1])
+        options = {"score_mod": mod, "sink": tensors[-1], "dropout_p": dropout_p}
+        torch.manual_seed(1)
+        out = quire.attention(q, Dense(k, v), mask=divided.mask, **options)
         out.backward(above.to(each))
         found.append([x.grad for x in tensors])
     *tensors, mod = learned(DTYPES[dtype])
     q, k, v = divided.shard(*whole, dim=2)
-    out = attention(q, Dense(k, v), plan=divided, score_mod=mod, sink=tensors[-1])
+    options = {"score_mod": mod, "sink": tensors[-1], "dropout_p": dropout_p}
+    torch.manual_seed(1)
+    out = attention(q, Dense(k, v), plan=divided, **options)
     out.backward(divided.shard(above, dim=2)[0])
     for mine, peer, truth in zip([x.grad for x in tensors], *found, strict=True):
         assert mine is not None and peer is not None and truth is not None
@@ -264,6 +294,43 @@ def captured_gradients(group: dist.ProcessGroup, same_bits: bool, dtype: str) ->
             assert torch.equal(mine, peer)
         else:
             assert_as_good_as(mine, peer, truth, size=30.0)
+
+
+WEIGHTS: dict[str, dict[str, Any]] = {
+    "softmax": {},
+    "sums": {"weight": quire.weights.sigmoid(-3.0), "normalise": False},
+    "shares": {"weight": quire.weights.softplus},
+    "softmax_one": {"weight": quire.weights.softmax_one},
+}
+
+
+def gradients_through_lse(group: object, same_bits: bool) -> None:
+    """Gradients of the output and lse by the method `pages`, with a softmax and other weights."""
+    example = Example("causal documents", 1100, same_bits=same_bits, method="pages", batch=1)
+    whole, divided = example.tensors(), example.plan(group)
+    above, above_lse = whole[0].cos(), whole[0].sin().sum(-1)
+
+    def learned(tensors: tuple[Tensor, ...], *above: Tensor, **options: Any) -> list[Tensor]:
+        """Return output, lse and gradients."""
+        q, k, v = (x.clone().requires_grad_() for x in tensors)
+        options |= {"mask": MASKS[example.mask], "return_aux": AuxRequest(lse=True)}
+        out, aux = quire.attention(q, Dense(k, v), **options)
+        finite = torch.where(aux.lse.isfinite(), above[1], 0)
+        torch.autograd.backward((out, aux.lse), (above[0], finite))
+        return [out.detach(), aux.lse.detach(), *(x.grad for x in (q, k, v) if x.grad is not None)]
+
+    for options in WEIGHTS.values():
+        every = (above, above_lse)
+        peers = learned(whole, *every, **options)
+        exact = learned(tuple(x.double() for x in whole), *(x.double() for x in every), **options)
+        with context_parallel(divided):
+            found = learned(divided.shard(*whole, dim=2), *divided.shard(*every, dim=2), **options)
+        for n, (mine, peer, truth) in enumerate(zip(found, peers, exact, strict=True)):
+            together = divided.gather(mine, dim=2)
+            if same_bits or n < 3:
+                assert torch.equal(together, peer), f"{options}, {n}"
+            else:
+                assert_as_good_as(together, peer, truth, f"{options}, {n}", size=8.0)
 
 
 def second_derivative(group: object) -> None:
@@ -285,9 +352,12 @@ def second_derivative(group: object) -> None:
 
 
 def unsent_is_unread(group: object, example: Example) -> None:
-    """NaN in every block that a rank does not receive does not reach it."""
+    """NaN in every block that a rank does not receive does not reach it, in both directions."""
     whole, divided = example.tensors(), example.plan(group)
-    out = example.alone(*whole)
+    query, *keys = (x.clone() for x in whole)
+    out = example.alone(query.requires_grad_(), *keys)
+    above = out.detach().cos()
+    (grad,) = torch.autograd.grad(out, query, above)
     for reader in range(divided.num_ranks):
         seen = torch.from_numpy(divided.division.needs[reader].any(0))
         hidden = ~seen.repeat_interleave(divided.block)[: example.length]
@@ -298,6 +368,9 @@ def unsent_is_unread(group: object, example: Example) -> None:
             found = example.together(divided, *own)
             if divided.rank == reader:
                 assert torch.equal(found, divided.shard(out, dim=2)[0])
+        found.backward(*divided.shard(above, dim=2))
+        if divided.rank == reader:
+            assert torch.equal(own[0].grad, *divided.shard(grad, dim=2))
 
 
 def while_keys_arrive(group: object, examples: list[Example]) -> int:
@@ -454,6 +527,28 @@ def fails(group: object, method: str, which: str) -> None:
         out.sum().backward()
     finally:
         setattr(CallPlan, which, real)
+
+
+def fails_in_slices(group: object, rounds: int) -> None:
+    """Rank 1 has an error while it computes slices, after it has sent the sums of some rounds."""
+    odd = dist.get_rank(group) == 1  # type: ignore[arg-type]
+    example = Example(length=1100, heads=(6, 3), same_bits=True, method="pages")
+    divided = replace(example.plan(group), group=RankGroup.of(group, SOON))  # type: ignore[arg-type]
+    own = [x.requires_grad_() for x in divided.shard(*example.tensors(), dim=2)]
+    largest, real, done = passes.LARGEST_SUMS, Pass._launch, []
+
+    def launch(*args: Any) -> None:
+        if len(done) == rounds:
+            raise ValueError("this is broken")
+        done.append(real(*args))  # type: ignore[func-returns-value]
+
+    passes.LARGEST_SUMS = 1  # one head at a time
+    if odd:
+        Pass._launch = launch  # type: ignore[method-assign]
+    try:
+        example.together(divided, *own).sum().backward()
+    finally:
+        passes.LARGEST_SUMS, Pass._launch = largest, real  # type: ignore[method-assign]
 
 
 def patience(group: object, how: str, same_bits: bool) -> None:
@@ -791,6 +886,42 @@ def in_a_context(group: object) -> None:
     assert quire.attention(q, Dense(k, v)).shape == q.shape  # outside it is one process again
 
 
+def lists_of_blocks(group: object) -> None:
+    """A BlockMask stands for its mask_mod only if its lists say the same."""
+    divided = plan(causal, length=64, mesh=group)  # type: ignore[arg-type]
+    q, k, v = divided.shard(*Example(length=64, heads=(2, 2)).tensors(), dim=2)
+    sizes = {"BLOCK_SIZE": 16, "device": "cpu"}
+    made = quire.create_block_mask(causal, None, None, 64, 64, **sizes)  # type: ignore[arg-type]
+    longer = quire.create_block_mask(causal, None, None, 90, 90, **sizes)  # type: ignore[arg-type]
+    by_pytorch = torch_flex.create_block_mask(causal, 2, 2, 64, 64, **sizes)  # type: ignore[arg-type]
+    same = [made, longer, longer._adjust(64, 64), longer.resize(50, 50), ~~made, by_pytorch]
+    one, first = torch.ones(1, 1, 1).int(), torch.zeros(1, 1, 1, 1).int()
+    endless = {"BLOCK_SIZE": NOOP_BLOCK_SIZE, "mask_mod": causal, "seq_lengths": (1, 1)}
+    same.append(quire.BlockMask.from_kv_blocks(one, first, **endless))  # type: ignore[arg-type]
+    every = quire.BlockMask.from_kv_blocks(0 * one, first, one, first, **endless)  # type: ignore[arg-type]
+    diagonal = torch.ones(1, 1, 4).int(), torch.arange(4).int().view(1, 1, 4, 1)
+    own = {"BLOCK_SIZE": 16, "mask_mod": causal, "seq_lengths": (64, 64)}
+    some = quire.BlockMask.from_kv_blocks(*diagonal, **own)  # type: ignore[arg-type]
+    none = torch.zeros(1, 1, 4).int()
+    full = quire.BlockMask.from_kv_blocks(none, diagonal[1], *diagonal, **own)  # type: ignore[arg-type]
+    of_one = quire.create_block_mask(by_batch, None, None, 512, 512, **sizes)  # type: ignore[arg-type]
+    with context_parallel(divided):
+        out = quire.flex_attention(q, k, v)
+        for mask in same:
+            assert torch.equal(quire.flex_attention(q, k, v, block_mask=mask), out)
+        for mask in (some, full, every):
+            with pytest.raises(ArgumentError, match=r"but is .blocks of causal.\. Make the plan"):
+                quire.flex_attention(q, k, v, block_mask=mask)
+    for mask, wanted in ((causal, some), (some, full), (by_batch, of_one)):
+        refused = pytest.raises(ArgumentError, match="must be None or the mask of the plan")
+        bidirectional = plan(None, length=64, mesh=group)  # type: ignore[arg-type]
+        with context_parallel(bidirectional, instead_of=wanted), refused:
+            quire.attention(q, Dense(k, v), mask=mask)
+    for mask in (some, full):
+        with context_parallel(divided, instead_of=mask):
+            assert torch.equal(quire.flex_attention(q, k, v, block_mask=mask), out)
+
+
 def decoding(group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     """A cache in pages of which each rank has a part: one merge per step."""
     torch.manual_seed(0)
@@ -850,6 +981,33 @@ def decoding_with_caches(group: dist.ProcessGroup, dtype: str) -> None:
             attend_over_ranks(
                 queries[0], cache.memory(0, mine, first_page=1), q_start=9, mesh=group
             )
+
+
+def decodes_differently(group: dist.ProcessGroup, what: str) -> None:
+    """Rank 1 gives other arguments than the others, or a part of another cache."""
+    rank = dist.get_rank(group)
+    odd = rank == 1
+    width = 8 if odd and what == "width" else 16
+    part = Dense(torch.randn(1, 2, 1024, 16), torch.randn(1, 2, 1024, width), start=1024 * rank)
+    given = {"mask": causal, "q_start": 3000, "scale": 0.1, "sink": torch.zeros(4)}
+    other = {
+        "mask": {"mask": sliding_window(9)},
+        "score_mod": {"score_mod": slopes},
+        "q_start": {"q_start": 5},
+        "scale": {"scale": 1.0},
+        "sink": {"sink": torch.ones(4)},
+        "shape of the sink": {"sink": torch.zeros(3)},
+    }
+    given |= other.get(what, {}) if odd else {}
+    attend_over_ranks(torch.zeros(1, 4, 1, 16), part, mesh=group, timeout=SOON, **given)
+
+
+def gathers(group: dist.ProcessGroup, what: str) -> None:
+    """Rank 1 gives a shard that is not of the plan, or not as the others."""
+    divided = plan(causal, length=300, mesh=group, timeout=SOON)
+    (shard,) = divided.shard(torch.zeros(2, 300, 4), dim=1)
+    other = {"tokens": shard[:, 1:], "dtype": shard.half(), "size": shard[..., 1:]}
+    divided.gather(other[what] if divided.rank == 1 else shard, dim=1)
 
 
 def weights_in_a_ring(group: object) -> None:

@@ -195,6 +195,15 @@ def test_masks_that_differ_by_batch_or_head() -> None:
     assert (table[0] == -1).all()
 
 
+@pytest.mark.parametrize("mask", [None, quire.noop_mask])
+def test_no_mask_is_the_same_for_all_batch_entries_and_heads(mask: Any) -> None:
+    made, x = plan(mask, length=64, num_ranks=1), torch.randn(2, 3, 64, 16)
+    assert made.sizes == (1, 1)
+    with quire.distributed.context_parallel(made):
+        found = quire.attention(x, quire.Dense(x, x), mask=quire.noop_mask)
+    assert torch.equal(found, quire.attention(x, quire.Dense(x, x)))
+
+
 def test_a_mask_without_a_graph() -> None:
     def odd(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return torch.special.bessel_j0(q_idx.float()) > 2  # never
@@ -343,7 +352,7 @@ def test_what_does_not_fit_a_plan() -> None:
     with pytest.raises(ShapeError, match=r"must have 64 tokens along dim 2 to be cut"):
         made().shard(x, dim=2)
     with pytest.raises(ShapeError, match=r"a shard must have the 32 tokens of rank 0 along dim 1"):
-        made().gather(x, dim=1)
+        plan(causal, length=32).gather(x, dim=1)
     with pytest.raises(ArgumentError, match=r"rank must be from 0 to 1, but is 5"):
         made().for_rank(5)
     with pytest.raises(DistributedError, match=r"must have a process group to send anything"):

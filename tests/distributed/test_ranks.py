@@ -105,6 +105,10 @@ def test_a_ring_is_as_good_as_one_process(ranks: Ranks, size: int) -> None:
     ranks.run(rank_cases.in_a_ring, size, examples)
 
 
+def test_a_rank_of_a_ring_holds_the_keys_of_two_others(ranks: Ranks) -> None:
+    assert ranks.run(rank_cases.keys_of_two_others, 4) == [2] * 4
+
+
 def test_long_sequences_have_the_gradients_of_one_process(ranks: Ranks) -> None:
     long = Example("causal documents", 8000, heads=(2, 1), batch=1)
     assert ranks.run(rank_cases.gradients, 2, [long]) and long.plan(None).same_bits
@@ -115,6 +119,25 @@ def test_long_sequences_have_the_gradients_of_one_process(ranks: Ranks) -> None:
 def test_gradients_of_captured_tensors(ranks: Ranks, size: int, dtype: str) -> None:
     for same_bits in (True, False):
         ranks.run(rank_cases.captured_gradients, size, same_bits, dtype)
+
+
+OTHER_CAPTURES = {
+    1: ("float16", "window", 0.3),
+    2: ("float64", "by head", 0.0),
+    3: ("float32", "random", 0.3),
+    4: ("bfloat16", "causal", 0.3),
+}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_gradients_of_captured_tensors_with_dropout(ranks: Ranks, size: int) -> None:
+    for same_bits in (True, False):
+        ranks.run(rank_cases.captured_gradients, size, same_bits, *OTHER_CAPTURES[size])
+
+
+@pytest.mark.parametrize("same_bits", [True, False])
+def test_gradients_through_lse_with_all_weights(ranks: Ranks, same_bits: bool) -> None:
+    ranks.run(rank_cases.gradients_through_lse, 3, same_bits)
 
 
 def test_a_second_derivative(ranks: Ranks) -> None:
@@ -183,6 +206,11 @@ def test_fsdp_beside_it(ranks: Ranks) -> None:
 
 def test_code_that_knows_nothing_of_ranks(ranks: Ranks) -> None:
     ranks.run(rank_cases.in_a_context, 3)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_lists_of_blocks_must_say_what_their_mod_says(ranks: Ranks, size: int) -> None:
+    ranks.run(rank_cases.lists_of_blocks, size)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -274,7 +302,6 @@ DIFFERENT = {
     "mask": r"the plan must be the same on all ranks",
     "score_mod": r"the score_mod must be the same on all ranks",
     "dtype": r"the dtype must be the same on all ranks, but is \['torch.float32'",
-    "bad input": r"must be able to compute this call, but rank 1 is not: ShapeError",
     "sink": r"the sink must be the same on all ranks, but is None on rank 0",
     "return_aux": r"the return_aux must be the same on all .*, but is \[\] on rank 0 and \['lse'\]",
     "backend": r"the backend must be the same on all ranks, .* and \['cpu', 'eager'\] on rank 1",
@@ -284,15 +311,37 @@ DIFFERENT = {
 
 @pytest.mark.parametrize("what", DIFFERENT)
 def test_ranks_that_differ_all_raise(ranks: Ranks, what: str) -> None:
-    outcomes = ranks.outcomes(rank_cases.disagree, 3, what)
-    assert not any(ok for ok, _ in outcomes)
-    for rank, (_, text) in enumerate(outcomes):
-        if what == "bad input" and rank == 1:
-            assert text.startswith("ShapeError")
-        else:
-            assert text.startswith("DistributedError")
-            assert re.search(DIFFERENT[what], text), text
-    ranks.run(rank_cases.same_results, 3, [Example()])  # the group still works
+    all_raise(ranks, f"DistributedError: .*{DIFFERENT[what]}", rank_cases.disagree, what)
+
+
+def test_bad_input_of_one_rank_raises_on_all(ranks: Ranks) -> None:
+    one_raises(ranks, "ShapeError", rank_cases.disagree, "bad input")
+
+
+DECODED = {
+    "mask": "DistributedError: the mask must be the same on all ranks",
+    "score_mod": "DistributedError: the score_mod must be the same on all ranks",
+    "q_start": "DistributedError: the q_start must be the same on all .* 3000 on rank 0 and 5 on",
+    "scale": "DistributedError: the scale must be the same on all ranks, but is 0.1 on rank 0",
+    "sink": "DistributedError: the sink must be the same on all ranks",
+    "width": r"ShapeError: the values of all ranks must have the same width, but have \[8, 16\]",
+}
+
+
+@pytest.mark.parametrize("what", DECODED)
+def test_ranks_that_decode_differently_all_raise(ranks: Ranks, what: str) -> None:
+    all_raise(ranks, DECODED[what], rank_cases.decodes_differently, what)
+
+
+def test_an_error_of_one_rank_that_decodes_raises_on_all(ranks: Ranks) -> None:
+    words = "ShapeError: sink must hold one number per query head"
+    one_raises(ranks, words, rank_cases.decodes_differently, "shape of the sink")
+
+
+def test_shards_that_do_not_fit_together_raise_on_all(ranks: Ranks) -> None:
+    one_raises(ranks, "ShapeError: a shard must have the", rank_cases.gathers, "tokens")
+    all_raise(ranks, "the dtype must be the same on all ranks", rank_cases.gathers, "dtype")
+    all_raise(ranks, "the size of a token must be the same on all", rank_cases.gathers, "size")
 
 
 TOO_MUCH = {
@@ -314,6 +363,19 @@ def test_an_error_in_a_pass_of_one_rank_raises_on_all(
     ranks: Ranks, method: str, which: str
 ) -> None:
     one_raises(ranks, "ValueError: this is broken", rank_cases.fails, method, which)
+
+
+@pytest.mark.parametrize("rounds", [0, 2])
+def test_an_error_while_sums_of_slices_travel_raises_on_all(ranks: Ranks, rounds: int) -> None:
+    one_raises(ranks, "ValueError: this is broken", rank_cases.fails_in_slices, rounds)
+
+
+def all_raise(ranks: Ranks, words: str, *call: Any) -> None:
+    """Run a function with the same error on all ranks; the group works afterwards."""
+    function, *args = call
+    for ok, text in ranks.outcomes(function, 3, *args):
+        assert not ok and re.search(words, text), text
+    ranks.run(rank_cases.same_results, 3, [Example()])
 
 
 def one_raises(ranks: Ranks, words: str, *call: Any) -> None:

@@ -33,6 +33,9 @@ class Threads(NamedTuple):
     barrier: threading.Barrier
     received: list[int]
 
+    def agree(self, facts: dict[str, object]) -> None:
+        """No thread has an error."""
+
     def exchange(self, leaving: Tensor, arriving: Tensor, sent: Any, received: Any) -> Passing:
         self.table[self.rank] = leaving, sent
         self.barrier.wait(20)

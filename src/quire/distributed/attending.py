@@ -210,7 +210,7 @@ def _facts(call: Call, method: MethodName, plan: ContextPlan) -> dict[str, objec
     _, key_heads, _, width = memory.value.shape
     learning = [call.learns, *(x.requires_grad for x in call.captures)]
     return {
-        "plan": f"{plan.digest} of {plan.length} tokens, {plan.layout}, for {plan.num_ranks} ranks",
+        "plan": plan.title,
         "score_mod": digest_of(request.score_mod),
         "kind of weights": request.weighting,
         "sink": None if sink is None else [digest_of_tensors([sink]), sink.requires_grad],

@@ -9,12 +9,17 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
+from quire.block_mask import BlockMask, check_fits
+from quire.block_mask.blocks import EMPTY, FULL, PARTIAL
+from quire.block_mask.elements import by_block, created_cells, four_dimensional
 from quire.block_mask.mask_mods import try_trace
 from quire.distributed.attending import compute
 from quire.distributed.context_plan import ContextPlan, digest_of
+from quire.distributed.planning import everything
 from quire.errors import ArgumentError
 from quire.ir.trace import Mod, Traced, mod_name
 from quire.memory import Queries
+from quire.mods.compose import noop_mask, not_mask
 from quire.plans import over_ranks
 from quire.request import Mask, Request
 from quire.results import Result
@@ -40,7 +45,7 @@ def context_parallel(plan: ContextPlan, *, instead_of: Mask | None = None) -> It
     def together(request: Request) -> Result:
         def asked() -> Request:
             for mask in request.masks:
-                _check_mask(mask, plan, instead_of)
+                _check_mask(mask, plan, instead_of, _sizes(request, plan))
             _check_queries(request.queries, plan)
             return request._replace(masks=())
 
@@ -53,16 +58,25 @@ def context_parallel(plan: ContextPlan, *, instead_of: Mask | None = None) -> It
         over_ranks.reset(token)
 
 
-def _check_mask(mask: Mask, plan: ContextPlan, instead_of: Mask | None) -> None:
+def _sizes(request: Request, plan: ContextPlan) -> tuple[int, int]:
+    """Return the batch entries, or the sequences, and the heads that a call has for its mask."""
+    batch, heads = request.query.shape[:2]
+    return len(plan.blocks.lengths) if plan.is_ragged else batch, heads
+
+
+def _check_mask(
+    mask: Mask, plan: ContextPlan, instead_of: Mask | None, sizes: tuple[int, int]
+) -> None:
     """Raise if a mask of a call is neither the plan's nor `instead_of`."""
     if mask is instead_of or mask is plan.given:
         return
-    mine, known = _traced(mask), [_traced(each) for each in (plan.mask, instead_of)]
+    mine, *known = (_traced(each, sizes) for each in (mask, plan.mask, instead_of))
     if not isinstance(mine, Traced) or digest_of(mine) not in map(digest_of, filter(None, known)):
+        name = mod_name(_function(mask, sizes))
         raise ArgumentError(
             f"the mask of a call must be None or the mask of the plan, {mod_name(plan.mask)!r}, "
-            f"but is {mod_name(_function(mask))!r}. Make the plan with it. If the mask of the plan "
-            f"includes it, say so: context_parallel(plan, instead_of=mask)."
+            f"but is {name!r}. Make the plan with it. If the mask of the plan includes it, say so: "
+            f"context_parallel(plan, instead_of=mask)."
         )
 
 
@@ -78,12 +92,33 @@ def _check_queries(queries: Queries, plan: ContextPlan) -> None:
             )
 
 
-def _function(mask: Mask) -> Mod:
-    mod: Mod = mask.mask_mod if isinstance(mask, torch_flex.BlockMask) else mask
-    return mod
+def _function(mask: Mask, sizes: tuple[int, int]) -> Mod:
+    """Return a mask as a function: the mask_mod of a BlockMask alone if its blocks say the same."""
+    if not isinstance(mask, torch_flex.BlockMask):
+        return everything if mask is noop_mask else mask
+    blocks = BlockMask.from_torch(mask)
+    check_fits(blocks, *sizes, *blocks.seq_lengths, blocks.device)
+    cells = four_dimensional(blocks)
+    if _follows(cells, blocks, sizes):
+        return blocks.mask_mod
+    return by_block(blocks.mask_mod, cells, blocks.BLOCK_SIZE, only_in_partial=True)
 
 
-def _traced(mask: Mask | None) -> Traced | None:
+def _follows(cells: Tensor, mask: BlockMask, sizes: tuple[int, int]) -> bool:
+    """Return whether the mask_mod shows nothing in empty cells, and hides nothing in full ones."""
+    if mask.is_endless:
+        return bool((cells == PARTIAL).all())
+    shown, hidden = (
+        created_cells(mod, (*sizes, *mask.seq_lengths), mask.BLOCK_SIZE, mask.device)
+        for mod in (mask.mask_mod, not_mask(mask.mask_mod))
+    )
+    if shown is None or hidden is None:
+        return False
+    wrong = (cells == EMPTY) & (shown != EMPTY) | (cells == FULL) & (hidden != EMPTY)
+    return not wrong.any()
+
+
+def _traced(mask: Mask | None, sizes: tuple[int, int]) -> Traced | None:
     """Return the trace of a mask; None if there is none."""
-    traced = None if mask is None else try_trace(_function(mask), "mask", _CPU)
+    traced = None if mask is None else try_trace(_function(mask, sizes), "mask", _CPU)
     return traced if isinstance(traced, Traced) else None

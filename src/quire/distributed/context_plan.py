@@ -151,14 +151,18 @@ class ContextPlan:
     def gather(self, shard: Tensor, *, dim: int) -> Tensor:
         """Return on every rank the whole tensor, of which `shard` [..., tokens, ...] is a part.
 
-        It has no gradient.
+        It has no gradient. All ranks of the plan call it together.
         """
-        mine = shard.detach().movedim(dim, 0)
-        if len(mine) != len(self.rows):
-            raise ShapeError(
-                f"a shard must have the {len(self.rows)} tokens of rank {self.rank} along dim "
-                f"{dim}, but has shape {list(shard.shape)}. Give what shard or attention returned."
-            )
+        facts: dict[str, object] = {"plan": self.title}
+        with self.group.agreeing(facts):
+            mine = shard.detach().movedim(dim, 0)
+            if len(mine) != len(self.rows):
+                raise ShapeError(
+                    f"a shard must have the {len(self.rows)} tokens of rank {self.rank} along dim "
+                    f"{dim}, but has shape {list(shard.shape)}. Give what shard or attention "
+                    f"returned."
+                )
+            facts |= {"size of a token": [*mine.shape[1:]], "dtype": str(mine.dtype)}
         counts = self.num_tokens.tolist()
         padded = mine.new_zeros((max(counts), *mine.shape[1:]))
         padded[: len(mine)] = mine
@@ -276,6 +280,11 @@ class ContextPlan:
         found.update(self.division.needs.tobytes())
         found.update(digest_of(self.mask).encode())
         return found.hexdigest()[:16]
+
+    @property
+    def title(self) -> str:
+        """Return a line that is the same for equal plans, and says what they are."""
+        return f"{self.digest} of {self.length} tokens, {self.layout}, for {self.num_ranks} ranks"
 
     # --- what it is like
 

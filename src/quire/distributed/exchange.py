@@ -119,11 +119,13 @@ class AddedSlices:
     def take(self, part: Round, sums: dict[str, Tensor]) -> None:
         """Add up the sums [slices, b, key heads, rows, D] of a round, over the slices of all ranks.
 
-        Sums of keys and values travel together. Columns behind D are not used.
+        Sums of keys and values travel together. Columns behind D are not used. Ranks agree first,
+        since one may have had an error while it computed the round.
         """
         if not sums:
             return
         plan = self._plan
+        plan.group.agree({"gradients": "of slices"})
         each = [x[..., : self._rows[name].shape[3]] for name, x in sums.items()]
         route = plan.slice_route(part.b, part.b_stop)
         totals = [torch.zeros_like(x[0]) for x in each]

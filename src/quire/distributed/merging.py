@@ -13,13 +13,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention import flex_attention as torch_flex
 
+from quire import checks
 from quire.api.merge import merge_attention
 from quire.api.pieces import AttentionPiece, attention_piece, merge_pieces
+from quire.block_mask import BlockMask, element_mod
+from quire.block_mask.mask_mods import try_trace
 from quire.codegen.convention import KEYS_OF_PIECE
+from quire.distributed.context_plan import digest_of, digest_of_tensors
 from quire.distributed.group import TIMEOUT, RankGroup
 from quire.errors import ArgumentError, ShapeError
-from quire.ir.trace import Mod
+from quire.ir.trace import Kind, Mod, Traced
 from quire.memory import Dense, Integers, Paged
 from quire.request import Mask
 
@@ -44,7 +49,8 @@ def merge_over_ranks(
     no gradient.
     """
     group = RankGroup.of(mesh, timeout)
-    with group.agreeing({"shape of out": [*out.shape], "dtype": str(out.dtype)}):
+    facts: dict[str, object] = {"shape of out": [*out.shape]}
+    with group.agreeing(facts | {"dtype": [str(out.dtype), str(lse.dtype)]}):
         if out.shape[:-1] != lse.shape:
             raise ShapeError(
                 f"lse must have shape {list(out.shape[:-1])}, since out has {list(out.shape)}, but "
@@ -78,18 +84,41 @@ def attend_over_ranks(
     Every rank has the same query [B, Hq, L, D] and its own part of a cache: `Dense` with a start,
     or `Paged` with a `first_page`; None if it has no keys yet. Parts are cut at multiples of 1,024
     positions. A rank computes every 1,024 keys apart, and one message merges the pieces of all
-    ranks in the order of their positions. `sink` [Hq] is given by all ranks, and counts once. All
-    ranks get the same bits. There is no gradient.
+    ranks in the order of their positions. All ranks give the same other arguments; `sink` [Hq]
+    counts once. All ranks get the same bits. There is no gradient.
     """
     group = RankGroup.of(mesh, timeout)
     pieces: list[AttentionPiece] = []
     options = {"score_mod": score_mod, "mask": mask, "scale": scale, "q_start": q_start}
-    facts: dict[str, object] = {"shape of the query": [*query.shape], "dtype": str(query.dtype)}
+    facts: dict[str, object] = {}
     with group.agreeing(facts) as notes:
         parts = _ranges(memory)
         pieces += (attention_piece(query, part, **options) for _, part in parts)  # type: ignore[arg-type]
-        width = 0 if memory is None else memory.value.shape[-1]
-        facts["note"] = [width, parts[0][0] if parts else 0, len(parts)]
+        checks.check_sink(sink, query)
+        width = pieces[0].out.shape[-1] if pieces else 0
+        facts |= {
+            "shape of the query": [*query.shape],
+            "dtype": str(query.dtype),
+            "score_mod": _digest(score_mod, "score", query),
+            "mask": _digest(mask, "mask", query),
+            "scale": scale,
+            "sink": None if sink is None else digest_of_tensors([sink]),
+            "q_start": q_start if isinstance(q_start, int) else _digest_of_numbers(q_start),
+            "note": [width, parts[0][0] if parts else 0, len(parts)],
+        }
+    places = _places(notes)
+    with group.telling():
+        size = max(count for *_, count in notes), notes[places[0][0]][0]
+        every = [_unpacked(x) for x in group.gather(_packed(pieces, query, size))]
+        ordered = [AttentionPiece(*(x[n] for x in every[rank])) for rank, n in places]
+        return merge_pieces(ordered, sink=sink, dtype=query.dtype)
+
+
+def _places(notes: list[tuple[int, int, int]]) -> list[tuple[int, int]]:
+    """Return the rank of each piece of all ranks and its number there, in the order of positions.
+
+    Ranks tell the width of their values, the first of their positions and the number of pieces.
+    """
     places = sorted(
         (first + n * KEYS_OF_PIECE, rank, n)
         for rank, (_, first, count) in enumerate(notes)
@@ -103,11 +132,25 @@ def attend_over_ranks(
         )
     if not places:
         raise ArgumentError("some rank must have keys, but none has. Give the keys of the cache.")
-    widths, counts = [width for width, *_ in notes], [count for *_, count in notes]
-    packed = _packed(pieces, query, (max(counts), max(widths)))
-    every = [AttentionPiece(x[..., :-2], x[..., -2], x[..., -1]) for x in group.gather(packed)]
-    ordered = [AttentionPiece(*(x[n] for x in every[rank])) for _, rank, n in places]
-    return merge_pieces(ordered, sink=sink, dtype=query.dtype)
+    widths = {width for width, _, count in notes if count}
+    if len(widths) > 1:
+        raise ShapeError(
+            f"the values of all ranks must have the same width, but have {sorted(widths)}. Give "
+            f"each rank its part of one cache."
+        )
+    return [(rank, n) for _, rank, n in places]
+
+
+def _digest(mod: Mask | None, kind: Kind, query: Tensor) -> str:
+    """Return a number that is the same for mods that say the same; see `digest_of`."""
+    if isinstance(mod, torch_flex.BlockMask):
+        mod = element_mod(BlockMask.from_torch(mod))
+    traced = None if mod is None else try_trace(mod, kind, query.device)
+    return digest_of(traced if isinstance(traced, Traced) else mod)
+
+
+def _digest_of_numbers(numbers: Integers) -> str:
+    return digest_of_tensors([torch.as_tensor(numbers).long()])
 
 
 def _packed(pieces: list[AttentionPiece], query: Tensor, size: tuple[int, int]) -> Tensor:
@@ -119,6 +162,11 @@ def _packed(pieces: list[AttentionPiece], query: Tensor, size: tuple[int, int]) 
         packed[place, ..., :-2] = out
         packed[place, ..., -2], packed[place, ..., -1] = sums, maxima
     return packed
+
+
+def _unpacked(packed: Tensor) -> AttentionPiece:
+    """Return the pieces of a rank, in tensors of all of them."""
+    return AttentionPiece(packed[..., :-2], packed[..., -2], packed[..., -1])
 
 
 def _ranges(memory: Dense | Paged | None) -> list[tuple[int, Dense | Paged]]:

@@ -7,6 +7,7 @@ from datetime import timedelta
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import flex_attention as torch_flex
 
@@ -68,8 +69,8 @@ def plan(
     `bytes_per_key`, the bytes of a key and its value in all heads, makes the printed plan tell MiB.
 
     `method` is "pages" (a rank receives the keys that its queries read), "heads" (a rank computes
-    some heads over the whole sequence) or "ring" (keys go round, and a rank holds those of two
-    ranks at a time). "auto" takes pages or heads, by which of them a call sends less.
+    some heads over the whole sequence) or "ring" (keys go round, and a rank holds its own and those
+    of two others at a time). "auto" takes pages or heads, by which of them a call sends less.
 
     With `same_bits`, gradients of keys, values and captured tensors have the bits of one process:
     ranks have whole slices of the backward pass, at most 64, and the sums of every slice travel. By
@@ -167,11 +168,16 @@ def _slice_blocks(length: int, block: int, num_ranks: int, wanted: bool | None) 
 
 def _traced(mask: Mask | None) -> Mod:
     """Return the mask as a function of positions; its trace, if it can be traced."""
-    if mask is None:
-        mask = noop_mask
+    if mask is None or mask is noop_mask:
+        mask = everything  # `noop_mask` reads b, as if it could differ by batch entry
     if isinstance(mask, torch_flex.BlockMask):
         mask = element_mod(BlockMask.from_torch(mask))
     return fastest_form(mask, "mask", torch.device("cpu"))
+
+
+def everything(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    """Let every query see every key, in all batch entries and heads alike."""
+    return q_idx >= 0
 
 
 def _count(mask: Mod, name: str, index: str, given: int | None) -> int:

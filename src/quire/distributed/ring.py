@@ -3,14 +3,15 @@
     step 0    rank r computes on its own keys, while it sends them to rank r + 1
     step n    rank r computes on the keys of rank r - n, while it sends them on
 
-A rank holds its own keys and those of two others at most, however long the sequence is. Results
-over the keys of each rank are merged. In the backward pass keys go round again, and their gradients
-with them. The order of sums is the same in every run, but it is not that of one process, so results
-agree up to rounding.
+A rank holds its own keys and those of two others at most, however long the sequence is: those that
+it computes on, and those that arrive. Results over the keys of each rank are merged. In the
+backward pass keys go round again, and their gradients with them. The order of sums is the same in
+every run, but it is not that of one process, so results agree up to rounding.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -100,7 +101,7 @@ class RingPasses(Reverse):
             sums = after.wait() if rank != plan.rank else ()
             dtype = above.lse.dtype
             mine = total.of_keys(keys, dtype)
-            sums = tuple(x + y for x, y in zip(sums, mine, strict=True)) if sums else mine
+            sums = tuple(x.add_(y) for x, y in zip(sums, mine, strict=True)) if sums else mine
             before = (rank - 1) % plan.num_ranks
             arriving = tuple(
                 x.new_empty((*x.shape[:2], int(plan.num_tokens[before]), x.shape[3])) for x in sums
@@ -112,18 +113,34 @@ class RingPasses(Reverse):
         return total.gradients(key, value)
 
     def _round(self, key: Tensor, value: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
-        """Yield the keys and values of every rank, the own ones first, as they go round."""
+        """Yield the keys and values of every rank, the own ones first, as they go round.
+
+        Those that arrive take the place of those that were held before.
+        """
         plan = self.plan
         held: tuple[Tensor, ...] = (key.contiguous(), value.contiguous())
+        places = [_memory(held, max(plan.num_tokens)) for _ in range(min(2, plan.num_ranks - 1))]
         for step in range(plan.num_ranks):
             rank = (plan.rank - step) % plan.num_ranks
             following = Passing()
             if step + 1 < plan.num_ranks:
                 count = int(plan.num_tokens[(rank - 1) % plan.num_ranks])
-                into = tuple(x.new_empty((*x.shape[:2], count, x.shape[3])) for x in held)
+                place = zip(places[step % 2], held, strict=True)
+                into = tuple(_like(x, memory, count) for memory, x in place)
                 following = plan.group.pass_on(held, into)
             yield rank, held
             held = following.wait() or held
+
+
+def _memory(keys: tuple[Tensor, ...], count: int) -> tuple[Tensor, ...]:
+    """Return memory for other keys and values, of `count` tokens."""
+    return tuple(x.new_empty(x.shape[0] * x.shape[1] * count * x.shape[3]) for x in keys)
+
+
+def _like(keys: Tensor, memory: Tensor, count: int) -> Tensor:
+    """Return the begin of some memory as keys [B, H, count, D] like others."""
+    shape = (*keys.shape[:2], count, keys.shape[3])
+    return memory[: math.prod(shape)].view(shape)
 
 
 class Errors:
