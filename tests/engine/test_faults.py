@@ -169,6 +169,20 @@ def test_a_draft_model_that_fails_costs_guesses_only(
     assert_empty(served)
 
 
+@pytest.mark.parametrize("harm", [list.clear, lambda tokens: tokens.extend([1, 2, 3])])
+def test_a_drafter_cannot_change_the_text(harm: Callable[[list[int]], None]) -> None:
+    def drafter(tokens: Any) -> list[int]:
+        harm(tokens)
+        return [7]
+
+    served = engine()
+    requests = [served.submit(prompt(9), **OPTIONS, drafter=each) for each in (drafter, None)]
+    run(served)
+    for request in requests:
+        assert_same(request.result(), alone("llama", prompt(9), **OPTIONS))
+    assert_empty(served)
+
+
 def test_each_answer_has_a_lookup_of_its_own() -> None:
     served, given = engine(n_pages=100), PromptLookup()
     given([60, 59, 60, 59])  # what it has seen elsewhere is of no use here

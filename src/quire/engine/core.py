@@ -161,8 +161,9 @@ class Core:
                 asked += [job] if room and self.drafts is not None else []
             elif room:
                 try:
-                    job.drafts = paths_of(job.drafter(job.tokens), room, self.runner.num_logits)
-                except Exception as error:  # the drafter is the user's
+                    given = job.drafter(list(job.tokens))  # a copy: it is the user's code
+                    job.drafts = paths_of(given, room, self.runner.num_logits)
+                except Exception as error:
                     self.finish(job, "error", error)
         if self.drafts is not None and asked:
             texts = [Draftable(j.number, j.tokens, j.sampler, j.room) for j in asked]
