@@ -105,6 +105,29 @@ def test_a_fault_at_the_end_of_a_request_leaves_nobody_waiting(
                 request.result(timeout=60)
 
 
+@pytest.mark.parametrize("options", [{}, {"beams": 2}, {"temperature": 1.0, "seed": 1, "n": 2}])
+def test_a_fault_at_the_end_of_a_request_ends_it_alone(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    served = engine()
+    real = served._core.pages.keep
+
+    def keep(sequence: Any, text: list[int], *, salt: bytes) -> None:
+        real(sequence, text, salt=salt)
+        if salt and len(text) > 9:
+            fails()
+
+    monkeypatch.setattr(served._core.pages, "keep", keep)
+    good = served.submit(prompt(9), **OPTIONS)
+    bad = served.submit(prompt(9), max_tokens=4, salt=b"bad", **options)
+    run(served)
+    for answer in bad.answers if "beams" not in options else ():  # beams have their answer already
+        with pytest.raises(ZeroDivisionError, match="on purpose"):
+            answer.result()
+    assert_same(good.result(), alone("llama", prompt(9), **OPTIONS))
+    assert_empty(served)
+
+
 class ClosingLoop:
     """An event loop that its thread closes just after somebody has asked whether it is closed."""
 

@@ -185,10 +185,10 @@ class Core:
         self._settle(job)
         if self.saves:
             job.saved = [self.pages.copy_out(each) for each in job.sequences]
-        self.running.remove(job)
         self._release(job)
         if not self.saves:
             job.done = 0
+        self.running.remove(job)
         self.waiting.append(job)
 
     # --- run
@@ -323,22 +323,26 @@ class Core:
     def finish(self, job: Job, reason: FinishReason, error: BaseException | None = None) -> None:
         """End the answer of a job, and give its pages back or keep them for later prompts."""
         try:
-            (self.running if job in self.running else self.waiting).remove(job)
-            if job.leader is not None:
-                job.leader.followers.remove(job)
-            for follower in job.followers:  # each reads the prompt itself
-                follower.leader = None
+            self._leave(job)
             self._release(job)
-        except Exception as mistake:  # of ours; whoever waits must hear of it
-            error = error or mistake
-            reason = "error"
-            raise
+        except Exception as mistake:  # of ours; whoever waits for this job must hear of it
+            reason, error = "error", error or mistake
         finally:
             self.counts.finished += len(job.answers)
             for answer in job.answers:
                 if answer.finish_reason is None:
                     answer.finish(reason, job.sampler.text, error)
         self._tell("finish", job, len(job.sampler.tokens), reason)
+
+    def _leave(self, job: Job) -> None:
+        """Take a job out of those who wait or run, and from those it shares a prompt with."""
+        for jobs in (self.running, self.waiting):
+            if job in jobs:
+                jobs.remove(job)
+        if job.leader is not None:
+            job.leader.followers.remove(job)
+        for follower in job.followers:  # each reads the prompt itself
+            follower.leader = None
 
     def drop_cancelled(self) -> None:
         """End the answers that nobody wants any more."""
@@ -348,25 +352,19 @@ class Core:
 
     def end_all(self, reason: FinishReason, error: BaseException | None = None) -> None:
         """End all answers, because the engine is closed or has failed."""
-        mistakes: list[Exception] = []
         for job in [*self.running, *self.waiting]:
-            try:
-                self.finish(job, reason, error)
-            except Exception as mistake:  # the others end nevertheless
-                mistakes.append(mistake)
-        if mistakes:
-            raise mistakes[0]
+            self.finish(job, reason, error)
 
     def _release(self, job: Job) -> None:
         """Give the sequences of a job back. Their full pages are kept for later prompts."""
-        self._settle(job)
         try:
+            self._settle(job)
             self._keep(job)
         finally:
-            self.pages.free(*job.sequences)
-            job.sequences = []
-        if self.drafts is not None:
-            self.drafts.forget(job.number)
+            sequences, job.sequences = job.sequences, []
+            self.pages.free(*sequences)
+            if self.drafts is not None:
+                self.drafts.forget(job.number)
 
     def _keep(self, job: Job) -> None:
         """Remember the full pages of a job by their tokens."""
