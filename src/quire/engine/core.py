@@ -43,8 +43,24 @@ class Core:
         self.problems: list[tuple[str, Exception]] = []  # who raised what, and nobody was told
 
     def step(self) -> bool:
-        """Compute one step. Return whether there is anything left to do."""
+        """Compute one step. Return whether there is anything left to do.
+
+        A step that is interrupted, as by Ctrl-C, ends all requests: it may have done half of
+        anything. New ones can come.
+        """
         began = time.perf_counter()
+        try:
+            self._step()
+        except Exception as error:  # a mistake of ours
+            self.end_all("error", error)
+            raise
+        except BaseException:
+            self.end_all("cancelled")
+            raise
+        self.counts.seconds += time.perf_counter() - began
+        return self.is_busy
+
+    def _step(self) -> None:
         self.counts.steps += 1
         self.drop_cancelled()
         self.admit()
@@ -53,8 +69,6 @@ class Core:
             logits = self.run(scheduled)
             if logits is not None:
                 self.sample(scheduled, logits)
-        self.counts.seconds += time.perf_counter() - began
-        return self.is_busy
 
     @property
     def is_busy(self) -> bool:
@@ -63,8 +77,8 @@ class Core:
 
     def enter(self, job: Job) -> None:
         """Let a new job wait."""
-        self.counts.submitted += len(job.answers)
         self.waiting.append(job)
+        self.counts.submitted += len(job.answers)
         self._tell("submit", job, job.num_prompt)
 
     # --- admit
@@ -87,9 +101,7 @@ class Core:
                     break  # the system has less memory than the cache may take
                 self.finish(job, "error", error)
                 continue
-            self.waiting.remove(job)
-            self.running.append(job)
-            self._tell("admit", job, job.done)
+            self._start(job)
 
     def _place(self, job: Job) -> None:
         """Give a job sequences: with what was saved of them, or pages that hold their tokens."""
@@ -111,6 +123,12 @@ class Core:
             job.was_placed = True
             job.answer.num_cached = min(job.done, job.num_prompt)
         self.counts.cached_tokens += job.done * job.width
+
+    def _start(self, job: Job) -> None:
+        """Let a job that has sequences run."""
+        self.running.append(job)
+        self.waiting.remove(job)
+        self._tell("admit", job, job.done)
 
     def _has_room(self, job: Job) -> bool:
         everybody = [*self.running, job]
@@ -135,7 +153,8 @@ class Core:
                 return None
             jobs = [job for job, _ in chosen]
             for job in jobs:  # each path of a tree after the first one is a fork of the text
-                job.sequences += [self.pages.fork(job.sequences[0]) for _ in job.drafts[1:]]
+                for _ in job.drafts[1:]:
+                    job.sequences.append(self.pages.fork(job.sequences[0]))
             chunks = [job.chunks(count) for job, count in chosen]
             try:
                 reserved = self.runner.reserve([chunk for each in chunks for chunk in each])
@@ -188,8 +207,8 @@ class Core:
         self._release(job)
         if not self.saves:
             job.done = 0
-        self.running.remove(job)
         self.waiting.append(job)
+        self.running.remove(job)
 
     # --- run
 
@@ -248,9 +267,7 @@ class Core:
             for follower in job.followers:
                 follower.sequences, follower.done = [self.pages.fork(job.sequences[0])], job.done
                 follower.leader = None
-                self.waiting.remove(follower)
-                self.running.append(follower)
-                self._tell("admit", follower, follower.done)
+                self._start(follower)
             for each in (job, *job.followers):
                 try:
                     if each.beams is None:
@@ -313,10 +330,11 @@ class Core:
     def _settle(self, job: Job) -> None:
         """Drop drafts that did not come true, and the forks that held them."""
         if job.drafts:
-            kept = job.sequences.pop(job.path)
-            self.pages.free(*job.sequences)
-            self.pages.truncate(kept, job.done)
+            kept = job.sequences[job.path]
+            others = [each for each in job.sequences if each is not kept]
             job.sequences, job.drafts, job.path = [kept], [], 0
+            self.pages.free(*others)
+            self.pages.truncate(kept, job.done)
 
     # --- the end of a job
 
@@ -352,7 +370,7 @@ class Core:
 
     def end_all(self, reason: FinishReason, error: BaseException | None = None) -> None:
         """End all answers, because the engine is closed or has failed."""
-        for job in [*self.running, *self.waiting]:
+        for job in dict.fromkeys([*self.running, *self.waiting]):
             self.finish(job, reason, error)
 
     def _release(self, job: Job) -> None:
