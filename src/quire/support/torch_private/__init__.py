@@ -412,3 +412,14 @@ def hooks_of(module: torch.nn.Module) -> tuple[Sized, Sized]:
     A hook that is added later is in them, too.
     """
     return module._forward_pre_hooks, module._forward_hooks
+
+
+def global_hooks() -> tuple[Sized, Sized]:
+    """Return the functions that are called before and after the forward of every module."""
+    home = "torch.nn.modules.module"
+    return named(home, "_global_forward_pre_hooks"), named(home, "_global_forward_hooks")
+
+
+def parts_of(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
+    """Return the modules, parameters and buffers of a module by name, as they are when read."""
+    return module._modules, module._parameters, module._buffers
