@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+
 from quire.checks.arguments import whole_number
 from quire.engine.sampling.grammar import Grammar
 from quire.errors import ArgumentError
@@ -15,6 +17,9 @@ MOST_LOGPROBS = 20
 """As many alternatives as OpenAI's interface gives for each token."""
 
 MOST_STOPS = 64
+
+LARGEST = float(np.finfo(np.float32).max)
+"""The largest number that sampling can compute with."""
 
 
 @dataclass(frozen=True)
@@ -101,9 +106,10 @@ class Sampling:
             raise ArgumentError(f"logit_bias must be a dict, but is {self.logit_bias!r}. {advice}")
         for token, bias in self.logit_bias.items():
             whole_number("a token of logit_bias", token, minimum=0, advice=advice)
-            if not _is_number(bias) or math.isnan(bias) or bias == math.inf:
+            if not _is_number(bias) or not (abs(bias) <= LARGEST or bias == -math.inf):
                 raise ArgumentError(
-                    f"a number of logit_bias must be finite or -inf, but is {bias!r}. {advice}"
+                    f"a number of logit_bias must be finite or -inf in float32, but is {bias!r}. "
+                    f"{advice}"
                 )
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
 
@@ -127,9 +133,13 @@ def _is_number(value: object) -> bool:
 def _number(
     name: str, value: float, low: float, high: float, advice: str, *, above: bool = False
 ) -> None:
-    """Raise unless `value` is finite, from `low` (or above it) to `high`."""
-    fits = _is_number(value) and low <= value <= high and math.isfinite(value)
-    if not fits or (above and value == low):
+    """Raise unless `value` is finite, from `low` (or above it) to `high`, in float32, too."""
+    fits = _is_number(value) and low <= value <= high and abs(value) < math.inf
+    if fits and abs(value) > LARGEST:
+        raise ArgumentError(
+            f"{name} must be at most {LARGEST:.2g}, the largest float32, but is {value!r}. {advice}"
+        )
+    if not fits or (above and np.float32(value) == low):
         start = f"above {low:g}" if above else f"of at least {low:g}"
         end = "" if high == math.inf else f" and at most {high:g}"
         raise ArgumentError(
