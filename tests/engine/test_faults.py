@@ -152,6 +152,33 @@ def test_a_sampling_or_its_options() -> None:
         engine().submit(prompt(9), Sampling(), max_tokens=5)
 
 
+@pytest.mark.parametrize("start", [True, False])
+@pytest.mark.parametrize("fault", ["submit", "result", "interrupt"])
+def test_generate_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch, fault: str, start: bool
+) -> None:
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    def drafter(tokens: Any) -> Any:
+        return fails() if len(tokens) == 7 else []
+
+    with Engine(packed("llama"), page_size=4, n_pages=64, start=start) as served:
+        prompts = [prompt(5), prompt(9), [] if fault == "submit" else prompt(8)]
+        if fault == "interrupt":
+            monkeypatch.setattr(Generation, "result", interrupted)
+        with pytest.raises((ArgumentError, ZeroDivisionError, KeyboardInterrupt)):
+            served.generate(prompts, max_tokens=100, drafter=drafter)
+        monkeypatch.undo()
+        if not start:
+            served.step()
+        now = served.statistics()
+        while now.running or now.waiting:
+            now = served.statistics()
+        assert now.output_tokens < 100
+        assert_empty(served)
+
+
 # --- guesses
 
 

@@ -233,10 +233,18 @@ class Engine:
     ) -> list[Completion]:
         """Answer many prompts, and return the answers in their order.
 
-        `options` are those of `submit`. With `progress`, a bar is drawn meanwhile.
+        `options` are those of `submit`. With `progress`, a bar is drawn meanwhile. If one raises,
+        or the call is interrupted, the others are cancelled.
         """
-        requests = [self.submit(prompt, **options) for prompt in prompts]
-        return completed(requests) if progress else [each.result() for each in requests]
+        requests: list[Generation] = []
+        try:
+            for prompt in prompts:
+                requests.append(self.submit(prompt, **options))
+            return completed(requests) if progress else [each.result() for each in requests]
+        except BaseException:
+            for request in requests:
+                request.cancel()
+            raise
 
     def _expect_positions(self, num_prompt: int, max_tokens: int) -> None:
         total = num_prompt + max_tokens
