@@ -31,12 +31,13 @@ from quire.engine.loading import load
 from quire.engine.progress import completed
 from quire.engine.prompts import Prompt, tokens_of
 from quire.engine.request_mods import checked, mods_of
+from quire.engine.room import expect_positions, expect_room, room_after
 from quire.engine.runner import Runner
 from quire.engine.sampling import Sampler, Sampling, Vocabulary
 from quire.engine.scheduler import Limits
 from quire.engine.speculation import DraftModel
 from quire.engine.views import EngineView, statistics, view
-from quire.errors import ArgumentError, EngineClosed, EngineError, RequestTooLong
+from quire.errors import ArgumentError, EngineClosed, EngineError
 from quire.integrations.transformers.user_mods import NO_MODS
 from quire.kv.prefix import expect_salt
 from quire.linear import Weights
@@ -116,8 +117,6 @@ class Engine:
             tokenizer, size=runner.num_logits, ends=ends_of(model, tokenizer)
         )
         self.max_length = max_length_of(runner.config, max_length)
-        if drafts is not None:
-            drafts.serve(runner.num_logits)
         if preemption not in ("recompute", "save"):
             raise ArgumentError(
                 f'preemption must be "recompute" or "save", but is {preemption!r}. Save pages if '
@@ -135,6 +134,8 @@ class Engine:
         self._threaded = start
         self._thread: threading.Thread | None = None
         self._process = os.getpid()  # a fork has neither the thread, nor the locks that it held
+        if drafts is not None:  # at last, since nothing raises after it
+            drafts.serve(runner.num_logits)
 
     @classmethod
     def from_pretrained(
@@ -187,12 +188,12 @@ class Engine:
         count = whole_number("n", n, minimum=1, advice="Say how many samples there are.")
         whole_number("priority", priority, advice="Give a whole number.")
         expect_salt(salt)
-        self._expect_positions(len(tokens), wanted.max_tokens)
+        expect_positions(self.max_length, len(tokens), wanted.max_tokens)
         heads = self._core.runner.config.num_attention_heads
         length = len(tokens) + wanted.max_tokens
         given = checked(mask, score_mod, causal=causal)
         mods, whole = mods_of(given, self._core.runner.mods, heads=heads, length=length)
-        self._expect_room(len(tokens), wanted, whole=whole)
+        expect_room(self._core.pages, self._core.limits, len(tokens), wanted, whole=whole)
         first = Sampler(wanted, tokens, self.vocabulary)
         beams = beams_of(first, tokens, count)
         drive = None if self._threaded else self.step
@@ -245,27 +246,6 @@ class Engine:
             for request in requests:
                 request.cancel()
             raise
-
-    def _expect_positions(self, num_prompt: int, max_tokens: int) -> None:
-        total = num_prompt + max_tokens
-        if self.max_length is not None and total > self.max_length:
-            raise RequestTooLong(
-                f"prompt and answer must have at most {self.max_length} tokens, but have "
-                f"{num_prompt} + {max_tokens}. Shorten the prompt, or ask for fewer tokens."
-            )
-
-    def _expect_room(self, num_prompt: int, wanted: Sampling, *, whole: bool) -> None:
-        core, max_tokens, beams = self._core, wanted.max_tokens, wanted.beams
-        total = num_prompt + max_tokens
-        step = max(core.limits.tokens, num_prompt if whole else 1)
-        if not core.pages.has_room([total - 1] * beams, step, alone=True):
-            size = core.pages.shape.page_size
-            raise RequestTooLong(
-                f"a request must fit into the cache alone, but {num_prompt} + {max_tokens} tokens "
-                f"{f'of {beams} beams ' if beams > 1 else ''}need "
-                f"{beams * -(-(total - 1) // size)} pages of {size}, and the limit is "
-                f"{core.pages.limits}. Shorten it, or give the engine more pages."
-            )
 
     # --- steps
 
@@ -339,13 +319,7 @@ class Engine:
     def room_after(self, num_prompt: int) -> int:
         """Return how many tokens may follow a prompt of so many tokens, 1 at least."""
         core = self._core
-        most = self.max_length or 1 << 24
-        low, high = num_prompt + 1, max(num_prompt + 1, most)
-        while low < high:  # the longest request that fits into the cache alone
-            middle = (low + high + 1) // 2
-            fits = core.pages.has_room([middle - 1], core.limits.tokens, alone=True)
-            low, high = (middle, high) if fits else (low, middle - 1)
-        return low - num_prompt
+        return room_after(core.pages, core.limits, self.max_length, num_prompt)
 
     @property
     def is_alive(self) -> bool:
@@ -414,6 +388,9 @@ class Engine:
                 self._core.end_all(reason, error)
             finally:
                 self._gap.answer_all()
+            drafts, self._core.drafts = self._core.drafts, None
+        if drafts is not None:
+            drafts.leave()
 
     def _expect_open(self) -> None:
         expect_process(self._process)
