@@ -149,7 +149,8 @@ class Engine:
         """Return an engine for a model by its name, with linear layers packed as `weights`.
 
         `name` is "SmolLM2-135M-Instruct", which needs no network, a directory, or a name of the
-        hub. `model_options` go to `from_pretrained` of transformers, `options` to the engine.
+        hub. `model_options` go to `from_pretrained` of transformers, and those that say where files
+        are, such as `revision`, to that of the tokenizer, too. `options` go to the engine.
         """
         model, tokenizer = load(name, weights, **(model_options or {}))
         return cls(model, tokenizer, **options)
