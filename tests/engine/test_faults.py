@@ -179,6 +179,18 @@ def test_generate_leaves_nothing_behind(
         assert_empty(served)
 
 
+def test_a_sampling_is_no_dict() -> None:
+    wrong: Any = {"max_tokens": 5}
+    with pytest.raises(ArgumentError, match=r"sampling must be a Sampling, but is {'max_tokens'"):
+        engine().submit(prompt(9), wrong)
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
+def test_bytes_are_no_prompt(kind: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"prompt must be text or tokens, but is .*Give a text"):
+        engine().submit(kind(b"\x05\x06"), max_tokens=2)
+
+
 # --- guesses
 
 

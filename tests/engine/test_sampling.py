@@ -273,12 +273,20 @@ def test_logits_of_another_shape_raise() -> None:
         ({"stop": ""}, "stop must be up to 64 strings that are not empty"),
         ({"stop": ["a"] * 65}, "stop must be up to 64 strings"),
         ({"stop": [3]}, "stop must be up to 64 strings"),
+        ({"stop": 5}, "stop must be a list, but is 5. Put it into one"),
+        ({"stop_tokens": 5}, "stop_tokens must be a list, but is 5. Put it into one"),
+        ({"grammar": "abc"}, "grammar must be a Grammar, but is 'abc'. Use Grammar.json_schema"),
+        ({"early_stopping": 1}, 'early_stopping must be True, False or "never", but is 1'),
         ({"stop_tokens": [-3]}, "a stop token must be a whole number of at least 0"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         Sampling(**options)
+
+
+def test_stops_may_be_none() -> None:
+    assert Sampling(stop=None, stop_tokens=None) == Sampling()  # type: ignore[arg-type]
 
 
 def test_options_are_checked_against_the_vocabulary() -> None:

@@ -18,8 +18,8 @@ WHERE = ("revision", "subfolder", "cache_dir", "local_files_only", "token", "tru
 def load(name: str | os.PathLike[str], weights: Weights | None, **options: Any) -> tuple[Any, Any]:
     """Return a model whose linear layers are packed, and its tokenizer.
 
-    `options` go to `from_pretrained` of transformers, and those of `WHERE` to that of the tokenizer.
-    With `weights` None, layers stay as they are.
+    `options` go to `from_pretrained` of transformers, those of `WHERE` to that of the tokenizer,
+    too. With `weights` None, layers stay as they are.
     """
     if str(name) == EMBEDDED:
         model, tokenizer = smollm2.load()

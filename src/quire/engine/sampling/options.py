@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -75,12 +75,13 @@ class Sampling:
         self._check_logprobs()
         self._check_bias()
         self._check_stops()
+        self._check_grammar()
         self._check_beams()
 
     def _check_beams(self) -> None:
         whole_number("beams", self.beams, minimum=1, advice="Use 1 for no search.")
         _number("length_penalty", self.length_penalty, -math.inf, math.inf, "Use 1 for the mean.")
-        if self.early_stopping not in (True, False, "never"):
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise ArgumentError(
                 f'early_stopping must be True, False or "never", but is {self.early_stopping!r}. '
                 f"Use False if you are not sure."
@@ -114,16 +115,31 @@ class Sampling:
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
 
     def _check_stops(self) -> None:
-        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        stops = (self.stop,) if isinstance(self.stop, str) else _several("stop", self.stop)
         if not all(isinstance(each, str) and each for each in stops) or len(stops) > MOST_STOPS:
             raise ArgumentError(
                 f"stop must be up to {MOST_STOPS} strings that are not empty, but is {stops!r}. "
                 f"Leave it out to end where the model ends."
             )
-        for token in self.stop_tokens:
+        tokens = _several("stop_tokens", self.stop_tokens)
+        for token in tokens:
             whole_number("a stop token", token, minimum=0, advice="Give ids of tokens.")
         object.__setattr__(self, "stop", stops)
-        object.__setattr__(self, "stop_tokens", tuple(self.stop_tokens))
+        object.__setattr__(self, "stop_tokens", tokens)
+
+    def _check_grammar(self) -> None:
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise ArgumentError(
+                f"grammar must be a Grammar, but is {self.grammar!r}. Use Grammar.json_schema, "
+                f"Grammar.regex or Grammar.lark."
+            )
+
+
+def _several(name: str, given: object) -> tuple[Any, ...]:
+    """Return the things of a list, or nothing for None."""
+    if given is not None and not isinstance(given, Iterable):
+        raise ArgumentError(f"{name} must be a list, but is {given!r}. Put it into one.")
+    return () if given is None else tuple(given)
 
 
 def _is_number(value: object) -> bool:
