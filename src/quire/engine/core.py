@@ -264,11 +264,7 @@ class Core:
         for job, rows in zip(scheduled.jobs, scheduled.of_each_job(logits), strict=True):
             if not len(rows[0]):
                 continue
-            for follower in job.followers:
-                follower.sequences, follower.done = [self.pages.fork(job.sequences[0])], job.done
-                follower.leader = None
-                self._start(follower)
-            for each in (job, *job.followers):
+            for each in (job, *self._join(job)):
                 try:
                     if each.beams is None:
                         self._sample(each, rows)
@@ -277,7 +273,20 @@ class Core:
                 except Exception as error:  # in sampling, or in a grammar
                     self._settle(each)
                     self.finish(each, "error", error)
-            job.followers.clear()
+
+    def _join(self, job: Job) -> list[Job]:
+        """Let the samples that waited for a prompt run, as many as there are places.
+
+        They fork its sequence. The others wait on, and find its pages later or read it again.
+        """
+        followers, job.followers = job.followers, []
+        places = max(0, self.limits.requests - len(self.running))
+        for follower in followers:
+            follower.leader = None
+        for follower in followers[:places]:
+            follower.sequences, follower.done = [self.pages.fork(job.sequences[0])], job.done
+            self._start(follower)
+        return followers[:places]
 
     def _sample(self, job: Job, rows: Sequence[Tensor]) -> None:
         """Accept tokens of one job: as long as they are on a path of its drafts, and one more.

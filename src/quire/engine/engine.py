@@ -58,13 +58,14 @@ class Engine:
 
     The tokens of a request do not depend on what else is served, if the rows of the model's layers
     do not (see `quire.linear.pack`). `n_pages` pages of `page_size` tokens, or `max_bytes`, limit
-    the cache of keys and values. A step computes up to `max_tokens` tokens, of one prompt up to
-    `chunk`, for up to `max_requests` at a time. `prefix` keeps the pages of finished requests for
-    prompts that begin like them; by default where a model allows it and is packed. `mask`,
-    `score_mod` and `causal` hold for all requests, as those of `submit` for one; those of `enable`
-    are not read. `drafts` guesses tokens of all requests that have no `drafter` of their own. When
-    pages run out, the last request gives up its own: it computes them again later, or with
-    `preemption="save"` copies them first.
+    the cache of keys and values. Up to `max_requests` answers are written at a time; a beam search
+    counts as one. A step computes a token of each, however many they are, and then guesses and
+    prompts until it has `max_tokens` tokens, of one prompt up to `chunk`. `prefix` keeps the pages
+    of finished requests for prompts that begin like them; by default where a model allows it and is
+    packed. `mask`, `score_mod` and `causal` hold for all requests, as those of `submit` for one;
+    those of `enable` are not read. `drafts` guesses tokens of all requests that have no `drafter`
+    of their own. When pages run out, the last request gives up its own: it computes them again
+    later, or with `preemption="save"` copies them first.
 
     A thread of the engine computes steps, with `num_threads` threads of torch. With `start=False`
     there is none: call `step`, or read an answer, which then computes what it needs.
@@ -174,10 +175,10 @@ class Engine:
         """Take a request, and return it at once. It is answered while others are.
 
         `prompt` is a text, a chat or ids of tokens. `options` are those of `Sampling`, if it is
-        not given. `n` samples share the pages of the prompt; with `beams`, they are the `n` best
-        ones. A higher `priority` goes first. Requests with another `salt` share no pages.
-        `drafter(tokens)` guesses what follows the tokens so far, one list of them or a `DraftTree`.
-        Raise if the request can never be answered.
+        not given. `n` samples share the pages of the prompt, and wait for places as requests do;
+        with `beams`, they are the `n` best ones. A higher `priority` goes first. Requests with
+        another `salt` share no pages. `drafter(tokens)` guesses what follows the tokens so far, one
+        list of them or a `DraftTree`. Raise if the request can never be answered.
 
         `mask` and `score_mod` change the attention of this request in all layers; they hide keys
         in addition to the model. If `causal` is False, `mask` takes the place of the model's mask.
