@@ -276,3 +276,35 @@ def test_completions_have_their_parts() -> None:
     assert result.logprobs is not None and result.top_logprobs is not None
     assert len(result.tokens) == len(result.logprobs) == len(result.top_logprobs) == 3
     assert result.num_prompt == 9 and result.finish_reason == "length"
+
+
+def test_a_timeout_holds_where_answers_compute_steps() -> None:
+    served = engine()
+    request = served.submit(prompt(9), max_tokens=100)
+    for timeout in (0, 1e-6):
+        with pytest.raises(TimeoutError, match=f"must end in {timeout} s, but is still written"):
+            request.result(timeout)
+    assert len(request.result(timeout=600).tokens) == 100
+
+
+def test_an_error_does_not_grow() -> None:
+    def drafter(tokens: Any) -> Any:
+        raise ZeroDivisionError("on purpose")
+
+    served, depths = engine(), []
+    request = served.submit(prompt(9), max_tokens=4, drafter=drafter)
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError) as caught:
+            request.result()
+        names = [entry.name for entry in caught.traceback]
+        depths.append(len(names))
+        assert names[-1] == "drafter"
+    assert len(set(depths)) == 1
+
+
+def test_an_answer_without_tokens_has_no_probabilities_but_a_list() -> None:
+    for logprobs, wanted in ((None, None), (0, [])):
+        request = engine().submit(prompt(9), logprobs=logprobs)
+        request.cancel()
+        found = request.result()
+        assert (found.logprobs, found.top_logprobs) == (wanted, wanted)

@@ -325,6 +325,8 @@ class Core:
             job.tokens, job.width = beams.texts[0], len(beams.texts)
             return
         for answer, beam in zip(job.answers, beams.answers, strict=False):
+            if answer.finish_reason is not None:  # it was cancelled
+                continue
             for found, text in beam.found:
                 answer.add(Token(found.token, text, found.logprob, found.top_logprobs))
             answer.finish(beam.sampler.finished or "length", beam.sampler.text)
@@ -374,8 +376,17 @@ class Core:
     def drop_cancelled(self) -> None:
         """End the answers that nobody wants any more."""
         for job in [*self.running, *self.waiting]:
-            if job.answer.is_cancelled:
-                self.finish(job, "cancelled")
+            if any(each.is_cancelled for each in job.answers):
+                self._cancel(job)
+
+    def _cancel(self, job: Job) -> None:
+        """End the answers of a job that nobody wants. A beam search goes on for the others."""
+        if all(each.is_cancelled for each in job.answers):
+            self.finish(job, "cancelled")
+            return
+        for answer in job.answers:
+            if answer.is_cancelled and answer.finish_reason is None:
+                answer.finish("cancelled", "")
 
     def end_all(self, reason: FinishReason, error: BaseException | None = None) -> None:
         """End all answers, because the engine is closed or has failed."""

@@ -208,6 +208,7 @@ class Engine:
             self._num_answers += count
             for answer in answers:
                 answer.num_prompt = len(tokens)
+                answer.is_scored = wanted.logprobs is not None
             for place, own in enumerate([answers] if beams else [[each] for each in answers]):
                 job = Job(
                     number=own[0].number,
