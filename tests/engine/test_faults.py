@@ -17,6 +17,7 @@ from quire.engine import Engine, EngineWarning, Event, Generation, Sampling
 from quire.engine.runner import _Probe
 from quire.engine.speculation import DraftModel, DraftTree, PromptLookup
 from quire.errors import ArgumentError, CapturedIndexError, EngineError
+from quire.linear import pack
 
 OPTIONS: dict[str, Any] = {"max_tokens": 8, "logprobs": 1}
 
@@ -384,6 +385,14 @@ def test_a_model_that_is_not_packed_shares_no_pages_unless_asked() -> None:
         found = [each.submit(prompt(9), max_tokens=2).result() for _ in "ab"]
         assert found[1].num_cached == cached
     Engine(packed("qwen3"), **options)  # without a warning
+
+
+@pytest.mark.parametrize(("fused", "loose"), [(False, "layers.0.mlp.act_fn"), (True, "norm")])
+def test_norms_and_activations_must_be_packed_too(fused: bool, loose: str) -> None:
+    model = pack(decoder("llama").ours, fused=fused, rowwise=False)
+    with pytest.warns(EngineWarning, match=f"its 'model.{loose}' is not"):
+        served = Engine(model, n_pages=64, start=False)
+    assert not served._core.runner.prefix
 
 
 def test_layers_with_unlike_keys_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
