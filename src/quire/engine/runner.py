@@ -112,7 +112,14 @@ class Runner:
         probe = _Probe(self.model.config)
         with torch.inference_mode():
             first = torch.zeros(1, 1, dtype=torch.long)
-            logits = self._call(first, first, [0], probe)
+            try:
+                logits = self._call(first, first, [0], probe)
+            except ArgumentError as error:  # it does something else with keys
+                raise ArgumentError(
+                    f"the model must take its attention from the attention interface of "
+                    f"transformers, but {type(self.model).__name__} computes it itself. Use "
+                    f"generate for this model, without quire."
+                ) from error
         missing = len(probe.layers) - len(probe.seen)
         if missing or len(set(probe.seen.values())) != 1:
             raise ArgumentError(
