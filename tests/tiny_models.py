@@ -107,6 +107,32 @@ LATENT: dict[str, hf.PreTrainedConfig] = {
     "youtu": hf.YoutuConfig(**_LATENT, q_lora_rank=12),
 }
 """Models whose layers give latents to their cache (MLA)."""
+OTHERS: dict[str, hf.PreTrainedConfig] = {
+    "phi3": hf.Phi3Config(**_DECODER),
+    "olmo2": hf.Olmo2Config(**_DECODER),
+    "granite": hf.GraniteConfig(**_DECODER),
+    "cohere2": hf.Cohere2Config(**_DECODER, **_MIXED, sliding_window=WINDOW),
+    "exaone4": hf.Exaone4Config(**_DECODER, **_MIXED, sliding_window=WINDOW),
+    "starcoder2": hf.Starcoder2Config(**_DECODER),
+    "gpt_neox": hf.GPTNeoXConfig(
+        **{name: value for name, value in _DECODER.items() if name != "num_key_value_heads"}
+    ),
+    "opt": hf.OPTConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        word_embed_proj_dim=32,
+        ffn_dim=40,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=128,
+        init_std=0.3,
+        dropout=0.0,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    ),
+}
+"""Models that only a few tests try."""
 WINDOWED = ("mistral", "gemma2", "gemma3", "gpt_oss")
 
 BERT = hf.BertConfig(
@@ -173,7 +199,7 @@ def pair(kind: Any, config: hf.PreTrainedConfig) -> Pair:
 
 def decoder(family: str) -> Pair:
     """A language model."""
-    return pair(hf.AutoModelForCausalLM, (DECODERS | LATENT)[family])
+    return pair(hf.AutoModelForCausalLM, (DECODERS | LATENT | OTHERS)[family])
 
 
 class Batch(NamedTuple):

@@ -26,6 +26,22 @@ def test_samples_that_wait_for_their_leader_have_places() -> None:
     assert all(each.result().tokens for each in (first, second, third))
 
 
+@pytest.mark.parametrize("prefix", [True, False])
+@pytest.mark.parametrize("preemption", ["save", "recompute"])
+def test_more_samples_than_places_wait(prefix: bool, preemption: Any) -> None:
+    options: dict[str, Any] = {"max_tokens": 6, "n": 7, "temperature": 1.0, "seed": 3}
+    served = engine(max_requests=2, prefix=prefix, preemption=preemption, chunk=3)
+    many = served.submit(prompt(14), **options)
+    other = served.submit(prompt(5), max_tokens=2)
+    while served.step():
+        served.check_integrity()
+        assert served.statistics().running <= 2
+    wanted = engine(n_pages=400).submit(prompt(14), **options)
+    assert [each.tokens for each in many.results()] == [each.tokens for each in wanted.results()]
+    assert other.result().tokens == alone("llama", prompt(5), max_tokens=2).tokens
+    assert served._core.pages.statistics().sequences == 0
+
+
 def test_samples_that_wait_for_their_leader_have_pages() -> None:
     served = engine(n_pages=12, chunk=3, prefix=False)
     served.submit(prompt(14), max_tokens=4, n=4, temperature=1.0)

@@ -178,3 +178,23 @@ def test_a_grammar_may_allow_fewer_texts() -> None:
     assert "".join(token.text for token in request.answers[0]) == texts[0]
     with pytest.raises(SamplingError, match=r"must find 3 texts, but .* allows only 2"):
         request.answers[2].result()
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_one_answer_of_a_search_may_be_cancelled(place: int) -> None:
+    options: dict[str, Any] = {"max_tokens": 5, "beams": 3, "n": 2}
+    served = engine()
+    request = served.submit(prompt(9), **options)
+    served.step()
+    request.answers[place].cancel()
+    served.step()
+    assert [each.finish_reason for each in request.answers].count("cancelled") == 1
+    run(served)
+    wanted = engine().submit(prompt(9), **options).results()
+    cancelled, other = request.answers[place].result(), request.answers[1 - place].result()
+    assert (cancelled.tokens, cancelled.finish_reason) == ([], "cancelled")
+    assert other.tokens == wanted[1 - place].tokens
+    both = served.submit(prompt(9), **options)
+    both.cancel()
+    assert [each.finish_reason for each in both.results()] == ["cancelled"] * 2
+    assert not served.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -155,6 +156,95 @@ def test_hooks_of_modules_are_called() -> None:
     assert len(seen) == 2
     assert engine.generate([[1, 2, 3]], max_tokens=2, ignore_eos=True)[0].tokens == first
     assert len(seen) == 2
+
+
+def scored(engine: Engine) -> list[float] | None:
+    """The log-probabilities of an answer."""
+    return engine.submit([1, 2, 3], max_tokens=3, ignore_eos=True, logprobs=0).result().logprobs
+
+
+def of_modules(model: Any) -> list[float] | None:
+    """The log-probabilities that modules compute."""
+    engine = Engine(model, n_pages=8, prefix=False, start=False)
+    engine._core.runner._decoder = None
+    return scored(engine)
+
+
+def patch(module: Any) -> None:
+    forward = module.forward
+    module.forward = lambda *args, **options: forward(*args, **options) * 2
+
+
+def exchange(model: Any, *, assign: bool) -> None:
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    for name in state:
+        if name.endswith(("bias", "norm_weight", "norm.weight")):
+            state[name] += 0.5
+    model.load_state_dict(state, assign=assign)
+
+
+CHANGES: dict[str, Any] = {
+    "a layer": lambda model: patch(model.model.layers[1]),
+    "a packed layer": lambda model: patch(model.model.layers[1].mlp.down_proj),
+    "angles": lambda model: model.model.rotary_emb.inv_freq.mul_(1.5),
+    "a part": lambda model: setattr(model.model.layers[1], "mlp", model.model.layers[0].mlp),
+    "tensors": lambda model: exchange(model, assign=True),
+    "numbers": lambda model: exchange(model, assign=False),
+    "memory": lambda model: setattr(model.model.norm.weight, "data", torch.full((48,), 3.0)),
+}
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+@pytest.mark.parametrize("change", list(CHANGES))
+def test_a_model_may_change_between_requests(kind: str, change: str) -> None:
+    model = packed(kind)
+    engine = Engine(model, n_pages=8, prefix=False, start=False)
+    before = scored(engine)
+    CHANGES[change](model)
+    found = scored(engine)
+    assert found == of_modules(model) != before
+    assert scored(Engine(model, n_pages=8, prefix=False, start=False)) == found
+
+
+def test_hooks_of_all_modules_are_called() -> None:
+    model, seen = packed("llama"), []
+    engine = Engine(model, n_pages=8, prefix=False, start=False)
+    with torch.nn.modules.module.register_module_forward_hook(lambda *_: seen.append(1)):
+        scored(engine)
+    assert len(seen) > 3
+
+
+def test_a_class_of_the_same_name_has_no_program() -> None:
+    def forward(self: Any, *arguments: Any, **options: Any) -> Any:
+        out = LlamaForCausalLM.forward(self, *arguments, **options)
+        out.logits = out.logits * 2
+        return out
+
+    own = type("LlamaForCausalLM", (LlamaForCausalLM,), {"forward": forward})
+    torch.manual_seed(0)
+    model = pack(own(KINDS["llama"][1]).eval())
+    assert scored(Engine(model, n_pages=8, prefix=False, start=False)) == of_modules(model)
+    assert of_modules(model) != of_modules(packed("llama"))
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_the_forward_of_a_class_may_be_exchanged(
+    monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    model, kind = packed("llama"), type(packed("llama").model.layers[0])
+    real, engines = kind.forward, []
+    if late:
+        engines.append(Engine(model, n_pages=8, prefix=False, start=False))
+        scored(engines[0])
+
+    @functools.wraps(real)
+    def forward(*arguments: Any, **options: Any) -> Any:
+        return real(*arguments, **options) * 2
+
+    monkeypatch.setattr(kind, "forward", forward)
+    engines.append(Engine(model, n_pages=8, prefix=False, start=False))
+    for engine in engines:
+        assert scored(engine) == of_modules(model)
 
 
 def test_an_index_out_of_range_ends_its_request_alone() -> None:

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from forking import forks
 from served import alone, assert_same, engine, packed, prompt, run
-from tiny_models import DECODERS, WINDOWED, decoder
+from tiny_models import DECODERS, OTHERS, WINDOWED, decoder
 
 from quire.engine import Completion, Engine, Event, Token
 from quire.errors import ArgumentError, EngineClosed, RequestTooLong
@@ -22,7 +23,7 @@ from quire.linear import pack
 LENGTHS = (5, 17, 11, 30, 1)
 
 
-@pytest.mark.parametrize("family", DECODERS)
+@pytest.mark.parametrize("family", [*DECODERS, *OTHERS])
 def test_greedy_answers_are_those_of_generate(family: str) -> None:
     eager = decoder(family).eager
     served = engine(family, n_pages=100)
@@ -34,6 +35,20 @@ def test_greedy_answers_are_those_of_generate(family: str) -> None:
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=8
         )
         assert request.result().tokens == text[0, length:].tolist()
+
+
+@pytest.mark.filterwarnings("ignore:attn_implementation")  # it says the same
+@pytest.mark.parametrize("family", ["Bloom", "Falcon", "GPTJ", "Mpt", "CodeGen"])
+def test_models_with_attention_of_their_own_are_refused(family: str) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    ends = {"bos_token_id": None, "eos_token_id": None}
+    config = getattr(hf, f"{family}Config")(vocab_size=61, **sizes, **ends)
+    if hasattr(config, "rotary_dim"):
+        config.rotary_dim = 4
+    model = hf.AutoModelForCausalLM.from_config(config)
+    message = f"interface of transformers, but {family}ForCausalLM computes it itself. Use generate"
+    with pytest.raises(ArgumentError, match=message):
+        Engine(model, n_pages=8, prefix=False, start=False)
 
 
 @pytest.mark.parametrize("family", DECODERS)
@@ -276,3 +291,35 @@ def test_completions_have_their_parts() -> None:
     assert result.logprobs is not None and result.top_logprobs is not None
     assert len(result.tokens) == len(result.logprobs) == len(result.top_logprobs) == 3
     assert result.num_prompt == 9 and result.finish_reason == "length"
+
+
+def test_a_timeout_holds_where_answers_compute_steps() -> None:
+    served = engine()
+    request = served.submit(prompt(9), max_tokens=100)
+    for timeout in (0, 1e-6):
+        with pytest.raises(TimeoutError, match=f"must end in {timeout} s, but is still written"):
+            request.result(timeout)
+    assert len(request.result(timeout=600).tokens) == 100
+
+
+def test_an_error_does_not_grow() -> None:
+    def drafter(tokens: Any) -> Any:
+        raise ZeroDivisionError("on purpose")
+
+    served, depths = engine(), []
+    request = served.submit(prompt(9), max_tokens=4, drafter=drafter)
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError) as caught:
+            request.result()
+        names = [entry.name for entry in caught.traceback]
+        depths.append(len(names))
+        assert names[-1] == "drafter"
+    assert len(set(depths)) == 1
+
+
+def test_an_answer_without_tokens_has_no_probabilities_but_a_list() -> None:
+    for logprobs, wanted in ((None, None), (0, [])):
+        request = engine().submit(prompt(9), logprobs=logprobs)
+        request.cancel()
+        found = request.result()
+        assert (found.logprobs, found.top_logprobs) == (wanted, wanted)

@@ -17,6 +17,7 @@ from quire.engine import Engine, EngineWarning, Event, Generation, Sampling
 from quire.engine.runner import _Probe
 from quire.engine.speculation import DraftModel, DraftTree, PromptLookup
 from quire.errors import ArgumentError, CapturedIndexError, EngineError
+from quire.linear import pack
 
 OPTIONS: dict[str, Any] = {"max_tokens": 8, "logprobs": 1}
 
@@ -105,6 +106,29 @@ def test_a_fault_at_the_end_of_a_request_leaves_nobody_waiting(
                 request.result(timeout=60)
 
 
+@pytest.mark.parametrize("options", [{}, {"beams": 2}, {"temperature": 1.0, "seed": 1, "n": 2}])
+def test_a_fault_at_the_end_of_a_request_ends_it_alone(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    served = engine()
+    real = served._core.pages.keep
+
+    def keep(sequence: Any, text: list[int], *, salt: bytes) -> None:
+        real(sequence, text, salt=salt)
+        if salt and len(text) > 9:
+            fails()
+
+    monkeypatch.setattr(served._core.pages, "keep", keep)
+    good = served.submit(prompt(9), **OPTIONS)
+    bad = served.submit(prompt(9), max_tokens=4, salt=b"bad", **options)
+    run(served)
+    for answer in bad.answers if "beams" not in options else ():  # beams have their answer already
+        with pytest.raises(ZeroDivisionError, match="on purpose"):
+            answer.result()
+    assert_same(good.result(), alone("llama", prompt(9), **OPTIONS))
+    assert_empty(served)
+
+
 class ClosingLoop:
     """An event loop that its thread closes just after somebody has asked whether it is closed."""
 
@@ -127,6 +151,45 @@ def test_a_loop_that_is_closed_stops_nobody() -> None:
 def test_a_sampling_or_its_options() -> None:
     with pytest.raises(ArgumentError, match=r"either a Sampling or its options .*'max_tokens'"):
         engine().submit(prompt(9), Sampling(), max_tokens=5)
+
+
+@pytest.mark.parametrize("start", [True, False])
+@pytest.mark.parametrize("fault", ["submit", "result", "interrupt"])
+def test_generate_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch, fault: str, start: bool
+) -> None:
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    def drafter(tokens: Any) -> Any:
+        return fails() if len(tokens) == 7 else []
+
+    with Engine(packed("llama"), page_size=4, n_pages=64, start=start) as served:
+        prompts = [prompt(5), prompt(9), [] if fault == "submit" else prompt(8)]
+        if fault == "interrupt":
+            monkeypatch.setattr(Generation, "result", interrupted)
+        with pytest.raises((ArgumentError, ZeroDivisionError, KeyboardInterrupt)):
+            served.generate(prompts, max_tokens=100, drafter=drafter)
+        monkeypatch.undo()
+        if not start:
+            served.step()
+        now = served.statistics()
+        while now.running or now.waiting:
+            now = served.statistics()
+        assert now.output_tokens < 100
+        assert_empty(served)
+
+
+def test_a_sampling_is_no_dict() -> None:
+    wrong: Any = {"max_tokens": 5}
+    with pytest.raises(ArgumentError, match=r"sampling must be a Sampling, but is {'max_tokens'"):
+        engine().submit(prompt(9), wrong)
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
+def test_bytes_are_no_prompt(kind: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"prompt must be text or tokens, but is .*Give a text"):
+        engine().submit(kind(b"\x05\x06"), max_tokens=2)
 
 
 # --- guesses
@@ -166,6 +229,20 @@ def test_a_draft_model_that_fails_costs_guesses_only(
     assert len(calls) > after + 1  # it is asked again
     assert drafts.runner.pages.statistics().sequences == 0
     drafts.runner.pages.check_integrity()
+    assert_empty(served)
+
+
+@pytest.mark.parametrize("harm", [list.clear, lambda tokens: tokens.extend([1, 2, 3])])
+def test_a_drafter_cannot_change_the_text(harm: Callable[[list[int]], None]) -> None:
+    def drafter(tokens: Any) -> list[int]:
+        harm(tokens)
+        return [7]
+
+    served = engine()
+    requests = [served.submit(prompt(9), **OPTIONS, drafter=each) for each in (drafter, None)]
+    run(served)
+    for request in requests:
+        assert_same(request.result(), alone("llama", prompt(9), **OPTIONS))
     assert_empty(served)
 
 
@@ -308,6 +385,14 @@ def test_a_model_that_is_not_packed_shares_no_pages_unless_asked() -> None:
         found = [each.submit(prompt(9), max_tokens=2).result() for _ in "ab"]
         assert found[1].num_cached == cached
     Engine(packed("qwen3"), **options)  # without a warning
+
+
+@pytest.mark.parametrize(("fused", "loose"), [(False, "layers.0.mlp.act_fn"), (True, "norm")])
+def test_norms_and_activations_must_be_packed_too(fused: bool, loose: str) -> None:
+    model = pack(decoder("llama").ours, fused=fused, rowwise=False)
+    with pytest.warns(EngineWarning, match=f"its 'model.{loose}' is not"):
+        served = Engine(model, n_pages=64, start=False)
+    assert not served._core.runner.prefix
 
 
 def test_layers_with_unlike_keys_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -227,6 +227,16 @@ def test_a_tiny_temperature_takes_the_likeliest() -> None:
         assert found.token == int(logits.argmax())
 
 
+def test_what_is_forbidden_is_not_drawn_at_any_temperature() -> None:
+    logits = torch.randn(SIZE)
+    for temperature in (1e-5, 1.0, 3e38):
+        options: dict[str, Any] = {"temperature": temperature, "top_k": 50, "top_p": 0.9}
+        forbidden = dict.fromkeys(range(2, SIZE), -math.inf)
+        for seed in range(20):
+            drawn = sampler(logit_bias=forbidden, seed=seed, **options).sample(logits)
+            assert drawn.token < 2
+
+
 def test_logits_of_another_shape_raise() -> None:
     for logits in (torch.zeros(SIZE - 1), torch.zeros(1, SIZE), torch.zeros(SIZE).double()):
         with pytest.raises(ShapeError, match=r"logits must be \[400\] of float32, but are"):
@@ -240,6 +250,10 @@ def test_logits_of_another_shape_raise() -> None:
         ({"temperature": -0.1}, "temperature must be a finite number of at least 0, but is -0.1"),
         ({"temperature": math.nan}, "temperature must be a finite number"),
         ({"temperature": True}, "temperature must be a finite number"),
+        ({"temperature": 1e39}, r"temperature must be at most 3.4e\+38, the largest float32"),
+        ({"temperature": 10**400}, "temperature must be at most"),
+        ({"repetition_penalty": 1e39}, "repetition_penalty must be at most"),
+        ({"repetition_penalty": 1e-46}, "repetition_penalty must be a finite number above 0"),
         ({"top_k": 0}, "top_k must be a whole number of at least 1"),
         ({"top_p": 0}, "top_p must be a finite number above 0 and at most 1, but is 0"),
         ({"top_p": 1.1}, "top_p must be"),
@@ -253,15 +267,26 @@ def test_logits_of_another_shape_raise() -> None:
         ({"logit_bias": [1]}, r"logit_bias must be a dict, but is \[1\]"),
         ({"logit_bias": {-1: 1.0}}, "a token of logit_bias must be a whole number of at least 0"),
         ({"logit_bias": {1: math.inf}}, "a number of logit_bias must be finite or -inf"),
+        ({"logit_bias": {1: 1e39}}, r"finite or -inf in float32, but is 1e\+39\. Give token ids"),
+        ({"logit_bias": {1: -(10**400)}}, "a number of logit_bias must be finite or -inf"),
+        ({"logit_bias": {1: math.nan}}, "a number of logit_bias must be finite or -inf"),
         ({"stop": ""}, "stop must be up to 64 strings that are not empty"),
         ({"stop": ["a"] * 65}, "stop must be up to 64 strings"),
         ({"stop": [3]}, "stop must be up to 64 strings"),
+        ({"stop": 5}, "stop must be a list, but is 5. Put it into one"),
+        ({"stop_tokens": 5}, "stop_tokens must be a list, but is 5. Put it into one"),
+        ({"grammar": "abc"}, "grammar must be a Grammar, but is 'abc'. Use Grammar.json_schema"),
+        ({"early_stopping": 1}, 'early_stopping must be True, False or "never", but is 1'),
         ({"stop_tokens": [-3]}, "a stop token must be a whole number of at least 0"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         Sampling(**options)
+
+
+def test_stops_may_be_none() -> None:
+    assert Sampling(stop=None, stop_tokens=None) == Sampling()  # type: ignore[arg-type]
 
 
 def test_options_are_checked_against_the_vocabulary() -> None:

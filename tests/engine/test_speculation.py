@@ -153,3 +153,19 @@ def test_a_draft_model_must_fit() -> None:
         drafts.serve(60)
     with pytest.raises(ArgumentError, match="widths must have a number at least"):
         DraftModel(packed("llama"), widths=())
+
+
+@pytest.mark.parametrize("start", [True, False])
+def test_a_draft_model_serves_one_engine_after_another(start: bool) -> None:
+    drafts = DraftModel(packed("llama"), page_size=4, n_pages=64)
+    for wrong in ({"preemption": "x"}, {"max_length": 0}):
+        with pytest.raises(ArgumentError):
+            engine(drafts=drafts, **wrong)
+    for _ in "ab":
+        with engine(drafts=drafts, start=start) as served:
+            with pytest.raises(ArgumentError, match="Make one for each, or close that one"):
+                engine(drafts=drafts)
+            served.submit(prompt(5), max_tokens=90)  # it is not finished when the engine is closed
+            found = served.submit(prompt(9), **OPTIONS).result(timeout=60)
+        assert_same(found, alone("llama", prompt(9), **OPTIONS))
+        assert drafts.runner.pages.statistics().sequences == 0

@@ -13,8 +13,10 @@ import asyncio
 import contextlib
 import os
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Literal, NamedTuple
 
 from quire.errors import EngineClosed
@@ -64,12 +66,14 @@ class Answer:
     ) -> None:
         self.number = number
         self.is_cancelled = False
+        self.is_scored = False  # whether its log-probabilities are asked for
         self.num_prompt = self.num_cached = 0
         self._drive, self._expect = drive, expect
         self._tokens: list[Token] = []
         self._end: FinishReason | None = None
         self._text = ""
         self._error: BaseException | None = None
+        self._traceback: TracebackType | None = None  # of the error, before anybody has raised it
         # Who waits for the end is not woken by each token: waking takes time from the engine.
         self._changed = threading.Condition()
         self._readers = 0  # how many threads wait for a token
@@ -88,6 +92,7 @@ class Answer:
         """End the answer."""
         with self._changed, self._ended:
             self._end, self._text, self._error = reason, text, error
+            self._traceback = None if error is None else error.__traceback__
             self._tell()
             self._ended.notify_all()
 
@@ -142,22 +147,24 @@ class Answer:
 
     def result(self, timeout: float | None = None) -> Completion:
         """Wait until the answer is finished, and return it. Raise what ended it, if that is so."""
+        began = time.monotonic()
         while self._end is None:
             self._expect()
+            left = None if timeout is None else began + timeout - time.monotonic()
+            if left is not None and left <= 0:
+                raise TimeoutError(f"the answer must end in {timeout} s, but is still written")
             if self._drive is not None:
                 self._drive()
                 continue
             with self._ended:
-                if not self._ended.wait_for(lambda: self._end is not None, timeout):
-                    raise TimeoutError(f"the answer must end in {timeout} s, but is still written")
+                self._ended.wait_for(lambda: self._end is not None, left)
         self._raise()
-        scored = bool(self._tokens) and self._tokens[0].logprob is not None
         return Completion(
             tokens=[each.token for each in self._tokens],
             text=self._text,
             finish_reason=self._end,
-            logprobs=[each.logprob or 0.0 for each in self._tokens] if scored else None,
-            top_logprobs=[each.top_logprobs for each in self._tokens] if scored else None,
+            logprobs=[each.logprob or 0.0 for each in self._tokens] if self.is_scored else None,
+            top_logprobs=[each.top_logprobs for each in self._tokens] if self.is_scored else None,
             num_prompt=self.num_prompt,
             num_cached=self.num_cached,
         )
@@ -181,7 +188,7 @@ class Answer:
 
     def _raise(self) -> None:
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(self._traceback)
 
 
 class Generation:

@@ -54,6 +54,10 @@ def sampling_of(given: Sampling | None, options: dict[str, Any]) -> Sampling:
             f"either a Sampling or its options must be given, but both are: {sorted(options)}. Use "
             f"dataclasses.replace to change some options of a Sampling."
         )
+    if given is not None and not isinstance(given, Sampling):
+        raise ArgumentError(
+            f"sampling must be a Sampling, but is {given!r}. Make one, or give its options by name."
+        )
     return Sampling(**options) if given is None else given
 
 

@@ -43,8 +43,24 @@ class Core:
         self.problems: list[tuple[str, Exception]] = []  # who raised what, and nobody was told
 
     def step(self) -> bool:
-        """Compute one step. Return whether there is anything left to do."""
+        """Compute one step. Return whether there is anything left to do.
+
+        A step that is interrupted, as by Ctrl-C, ends all requests: it may have done half of
+        anything. New ones can come.
+        """
         began = time.perf_counter()
+        try:
+            self._step()
+        except Exception as error:  # a mistake of ours
+            self.end_all("error", error)
+            raise
+        except BaseException:
+            self.end_all("cancelled")
+            raise
+        self.counts.seconds += time.perf_counter() - began
+        return self.is_busy
+
+    def _step(self) -> None:
         self.counts.steps += 1
         self.drop_cancelled()
         self.admit()
@@ -53,8 +69,6 @@ class Core:
             logits = self.run(scheduled)
             if logits is not None:
                 self.sample(scheduled, logits)
-        self.counts.seconds += time.perf_counter() - began
-        return self.is_busy
 
     @property
     def is_busy(self) -> bool:
@@ -63,8 +77,8 @@ class Core:
 
     def enter(self, job: Job) -> None:
         """Let a new job wait."""
-        self.counts.submitted += len(job.answers)
         self.waiting.append(job)
+        self.counts.submitted += len(job.answers)
         self._tell("submit", job, job.num_prompt)
 
     # --- admit
@@ -87,9 +101,7 @@ class Core:
                     break  # the system has less memory than the cache may take
                 self.finish(job, "error", error)
                 continue
-            self.waiting.remove(job)
-            self.running.append(job)
-            self._tell("admit", job, job.done)
+            self._start(job)
 
     def _place(self, job: Job) -> None:
         """Give a job sequences: with what was saved of them, or pages that hold their tokens."""
@@ -111,6 +123,12 @@ class Core:
             job.was_placed = True
             job.answer.num_cached = min(job.done, job.num_prompt)
         self.counts.cached_tokens += job.done * job.width
+
+    def _start(self, job: Job) -> None:
+        """Let a job that has sequences run."""
+        self.running.append(job)
+        self.waiting.remove(job)
+        self._tell("admit", job, job.done)
 
     def _has_room(self, job: Job) -> bool:
         everybody = [*self.running, job]
@@ -135,7 +153,8 @@ class Core:
                 return None
             jobs = [job for job, _ in chosen]
             for job in jobs:  # each path of a tree after the first one is a fork of the text
-                job.sequences += [self.pages.fork(job.sequences[0]) for _ in job.drafts[1:]]
+                for _ in job.drafts[1:]:
+                    job.sequences.append(self.pages.fork(job.sequences[0]))
             chunks = [job.chunks(count) for job, count in chosen]
             try:
                 reserved = self.runner.reserve([chunk for each in chunks for chunk in each])
@@ -161,8 +180,9 @@ class Core:
                 asked += [job] if room and self.drafts is not None else []
             elif room:
                 try:
-                    job.drafts = paths_of(job.drafter(job.tokens), room, self.runner.num_logits)
-                except Exception as error:  # the drafter is the user's
+                    given = job.drafter(list(job.tokens))  # a copy: it is the user's code
+                    job.drafts = paths_of(given, room, self.runner.num_logits)
+                except Exception as error:
                     self.finish(job, "error", error)
         if self.drafts is not None and asked:
             texts = [Draftable(j.number, j.tokens, j.sampler, j.room) for j in asked]
@@ -184,11 +204,11 @@ class Core:
         self._settle(job)
         if self.saves:
             job.saved = [self.pages.copy_out(each) for each in job.sequences]
-        self.running.remove(job)
         self._release(job)
         if not self.saves:
             job.done = 0
         self.waiting.append(job)
+        self.running.remove(job)
 
     # --- run
 
@@ -244,13 +264,7 @@ class Core:
         for job, rows in zip(scheduled.jobs, scheduled.of_each_job(logits), strict=True):
             if not len(rows[0]):
                 continue
-            for follower in job.followers:
-                follower.sequences, follower.done = [self.pages.fork(job.sequences[0])], job.done
-                follower.leader = None
-                self.waiting.remove(follower)
-                self.running.append(follower)
-                self._tell("admit", follower, follower.done)
-            for each in (job, *job.followers):
+            for each in (job, *self._join(job)):
                 try:
                     if each.beams is None:
                         self._sample(each, rows)
@@ -259,7 +273,20 @@ class Core:
                 except Exception as error:  # in sampling, or in a grammar
                     self._settle(each)
                     self.finish(each, "error", error)
-            job.followers.clear()
+
+    def _join(self, job: Job) -> list[Job]:
+        """Let the samples that waited for a prompt run, as many as there are places.
+
+        They fork its sequence. The others wait on, and find its pages later or read it again.
+        """
+        followers, job.followers = job.followers, []
+        places = max(0, self.limits.requests - len(self.running))
+        for follower in followers:
+            follower.leader = None
+        for follower in followers[:places]:
+            follower.sequences, follower.done = [self.pages.fork(job.sequences[0])], job.done
+            self._start(follower)
+        return followers[:places]
 
     def _sample(self, job: Job, rows: Sequence[Tensor]) -> None:
         """Accept tokens of one job: as long as they are on a path of its drafts, and one more.
@@ -298,6 +325,8 @@ class Core:
             job.tokens, job.width = beams.texts[0], len(beams.texts)
             return
         for answer, beam in zip(job.answers, beams.answers, strict=False):
+            if answer.finish_reason is not None:  # it was cancelled
+                continue
             for found, text in beam.found:
                 answer.add(Token(found.token, text, found.logprob, found.top_logprobs))
             answer.finish(beam.sampler.finished or "length", beam.sampler.text)
@@ -312,26 +341,21 @@ class Core:
     def _settle(self, job: Job) -> None:
         """Drop drafts that did not come true, and the forks that held them."""
         if job.drafts:
-            kept = job.sequences.pop(job.path)
-            self.pages.free(*job.sequences)
-            self.pages.truncate(kept, job.done)
+            kept = job.sequences[job.path]
+            others = [each for each in job.sequences if each is not kept]
             job.sequences, job.drafts, job.path = [kept], [], 0
+            self.pages.free(*others)
+            self.pages.truncate(kept, job.done)
 
     # --- the end of a job
 
     def finish(self, job: Job, reason: FinishReason, error: BaseException | None = None) -> None:
         """End the answer of a job, and give its pages back or keep them for later prompts."""
         try:
-            (self.running if job in self.running else self.waiting).remove(job)
-            if job.leader is not None:
-                job.leader.followers.remove(job)
-            for follower in job.followers:  # each reads the prompt itself
-                follower.leader = None
+            self._leave(job)
             self._release(job)
-        except Exception as mistake:  # of ours; whoever waits must hear of it
-            error = error or mistake
-            reason = "error"
-            raise
+        except Exception as mistake:  # of ours; whoever waits for this job must hear of it
+            reason, error = "error", error or mistake
         finally:
             self.counts.finished += len(job.answers)
             for answer in job.answers:
@@ -339,33 +363,46 @@ class Core:
                     answer.finish(reason, job.sampler.text, error)
         self._tell("finish", job, len(job.sampler.tokens), reason)
 
+    def _leave(self, job: Job) -> None:
+        """Take a job out of those who wait or run, and from those it shares a prompt with."""
+        for jobs in (self.running, self.waiting):
+            if job in jobs:
+                jobs.remove(job)
+        if job.leader is not None:
+            job.leader.followers.remove(job)
+        for follower in job.followers:  # each reads the prompt itself
+            follower.leader = None
+
     def drop_cancelled(self) -> None:
         """End the answers that nobody wants any more."""
         for job in [*self.running, *self.waiting]:
-            if job.answer.is_cancelled:
-                self.finish(job, "cancelled")
+            if any(each.is_cancelled for each in job.answers):
+                self._cancel(job)
+
+    def _cancel(self, job: Job) -> None:
+        """End the answers of a job that nobody wants. A beam search goes on for the others."""
+        if all(each.is_cancelled for each in job.answers):
+            self.finish(job, "cancelled")
+            return
+        for answer in job.answers:
+            if answer.is_cancelled and answer.finish_reason is None:
+                answer.finish("cancelled", "")
 
     def end_all(self, reason: FinishReason, error: BaseException | None = None) -> None:
         """End all answers, because the engine is closed or has failed."""
-        mistakes: list[Exception] = []
-        for job in [*self.running, *self.waiting]:
-            try:
-                self.finish(job, reason, error)
-            except Exception as mistake:  # the others end nevertheless
-                mistakes.append(mistake)
-        if mistakes:
-            raise mistakes[0]
+        for job in dict.fromkeys([*self.running, *self.waiting]):
+            self.finish(job, reason, error)
 
     def _release(self, job: Job) -> None:
         """Give the sequences of a job back. Their full pages are kept for later prompts."""
-        self._settle(job)
         try:
+            self._settle(job)
             self._keep(job)
         finally:
-            self.pages.free(*job.sequences)
-            job.sequences = []
-        if self.drafts is not None:
-            self.drafts.forget(job.number)
+            sequences, job.sequences = job.sequences, []
+            self.pages.free(*sequences)
+            if self.drafts is not None:
+                self.drafts.forget(job.number)
 
     def _keep(self, job: Job) -> None:
         """Remember the full pages of a job by their tokens."""

@@ -26,6 +26,7 @@ from quire.codegen.convention import KEYS_OF_PIECE
 from quire.codegen.kernels.append import LAYER
 from quire.codegen.llvm.walk import ENTRY
 from quire.config import config
+from quire.engine.original import Snapshot, is_original
 from quire.integrations.transformers.packed import PackedCache, PackedStates, PackedStep
 from quire.integrations.transformers.user_mods import NO_MODS
 from quire.kv import Group
@@ -48,7 +49,6 @@ from quire.runtime.program import (
 )
 from quire.runtime.recording import PreparedLaunch, recording
 from quire.support.bounded import BoundedDict
-from quire.support.torch_private import hooks_of
 
 FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "MistralForCausalLM")
 MOST_KEPT = 256
@@ -121,7 +121,7 @@ class Decoder:
 
     def __init__(self, model: Any, layers: Sequence[Layer]) -> None:
         self._model, self._layers, self._head = model, layers, _head_of(model)
-        self._hooks = [hooks for module in model.modules() for hooks in hooks_of(module)]
+        self._snapshot = Snapshot(model)
         self._angles = Angles(model.model.rotary_emb)
         self._decoding: Decoding | None = None
         self._buffers: Buffers | None = None
@@ -134,11 +134,18 @@ class Decoder:
         plain = len(groups) == 1 and groups[0].window is None and dtype == torch.float32
         if type(model).__name__ not in FAMILIES or not plain or not can_run():
             return None
+        if not is_original(model):
+            return None
         layers = [_layer_of(layer) for layer in model.model.layers]
         known = [layer for layer in layers if layer is not None]
         if not known or len(known) < len(layers):
             return None
         return Decoder(model, known)
+
+    @property
+    def holds(self) -> bool:
+        """Whether the model is still what the program was made of."""
+        return self._snapshot.holds
 
     def compute(
         self,
@@ -149,7 +156,7 @@ class Decoder:
     ) -> Tensor | None:
         """Return the logits of some rows of a step; None if modules must compute it."""
         step, count, threads = cache.step, len(ids), num_threads()
-        if step is None or not count or config().check_rows or self._is_watched():
+        if step is None or not count or config().check_rows or self._snapshot.is_watched:
             return None
         rows, whole = self._rows(count), len(wanted) == count
         inner = self._model.model
@@ -218,10 +225,6 @@ class Decoder:
         memory = cache.memory(0, 0)
         is_short = torch.as_tensor(memory.lengths).numpy().max() < KEYS_OF_PIECE
         return memory if is_short and memory.page_table.is_contiguous() else None
-
-    def _is_watched(self) -> bool:
-        """Return whether somebody wants to see what goes in and out of modules."""
-        return any(self._hooks)
 
     # --- rows
 

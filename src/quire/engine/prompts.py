@@ -15,6 +15,8 @@ from quire.errors import ArgumentError
 Prompt: TypeAlias = str | Sequence[Mapping[str, Any]] | Sequence[int] | Tensor
 """A text, a chat of messages such as {"role": "user", "content": "..."}, or ids of tokens [n]."""
 
+_BYTES = (bytes, bytearray, memoryview)  # sequences of numbers, but of text
+
 _ADVICE = "Give a text, a list of messages, or ids of tokens."
 
 
@@ -33,7 +35,7 @@ def tokens_of(prompt: Prompt, vocabulary: Vocabulary) -> list[int]:
         tokens = _tokenizer(vocabulary).apply_chat_template(
             list(prompt), add_generation_prompt=True, tokenize=True, return_dict=False
         )
-    elif isinstance(prompt, Sequence):
+    elif isinstance(prompt, Sequence) and not isinstance(prompt, _BYTES):
         advice = "Give the ids of tokens."
         tokens = [whole_number("a token", each, minimum=0, advice=advice) for each in prompt]
     else:

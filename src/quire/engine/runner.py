@@ -8,6 +8,7 @@ answer. The head is computed for the rows that are sampled, and for no others.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -89,7 +90,8 @@ class Runner:
             prefix=self.prefix,
             **shape._asdict(),
         )
-        self._decoder = Decoder.of(self.model, groups, shape.dtype)
+        self._make_program = functools.partial(Decoder.of, self.model, groups, shape.dtype)
+        self._decoder = self._make_program()
 
     # --- pages
 
@@ -110,7 +112,14 @@ class Runner:
         probe = _Probe(self.model.config)
         with torch.inference_mode():
             first = torch.zeros(1, 1, dtype=torch.long)
-            logits = self._call(first, first, [0], probe)
+            try:
+                logits = self._call(first, first, [0], probe)
+            except ArgumentError as error:  # it does something else with keys
+                raise ArgumentError(
+                    f"the model must take its attention from the attention interface of "
+                    f"transformers, but {type(self.model).__name__} computes it itself. Use "
+                    f"generate for this model, without quire."
+                ) from error
         missing = len(probe.layers) - len(probe.seen)
         if missing or len(set(probe.seen.values())) != 1:
             raise ArgumentError(
@@ -160,6 +169,8 @@ class Runner:
 
     def _logits(self, ids: list[int], positions: list[int], wanted: list[int]) -> Tensor:
         """Return logits [rows, V] of some rows: by a program if there is one, or by modules."""
+        if self._decoder is not None and not self._decoder.holds:
+            self._decoder = self._make_program()
         if self._decoder is not None:
             logits = self._decoder.compute(self._packed, ids, positions, wanted)
             if logits is not None:

@@ -110,13 +110,19 @@ def is_row_wise(module: nn.Module) -> bool:
 def first_not_packed(model: nn.Module) -> str | None:
     """Return the name of a module whose rows depend on how many there are; None if there is none.
 
-    Such a module has a matrix that is not packed, and is no embedding.
+    Such a module has a matrix that is not packed, and is no embedding; or it is a norm or an
+    activation of PyTorch's.
     """
     for name, module in model.named_modules():
-        is_packed = isinstance(module, nn.Embedding) or "packed" in dir(module)
-        if not is_packed and any(each.dim() > 1 for each in module.parameters(recurse=False)):
+        if _has_own_matrix(module) or (kind_of(module) is not None and not is_row_wise(module)):
             return str(name)
     return None
+
+
+def _has_own_matrix(module: nn.Module) -> bool:
+    if isinstance(module, nn.Embedding) or "packed" in dir(module):
+        return False
+    return any(each.dim() > 1 for each in module.parameters(recurse=False))
 
 
 def put_rows_back(model: nn.Module) -> None:

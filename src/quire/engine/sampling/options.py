@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
 
 from quire.checks.arguments import whole_number
 from quire.engine.sampling.grammar import Grammar
@@ -15,6 +17,9 @@ MOST_LOGPROBS = 20
 """As many alternatives as OpenAI's interface gives for each token."""
 
 MOST_STOPS = 64
+
+LARGEST = float(np.finfo(np.float32).max)
+"""The largest number that sampling can compute with."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +75,13 @@ class Sampling:
         self._check_logprobs()
         self._check_bias()
         self._check_stops()
+        self._check_grammar()
         self._check_beams()
 
     def _check_beams(self) -> None:
         whole_number("beams", self.beams, minimum=1, advice="Use 1 for no search.")
         _number("length_penalty", self.length_penalty, -math.inf, math.inf, "Use 1 for the mean.")
-        if self.early_stopping not in (True, False, "never"):
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise ArgumentError(
                 f'early_stopping must be True, False or "never", but is {self.early_stopping!r}. '
                 f"Use False if you are not sure."
@@ -101,23 +107,39 @@ class Sampling:
             raise ArgumentError(f"logit_bias must be a dict, but is {self.logit_bias!r}. {advice}")
         for token, bias in self.logit_bias.items():
             whole_number("a token of logit_bias", token, minimum=0, advice=advice)
-            if not _is_number(bias) or math.isnan(bias) or bias == math.inf:
+            if not _is_number(bias) or not (abs(bias) <= LARGEST or bias == -math.inf):
                 raise ArgumentError(
-                    f"a number of logit_bias must be finite or -inf, but is {bias!r}. {advice}"
+                    f"a number of logit_bias must be finite or -inf in float32, but is {bias!r}. "
+                    f"{advice}"
                 )
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
 
     def _check_stops(self) -> None:
-        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        stops = (self.stop,) if isinstance(self.stop, str) else _several("stop", self.stop)
         if not all(isinstance(each, str) and each for each in stops) or len(stops) > MOST_STOPS:
             raise ArgumentError(
                 f"stop must be up to {MOST_STOPS} strings that are not empty, but is {stops!r}. "
                 f"Leave it out to end where the model ends."
             )
-        for token in self.stop_tokens:
+        tokens = _several("stop_tokens", self.stop_tokens)
+        for token in tokens:
             whole_number("a stop token", token, minimum=0, advice="Give ids of tokens.")
         object.__setattr__(self, "stop", stops)
-        object.__setattr__(self, "stop_tokens", tuple(self.stop_tokens))
+        object.__setattr__(self, "stop_tokens", tokens)
+
+    def _check_grammar(self) -> None:
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise ArgumentError(
+                f"grammar must be a Grammar, but is {self.grammar!r}. Use Grammar.json_schema, "
+                f"Grammar.regex or Grammar.lark."
+            )
+
+
+def _several(name: str, given: object) -> tuple[Any, ...]:
+    """Return the things of a list, or nothing for None."""
+    if given is not None and not isinstance(given, Iterable):
+        raise ArgumentError(f"{name} must be a list, but is {given!r}. Put it into one.")
+    return () if given is None else tuple(given)
 
 
 def _is_number(value: object) -> bool:
@@ -127,9 +149,13 @@ def _is_number(value: object) -> bool:
 def _number(
     name: str, value: float, low: float, high: float, advice: str, *, above: bool = False
 ) -> None:
-    """Raise unless `value` is finite, from `low` (or above it) to `high`."""
-    fits = _is_number(value) and low <= value <= high and math.isfinite(value)
-    if not fits or (above and value == low):
+    """Raise unless `value` is finite, from `low` (or above it) to `high`, in float32, too."""
+    fits = _is_number(value) and low <= value <= high and abs(value) < math.inf
+    if fits and abs(value) > LARGEST:
+        raise ArgumentError(
+            f"{name} must be at most {LARGEST:.2g}, the largest float32, but is {value!r}. {advice}"
+        )
+    if not fits or (above and np.float32(value) == low):
         start = f"above {low:g}" if above else f"of at least {low:g}"
         end = "" if high == math.inf else f" and at most {high:g}"
         raise ArgumentError(

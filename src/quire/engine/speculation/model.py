@@ -113,9 +113,14 @@ class DraftModel:
             )
         if self._is_taken:
             raise ArgumentError(
-                "a DraftModel must serve one engine, but serves another already. Make one for each."
+                "a DraftModel must serve one engine, but serves another already. Make one for "
+                "each, or close that one."
             )
         self._is_taken = True
+
+    def leave(self) -> None:
+        """Draft for the engine no more, so that another one can be served."""
+        self._is_taken = False
 
     def draft(self, asked: Sequence[Draftable]) -> list[list[list[int]]]:
         """Return paths of guesses for each answer. Those whose text is not read yet have none.

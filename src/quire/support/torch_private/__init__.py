@@ -413,3 +413,14 @@ def hooks_of(module: torch.nn.Module) -> tuple[Sized, ...]:
     """
     forward = (module._forward_pre_hooks, module._forward_hooks)
     return *forward, module._backward_pre_hooks, module._backward_hooks
+
+
+def global_hooks() -> tuple[Sized, Sized]:
+    """Return the functions that are called before and after the forward of every module."""
+    home = "torch.nn.modules.module"
+    return named(home, "_global_forward_pre_hooks"), named(home, "_global_forward_hooks")
+
+
+def parts_of(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
+    """Return the modules, parameters and buffers of a module by name, as they are when read."""
+    return module._modules, module._parameters, module._buffers
