@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack
 
+import httpx2 as httpx
 import pytest
 from browser import Tab, browser, executable
 from serving import KEYS, Served
@@ -27,6 +29,12 @@ def ready(tab: Tab, server: Served) -> None:
     tab.wait("document.getElementById('model')?.textContent === 'tiny'")
     tab.wait(f"{SUMMARY}.includes('tokens each')")
     tab.problems.clear()
+
+
+def asked(server: Served) -> AbstractContextManager[httpx.Response]:
+    """Ask for an answer that takes seconds, as a stream that ends when it is left."""
+    body = {"model": "tiny", "prompt": "x", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+    return httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60)
 
 
 def test_a_question_is_typed_and_answered(tab: Tab, server: Served) -> None:
@@ -78,6 +86,27 @@ def test_several_questions_share_their_prefix(tab: Tab, server: Served) -> None:
         tab.evaluate("document.getElementById('several').click()")
         tab.wait(IDLE)
     assert tab.evaluate("window.most.shared > 0 && window.most.rows > 1")
+    assert tab.problems == []
+
+
+def test_the_keyboard_reaches_a_row_and_stays_there(tab: Tab, server: Served) -> None:
+    ready(tab, server)
+    with ExitStack() as stack:
+        first, second = (stack.enter_context(asked(server)) for _ in range(2))
+        tab.wait("document.querySelectorAll('tbody tr').length === 2")
+        tab.evaluate("document.getElementById('clear').focus()")
+        tab.press("Tab", 9)
+        tab.press("Tab", 9)
+        number = tab.evaluate("document.activeElement.dataset.number")
+        assert number and tab.evaluate("document.activeElement.rowIndex") == 2
+        first.close()
+        tab.wait("document.querySelectorAll('tbody tr').length === 1")
+        written = "Number(document.querySelector('tbody tr').cells[4].textContent)"
+        so_far = tab.evaluate(written)
+        tab.wait(f"{written} > {so_far}")
+        assert tab.evaluate("document.activeElement.dataset.number") == number
+        assert second.status_code == 200
+    tab.wait("document.querySelectorAll('tbody tr').length === 0")
     assert tab.problems == []
 
 

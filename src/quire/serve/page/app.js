@@ -217,18 +217,25 @@ function draw() {
   canvas.setAttribute("aria-label", `Pages of the cache: ${text}`);
 }
 
+// Rows are in the order of their numbers, so that none is ever moved: one that is would lose the focus.
 function table(preempted) {
   const body = $("requests").tBodies[0];
-  const known = new Map([...body.rows].map((row) => [Number(row.dataset.number), row]));
-  const rows = frame.answers.map((each) => {
-    const row = known.get(each.number) ?? newRow(each.number);
+  const answers = [...frame.answers].sort((one, other) => one.number - other.number);
+  const present = new Set(answers.map((each) => each.number));
+  for (const row of [...body.rows]) {
+    if (!present.has(Number(row.dataset.number))) row.remove();
+  }
+  answers.forEach((each, place) => {
+    let row = body.rows[place];
+    if (Number(row?.dataset.number) !== each.number) {
+      row = newRow(each.number);
+      body.insertBefore(row, body.rows[place] ?? null);
+    }
     const values = [null, each.state, each.num_prompt, each.num_cached, each.num_tokens, each.pages.length];
     values.forEach((value, place) => { if (place) row.cells[place].textContent = value; });
     row.classList.toggle("preempted", each.state === "preempted" || preempted.includes(each.number));
-    return row;
   });
-  body.replaceChildren(...rows);
-  $("idle").hidden = rows.length > 0;
+  $("idle").hidden = answers.length > 0;
 }
 
 function newRow(number) {
