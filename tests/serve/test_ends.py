@@ -93,6 +93,18 @@ def test_one_watcher_too_many_is_refused_before_its_stream(model: Path) -> None:
         with_client(served.app(), ask)
 
 
+def test_who_asks_for_the_headers_alone_does_not_watch(model: Path) -> None:
+    with service(model) as served:
+
+        async def ask(client: httpx.AsyncClient) -> None:
+            answer = await asyncio.wait_for(client.head("/live"), 20)
+            assert answer.status_code == 200 and answer.content == b""
+            assert answer.headers["content-type"].startswith("text/event-stream")
+
+        with_client(served.app(), ask)
+        assert not served.live._watchers
+
+
 class Looked:
     """An engine of which one looks at one answer."""
 
