@@ -129,9 +129,16 @@ def test_a_body_must_be_json(server: Served) -> None:
 
 
 def test_unknown_paths_and_methods(server: Served) -> None:
+    for method, path, allowed in [
+        ("GET", "/v1/completions", {"POST"}),
+        ("DELETE", "/health", {"GET", "HEAD"}),
+        ("PUT", "/page/app.js", {"GET", "HEAD"}),
+    ]:
+        response = httpx.request(method, f"{server.url}{path}", json={})
+        assert response.status_code == 405, path
+        assert set(response.headers["allow"].split(", ")) == allowed
+        error_of(response)
     for method, path, status in [
-        ("GET", "/v1/completions", 405),
-        ("DELETE", "/health", 405),
         ("GET", "/v2", 404),
         ("GET", "/page/nothing.js", 404),
         ("GET", "/v1/models/other", 404),

@@ -18,6 +18,7 @@ from quire.engine import Engine
 from quire.integrations import minilm
 
 MODEL = "tiny"
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
 
 
 @pytest.fixture(scope="module")
@@ -188,6 +189,8 @@ def test_embeddings(client: openai.OpenAI) -> None:
         ({"temperature": 3}, "temperature is not what it must be"),
         ({"top_logprobs": 2}, "logprobs must be true if top_logprobs is given"),
         ({"messages": []}, "messages is not what it must be"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, r"\.content must be text, or a list"),
+        ({"stop": 5}, "^[^.]*stop is not what it must be"),
         ({"extra_body": {"colour": "red"}}, "colour is not what it must be"),
         ({"logit_bias": {"x": 1}}, "logit_bias must have ids of tokens as names"),
         ({"logit_bias": {"100000": 1}}, "must be below"),
