@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
@@ -18,6 +19,7 @@ from quire.engine import Engine
 from quire.integrations import minilm
 
 MODEL = "tiny"
+DOCS = Path(__file__).parent.parent.parent / "docs"
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
 
 
@@ -154,6 +156,21 @@ def test_prefixes_are_reused(client: openai.OpenAI) -> None:
     assert first.usage.prompt_tokens_details.cached_tokens == 0
     assert second.usage.prompt_tokens_details.cached_tokens >= 64
     assert second.choices == first.choices
+
+
+def test_names_without_an_effect(client: openai.OpenAI) -> None:
+    """They are those that docs/serve.md lists."""
+    names: dict[str, Any] = {
+        **{"user": "me", "safety_identifier": "x", "prompt_cache_key": "x", "metadata": {"a": "b"}},
+        **{"store": True, "service_tier": "auto", "reasoning_effort": "low", "verbosity": "low"},
+    }
+    earlier = {"role": "assistant", "content": "dog", "refusal": None, "annotations": []}
+    messages = [{"role": "user", "content": "the fox"}, earlier, {"role": "user", "content": "x"}]
+    assert ask(client, messages=messages, extra_body=names).choices == (
+        ask(client, messages=[messages[0], {"role": "assistant", "content": "dog"}, messages[2]])
+    ).choices
+    text = (DOCS / "serve.md").read_text()
+    assert all(f"`{name}`" in text for name in (*names, "refusal", "annotations"))
 
 
 def test_parts_of_a_message_are_joined(client: openai.OpenAI) -> None:
