@@ -114,7 +114,8 @@ def test_another_name_of_the_server_is_refused(server: Served) -> None:
         assert response.status_code == 421
         assert error_of(response)["code"] == "unknown_host"
     port = server.url.rpartition(":")[2]
-    assert post(server, headers={"host": f"localhost:{port}"}).status_code == 200
+    for name in ("localhost", "127.0.0.1", "[::1]"):
+        assert post(server, headers={"host": f"{name}:{port}"}).status_code == 200
 
 
 def test_a_body_must_be_json(server: Served) -> None:

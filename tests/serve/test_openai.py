@@ -161,14 +161,20 @@ def test_prefixes_are_reused(client: openai.OpenAI) -> None:
 def test_names_without_an_effect(client: openai.OpenAI) -> None:
     """They are those that docs/serve.md lists."""
     names: dict[str, Any] = {
-        **{"user": "me", "safety_identifier": "x", "prompt_cache_key": "x", "metadata": {"a": "b"}},
-        **{"store": True, "service_tier": "auto", "reasoning_effort": "low", "verbosity": "low"},
+        "user": "me",
+        "safety_identifier": "x",
+        "prompt_cache_key": "x",
+        "metadata": {"a": "b"},
+        "store": True,
+        "service_tier": "auto",
+        "reasoning_effort": "low",
+        "verbosity": "low",
     }
-    earlier = {"role": "assistant", "content": "dog", "refusal": None, "annotations": []}
-    messages = [{"role": "user", "content": "the fox"}, earlier, {"role": "user", "content": "x"}]
-    assert ask(client, messages=messages, extra_body=names).choices == (
-        ask(client, messages=[messages[0], {"role": "assistant", "content": "dog"}, messages[2]])
-    ).choices
+    first, last = {"role": "user", "content": "the fox"}, {"role": "user", "content": "x"}
+    earlier = {"role": "assistant", "content": "dog"}
+    wanted = ask(client, messages=[first, earlier, last]).choices
+    said = earlier | {"refusal": None, "annotations": []}
+    assert ask(client, messages=[first, said, last], extra_body=names).choices == wanted
     text = (DOCS / "serve.md").read_text()
     assert all(f"`{name}`" in text for name in (*names, "refusal", "annotations"))
 
@@ -206,7 +212,10 @@ def test_embeddings(client: openai.OpenAI) -> None:
         ({"temperature": 3}, "temperature is not what it must be"),
         ({"top_logprobs": 2}, "logprobs must be true if top_logprobs is given"),
         ({"messages": []}, "messages is not what it must be"),
-        ({"messages": [{"role": "user", "content": [IMAGE]}]}, r"\.content must be text, or a list"),
+        (
+            {"messages": [{"role": "user", "content": [IMAGE]}]},
+            r"\.content must be text, or a list",
+        ),
         ({"stop": 5}, "^[^.]*stop is not what it must be"),
         ({"extra_body": {"colour": "red"}}, "colour is not what it must be"),
         ({"logit_bias": {"x": 1}}, "logit_bias must have ids of tokens as names"),
