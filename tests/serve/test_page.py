@@ -236,7 +236,9 @@ def test_a_page_asks_for_the_key(tab: Tab, guarded: Served) -> None:
     tab.wait("document.getElementById('key')?.hidden === false")
     # It asks again and again, and leaves the focus where it is.
     tab.evaluate("document.getElementById('question').focus()")
-    time.sleep(2)
+    asked = "performance.getEntriesByType('resource').filter(each => each.name.includes('/live'))"
+    before = tab.evaluate(f"{asked}.length")
+    tab.wait(f"{asked}.length >= {before} + 2")
     assert tab.evaluate("document.activeElement.id") == "question"
     tab.evaluate("document.getElementById('secret').focus()")
     tab.type(KEYS[0])
