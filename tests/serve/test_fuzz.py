@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -9,9 +10,12 @@ from urllib.parse import quote
 
 import httpx2 as httpx
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from serving import Served
+
+from quire.integrations import minilm
 
 NAMES = st.sampled_from(
     [
@@ -137,6 +141,65 @@ def test_completions(http: httpx.Client, body: dict[str, Any]) -> None:
 @given(body=CHAT)
 def test_chats(http: httpx.Client, body: dict[str, Any]) -> None:
     check(http, "/v1/chat/completions", json.dumps(body).encode())
+
+
+TEXTS = st.text(min_size=1, max_size=30)
+TOKENS = st.lists(st.integers(0, 30_000), min_size=1, max_size=20)
+INPUT = TEXTS | TOKENS | st.lists(TEXTS, min_size=1, max_size=4) | st.lists(TOKENS, min_size=1)
+
+
+@pytest.mark.skipif(bool(minilm.missing()), reason=f"not installed: {minilm.missing()}")
+@fuzz(25)
+@given(given=INPUT)
+def test_embeddings(http: httpx.Client, given: Any) -> None:
+    """As many vectors as texts, of length 1, the same in both encodings."""
+    body = {"model": "all-MiniLM-L6-v2", "input": given}
+    count = 1 if isinstance(given, str) or isinstance(given[0], int) else len(given)
+    plain = http.post("/v1/embeddings", json=body).json()["data"]
+    packed = http.post("/v1/embeddings", json=body | {"encoding_format": "base64"}).json()["data"]
+    assert len(plain) == len(packed) == count
+    for one, other in zip(plain, packed, strict=True):
+        found = torch.tensor(one["embedding"])
+        content = bytearray(base64.b64decode(other["embedding"]))
+        assert torch.equal(found, torch.frombuffer(content, dtype=torch.float32))
+        torch.testing.assert_close(found.norm(), torch.tensor(1.0))
+
+
+KINDS: dict[str, Any] = {
+    '{"type": "boolean"}': [True, False],
+    '{"type": "null"}': [None],
+    '{"const": 7}': [7],
+    '{"enum": ["fox", "Grüße", 1.5]}': ["fox", "Grüße", 1.5],
+    '{"type": "integer", "minimum": -1, "maximum": 2}': [-1, 0, 1, 2],
+}
+"""Schemas, each with all its values."""
+
+
+@fuzz(25)
+@given(
+    kinds=st.dictionaries(
+        st.text("abö ", min_size=1, max_size=4), st.sampled_from(sorted(KINDS)), max_size=4
+    ),
+    seed=st.integers(0, 99),
+)
+def test_answers_by_a_schema(http: httpx.Client, kinds: dict[str, str], seed: int) -> None:
+    schema = {
+        "type": "object",
+        "properties": {name: json.loads(kind) for name, kind in kinds.items()},
+        "required": sorted(kinds),
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    messages = [{"role": "user", "content": "x"}]
+    body = {"model": "tiny", "messages": messages, "response_format": form, "seed": seed}
+    response = http.post("/v1/chat/completions", json=body | {"max_tokens": 400})
+    assert response.status_code == 200, response.text
+    (choice,) = response.json()["choices"]
+    if choice["finish_reason"] == "length":  # of white space, for example
+        return
+    value = json.loads(choice["message"]["content"])
+    assert value.keys() == kinds.keys()
+    assert all(value[name] in KINDS[kind] for name, kind in kinds.items())
 
 
 @fuzz(100)

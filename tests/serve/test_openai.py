@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
@@ -18,6 +19,8 @@ from quire.engine import Engine
 from quire.integrations import minilm
 
 MODEL = "tiny"
+DOCS = Path(__file__).parent.parent.parent / "docs"
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +158,27 @@ def test_prefixes_are_reused(client: openai.OpenAI) -> None:
     assert second.choices == first.choices
 
 
+def test_names_without_an_effect(client: openai.OpenAI) -> None:
+    """They are those that docs/serve.md lists."""
+    names: dict[str, Any] = {
+        "user": "me",
+        "safety_identifier": "x",
+        "prompt_cache_key": "x",
+        "metadata": {"a": "b"},
+        "store": True,
+        "service_tier": "auto",
+        "reasoning_effort": "low",
+        "verbosity": "low",
+    }
+    first, last = {"role": "user", "content": "the fox"}, {"role": "user", "content": "x"}
+    earlier = {"role": "assistant", "content": "dog"}
+    wanted = ask(client, messages=[first, earlier, last]).choices
+    said = earlier | {"refusal": None, "annotations": []}
+    assert ask(client, messages=[first, said, last], extra_body=names).choices == wanted
+    text = (DOCS / "serve.md").read_text()
+    assert all(f"`{name}`" in text for name in (*names, "refusal", "annotations"))
+
+
 def test_parts_of_a_message_are_joined(client: openai.OpenAI) -> None:
     parts = [{"type": "text", "text": "the "}, {"type": "text", "text": "fox"}]
     split = ask(client, messages=[{"role": "user", "content": parts}], temperature=0)
@@ -188,6 +212,11 @@ def test_embeddings(client: openai.OpenAI) -> None:
         ({"temperature": 3}, "temperature is not what it must be"),
         ({"top_logprobs": 2}, "logprobs must be true if top_logprobs is given"),
         ({"messages": []}, "messages is not what it must be"),
+        (
+            {"messages": [{"role": "user", "content": [IMAGE]}]},
+            r"\.content must be text, or a list",
+        ),
+        ({"stop": 5}, "^[^.]*stop is not what it must be"),
         ({"extra_body": {"colour": "red"}}, "colour is not what it must be"),
         ({"logit_bias": {"x": 1}}, "logit_bias must have ids of tokens as names"),
         ({"logit_bias": {"100000": 1}}, "must be below"),

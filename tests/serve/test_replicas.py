@@ -21,6 +21,7 @@ import psutil
 import pytest
 from serving import KEYS, Served, served
 
+from quire.integrations import minilm
 from quire.serve.options import Options
 
 pytestmark = [
@@ -152,6 +153,28 @@ def test_the_answers_are_those_of_one_process_bit_for_bit(ray: Served, server: S
     assert found == [ask(server, prompt) for prompt in prompts]
     after = of_both(ray, "quire_engine_submitted_total")
     assert all(after[name] > before[name] for name in after), "one of the replicas wrote them all"
+
+
+@pytest.mark.skipif(bool(minilm.missing()), reason=f"not installed: {minilm.missing()}")
+def test_embeddings_are_those_of_one_process_bit_for_bit(ray: Served, server: Served) -> None:
+    texts = ["the fox", "a lazy dog", "the quick brown fox jumps over the lazy dog"]
+
+    def vectors(asked: Served, texts: list[str]) -> list[list[float]]:
+        found = client(asked).embeddings.create(model="all-MiniLM-L6-v2", input=texts)
+        return [each.embedding for each in found.data]
+
+    def both() -> bool:
+        """Whether each replica has embedded something. Nobody says which one gets a request."""
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda text: vectors(ray, [text]), texts))
+        assert [vector for (vector,) in found] == wanted
+        text = httpx.get(f"{ray.url}/metrics", headers=SENT, timeout=60).text
+        counts = [line for line in text.splitlines() if "http_requests_total{" in line]
+        mine = [line for line in counts if 'route="/v1/embeddings"' in line]
+        return sum('replica="front"' not in line for line in mine) == 2
+
+    wanted = vectors(server, texts)
+    wait_until(both, "both replicas have embedded", seconds=120)
 
 
 def test_a_prompt_goes_where_its_pages_are(ray: Served) -> None:

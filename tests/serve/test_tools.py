@@ -10,7 +10,7 @@ from typing import Any
 
 import openai
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from serving import Served, save_model, served
 from tiny_tokenizers import TOOL_TEMPLATE
@@ -167,6 +167,39 @@ def test_a_required_call_is_a_call_of_one_of_them(client: openai.OpenAI) -> None
     found = ask(client, tool_choice="required", tools=tools, n=8, seed=1).choices
     names = [choice.message.tool_calls[0].function.name for choice in found]
     assert set(names) == {"weather", "time"}
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    names=st.lists(st.from_regex(r"\A[a-zA-Z0-9_.-]{1,8}\Z"), min_size=1, max_size=2, unique=True),
+    fields=st.lists(st.text("abö ", min_size=1, max_size=4), max_size=2, unique=True),
+    chosen=st.none() | st.integers(0, 1),
+    seed=st.integers(0, 99),
+)
+def test_any_tools_are_called(
+    client: openai.OpenAI, names: list[str], fields: list[str], chosen: int | None, seed: int
+) -> None:
+    """One of them, or the one that is named, with arguments by its schema."""
+    schema = {
+        "type": "object",
+        "properties": {field: {"type": "boolean"} for field in fields},
+        "required": fields,
+        "additionalProperties": False,
+    }
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": schema}} for name in names
+    ]
+    wanted = names if chosen is None else [names[chosen % len(names)]]
+    named = {"type": "function", "function": {"name": wanted[0]}}
+    choice = "required" if chosen is None else named
+    (answer,) = ask(client, tools=tools, tool_choice=choice, seed=seed, max_tokens=150).choices
+    if answer.finish_reason == "length":  # of white space, for example
+        return
+    (call, *_) = answer.message.tool_calls
+    assert call.function.name in wanted
+    arguments = json.loads(call.function.arguments)
+    assert arguments.keys() == set(fields)
+    assert all(isinstance(value, bool) for value in arguments.values())
 
 
 def test_a_call_in_a_stream(client: openai.OpenAI) -> None:

@@ -6,6 +6,8 @@ min_p, repetition_penalty, ignore_eos, stop_token_ids and structured_outputs.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -204,6 +206,9 @@ class EmbeddingBody(Body):
 
 AnyBody = TypeVar("AnyBody", bound=Body)
 
+# What pydantic writes behind the name of a field with several types, one of which is meant.
+_IS_TYPE = re.compile(r"\[|^(constrained-|NamedTool$)")
+
 
 MOST_VALUES = 1 << 18
 """The most commas of a body, and so of its values. More are no prompt that a model could read."""
@@ -230,14 +235,28 @@ def parsed(kind: type[AnyBody], raw: bytes) -> AnyBody:
         return body
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        places = [str(part) for part in first["loc"]]
+        places = _names(first["loc"])
         if first["type"] == "json_invalid":
             raise ApiError(
                 f"the body must be JSON, but is not: {first['msg']}.", code="invalid_json"
             ) from None
         where = ".".join(places) or "the body"
+        if kind is ChatBody and places[2:] == ["content"]:
+            raise ApiError(
+                f"{where} must be text, or a list of parts whose type is text, but is not. Leave "
+                f"out images, sound and files: the model reads text alone.",
+                code="invalid_value",
+                param=places[0],
+            ) from None
         raise ApiError(
             f"{where} is not what it must be: {first['msg']}.",
             code="unknown_parameter" if first["type"] == "extra_forbidden" else "invalid_value",
             param=places[0] if places else None,
         ) from None
+
+
+def _names(places: Sequence[int | str]) -> list[str]:
+    """Return where something is wrong: names of the body, up to one that may have several types."""
+    names = [str(place) for place in places]
+    inner = (at for at, name in enumerate(names) if at and _IS_TYPE.search(name))
+    return names[: next(inner, None)]

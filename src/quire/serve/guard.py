@@ -17,7 +17,7 @@ import asyncio
 import sys
 import traceback
 import types
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -88,7 +88,8 @@ class Edge:
             await sender.problem(refusal, scope, receive)
         except HTTPException as error:  # Starlette's own: no such path, or not with this method
             problem = ApiError(f"{error.detail}.", status=error.status_code)
-            await sender.problem(problem, scope, receive)
+            allowed = {"allow": "GET, HEAD"} if error.status_code == 405 else {}  # files do not say
+            await sender.problem(problem, scope, receive, error.headers or allowed)
         except ClientDisconnect:
             self._metrics.disconnected.inc()
             sender.status = sender.status or 499
@@ -209,12 +210,19 @@ class _Sender:
         except (TimeoutError, OSError):
             raise ClientDisconnect from None
 
-    async def problem(self, problem: ApiError, scope: Scope, receive: Receive) -> None:
+    async def problem(
+        self,
+        problem: ApiError,
+        scope: Scope,
+        receive: Receive,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         """Send an error. If the response has begun, end it."""
         if self.status is not None:
             await self.send({"type": "http.response.body", "body": problems.event(problem)})
             return
         answer: Any = problems.response(problem)
+        answer.headers.update(headers or {})
         await answer(scope, receive, self.send)
 
 

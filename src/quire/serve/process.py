@@ -109,23 +109,25 @@ class _Server(uvicorn.Server):
 
 def listen(host: str, port: int) -> socket.socket:
     """Return a socket that is bound. Port 0 is any free one."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), reuse_port=False, backlog=1024)
+        return socket.create_server((host, port), family=family, reuse_port=False, backlog=1024)
     except OSError as error:
         raise ArgumentError(
-            f"the server must have {host}:{port} for itself, but: {error.strerror}. Give another "
-            f"--port."
+            f"the server must have {_at(host, port)} for itself, but: {error.strerror}. Give "
+            f"another --port."
         ) from None
 
 
 def announce(settings: Settings, bound: socket.socket) -> None:
     """Say where the server is."""
-    host, port = bound.getsockname()[:2]
-    at = f"[{host}]" if ":" in host else host
-    print(
-        f"{settings.model} at http://{at}:{port} (OpenAI's interface: /v1). Ctrl-C ends.",
-        flush=True,
-    )
+    at = _at(*bound.getsockname()[:2])
+    print(f"{settings.model} at http://{at} (OpenAI's interface: /v1). Ctrl-C ends.", flush=True)
+
+
+def _at(host: str, port: int) -> str:
+    """Return an address as it stands in a URL."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def run(app: Guard, settings: Settings, bound: socket.socket) -> None:

@@ -73,17 +73,20 @@ class Stream(Response):
         async with self.held, contextlib.aclosing(self.parts):
             try:
                 async with asyncio.timeout_at(self._until):
-                    await unless_left(receive, self._send(send))
+                    brief = scope.get("method") == "HEAD"
+                    await unless_left(receive, self._send(send, brief=brief))
             except TimeoutError:
                 raise (self._late or ClientDisconnect()) from None
             except OSError:
                 raise ClientDisconnect from None
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, send: Send, *, brief: bool) -> None:
+        """Send the parts. If only the headers are asked for, send none."""
         headers = self.raw_headers
         await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
-        if self._first:
-            await send({"type": "http.response.body", "body": self._first, "more_body": True})
-        async for part in self.parts:
-            await send({"type": "http.response.body", "body": part, "more_body": True})
+        if not brief:
+            if self._first:
+                await send({"type": "http.response.body", "body": self._first, "more_body": True})
+            async for part in self.parts:
+                await send({"type": "http.response.body", "body": part, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

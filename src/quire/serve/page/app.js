@@ -1,6 +1,6 @@
 // The page of `quire serve`: a chat, and the live map of pages. Nothing is loaded from elsewhere.
 //
-//   ask()      one question of the chat, streamed from /v1/chat/completions
+//   ask()      one question of the chat, streamed from /v1/chat/completions, beside others that run
 //   several()  four questions at once, which share their prefix
 //   watch()    frames of /live, drawn as squares and as a table of requests
 
@@ -15,7 +15,7 @@ const SYSTEM = "You are a helpful assistant. Answer in two or three plain senten
   "Say so if you do not know something. Do not repeat the question.";
 
 let model = null;
-let history = [];
+let turns = [];
 let running = new Set();
 let firstTokens = [];
 let frame = null;
@@ -26,6 +26,11 @@ let marked = null;
 function headers() {
   const key = sessionStorage.getItem("key");
   return { "content-type": "application/json", ...(key ? { authorization: `Bearer ${key}` } : {}) };
+}
+
+// What an error says. Fetch has a TypeError, in words of the browser's own, if nobody answers.
+function said(error) {
+  return error instanceof TypeError ? "The server is gone. If it comes back, this page goes on." : error.message;
 }
 
 async function* events(response) {
@@ -53,7 +58,7 @@ async function refused(response) {
   return body.error?.message ?? `The server says ${response.status}.`;
 }
 
-// Stream an answer into an element. Returns its text, or null if it failed.
+// Stream an answer into an element. Returns what came of its text, and whether it failed.
 async function answer(messages, element, note) {
   const stop = new AbortController();
   running.add(stop);
@@ -86,16 +91,14 @@ async function answer(messages, element, note) {
           `${found} of ${event.usage.prompt_tokens} prompt tokens from the cache`;
       }
     }
-    return text;
+    return { text };
   } catch (error) {
-    if (error.name === "AbortError") {
-      note.textContent = "stopped";
-      return text;
-    }
-    element.textContent = error.message;
-    element.classList.add("failed");
-    return null;
+    const failed = error.name !== "AbortError";
+    note.textContent = failed ? said(error) : "stopped";
+    note.classList.toggle("failed", failed);
+    return { text, failed };
   } finally {
+    element.textContent = text;
     running.delete(stop);
     buttons();
   }
@@ -126,20 +129,24 @@ function scroll(always = false) {
   if (always || near) list.scrollTop = list.scrollHeight;
 }
 
+// A question knows the turns before it that have an answer: not those still written, or without a word.
 async function ask() {
   const question = $("question").value.trim();
-  if (!question || running.size || !model) return;
+  if (!question || !model) return;
   $("question").value = "";
   add("user", question);
-  history.push({ role: "user", content: question });
-  const messages = [{ role: "system", content: SYSTEM }, ...history];
-  const text = await answer(messages, ...add("assistant", "…"));
-  if (text === null) history.pop();
-  else history.push({ role: "assistant", content: text });
+  const earlier = turns.filter((turn) => turn.text && !turn.failed).flatMap((turn) => [
+    { role: "user", content: turn.question }, { role: "assistant", content: turn.text },
+  ]);
+  const turn = { question };
+  turns.push(turn);
+  const messages = [{ role: "system", content: SYSTEM }, ...earlier, { role: "user", content: question }];
+  Object.assign(turn, await answer(messages, ...add("assistant", "…")));
+  if (turn.failed) $("question").value ||= question;
 }
 
 async function several() {
-  if (running.size || !model) return;
+  if (!model) return;
   $("messages").querySelector(".empty")?.remove();
   const group = document.createElement("li");
   group.className = "group";
@@ -161,7 +168,7 @@ async function several() {
 
 function buttons() {
   const busy = running.size > 0;
-  $("send").disabled = $("several").disabled = $("clear").disabled = busy || !model;
+  $("send").disabled = $("several").disabled = !model;
   $("stop").disabled = !busy;
 }
 
@@ -170,7 +177,8 @@ function stopAll() {
 }
 
 function clear() {
-  history = [];
+  stopAll();
+  turns = [];
   $("messages").replaceChildren();
   greet();
 }
@@ -178,7 +186,8 @@ function clear() {
 function greet() {
   const empty = document.createElement("li");
   empty.className = "empty";
-  empty.textContent = "Ask something, or send four questions at once and watch them share the pages of their prefix.";
+  empty.textContent = "Ask something, and more while it is answered. Or send four questions at once, " +
+    "and watch them share the pages of their prefix.";
   $("messages").append(empty);
 }
 
@@ -211,24 +220,31 @@ function draw() {
   const held = owners.filter((owner) => owner >= 0).length;
   const shared = owners.filter((owner) => owner === SHARED).length;
   const kept = owners.filter((owner) => owner === KEPT).length;
-  const text = `${owners.length}, ${frame.page_size} tokens each: ${held} held by one request, ` +
+  const text = `${owners.length} so far, ${frame.page_size} tokens each: ${held} held by one request, ` +
     `${shared} shared, ${kept} kept`;
   $("summary").textContent = text;
   canvas.setAttribute("aria-label", `Pages of the cache: ${text}`);
 }
 
+// Rows are in the order of their numbers, so that none is ever moved: one that is would lose the focus.
 function table(preempted) {
   const body = $("requests").tBodies[0];
-  const known = new Map([...body.rows].map((row) => [Number(row.dataset.number), row]));
-  const rows = frame.answers.map((each) => {
-    const row = known.get(each.number) ?? newRow(each.number);
+  const answers = [...frame.answers].sort((one, other) => one.number - other.number);
+  const present = new Set(answers.map((each) => each.number));
+  for (const row of [...body.rows]) {
+    if (!present.has(Number(row.dataset.number))) row.remove();
+  }
+  answers.forEach((each, place) => {
+    let row = body.rows[place];
+    if (Number(row?.dataset.number) !== each.number) {
+      row = newRow(each.number);
+      body.insertBefore(row, body.rows[place] ?? null);
+    }
     const values = [null, each.state, each.num_prompt, each.num_cached, each.num_tokens, each.pages.length];
     values.forEach((value, place) => { if (place) row.cells[place].textContent = value; });
     row.classList.toggle("preempted", each.state === "preempted" || preempted.includes(each.number));
-    return row;
   });
-  body.replaceChildren(...rows);
-  $("idle").hidden = rows.length > 0;
+  $("idle").hidden = answers.length > 0;
 }
 
 function newRow(number) {
@@ -285,6 +301,7 @@ async function watch() {
       for await (const next of events(response)) {
         if (next.error) throw new Error(next.error.message);
         frame = next;
+        document.body.classList.remove("stale");
         if (marked !== null && !frame.answers.some((each) => each.number === marked)) marked = null;
         draw();
         table(frame.preempted);
@@ -292,10 +309,20 @@ async function watch() {
       }
     } catch (error) {
       if (error.name === "AbortError") continue;
-      if (!model) $("model").textContent = error.message;
+      lost(error);
     }
     await new Promise((wake) => setTimeout(wake, 1500));
   }
+}
+
+// The map is no longer that of now. If the server is gone, nothing can be asked until it is back.
+function lost(error) {
+  frame = null;
+  document.body.classList.add("stale");
+  $("summary").textContent = said(error);
+  if (error instanceof TypeError) model = null;
+  if (!model) $("model").textContent = said(error);
+  buttons();
 }
 
 async function name() {
