@@ -15,7 +15,7 @@ from quire import AuxRequest, BlockMask, Paged, Ragged, attention, reference
 from quire.config import Backend
 from quire.errors import BlockMaskShapeError
 from quire.memory import Memory
-from quire.runtime import chosen
+from quire.runtime import backward, chosen
 from quire.runtime import forward as division
 
 HQ, HKV, D, PAGE = 4, 2, 24, 16
@@ -161,6 +161,7 @@ def test_gradients(seed: int, turns: bool, monkeypatch: pytest.MonkeyPatch) -> N
     case = random_case(seed)
     for_all = np.full(case.mask.shape[0], turns)
     monkeypatch.setattr(chosen, "turned", lambda *_, learns: for_all)
+    monkeypatch.setattr(backward, "cut_tiles", lambda _: turns)
     monkeypatch.setattr(chosen, "MOST_BYTES", 2**13)  # a few blocks of keys at a time
     turned, compute = [], chosen.gradients
     monkeypatch.setattr(chosen, "gradients", lambda *args: turned.append(1) or compute(*args))

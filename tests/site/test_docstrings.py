@@ -82,7 +82,7 @@ piece_a = piece_b = piece_c = attention_piece(query, Dense(key, value))
     "quire.varlen_attention": "q, k, v = torch.randn(3, 12, 4, 32); cu_seqlens = [0, 5, 12]",
     "quire.varlen_attn": f"{PACKED}; longest = 7",
     "quire.linear.PackedLinear": f"{LINEAR}; from quire.linear import PackedLinear, add",
-    "quire.linear.pack": "model = nn.Sequential(nn.Linear(96, 96))",
+    "quire.linear.pack": TINY,
     "quire.distributed.attention": DIVIDED,
     "quire.distributed.context_parallel": DIVIDED,
     "quire.distributed.plan": DIVIDED,

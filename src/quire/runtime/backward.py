@@ -23,7 +23,7 @@ from quire.memory import One, Placed, longest
 from quire.request import Problem
 from quire.results import Above, Gradients, Result, Wanted, folded
 from quire.runtime import chosen
-from quire.runtime.blocks import NO_LISTS, TileLists, tile_lists
+from quire.runtime.blocks import NO_LISTS, TileLists, cut_tiles, tile_lists
 from quire.runtime.capture_sums import SumsOfCapture, direct_inputs
 from quire.runtime.launch import Launcher, Records, num_products, num_threads
 from quire.runtime.mods import graphs_of
@@ -166,6 +166,8 @@ class BackwardPlans:
         self, problem: Problem, placed: Placed, blocks: BlockRows, wanted: Wanted
     ) -> NDArray[np.bool_]:
         """Return for which batch entries the lists of the block mask are turned around."""
+        if not cut_tiles(blocks):
+            return np.zeros(blocks.runs.shape[0], np.bool_)
         learns = bool(wanted.learned)
         if learns not in self._turns:
             self._turns[learns] = chosen.turned(problem, placed, blocks, learns=learns)

@@ -38,7 +38,7 @@ from quire.memory import One, Placed
 from quire.memory.tables import Numbers, Sequences
 from quire.request import Problem
 from quire.results import Above, Gradients, Result, Wanted
-from quire.runtime.blocks import cut_tiles, num_tiles
+from quire.runtime.blocks import num_tiles
 from quire.runtime.launch import Records, num_products, table_of
 from quire.runtime.mods import graphs_of
 from quire.runtime.prepare import make_launcher, row_strides
@@ -96,7 +96,6 @@ def turned(
     batches, heads, _, columns = runs.shape
     if (
         learns
-        or not cut_tiles(blocks)
         or placed.key_scale is not None
         or placed.value_scale is not None
         or (placed.is_dense and placed.key.shape[0] != placed.query.shape[0])

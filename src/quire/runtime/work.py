@@ -32,7 +32,7 @@ from quire.ir.trace import Traced
 from quire.memory import One, Placed, longest
 from quire.memory.tables import Numbers, Sequences
 from quire.request import Call, Problem, ReadyMod
-from quire.runtime.blocks import EVERY_RUN, tile_runs, within_blocks
+from quire.runtime.blocks import EVERY_RUN, cut_tiles, tile_runs, within_blocks
 from quire.runtime.chosen import turned
 from quire.runtime.forward import FormPart, division_of
 from quire.runtime.gather import gather
@@ -104,7 +104,7 @@ def _computed_scores(call: Call) -> tuple[int, int]:
         whole = _all_scores(placed, placed.rows)
         return whole, whole
     blocks = None if mask is None else mask.rows(*placed.lengths)
-    if blocks is not None and turned(problem, placed, blocks, learns=False).all():
+    if blocks is not None and _all_turned(problem, placed, blocks):
         backward = _listed_scores(blocks, placed)
     else:
         whole_tiles = FormPart("backward", placed.rows, BLOCK_Q)
@@ -116,6 +116,11 @@ def _computed_scores(call: Call) -> tuple[int, int]:
         return backward, backward  # both passes compute the same keys of the same panels
     counting = Counting(problem, placed, origin)
     return sum(map(counting.scores, parts)), backward
+
+
+def _all_turned(problem: Problem, placed: Placed, blocks: BlockRows) -> bool:
+    """Return whether the backward pass computes the blocks of a mask alone."""
+    return cut_tiles(blocks) and bool(turned(problem, placed, blocks, learns=False).all())
 
 
 def _listed_scores(blocks: BlockRows, placed: Placed) -> int:
