@@ -126,6 +126,7 @@ class Core:
 
     def _start(self, job: Job) -> None:
         """Let a job that has sequences run."""
+        self.runner.look_again()
         self.running.append(job)
         self.waiting.remove(job)
         self._tell("admit", job, job.done)

@@ -57,7 +57,8 @@ class Snapshot:
 
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
-        self._hooks = [*global_hooks(), *(each for module in modules for each in hooks_of(module))]
+        before_and_after = (each for module in modules for each in hooks_of(module)[:2])
+        self._hooks = [*global_hooks(), *before_and_after]
         self._kinds = list({type(each) for each in modules})
         self._functions = [each.forward for each in self._kinds]
         entries = [each for module in modules for each in _entries(module)]

@@ -92,6 +92,11 @@ class Runner:
         )
         self._make_program = functools.partial(Decoder.of, self.model, groups, shape.dtype)
         self._decoder = self._make_program()
+        self._has_looked = True
+
+    def look_again(self) -> None:
+        """See before the next step whether the model is still what its program was made of."""
+        self._has_looked = False
 
     # --- pages
 
@@ -169,8 +174,9 @@ class Runner:
 
     def _logits(self, ids: list[int], positions: list[int], wanted: list[int]) -> Tensor:
         """Return logits [rows, V] of some rows: by a program if there is one, or by modules."""
-        if self._decoder is not None and not self._decoder.holds:
+        if self._decoder is not None and not self._has_looked and not self._decoder.holds:
             self._decoder = self._make_program()
+        self._has_looked = True
         if self._decoder is not None:
             logits = self._decoder.compute(self._packed, ids, positions, wanted)
             if logits is not None:
