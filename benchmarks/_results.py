@@ -96,7 +96,7 @@ def keep(
 
 
 def earlier(part: Mapping[str, Any], commit: str) -> list[dict[str, object]]:
-    """Return the runs of a part before one at `commit`, of which each commit has one."""
+    """Return the runs of a part with limits before one at `commit`: one of each commit."""
     if not part:
         return []
     figures = {
@@ -106,4 +106,5 @@ def earlier(part: Mapping[str, Any], commit: str) -> list[dict[str, object]]:
     }
     last = {"commit": part["commit"], "date": part["date"], "figures": figures}
     runs = [*part.get("earlier", []), last]
-    return [run for run in runs if run["commit"] != commit][-MOST_EARLIER:]
+    kept = [run for run in runs if run["figures"] and run["commit"] != commit]
+    return kept[-MOST_EARLIER:]
