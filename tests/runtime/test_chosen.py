@@ -21,7 +21,7 @@ from quire.block_mask.blocks import FULL, Runs
 from quire.memory import TOP_LEFT
 from quire.request import Problem
 from quire.runtime import chosen
-from quire.runtime.blocks import num_tiles
+from quire.runtime.blocks import num_tiles, tile_runs
 
 HQ, HKV, D = 4, 2, 16
 CHOOSES = chosen.turned
@@ -295,6 +295,20 @@ def test_the_estimate_takes_memory_for_runs(below: bool) -> None:
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert not worth and peak < 100 * 8 * count
+
+
+def test_tiles_are_counted_in_parts() -> None:
+    """A grid of 16 million cells is never whole in memory."""
+    count = 2**12
+    starts, kinds = np.arange(count) * 31 % count, np.full(count, FULL, np.int8)
+    runs = Runs((1, 1, count, count), np.arange(count + 1), starts, starts + 1, kinds)
+    blocks = BlockRows(runs, (16, 16), (16 * count, 16 * count))
+    tracemalloc.start()
+    found, mixed = tile_runs(blocks, 128, 128)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert mixed is blocks and int((found.stops - found.starts).sum()) == count
+    assert peak < count * count
 
 
 MEASURED = """
