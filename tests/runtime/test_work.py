@@ -223,7 +223,7 @@ def test_dense_without_a_mask(counters: list[int]) -> None:
         assert flops_of(call).forward == flops_of(call).unmasked
 
 
-@pytest.mark.parametrize("name", MASKS.keys() - {"lengths of batches"})
+@pytest.mark.parametrize("name", [name for name in MASKS if name != "lengths of batches"])
 def test_ragged(name: str, counters: list[int]) -> None:
     check(call_of(*ragged(5, 0, 395, 3, 697), MASKS[name]), counters)
 
@@ -321,7 +321,7 @@ def test_other_dtypes_and_positions(dtype: torch.dtype, counters: list[int]) -> 
 # --- what stands for more
 
 
-@pytest.mark.parametrize("name", MASKS.keys() - {"nothing"})
+@pytest.mark.parametrize("name", [name for name in MASKS if name != "nothing"])
 def test_some_tiles_stand_for_all(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     query = torch.randn(4, 4, 2048, 8)
     mask = quire.create_block_mask(MASKS[name], 4, 4, 2048, 2048, "cpu", 64)
