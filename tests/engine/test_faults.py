@@ -98,9 +98,16 @@ def test_a_fault_while_saved_pages_come_back_ends_a_request_alone(
 def test_a_fault_at_the_end_of_a_request_leaves_nobody_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    submitted = threading.Event()  # a request must be there before the fault, which ends the engine
+
+    def fails_then(*_: Any, **__: Any) -> None:
+        assert submitted.wait(60)
+        fails()
+
     with Engine(packed("llama"), page_size=4, n_pages=64) as served:
-        monkeypatch.setattr(served._core.pages, "keep", fails)
+        monkeypatch.setattr(served._core.pages, "keep", fails_then)
         requests = [served.submit(prompt(9), max_tokens=4) for _ in range(3)]
+        submitted.set()
         for request in requests:
             with pytest.raises(ZeroDivisionError, match="on purpose"):
                 request.result(timeout=60)
