@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -12,11 +11,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire import AuxRequest, Dense, Paged, Ragged, attention, reference
-from quire.codegen.convention import KernelSpec
-from quire.codegen.kernels.decode import write_decode
-from quire.codegen.kernels.forward import write_forward
-from quire.codegen.llvm import jit
-from quire.codegen.llvm.target import Target
 from quire.mods import causal
 
 pytestmark = pytest.mark.every_width
@@ -176,12 +170,3 @@ def test_random_codes(data: st.DataObject) -> None:
     expected = reference.attention(query, key.float(), value.float(), q_start=0)
     out = attention(query, Dense(key, value), q_start=0, backend="jit")
     torch.testing.assert_close(out, expected.out, equal_nan=True, rtol=2e-4, atol=2e-3)
-
-
-@pytest.mark.parametrize("target", ["x86-64-v3", "x86-64-v4", "aarch64"])
-def test_it_compiles_for_other_machines(target: str) -> None:
-    there = Target.named(target)
-    for dtype, write in itertools.product(FLOAT8, (write_decode, write_forward)):
-        name = str(dtype).removeprefix("torch.")
-        spec = KernelSpec(there, key=name, value=name)
-        assert "forward:" in jit.assembly(write(spec).text, there)
