@@ -22,8 +22,8 @@ help:  ## list these commands
 demo: $(READY)  ## a language model on a cache in pages, beside PyTorch's; a few pictures
 	@$(VENV)/bin/quire tour
 
-test: $(READY)  ## all tests; ARGS="-k mask -x" goes to pytest
-	@$(RUN) -m pytest $(ARGS)
+test: $(READY)  ## all tests, in two processes; ARGS="-k mask -x" goes to pytest instead, which is one
+	@$(RUN) -m pytest $(or $(ARGS),-n 2 --dist worksteal)
 
 test-aarch64:  ## tests of kernels on an emulated aarch64, which takes long; ARGS as above
 	@.ci/aarch64 $(ARGS)

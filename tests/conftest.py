@@ -10,6 +10,7 @@ import os
 import secrets
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import targets
@@ -66,11 +67,20 @@ def pytest_configure(config: pytest.Config) -> None:
     in_ci = bool(os.environ.get("CI"))
     settings.load_profile("ci" if in_ci else "default")
     if config.option.hypothesis_seed is None:
-        config.option.hypothesis_seed = CI_SEED if in_ci else secrets.randbelow(2**32)
+        drawn = CI_SEED if in_ci else secrets.randbelow(2**32)
+        config.option.hypothesis_seed = getattr(config, "workerinput", {}).get("seed", drawn)
+    if getattr(config.option, "numprocesses", None):  # of xdist, whose processes get it from here
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # else threads that wait take cores
     torch.set_num_threads(NUM_THREADS)
     if not _multiplies_float16():
         torch.backends.mkldnn.enabled = False
     os.environ.setdefault("QUIRE_CACHE_DIR", tempfile.mkdtemp(prefix="quire-tests-"))
+
+
+@pytest.hookimpl(optionalhook=True)  # of xdist
+def pytest_configure_node(node: Any) -> None:
+    """Before a process starts that runs a part of the tests: it has the same seed."""
+    node.workerinput["seed"] = node.config.option.hypothesis_seed
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
