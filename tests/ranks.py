@@ -6,6 +6,7 @@ with Ranks(4) as ranks:
 
 from __future__ import annotations
 
+import hashlib
 import multiprocessing
 import os
 import tempfile
@@ -14,10 +15,14 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from quire.codegen.llvm import jit
+from quire.codegen.llvm.target import Target
 
 PATIENCE = 100  # seconds for one function
 AFTER_AN_ERROR = 5  # seconds for the ranks that have not failed
@@ -79,9 +84,34 @@ class Ranks:
         return [found.get(rank, (False, "it hangs")) for rank in range(size)]
 
 
+def _compile_once(folder: Path) -> None:
+    """Ranks need a kernel at the same moment. One of them compiles it, and the others wait for it.
+
+    tests/runtime/test_cache.py has processes that do not wait.
+    """
+    import fcntl
+
+    compile_object = jit.compile_object
+
+    def shared(text: str, target: Target) -> bytes:
+        name = hashlib.sha256(f"{target}{text}".encode()).hexdigest()
+        with open(folder / name, "ab+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            image = file.read()
+            if not image:
+                image = compile_object(text, target)
+                file.write(image)
+        return image
+
+    jit.compile_object = shared
+
+
 def _serve(pipe: Connection, store: str, rank: int, count: int) -> None:
     """Run what comes through the pipe until it is closed."""
     torch.set_num_threads(1)
+    if os.name == "posix":  # others have no flock
+        _compile_once(Path(store).parent)
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(store, count),
