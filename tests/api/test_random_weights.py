@@ -81,8 +81,13 @@ def test_weights(mod: RandomMod, sizes: tuple[int, int]) -> None:
             assert same(out, exact.out), (name, backend)
 
 
+def has_extreme(mod: RandomMod) -> bool:
+    """Whether more than two numbers may tie: torch gives them other shares of the gradient."""
+    return "amin" in mod.source or "amax" in mod.source
+
+
 @settings(max_examples=12)
-@given(random_mods("score", smooth=True), SIZES)
+@given(random_mods("score", smooth=True).filter(lambda mod: not has_extreme(mod)), SIZES)
 def test_gradients_of_weights(mod: RandomMod, sizes: tuple[int, int]) -> None:
     query, key, value = (x.requires_grad_() for x in operands(*sizes))
     start = sizes[1] - sizes[0]
