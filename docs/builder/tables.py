@@ -51,18 +51,19 @@ class Line(NamedTuple):
 
 def summary(lines: tuple[Line, ...], columns: list[Part]) -> str:
     """Return a table with a line for each kind of figure, and a column for each processor."""
-    texts = []
+    texts, dates = [], set()
     for label, script, name, cases, unit in lines:
         measured = {part.place: part for part in named(script, name)}
         assert measured, f"benchmarks/{script}.py --only {name} was never kept"
         figures = [span(measured.get(column.place), cases, unit) for column in columns]
+        dates |= {part.kept["date"] for part in measured.values()}
         texts.append([label, *figures, f"`{script}.py --only {name}`"])
     head = ["case", *(column.label for column in columns), "`python benchmarks/...`"]
     versions = columns[0].kept["versions"]
     conditions = (
         f"{columns[0].processor} of two generations, {columns[0].kept['threads']} threads, torch "
         f"{versions['torch'].split('+')[0]}, Python {versions['python']}, "
-        f"{max(column.kept['date'] for column in columns)}"
+        f"{' to '.join(sorted({min(dates), max(dates)}))}"
     )
     return f"{rows.markdown(head, texts)}\n\nMeasured on {conditions}.\n"
 
@@ -144,21 +145,21 @@ AGAINST_TORCH = (
     ),
     Line("nested tensors, against PyTorch's", "ragged", "nested", r".*", FASTER),
     Line(
-        "decode of 16 sequences of 4,096, bfloat16, against SDPA",
+        "decoding 16 sequences of 4,096 tokens in bfloat16, against SDPA",
         "paged",
         "contiguous",
         r".*bfloat16",
         FASTER,
     ),
     Line(
-        "the same, as a share of the speed of only reading the bytes: float32 and bfloat16",
+        "the same in float32 and bfloat16, as a share of the speed at which its bytes can be read",
         "paged",
         "contiguous",
         r".*",
         READING,
     ),
     Line(
-        "that decode in float32 from random pages of 16 to 128, against contiguous",
+        "the same in float32 from random pages of 16 to 128 tokens, against contiguous memory",
         "paged",
         "paged",
         r".*random pages.*",
