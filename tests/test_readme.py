@@ -10,10 +10,8 @@ import pytest
 import torch
 from blocks import FENCED, PAGES, Block, blocks
 from torch.nn.attention import flex_attention as torch_flex
-from typer.main import get_command
 
 from quire import Dense, attention
-from quire.cli import app
 from quire.config import config
 from quire.ir.ops import OPS
 from quire.tools.walk import Walk, walk
@@ -265,19 +263,3 @@ def test_the_architecture_follows_a_call_as_it_goes(
     own = {file for file in named if not file.startswith(("ir/", "codegen/"))}
     assert own | {"support/torch_private/__init__.py"} == set(later.files)
     assert f"these are {len(later.files)} files" in ARCHITECTURE
-
-
-def test_the_make_commands_exist() -> None:
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = {name for page in PAGES for name in re.findall(r"\bmake ([a-z]+)\b`", page.read_text())}
-    assert {"demo", "test"} <= named <= targets
-
-
-def test_the_quire_commands_exist() -> None:
-    pages = "\n".join(page.read_text() for page in PAGES)
-    named = set(re.findall(r"(?:^|`)quire ([a-z]+)[^`\n]*[`#]", pages, re.MULTILINE))
-    assert (
-        {"demo", "doctor", "show", "draw", "why", "cache"}
-        <= named
-        <= get_command(app).commands.keys()
-    )

@@ -9,12 +9,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from builder import tables
-from builder.stage import ROOT, stage
+from builder.source import ROOT
 
 
 def build(folder: Path, *options: str) -> int:
     """Build the site below a folder, anew: its sources in `source`, its pages in `site`."""
+    from builder.stage import stage
+
     shutil.rmtree(folder / "site", ignore_errors=True)  # pages of what is no more
     stage(folder / "source")
     status = run("html", folder, folder / "site", *options)
@@ -25,6 +26,8 @@ def build(folder: Path, *options: str) -> int:
 def check_links(folder: Path, *options: str) -> int:
     """Ask for the page of every link of a site to another site, which needs the network."""
     if not (folder / "source").exists():
+        from builder.stage import stage
+
         stage(folder / "source")
     return run("linkcheck", folder, folder / "links", *options)
 
@@ -50,6 +53,8 @@ if __name__ == "__main__":
     )
     given, options = parser.parse_known_args()
     if given.tables:
+        from builder import tables
+
         tables.write()
         sys.exit()
     options += ["-q"] if given.quiet else []
