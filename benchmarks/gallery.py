@@ -43,7 +43,15 @@ def masks(table: Table, seconds: float, threads: int) -> None:
         options = known.get(name, {"attn_mask": dense})
         ours = functools.partial(quire.flex_attention, query, key, value, mask_mod=mask)
         peer = functools.partial(F.scaled_dot_product_attention, query, key, value, **options)
-        add(table, seconds, name, ours, peer, SDPA, sparsity=round(blocks.sparsity(), 1))
+        add(
+            table,
+            seconds,
+            name,
+            ours=ours,
+            peer=peer,
+            unit=SDPA,
+            sparsity=round(blocks.sparsity(), 1),
+        )
 
 
 def scores(table: Table, seconds: float, threads: int) -> None:
@@ -54,13 +62,13 @@ def scores(table: Table, seconds: float, threads: int) -> None:
         ours = functools.partial(quire.attention, query, Dense(key, value), score_mod=mod)
         if "softcap" in expression:
             peer = functools.partial(by_operations, query, key, value, score_mod=mod)
-            add(table, seconds, name, ours, peer, OPERATIONS)
+            add(table, seconds, name, ours=ours, peer=peer, unit=OPERATIONS)
         else:
             bias = changed(mod, torch.zeros(SHAPE[:3] + SHAPE[2:3]))
             peer = functools.partial(
                 F.scaled_dot_product_attention, query, key, value, attn_mask=bias
             )
-            add(table, seconds, name, ours, peer, SDPA)
+            add(table, seconds, name, ours=ours, peer=peer, unit=SDPA)
 
 
 def weights(table: Table, seconds: float, threads: int) -> None:
@@ -76,10 +84,10 @@ def weights(table: Table, seconds: float, threads: int) -> None:
         ours = functools.partial(quire.attention, query, Dense(key, value), weight=weight)
         if name in softmax:
             peer = functools.partial(F.scaled_dot_product_attention, query, *softmax[name])
-            add(table, seconds, name, ours, peer, SDPA)
+            add(table, seconds, name, ours=ours, peer=peer, unit=SDPA)
         else:
             peer = functools.partial(by_operations, query, key, value, weight=weight)
-            add(table, seconds, name, ours, peer, OPERATIONS)
+            add(table, seconds, name, ours=ours, peer=peer, unit=OPERATIONS)
 
 
 def probs(table: Table, seconds: float, threads: int) -> None:
@@ -89,7 +97,7 @@ def probs(table: Table, seconds: float, threads: int) -> None:
         mod = catalogue.made(expression)
         ours = functools.partial(quire.attention, query, Dense(key, value), prob_mod=mod)
         peer = functools.partial(by_operations, query, key, value, prob_mod=mod)
-        add(table, seconds, name, ours, peer, OPERATIONS)
+        add(table, seconds, name, ours=ours, peer=peer, unit=OPERATIONS)
 
 
 def operands() -> Tensor:
@@ -129,7 +137,7 @@ def by_operations(
 
 @torch.no_grad()
 def add(
-    table: Table, seconds: float, name: str, ours: Call, peer: Call, unit: str, **more: Any
+    table: Table, seconds: float, name: str, *, ours: Call, peer: Call, unit: str, **more: Any
 ) -> None:
     """Compare the results of two calls, time both and add the row of a mod."""
     torch.testing.assert_close(ours(), peer(), atol=1e-4, rtol=1e-3)
