@@ -82,7 +82,7 @@ def page() -> str:
         entries = (entry(name, code, kind) for name, code in mods.items())
         where = "; ".join(dict.fromkeys(part.conditions() for part in named("gallery", kind)))
         command = f"Measured by `python benchmarks/gallery.py --only {kind}` on {where}."
-        sections += [f"## {TITLES[kind]}", *entries, *([command] if where else [])]
+        sections += [f"## {TITLES[kind]}", *([command] if where else []), *entries]
     return "\n\n".join([*sections, "## Names of attention-gym", RENAMED, renamed()])
 
 
