@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,15 @@ def test_every_host_is_linked_to() -> None:
 )
 def test_the_form_of_links(link: str, why: str) -> None:
     assert why in links.wrong(link) and bool(why) == bool(links.wrong(link))
+
+
+def test_the_site_leads_to_no_other_host(site: Path) -> None:
+    pages = [path.read_text() for path in site.rglob("*.html")]
+    found = {
+        link for page in pages for link in re.findall(r'(?:href|src)="(https?://[^"]+)"', page)
+    }
+    assert "https://semver.org" in found
+    assert not [link for link in found if links.wrong(link)]
 
 
 def test_the_builder_finds_the_links_that_it_asks(site: Path) -> None:
