@@ -36,8 +36,8 @@ check: $(READY)  ## formatting, lint and strict types
 format: $(READY)  ## format all files, and fix what ruff can fix
 	@$(RUN) -m ruff check --fix --quiet . ; $(RUN) -m ruff format .
 
-docs: $(READY)  ## the site, in build/docs/site
-	@$(RUN) docs/builder --quiet
+docs: $(READY)  ## the site, in build/docs/site; ARGS="--links" asks other sites for what it links to
+	@$(RUN) docs/builder --quiet $(ARGS)
 
 bench: $(READY)  ## every script in benchmarks/, one after the other
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(RUN) $$script; done

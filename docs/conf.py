@@ -18,6 +18,9 @@ suppress_warnings = ["myst.header", "misc.highlighting_failure"]
 highlight_language = "none"
 pygments_style, pygments_dark_style = "friendly", "github-dark"
 
+linkcheck_ignore = [r"http://(127\.0\.0\.1|localhost)[:/].*"]  # a reader's own server
+linkcheck_timeout, linkcheck_retries = 20, 3
+
 html_theme = "furo"
 html_title = "quire"
 html_css_files = ["site.css"]

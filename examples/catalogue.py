@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from long_context import long_context
-from native_sparse import near
-from torch import Tensor
+from native_sparse import finished, near
+from torch import Tensor, nn
 from train_gpt import REACH, by_distance, own_piece
 from weight_curves import keep_large, sharpen
 
-from quire import mods
+from quire import mods, weights
 
 LENGTH, HEADS = 2048, 8
 
@@ -49,6 +49,7 @@ MASKS = {
     "offset": "offset(causal, 512)",
     "long_context": "offset(long_context, 262_144 * 2 - 1024, 262_144 * 2 - 1024)",
     "near": "near",
+    "finished": "offset(finished, 16_384)",
     "three_documents": "three_documents",
     "own_piece": "Mask(own_piece, document=pieces)",
 }
@@ -62,28 +63,52 @@ SCORES = {
     "table_bias": "table_bias(plane)",
     "in_turn": "alibi(8) >> softcap(30.0)",
     "by_distance": "ScoreChange(by_distance, bias=learned)",
+    "LearnedAlibi": "LearnedAlibi(8)",
+    "LearnedDistanceBias": "trained(LearnedDistanceBias(8, reach=256), near_and_far)",
+    "LearnedRelativePositionBias": "trained(LearnedRelativePositionBias(8), table)",
+    "LearnedTableBias": "trained(LearnedTableBias(2048, 2048), plane)",
 }
 """Names of score mods, and the expressions that make them."""
 
-PROBS = {"keep_large": keep_large, "sharpen": sharpen}
-"""Names of mods on probabilities, and the mods."""
+WEIGHTS = {
+    "softmax": "softmax",
+    "softmax_one": "softmax_one",
+    "exp": "exp",
+    "sigmoid": "sigmoid(-1.0)",
+    "softplus": "softplus",
+    "relu": "relu",
+    "squared_relu": "squared_relu",
+}
+"""Names of weights, and the expressions that make them."""
+
+PROBS = {"keep_large": "keep_large", "sharpen": "sharpen"}
+"""Names of mods on probabilities, and the expressions that make them."""
 
 ORIGINS = {
     "long_context": "examples/long_context.py",
     "near": "examples/native_sparse.py",
+    "finished": "examples/native_sparse.py",
     "three_documents": "examples/catalogue.py",
     "own_piece": "examples/train_gpt.py",
     "by_distance": "examples/train_gpt.py",
     "keep_large": "examples/weight_curves.py",
     "sharpen": "examples/weight_curves.py",
 }
-"""Where a mod comes from that is not in `quire.mods`."""
+"""Where a mod comes from that is not of the library."""
 
 
 def made(expression: str) -> Callable[..., Any]:
     """Return the mod of an expression."""
-    found: Callable[..., Any] = eval(expression, vars(mods) | globals())
+    found: Callable[..., Any] = eval(expression, vars(mods) | vars(weights) | globals())
     return found
+
+
+def trained(mod: nn.Module, values: Tensor) -> nn.Module:
+    """Return a learned mod whose parameter has these values, as if it had been trained."""
+    (parameter,) = mod.parameters()
+    with torch.no_grad():
+        parameter.copy_(values)
+    return mod
 
 
 def three_documents(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -96,10 +121,15 @@ __all__ = [
     "ORIGINS",
     "PROBS",
     "SCORES",
+    "WEIGHTS",
     "by_distance",
+    "finished",
+    "keep_large",
     "long_context",
     "made",
     "near",
     "own_piece",
+    "sharpen",
     "three_documents",
+    "trained",
 ]

@@ -35,10 +35,12 @@ WEIGHTS = {
 
 
 def keep_large(prob: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    """Leave keys out that have little of a query's attention."""
     return torch.where(prob > 0.3, prob, 0.0)
 
 
 def sharpen(prob: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    """Make small probabilities smaller still."""
     return prob * prob
 
 

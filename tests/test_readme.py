@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import ast
 import re
-import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from blocks import FENCED, PAGES, Block, blocks
 from torch.nn.attention import flex_attention as torch_flex
-from typer.main import get_command
 
 from quire import Dense, attention
-from quire.cli import app
 from quire.config import config
 from quire.ir.ops import OPS
 from quire.tools.walk import Walk, walk
@@ -22,20 +19,34 @@ from quire.tools.walk import Walk, walk
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "quire"
 README = (ROOT / "README.md").read_text()
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-PROGRAMS = [page for page in PAGES if "```python" in page.read_text()]
+PROGRAMS = [page for page in PAGES if any(block.runs for block in blocks(page))]
+PICTURES = {"masks.md": "packed.svg", "kv.md": "pages.svg"}
+"""Pages whose last `picture` is a file beside them."""
+
 FIRST_SCREEN = 36
 EAGER = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
 
 
 @pytest.mark.parametrize("page", PROGRAMS, ids=lambda page: page.name)
-def test_the_programs_run(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_programs_run_and_print_what_is_shown(
+    page: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     monkeypatch.setattr(torch_flex, EAGER, getattr(torch_flex, EAGER))  # a page may set it
     torch.set_num_threads(1)  # the fastest on a busy machine
     for name in re.findall(r'^name = "(.+)"$', page.read_text(), re.MULTILINE):
         save_small_model(tmp_path / name)
     monkeypatch.chdir(tmp_path)
-    run_programs(page)
+    names = run_programs(page)
+    printed = capsys.readouterr().out
+    for block in blocks(page):
+        if block.language == "text" and not block.reason:
+            printed = block.after(printed)
+    if page.name in PICTURES:
+        kept = page.parent / PICTURES[page.name]
+        assert kept.read_text() == names["picture"].svg()
 
 
 def save_small_model(folder: Path) -> None:
@@ -47,10 +58,11 @@ def save_small_model(folder: Path) -> None:
 
 def run_programs(page: Path) -> dict[str, Any]:
     """The names that a page's programs leave behind."""
-    text, names = page.read_text(), dict[str, Any](__name__=page.stem)
-    for block in re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
-        above = text.count("\n", 0, block.start(1))  # so that a traceback names the page's line
-        exec(compile("\n" * above + block[1], str(page), "exec"), names)
+    names = dict[str, Any](__name__=page.stem)
+    for block in blocks(page):
+        if block.runs:
+            above = "\n" * block.line  # so that a traceback names the page's line
+            exec(compile(above + block.text, str(page), "exec"), names)
     return names
 
 
@@ -66,50 +78,35 @@ def test_the_first_program_gives_the_gradients_that_it_names(page: Path) -> None
     assert len(wanted) == 4 and all(names[name].grad is not None for name in wanted)
 
 
-def test_the_page_on_masks_shows_what_its_programs_print(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    page = ROOT / "docs" / "masks.md"
-    shown = re.findall(r"^```text\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
-    names = run_programs(page)
-    assert (page.parent / "packed.svg").read_text() == names["picture"].svg()
-    assert capsys.readouterr().out == "".join(shown) != ""
-
-
-def test_the_page_on_the_cache_shows_what_its_programs_draw(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    pytest.importorskip("safetensors")
-    page = ROOT / "docs" / "kv.md"
-    *_, shown = re.findall(r"^```text\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
-    names = run_programs(page)
-    assert (page.parent / "pages.svg").read_text() == names["picture"].svg()
-    assert capsys.readouterr().out.endswith(shown)
-
-
-def is_program(text: str) -> bool:
-    """Whether a block is Python that calls something: not a drawing, nor a command of a shell."""
-    try:
-        tree = ast.parse(textwrap.dedent(text))
-    except SyntaxError:
-        return False
-    return any(isinstance(node, ast.Call) for node in ast.walk(tree))
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_block_is_tested_or_says_why_not(page: Path) -> None:
+    """Python runs, text is what it prints, and `tests/test_commands.py` looks at commands."""
+    for block in blocks(page):
+        where = f"{page.name}:{block.line}"
+        assert block.language, f"{where} has no language: python, bash or text"
+        tested = block.language in ("python", "bash", "text")
+        assert tested or block.reason, f"{where}: write <!-- not run: why --> above the block"
+        if block.language == "text" and not block.reason:
+            assert page in PROGRAMS, f"{where}: no program of this page can print it"
+        for path in re.findall(r"tests/[\w/.]+", block.reason):
+            assert exists(path), f"{where} names {path}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_programs_that_do_not_run_say_why(page: Path) -> None:
-    text = page.read_text()
-    fenced = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-    blocks = [(found.span(), found[2]) for found in fenced.finditer(text) if found[1] != "python"]
-    outside = fenced.sub(lambda found: re.sub(r"[^\n]", "x", found[0]), text)
-    indented = re.compile(r"(?<=\n\n)(?: {4}.*\n)+")
-    blocks += [(found.span(), found[0]) for found in indented.finditer(outside)]
-    silent = [
-        block
-        for (start, end), block in blocks
-        if is_program(block) and "not run" not in text[max(0, start - 400) : end + 400]
-    ]
-    assert not silent, "a test runs blocks of ```python; of another, say why it is not run"
+def test_code_is_fenced(page: Path) -> None:
+    text = FENCED.sub("", page.read_text())
+    assert not re.findall(r"\n\n(?: {4}.*\n)+", text), "write code between ```, with its language"
+
+
+def test_what_is_printed_is_compared() -> None:
+    block = Block("text", "a\n  b\n", 1, "", lines=False)
+    assert block.after("x\na\n  b\ny\n") == "y\n"
+    with pytest.raises(AssertionError, match="is not printed"):
+        block.after("a\nb\n")
+    some = Block("text", "a\nc\n", 1, "", lines=True)
+    assert some.after("  a\n b\n  c\nd\n") == "d"
+    with pytest.raises(AssertionError, match="is not printed"):
+        some.after("c\na\n")
 
 
 def test_readme_has_a_program() -> None:
@@ -208,7 +205,7 @@ ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
 
 
 def test_the_drawings_of_the_architecture_name_what_exists() -> None:
-    drawn = re.findall(r"^```\n(.*?)^```", ARCHITECTURE, re.MULTILINE | re.DOTALL)
+    drawn = re.findall(r"^```text\n(.*?)^```", ARCHITECTURE, re.MULTILINE | re.DOTALL)
     words = [word.strip("(),") for text in drawn for word in text.split()]
     paths = [word for word in words if is_path(word)]
     assert len(paths) > 30
@@ -217,7 +214,7 @@ def test_the_drawings_of_the_architecture_name_what_exists() -> None:
 
 
 def test_the_tree_of_folders_is_whole() -> None:
-    tree = re.findall(r"^```\n(request\.py.*?)^```", ARCHITECTURE, re.MULTILINE | re.DOTALL)
+    tree = re.findall(r"^```text\n(request\.py.*?)^```", ARCHITECTURE, re.MULTILINE | re.DOTALL)
     (drawn,) = ({line.split()[0] for line in text.splitlines()} for text in tree)
     real = {f"{path.name}/" if path.is_dir() else path.name for path in SOURCE.iterdir()}
     assert real - {"__init__.py", "__pycache__/", "py.typed"} == {
@@ -266,19 +263,3 @@ def test_the_architecture_follows_a_call_as_it_goes(
     own = {file for file in named if not file.startswith(("ir/", "codegen/"))}
     assert own | {"support/torch_private/__init__.py"} == set(later.files)
     assert f"these are {len(later.files)} files" in ARCHITECTURE
-
-
-def test_the_make_commands_exist() -> None:
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = {name for page in PAGES for name in re.findall(r"\bmake ([a-z]+)\b`", page.read_text())}
-    assert {"demo", "test"} <= named <= targets
-
-
-def test_the_quire_commands_exist() -> None:
-    pages = "\n".join(page.read_text() for page in PAGES)
-    named = set(re.findall(r"(?:^|`)quire ([a-z]+)[^`\n]*[`#]", pages, re.MULTILINE))
-    assert (
-        {"demo", "doctor", "show", "draw", "why", "cache"}
-        <= named
-        <= get_command(app).commands.keys()
-    )

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
-
-from builder.plots import THEMES, plots, svg
+from builder.charts import THEMES, svg
+from builder.plots import plots
 from builder.results import Part, misses, number, parts
-from builder.rows import markdown
+from builder.rows import markdown, words
 
 
 def pictures() -> dict[str, str]:
@@ -47,33 +46,6 @@ def table(part: Part) -> str:
         f"### {part.title}\n\n<details><summary>{summary}</summary>\n\n"
         f"`{part.command}`\\\n{part.conditions()}\n\n{markdown(head, lines)}\n\n</details>"
     )
-
-
-LETTERS = {
-    "B": "batch of {}",
-    "D": "heads of {}",
-    "H": "{} heads",
-    "Hkv": "{} key heads",
-    "Hq": "{} query heads",
-    "N": "{} tokens",
-    "threads": "{} threads",
-}
-"""What the letters of cases stand for."""
-
-
-def words(case: str) -> str:
-    """Return a case in words: `causal, 8,192 tokens, heads of 64` for `causal N 8192 D 64`."""
-
-    def said(found: re.Match[str]) -> str:
-        letter, digits = found.groups()
-        count = f"{int(digits.replace(',', '')):,}"
-        text = LETTERS[letter].format(count)
-        if count == "1" and letter in ("H", "threads"):
-            text = text.removesuffix("s")
-        follows = case[: found.start()].endswith((",", " at"))
-        return f" {text}" if follows else f", {text}"
-
-    return re.sub(rf" ({'|'.join(LETTERS)}) (\d[\d,]*\d|\d)", said, case)
 
 
 def verdict(row: dict[str, object]) -> str:

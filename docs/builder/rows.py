@@ -101,7 +101,7 @@ def placed(part: Part, across: int) -> list[tuple[tuple[Line, Column], dict[str,
     """Return the rows of a part, each with its line and its column."""
     found = []
     for row in part.rows:
-        pieces = PIECES.split(re.sub(r"\b1 (thread|row)s\b", r"1 \1", row["case"]))
+        pieces = PIECES.split(one(row["case"]))
         piece = pieces.pop(across - (across > 0)) if across else ""
         found.append(((Line(", ".join(pieces), row["unit"]), Column(part.label, piece)), row))
     return found
@@ -133,3 +133,37 @@ def where(measured: list[Part]) -> str:
     runs = "; ".join(dict.fromkeys(part.conditions() for part in measured))
     script = measured[0].script
     return f"Measured on {runs}. The rows are in `benchmarks/results/*/{script}.json`."
+
+
+# Cases in words
+
+LETTERS = {
+    "B": "batch of {}",
+    "D": "heads of {}",
+    "H": "{} heads",
+    "Hkv": "{} key heads",
+    "Hq": "{} query heads",
+    "N": "{} tokens",
+    "threads": "{} threads",
+}
+"""What the letters of cases stand for."""
+
+
+def words(case: str) -> str:
+    """Return a case in words: `causal, 8,192 tokens, heads of 64` for `causal N 8192 D 64`."""
+
+    def said(found: re.Match[str]) -> str:
+        letter, digits = found.groups()
+        count = f"{int(digits.replace(',', '')):,}"
+        text = LETTERS[letter].format(count)
+        if count == "1" and letter in ("H", "threads"):
+            text = text.removesuffix("s")
+        follows = case[: found.start()].endswith((",", " at"))
+        return f" {text}" if follows else f", {text}"
+
+    return one(re.sub(rf" ({'|'.join(LETTERS)}) (\d[\d,]*\d|\d)", said, case))
+
+
+def one(case: str) -> str:
+    """Return a case in which one of something has no plural."""
+    return re.sub(r"\b1 (thread|row)s\b", r"1 \1", case)

@@ -70,8 +70,8 @@ def added() -> dict[str, str]:
 
 
 REFERENCE = """
-Every [public name](reference/index.md) has a page with its signature, an example, figures and
-errors. Every [module](reference/modules/index.md) has a page, too.
+**Reference**: a page for every [public name](reference/index.md), with its signature, an example,
+figures and errors, and one for every [module](reference/modules/index.md).
 """
 
 PROJECT = """# Project

@@ -51,18 +51,19 @@ class Line(NamedTuple):
 
 def summary(lines: tuple[Line, ...], columns: list[Part]) -> str:
     """Return a table with a line for each kind of figure, and a column for each processor."""
-    texts = []
+    texts, dates = [], set()
     for label, script, name, cases, unit in lines:
         measured = {part.place: part for part in named(script, name)}
         assert measured, f"benchmarks/{script}.py --only {name} was never kept"
         figures = [span(measured.get(column.place), cases, unit) for column in columns]
+        dates |= {part.kept["date"] for part in measured.values()}
         texts.append([label, *figures, f"`{script}.py --only {name}`"])
     head = ["case", *(column.label for column in columns), "`python benchmarks/...`"]
     versions = columns[0].kept["versions"]
     conditions = (
         f"{columns[0].processor} of two generations, {columns[0].kept['threads']} threads, torch "
         f"{versions['torch'].split('+')[0]}, Python {versions['python']}, "
-        f"{max(column.kept['date'] for column in columns)}"
+        f"{' to '.join(sorted({min(dates), max(dates)}))}"
     )
     return f"{rows.markdown(head, texts)}\n\nMeasured on {conditions}.\n"
 
@@ -84,13 +85,14 @@ def span(part: Part | None, cases: str, unit: str) -> str:
     figures = [row["figure"] for row in found]
     low, high = f"{min(figures):.2g}", f"{max(figures):.2g}"
     text = low if low == high else f"{low} to {high}"
-    text += {FASTER: "", SLOWER: f" {unit}"}.get(unit, " %")
+    ratio = unit.startswith(FASTER)
+    text += "" if ratio else {SLOWER: f" {unit}"}.get(unit, " %")
     late = [row for row in found if misses(row)]
     if late:
         said = _count(len(late), len(found), "miss", "misses")
         limits = sorted({row["wanted"] for row in late}, key=lambda limit: float(limit.split()[1]))
         return f"**{text}** ({said} {', '.join(limits)})"
-    slow = sum(figure < 1 for figure in figures) if unit == FASTER else 0
+    slow = sum(figure < 1 for figure in figures) if ratio else 0
     said = _count(slow, len(found), "are slower", "is slower" if len(found) > 1 else "slower")
     return f"**{text}** ({said})" if slow else text
 
@@ -129,11 +131,11 @@ AGAINST_TORCH = (
         FASTER,
     ),
     Line(
-        "a bias read from a tensor [L, S], against SDPA with it",
+        "the score mods of the gallery, against SDPA with a dense bias",
         "gallery",
         "scores",
-        "table_bias",
-        FASTER,
+        r".*",
+        f"{FASTER} as SDPA",
     ),
     Line(
         "64 sequences of 16 to 2,048 tokens, packed, against SDPA in a loop",
@@ -144,21 +146,21 @@ AGAINST_TORCH = (
     ),
     Line("nested tensors, against PyTorch's", "ragged", "nested", r".*", FASTER),
     Line(
-        "decode of 16 sequences of 4,096, bfloat16, against SDPA",
+        "decoding 16 sequences of 4,096 tokens in bfloat16, against SDPA",
         "paged",
         "contiguous",
         r".*bfloat16",
         FASTER,
     ),
     Line(
-        "the same, as a share of the speed of only reading the bytes: float32 and bfloat16",
+        "the same in float32 and bfloat16, as a share of the speed at which its bytes can be read",
         "paged",
         "contiguous",
         r".*",
         READING,
     ),
     Line(
-        "that decode in float32 from random pages of 16 to 128, against contiguous",
+        "the same in float32 from random pages of 16 to 128 tokens, against contiguous memory",
         "paged",
         "paged",
         r".*random pages.*",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT / "docs"))  # the package that builds the site
@@ -30,8 +32,18 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a whole site. Warnings of Sphinx are errors."""
     if importlib.util.find_spec("sphinx") is None:
         pytest.skip("sphinx is not installed: pip install 'quire[docs]'")
-    folder = tmp_path_factory.mktemp("docs")
-    (folder / "site").mkdir()
+    several = os.environ.get("PYTEST_XDIST_TESTRUNUID")  # processes, which share one site
+    base = tmp_path_factory.getbasetemp()
+    folder = base.parent / f"docs-{several}" if several else base / "docs"
+    with FileLock(folder.with_suffix(".lock")):
+        if not (folder / "site" / "index.html").exists():
+            build(folder)
+    return folder / "site"
+
+
+def build(folder: Path) -> None:
+    """Build the site where a page of a build before it is left."""
+    (folder / "site").mkdir(parents=True, exist_ok=True)
     (folder / "site" / "page-of-before.html").write_text("")
     done = subprocess.run(
         [sys.executable, ROOT / "docs" / "builder", "--quiet", "--out", folder],
@@ -40,7 +52,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return folder / "site"
 
 
 @pytest.fixture(scope="session")

@@ -125,22 +125,22 @@ def test_the_search_finds_names_by_their_words(
 
 QUESTIONS = {
     "how to write a mask": (
-        ["Invent a mask"],
+        ["invent a mask"],
         "learn/invent_a_mask",
         ("def recent_turns(b, h, q_idx, kv_idx):", "What may stand in a mask"),
     ),
     "what create_block_mask costs at a million tokens": (
-        ["Bounds"],
+        ["a million tokens"],
         "why/bounds",
         ("What it costs at a million queries and a million keys", "prefix + window"),
     ),
     "what happens to a NaN": (
-        ["The same bits"],
+        ["what happens to a NaN"],
         "why/same_bits",
         ("A NaN or an infinity in a key or a value reaches exactly the queries that read it",),
     ),
     "how to serve a model": (
-        ["Serve"],
+        ["serve"],
         "learn/serve",
         ("quire serve --weights int8", "puts an engine behind OpenAI's interface over HTTP"),
     ),

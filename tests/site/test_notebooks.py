@@ -36,3 +36,6 @@ def test_they_read_well(path: Path) -> None:
     assert notebook.cells[0].source.startswith("# ")
     words = sum(len(cell.source.split()) for cell in notebook.cells if cell.cell_type == "markdown")
     assert words > 80
+    assert not any("```" in cell.source for cell in notebook.cells), (
+        "write code into cells that run"
+    )

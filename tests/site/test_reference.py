@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from builder import gallery, raising, reference, results, source, stage, structure, tables
+from builder import raising, reference, results, source, stage, structure, tables
 from builder.examples import examples
 from builder.symbols import TORCH, public_modules, symbols
 
@@ -215,28 +215,6 @@ def test_tables_of_pages_are_those_of_the_results(path: Path) -> None:
     assert tables.filled(text) == text, "run: python docs/builder --tables"
 
 
-def test_plots_show_all_of_their_lines() -> None:
-    plots = pytest.importorskip("builder.plots", reason="matplotlib is not installed")
-    shown = plots.by_length([results.named("forward", "sdpa")])
-    figure = plots.Figure()
-    shown.draw(figure)
-    drawn = [line.get_ydata() for panel in figure.axes for line in panel.get_lines()]
-    low, high = figure.axes[0].get_ylim()
-    titles = [panel.get_title() for panel in figure.axes if panel.get_visible()]
-    assert titles == list(shown.panels) and {"Zen 4, AVX-512", "Zen 5, AVX2"} <= set(titles)
-    assert low == 0 and high > max(max(values) for values in drawn)
-
-
-def test_the_plots_that_readers_look_for_are_there() -> None:
-    plots = pytest.importorskip("builder.plots", reason="matplotlib is not installed")
-    wanted = {"forward", "backward", "memory", "decode", "linear", "engine", "commits-forward"}
-    assert wanted <= plots.plots().keys()
-    for name, (_, _, (script, parts, unit, _)) in plots.BARS.items():
-        source = (results.BENCHMARKS / f"{script}.py").read_text()
-        missing = [part for part in parts if f"def {part}(table" not in source]
-        assert not missing and f'"{unit}"' in source, name
-
-
 def test_earlier_runs_are_older_than_the_last() -> None:
     seen = 0
     for part in results.parts():
@@ -254,25 +232,6 @@ def test_benchmarks_are_known_to_touch_names() -> None:
     rows = results.rows_about("quire.mods.masks", "sliding_window")
     assert {row["case"] for _, row in rows} == {"sliding_window"}
     assert len({part.place for part, _ in rows}) == len(rows) > 1  # once for each processor
-
-
-def test_the_gallery_shows_every_mod() -> None:
-    assert not gallery.missing()
-    assert {"own_piece", "by_distance", "keep_large", "three_documents"} <= gallery.written()
-    page = gallery.page()
-    assert "### own_piece" in page and "from [examples/train_gpt.py]" in page
-    assert "return torch.where(prob > 0.3, prob, 0.0)" in page
-    assert (
-        "[LearnedAlibi](reference/quire.mods.LearnedAlibi-class.md), like [alibi](#alibi)" in page
-    )
-
-
-def test_mods_of_examples_are_shown_with_their_code() -> None:
-    page = gallery.page()
-    for name in gallery.catalogue.ORIGINS:
-        entry = page.partition(f"### {name}\n")[2].partition("\n### ")[0]
-        assert f"def {name}(" in entry or f"{name} = " in entry, name
-    assert gallery.definition("near").startswith("WINDOW = 32\nnear = ")
 
 
 # Structure

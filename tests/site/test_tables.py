@@ -115,6 +115,8 @@ def test_what_misses_its_limit_is_bold() -> None:
     of_rows = part("one", "znver5", *({**each, "unit": tables.FASTER} for each in cases))
     spans = [tables.span(of_rows, case, tables.FASTER) for case in "abc"]
     assert spans == ["1.5", "**1.1** (misses >= 1.2)", "**0.9** (slower)"]
+    named = part("one", "znver5", {**row("c", 0.9), "unit": "x as fast as SDPA"})
+    assert tables.span(named, "c", "x as fast as SDPA") == "**0.9** (slower)"
     mixed = tables.span(of_rows, "[ab]", tables.FASTER)
     assert mixed == "**1.1 to 1.5** (1 of 2 misses >= 1.2)"
     slower = part("one", "znver5", {**row("a", 3.0, "<= 5"), "unit": tables.SLOWER})
