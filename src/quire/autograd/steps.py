@@ -291,7 +291,7 @@ def _leaf(x: Tensor) -> Tensor:
 def _dual(x: Tensor | None, tangent: Tensor | None) -> Tensor | None:
     """Return `x` with a tangent, and without one that it may have already.
 
-    PyTorch lays the tangent out as `x`, which may be expanded: then it has no place for each number.
+    PyTorch lays the tangent out as `x`. An expanded one has no place for each number.
     """
     if x is None:
         return None
