@@ -181,9 +181,9 @@ class WatchedScratch:
         try:
             self._memory = _free.pop()
         except IndexError:
-            self._memory = torch.empty(0)
+            self._memory = torch.empty(0, device="cpu")
         if self._memory.nbytes < self._size + ALIGNED:
-            self._memory = torch.empty(self._size + ALIGNED, dtype=torch.uint8)
+            self._memory = torch.empty(self._size + ALIGNED, dtype=torch.uint8, device="cpu")
         return -(-self._memory.data_ptr() // ALIGNED) * ALIGNED
 
     def check(self) -> None:
@@ -204,7 +204,7 @@ class WatchedScratch:
         """Set all of the memory to one number."""
         for address, size in self.parts:
             if size:
-                content = torch.full((size // dtype.itemsize,), number, dtype=dtype)
+                content = torch.full((size // dtype.itemsize,), number, dtype=dtype, device="cpu")
                 ctypes.memmove(address, content.data_ptr(), content.nbytes)
 
 
@@ -215,7 +215,7 @@ class PagedScratch(WatchedScratch):
 
     def _take(self) -> int:
         self._region = Region.of(self._size, "end")
-        self._memory = torch.empty(0)
+        self._memory = torch.empty(0, device="cpu")
         return self._region.address
 
 

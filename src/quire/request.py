@@ -230,13 +230,14 @@ def check(request: Request) -> None:
 
 
 def check_mods(call: Call) -> None:
-    """Raise if a captured tensor has lost its memory, or a block mask does not fit the operands."""
-    for tensor in call.problem.captures:
-        checks.check_held({"a captured tensor": tensor})
+    """Raise if a captured tensor cannot be read, or a block mask does not fit the operands."""
     mask, placed = call.problem.block_mask, call.placed
+    device = placed.query.device
+    for tensor in call.problem.captures:
+        checks.check_captured(tensor, device)
     if mask is not None:
         batch, heads, *_ = placed.query.shape
-        (q_len, kv_len), device = placed.lengths, placed.query.device
+        q_len, kv_len = placed.lengths
         if not placed.is_dense:  # the mask may reach further than all sequences
             batch = placed.sequences.num
             q_len, kv_len = map(max, placed.lengths, mask.seq_lengths)

@@ -62,6 +62,10 @@ def operands() -> dict[str, Any]:
     return {"query": tensor(B, HQ, L, D), "key": tensor(B, HQ, S, D), "value": tensor(B, HQ, S, D)}
 
 
+def adds(table: Tensor) -> Callable[..., Tensor]:
+    return lambda score, b, h, q_idx, kv_idx: score + table[q_idx]
+
+
 @dataclass(frozen=True)
 class Bad:
     """One mistake.
@@ -442,19 +446,35 @@ NUMBERS = {
     ),
     "negative start": Bad(
         ArgumentError,
-        "Dense.start must be a position, an integer of at least 0, but is -1. Count tokens from "
-        "the first of the sequence.",
+        "Dense.start must be a position, an integer of at least 0 and below 2**61, but is -1. "
+        "Count tokens from the first of the sequence.",
         call=lambda: attend(Dense(tensor(B, HQ, S, D), tensor(B, HQ, S, D), start=-1)),
     ),
     "negative q_start": Bad(
         ArgumentError,
-        "q_start must be a position, an integer of at least 0, but is -3.",
+        "q_start must be a position, an integer of at least 0 and below 2**61, but is -3.",
         call=lambda: attend(q_start=-3),
     ),
     "q_start in between": Bad(
         ArgumentError,
-        "q_start must be a position, an integer of at least 0, but is 1.5.",
+        "q_start must be a position, an integer of at least 0 and below 2**61, but is 1.5.",
         call=lambda: attend(q_start=1.5),
+    ),
+    "a start that no kernel can compute with": Bad(
+        ArgumentError,
+        f"Dense.start must be a position, an integer of at least 0 and below 2**61, but is {2**61}",
+        call=lambda: attend(Dense(tensor(B, HQ, S, D), tensor(B, HQ, S, D), start=2**61)),
+    ),
+    "q_start that no kernel can compute with": Bad(
+        ArgumentError,
+        f"q_start must be a position, an integer of at least 0 and below 2**61, but is {2**62}",
+        call=lambda: attend(q_start=2**62),
+    ),
+    "captures on another device": Bad(
+        DeviceError,
+        "a captured tensor must be on cpu, as the query, but one of shape [3] is on meta. Move it "
+        "with .to(device).",
+        lambda: {"score_mod": adds(tensor(3, device="meta"))},
     ),
     "no memory": Bad(
         ArgumentError,

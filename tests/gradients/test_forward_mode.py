@@ -324,6 +324,26 @@ def test_jacobians(place: int) -> None:
     close(func.jacrev(f)(given[place]), expected)
 
 
+def test_a_hessian_of_two_captured_tensors() -> None:
+    """Directions of one of them leave the other as it is, expanded along all directions."""
+    query, key, value, bias, _ = operands()
+    query, head = query[:, :2], torch.arange(2).view(2, 1, 1)
+    apart = torch.arange(9) - torch.arange(7).unsqueeze(1)
+
+    def ours(slopes: Tensor, table: Tensor) -> Tensor:
+        def mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return score * table[kv_idx - q_idx] + slopes[h] * (kv_idx - q_idx)
+
+        return flex_attention(query, key, value, mod).square().sum()
+
+    def theirs(slopes: Tensor, table: Tensor) -> Tensor:
+        scores = query @ key.mT / math.sqrt(5) * table[apart] + slopes[head] * apart
+        return (scores.softmax(-1) @ value).square().sum()
+
+    given = bias[0, 0, :2].clone(), bias[1].flatten()[:18].clone()
+    close(func.hessian(ours, (0, 1))(*given), func.hessian(theirs, (0, 1))(*given))
+
+
 def test_hessians() -> None:
     given = (*operands()[:3], torch.randn(4, 7, 9, dtype=torch.float64), torch.randn(4).double())
     f, g = (of_some(loss(attend), given, (4,)) for attend in (ours, theirs))

@@ -527,7 +527,8 @@ BAD = {
     ),
     "a negative start": Bad(
         ArgumentError,
-        "q_start must not be negative, but holds -1. Count tokens from the first of the sequence.",
+        "q_start must be a position, an integer of at least 0 and below 2**61, but is -1. Count "
+        "tokens from the first of the sequence.",
         options={"q_start": torch.tensor([0, -1])},
     ),
     "a start that is no number": Bad(

@@ -342,6 +342,30 @@ def test_a_third_length_compiles_nothing() -> None:
     assert len(graphs.graphs) == 2
 
 
+@pytest.mark.parametrize("kind", ["plain", "blocks", "pages"])
+def test_every_size_and_number_may_be_a_symbol_from_the_first_call_on(kind: str) -> None:
+    blocks = quire.create_block_mask(causal, None, None, 24, 24, device="cpu", BLOCK_SIZE=8)
+    table = torch.arange(6).view(2, 3)
+
+    def model(query: Tensor, key: Tensor, value: Tensor, scale: float, p: float) -> Tensor:
+        if kind == "plain":
+            return flex_attention(query, key, value, slope, scale=scale, dropout_p=p) + scale
+        if kind == "blocks":
+            return flex_attention(query, key, value, slope, blocks, scale=scale)
+        pages = (x.view(2, 4, 3, 8, 16).transpose(1, 2).flatten(0, 1) for x in (key, value))
+        return attention(query, Paged(*pages, table, [24, 20]), scale=scale, mask=causal)
+
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
+    for scale, p in ((0.5, 0.0), (0.25, 0.0), (-1.5, 0.0)) + ((0.5, 0.25),) * (kind == "plain"):
+        found, expected = ([], [])
+        for function, results in ((compiled, found), (model, expected)):
+            tensors = operands()
+            torch.manual_seed(7)
+            out = function(*tensors, scale, p)
+            results += [out, *torch.autograd.grad(out.sum(), tensors)]
+        assert all(map(torch.equal, found, expected))
+
+
 # Objects that change
 
 

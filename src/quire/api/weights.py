@@ -41,7 +41,7 @@ def weights_of(request: Request, rows: Sequence[int] | Tensor) -> Tensor:
         return found if placed.is_dense else found[0].transpose(0, 1)
     # The queries of all sequences lie one after the other.
     batch, _, q_len, _ = query.shape
-    first = torch.arange(batch).unsqueeze(1) * q_len
+    first = torch.arange(batch, device="cpu").unsqueeze(1) * q_len
     found = weights(call.problem, placed, request.sink, (first + chosen).flatten())
     shape = (query.shape[1], batch, len(chosen), found.shape[-1])
     return found[0].view(shape).transpose(0, 1)
@@ -52,9 +52,9 @@ def _checked(rows: object, length: int) -> Tensor:
     try:
         chosen = torch.as_tensor(list(rows) if isinstance(rows, range) else rows, device="cpu")
     except (TypeError, ValueError, RuntimeError):
-        chosen = torch.empty(0, 0)
+        chosen = torch.empty(0, 0, device="cpu")
     if chosen.dim() == 1 and len(chosen) == 0:
-        return torch.empty(0, dtype=torch.int64)
+        return chosen.long()
     if chosen.dim() != 1 or chosen.dtype not in (torch.int32, torch.int64):
         raise ArgumentError(
             f"AuxRequest.weights must be a list or a tensor of rows of the query, but is {rows!r}. "

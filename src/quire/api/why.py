@@ -122,7 +122,7 @@ def why(mod: Mod, b: int, h: int, q_idx: int, kv_idx: int, score: float = 0.0) -
 
 def _values(traced: Traced, point: dict[str, Number]) -> dict[Node, Number]:
     """Return the value of each node, computed from the values of its operands."""
-    env = {name: torch.tensor(value) for name, value in point.items()}
+    env = {name: torch.tensor(value, device="cpu") for name, value in point.items()}
     tensors: dict[Node, Tensor] = {}
     for node in walk(traced.output):
         operands = {str(n): tensors[arg] for n, arg in enumerate(node.args)}

@@ -137,7 +137,7 @@ class Fold:
         mask, dropout = problem.block_mask, problem.dropout
         if mask is not None and mask.kv_num_blocks.shape[0] > 1:
             with outside_transforms():
-                several = mask[torch.arange(self.batch).repeat(self.size)]
+                several = mask[torch.arange(self.batch, device=mask.device).repeat(self.size)]
             changed = changed._replace(block_mask=several)
         if dropout is not None and not self.differs:
             changed = changed._replace(dropout=replace(dropout, mask=self._mod(dropout.keep, ())))

@@ -289,7 +289,10 @@ def _leaf(x: Tensor) -> Tensor:
 
 
 def _dual(x: Tensor | None, tangent: Tensor | None) -> Tensor | None:
-    """Return `x` with a tangent, and without one that it may have already."""
+    """Return `x` with a tangent, and without one that it may have already.
+
+    PyTorch lays the tangent out as `x`. An expanded one has no place for each number.
+    """
     if x is None:
         return None
-    return x.detach() if tangent is None else make_dual(x.detach(), tangent)
+    return x.detach() if tangent is None else make_dual(x.detach().contiguous(), tangent)

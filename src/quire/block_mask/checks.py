@@ -138,7 +138,7 @@ def _check_values(
             f"{counts} must be between 0 and {width}, the entries in a row of {lists}, but is "
             f"{num_blocks[wrong][0].item()} {_first(wrong)}. Count the blocks that are listed."
         )
-    listed = torch.arange(width) < num_blocks.unsqueeze(-1)
+    listed = torch.arange(width, device=num_blocks.device) < num_blocks.unsqueeze(-1)
     wrong = listed & ((indices < 0) | (indices >= num_columns))
     if wrong.any():
         raise BlockMaskError(

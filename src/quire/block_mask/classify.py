@@ -107,7 +107,8 @@ class Grid:
         start = torch.arange(0, spans, device=self.device).view(1, -1) * span
         for row in torch.arange(rows, device=self.device).split(max(1, ASKED // spans)):
             decided += self._classified(row.view(-1, 1), start, start + span)
-        segments = torch.cat(decided) if decided else torch.empty(0, 4, dtype=torch.int64)
+        none = torch.empty(0, 4, dtype=torch.int64, device=self.device)
+        segments = torch.cat([none, *decided])
         segments = segments[(segments[:, 0] * (self.num_columns + 1) + segments[:, 1]).argsort()]
         row, start, stop, kind = segments.cpu().numpy().T
         shape = (*self.sizes[:2], self.num_rows, self.num_columns)

@@ -238,8 +238,10 @@ def _expand_part(part: object, size: int) -> slice | Tensor:
                 f"another order with a tensor."
             )
         return part
-    if isinstance(part, (Tensor, list, np.ndarray)):
-        return _expand_picks(torch.as_tensor(part), size)
+    if isinstance(part, (list, np.ndarray)):
+        part = torch.as_tensor(part, device="cpu")
+    if isinstance(part, Tensor):
+        return _expand_picks(part, size)
     try:
         number = operator.index(part)  # type: ignore[arg-type]
     except TypeError:

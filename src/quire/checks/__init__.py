@@ -204,6 +204,16 @@ def check_held(named: Mapping[str, Tensor]) -> None:
             )
 
 
+def check_captured(tensor: Tensor, device: torch.device) -> None:
+    """Check that a tensor that a mod captured can be read beside a query on `device`."""
+    check_held({"a captured tensor": tensor})
+    if tensor.device != device and not (tensor.is_cpu and tensor.dim() == 0):
+        raise DeviceError(
+            f"a captured tensor must be on {device}, as the query, but one of shape "
+            f"{list(tensor.shape)} is on {tensor.device}. Move it with .to(device)."
+        )
+
+
 def is_vmapped(tensor: Tensor) -> bool:
     """Whether a tensor is inside torch.vmap, at any level of nested transforms."""
     if is_legacy_batched(tensor):  # from torch.autograd.grad(is_grads_batched=True)
@@ -323,12 +333,16 @@ def check_sink(sink: object, query: Tensor) -> Tensor | None:
     return sink
 
 
+POSITIONS = 2**61
+"""First positions are below it: with lengths they are of 62 bits, the most that kernels take."""
+
+
 def check_position(name: str, value: object) -> int:
-    """Return `value`, a position in a sequence, if it is an int of at least 0."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+    """Return `value`, a position in a sequence, if it is an int from 0 to `POSITIONS` - 1."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < POSITIONS:
         raise ArgumentError(
-            f"{name} must be a position, an integer of at least 0, but is {value!r}. Count tokens "
-            f"from the first of the sequence."
+            f"{name} must be a position, an integer of at least 0 and below 2**61, but is "
+            f"{value!r}. Count tokens from the first of the sequence."
         )
     return value
 

@@ -159,7 +159,7 @@ def _checked_constant(dtype: torch.dtype, value: object) -> Payload:
         number = float.fromhex(str(value))
     except OverflowError:
         raise ValueError(f"the constant is no {dtype}") from None
-    kept = torch.tensor(number, dtype=torch.float64).to(dtype).item()
+    kept = torch.tensor(number, dtype=torch.float64, device="cpu").to(dtype).item()
     _expect(kept == number or number != number, f"the constant is no {dtype}")
     return number
 

@@ -73,7 +73,7 @@ class Traced:
             if isinstance(value, Symbol):
                 return value.recorder.splice(self.output, self.captures, self.lines, env)
         tensors = {
-            name: value if isinstance(value, Tensor) else torch.tensor(value)
+            name: value if isinstance(value, Tensor) else torch.tensor(value, device="cpu")
             for name, value in env.items()
         }
         return interpret(self.output, tensors, self.captures, where=self.where)

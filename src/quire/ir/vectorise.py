@@ -136,7 +136,7 @@ def _mapped_over_grid(mod: Mod, kind: Kind, indices: Indices, score: Tensor | No
     scores = () if score is None else (score,)
     if any(index.numel() == 0 for index in indices):  # torch.vmap refuses empty dimensions
         shape = [index.numel() for index in indices]
-        return torch.empty(shape, dtype=torch.bool) if score is None else score
+        return indices[0].new_empty(shape, dtype=torch.bool) if score is None else score
     function: Callable[..., Any] = _returning_tensors(mod, kind)
     for level in reversed(range(4)):
         dims = tuple(0 if position == level else None for position in range(4))
@@ -277,7 +277,7 @@ def _index_tensor(item: Any) -> Tensor | None:
             return None
         case Tensor():
             return item if item.dtype in (torch.bool, torch.uint8) else item.long()
-    return torch.tensor(item)
+    return torch.tensor(item, device="cpu")
 
 
 # --- mods without a graph ------------------------------------------------------------------------

@@ -173,7 +173,7 @@ class Room(NamedTuple):
             with contextlib.suppress(OSError):  # some systems count unused addresses as memory
                 memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
                 return Room(torch.frombuffer(memory, dtype=dtype).view(-1, *page), memory)
-        return Room(torch.empty((num_pages, *page), dtype=dtype))
+        return Room(torch.empty((num_pages, *page), dtype=dtype, device="cpu"))
 
     def first(self, num_pages: int) -> Tensor:
         """Return the first `num_pages` pages, in huge pages of the system if it has them.

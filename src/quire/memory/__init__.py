@@ -194,11 +194,11 @@ class Dense:
     def place(self, query: Tensor, queries: Queries) -> Placed:
         """Return where the rows of query [B, Hq, L, D], keys and values are."""
         begin = self.start
-        if type(begin) is not int or begin < 0:
+        if type(begin) is not int or not 0 <= begin < checks.POSITIONS:
             begin = checks.check_position("Dense.start", begin)
         q_len, end = query.size(2), begin + self.key.size(2)
         first = queries.start
-        if type(first) is not int or first < 0:
+        if type(first) is not int or not 0 <= first < checks.POSITIONS:
             first = self.first_position(query, first)
         rows = One(q_len, first, begin, end, kv_origin=begin)
         return Placed(query, self.key, self.value, rows)

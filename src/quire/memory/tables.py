@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.checks import check_kind, check_unmapped
+from quire.checks import check_kind, check_position, check_unmapped
 from quire.checks.arguments import check_never_falls, tensor_of
 from quire.errors import ArgumentError, DeviceError
 from quire.support.bounded import BoundedDict
@@ -188,11 +188,8 @@ def first_positions(start: object, q_lengths: Numbers, kv_lengths: Numbers) -> N
             f"q_start must hold a position for each of {len(q_lengths)} sequences, but holds "
             f"{len(given)}. {advice}"
         )
-    if given.size and given.min() < 0:
-        raise ArgumentError(
-            f"q_start must not be negative, but holds {given.min()}. Count tokens from the first "
-            f"of the sequence."
-        )
+    for position in (given.min(), given.max()) if given.size else ():
+        check_position("q_start", int(position))
     return np.broadcast_to(given, q_lengths.shape)
 
 

@@ -231,5 +231,7 @@ for _name, _compute, _shapes in (
     _LIBRARY.impl(_name, _compute, "CPU")
     torch.library.register_fake(f"quire::{_name}", _shapes, lib=_LIBRARY)
 torch.library.register_autograd("quire::attention", _gradients, setup_context=_save, lib=_LIBRARY)
-_LIBRARY.impl("seed", lambda: torch.tensor(drawn_seed()), "CompositeExplicitAutograd")
-torch.library.register_fake("quire::seed", lambda: torch.empty(2, dtype=torch.int64), lib=_LIBRARY)
+_LIBRARY.impl("seed", lambda: torch.tensor(drawn_seed(), device="cpu"), "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "quire::seed", lambda: torch.empty(2, dtype=torch.int64, device="cpu"), lib=_LIBRARY
+)

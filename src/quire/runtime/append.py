@@ -66,7 +66,7 @@ class PageWriter:
         """Write to these pages from now on; existing `SlotWriter`s do, too."""
         self.layers = dict(layers)
         records = [(layer, *map(_address, pages)) for layer, pages in self.layers.items()]
-        self.table = torch.tensor(records, dtype=torch.int64)
+        self.table = torch.tensor(records, dtype=torch.int64, device="cpu")
         start = self.table.data_ptr()
         self.record_of = {
             layer: start + place * LAYER.size for place, layer in enumerate(self.layers)

@@ -106,7 +106,7 @@ def _builder(
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     parameters = [pointer, *[number] * 8, pointer, pointer, pointer]
     function = ctypes.CFUNCTYPE(None, *parameters)(address)
-    return function, torch.full((1,), missing_leaf(dtype, largest), dtype=dtype)
+    return function, torch.full((1,), missing_leaf(dtype, largest), dtype=dtype, device="cpu")
 
 
 @functools.cache

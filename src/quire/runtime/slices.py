@@ -186,7 +186,7 @@ def in_pages(total: Tensor, placed: Placed, like: Tensor) -> Tensor:
     num_pages, heads, size, _ = like.shape
     rows = total.new_zeros(num_pages * size, heads, total.shape[-1])
     for b, (begin, end) in enumerate(zip(sequences.kv_begin, sequences.kv_end, strict=True)):
-        positions = torch.arange(int(begin), int(end))
+        positions = torch.arange(int(begin), int(end), device=table.device)
         at = table[b, positions // size].long() * size + positions % size
         rows.index_add_(0, at, total[b, :, positions].transpose(0, 1))
     return rows.view(num_pages, size, heads, -1).transpose(1, 2)

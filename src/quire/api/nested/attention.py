@@ -102,7 +102,8 @@ def _like(query: Any, out: Tensor, batch: int) -> Tensor:
     if batch == torch_private.nested_size(query)[0]:
         return _nested_like(query, values)
     length = len(out) // batch  # one query for several sequences of keys
-    return _nested(query, values, length * torch.arange(batch + 1), None, (length, length))
+    offsets = length * torch.arange(batch + 1, device=out.device)
+    return _nested(query, values, offsets, None, (length, length))
 
 
 def _values(query: Any, out: Tensor) -> Tensor:

@@ -121,8 +121,13 @@ class DynamoTrace:
 
     @staticmethod
     def constant(variable: Variable) -> Any:
-        """Return a value that is known while tracing."""
-        return variable.as_python_constant()
+        """Return a value as it is now. If it is or holds a symbol, others compile again."""
+        real = variable.realize()
+        if hasattr(real, "sym_num"):
+            return named("torch.fx.experimental.symbolic_shapes", "guard_scalar")(real.sym_num)
+        if isinstance(real, named("torch._dynamo.variables", "TupleVariable")):
+            return tuple(map(DynamoTrace.constant, real.items))
+        return real.as_python_constant()
 
     def items(self, variable: Variable) -> list[Variable]:
         """Return the variables of a tuple's entries."""
