@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from rank_cases import MASKS
+from rank_cases.examples import MASKS
 from torch import Tensor
 
 import quire
