@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,11 +13,13 @@ from torch import Tensor
 
 import quire
 from quire import AuxRequest, Dense
-from quire.distributed import context_parallel, plan
-from quire.distributed.group import RankGroup
+from quire.distributed import attention, context_parallel, plan
+from quire.distributed.group import Passing, RankGroup
 from quire.errors import OptionError
-from quire.mods import causal
+from quire.mods import causal, sliding_window
+from quire.plans import CallPlan
 from rank_cases.examples import Example
+from rank_cases.traffic import peak_bytes
 
 
 def in_a_ring(group: object, examples: list[Example]) -> None:
@@ -40,21 +44,62 @@ def in_a_ring(group: object, examples: list[Example]) -> None:
         assert aux.max_scores is not None and not aux.max_scores.requires_grad
 
 
-def keys_of_two_others(group: object) -> int:
-    """Return in how many places of memory keys arrive that go round."""
-    example = Example(length=400, method="ring", layout="contiguous", width=(24, 16))
-    divided, places, real = example.plan(group), set(), RankGroup.pass_on
+def order_in_a_ring(group: object, learns: bool) -> list[str]:
+    """Return what a rank does in which order: begin to send, compute, wait for what arrives."""
+    divided = plan(None, length=700, mesh=group, method="ring")  # type: ignore[arg-type]
+    q, k, v = (
+        x.requires_grad_(learns) for x in divided.shard(*Example(length=700).tensors(), dim=2)
+    )
+    out, done = attention(q, Dense(k, v), plan=divided), []
+    real = RankGroup.pass_on, CallPlan.forward, CallPlan.backward, Passing.wait
 
-    def pass_on(self: RankGroup, *keys: tuple[Tensor, ...]) -> Any:
-        places.add(keys[1][0].data_ptr())
-        return real(self, *keys)
+    def noted(what: str, function: Callable[..., Any]) -> Any:
+        def run(*args: Any, **named: Any) -> Any:
+            if what != "wait" or args[0].works:
+                done.append(what)
+            return function(*args, **named)
 
-    RankGroup.pass_on = pass_on  # type: ignore[method-assign, assignment]
+        return run
+
+    RankGroup.pass_on = noted("send", real[0])  # type: ignore[method-assign]
+    CallPlan.forward = noted("compute", real[1])  # type: ignore[method-assign]
+    CallPlan.backward = noted("compute", real[2])  # type: ignore[method-assign]
+    Passing.wait = noted("wait", real[3])  # type: ignore[method-assign]
     try:
-        example.together(divided, *divided.shard(*example.tensors(), dim=2))
+        if learns:
+            torch.autograd.grad(out.sum(), (q, k, v))
+        else:
+            attention(q, Dense(k, v), plan=divided)
     finally:
-        RankGroup.pass_on = real  # type: ignore[method-assign]
-    return len(places)
+        RankGroup.pass_on, CallPlan.forward, CallPlan.backward, Passing.wait = real  # type: ignore[method-assign]
+    return done
+
+
+M_MMAP_THRESHOLD = -3  # of malloc.h
+
+
+def memory_of_a_ring(group: Any, learns: bool) -> tuple[float, float]:
+    """Return the most bytes that a call takes, and those of this rank's keys and values.
+
+    Values and results are small. The mask is a window, so nearly all keys that go round are not
+    read. Large tensors are returned to the system at once when nobody has them any more.
+    """
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20)
+    tokens, width = 2**15, 512
+    length = tokens * group.size()
+    divided = plan(sliding_window(64), length=length, mesh=group, method="ring")
+    q, k, v = (torch.ones(1, 1, tokens, x) for x in (width, width, 2))
+    for x in (k, v):
+        x.requires_grad_(learns)
+    for _ in range(2):  # the first one compiles
+        most = peak_bytes()
+        out = attention(q, Dense(k, v), plan=divided)
+        if learns:
+            most = peak_bytes()
+            torch.autograd.grad(out, (k, v), out.detach())
+        taken = most()
+        del out
+    return taken, k.nbytes + v.nbytes
 
 
 def weights_in_a_ring(group: object) -> None:
