@@ -19,6 +19,7 @@ from ranks import Ranks
 from quire.distributed import exchange, plan
 from quire.distributed.layouts import LAYOUTS
 from quire.distributed.local import Lookups, SideBySide
+from quire.distributed.ring import PARTS
 from quire.mods import causal
 
 SIZES = (1, 2, 3, 4)
@@ -105,8 +106,26 @@ def test_a_ring_is_as_good_as_one_process(ranks: Ranks, size: int) -> None:
     ranks.run(rings.in_a_ring, size, examples)
 
 
-def test_a_rank_of_a_ring_holds_the_keys_of_two_others(ranks: Ranks) -> None:
-    assert ranks.run(rings.keys_of_two_others, 4) == [2] * 4
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_ring_computes_while_keys_arrive(ranks: Ranks, size: int) -> None:
+    forward = [*["send", "compute", "wait"] * (size - 1), "compute"] * PARTS
+    assert ranks.run(rings.order_in_a_ring, size, False) == [forward] * size
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_ring_computes_gradients_while_sums_arrive(ranks: Ranks, size: int) -> None:
+    first, last = ["send", "compute", "send", "wait"], ["compute", "wait", "send", "wait"]
+    between = ["send", "compute", "wait", "send", "wait"]
+    backward = [*first, *between * (size - 2), *last] * PARTS
+    assert ranks.run(rings.order_in_a_ring, size, True) == [backward] * size
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's /proc")
+def test_a_rank_of_a_ring_holds_two_shards(ranks: Ranks) -> None:
+    thirds = {False: 2, True: 2 + 3 + 2 + 2}  # keys; the result, those that go round, the kernel's
+    for learns, most in thirds.items():
+        for taken, shard in ranks.run(rings.memory_of_a_ring, 3, learns):
+            assert taken < (most + 0.5) / 3 * shard
 
 
 def test_long_sequences_have_the_gradients_of_one_process(ranks: Ranks) -> None:
@@ -363,6 +382,11 @@ def test_an_error_in_a_pass_of_one_rank_raises_on_all(
     ranks: Ranks, method: str, which: str
 ) -> None:
     one_raises(ranks, "ValueError: this is broken", errors.fails, method, which)
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_a_rank_without_memory_for_pages_raises_on_all(ranks: Ranks, learns: bool) -> None:
+    one_raises(ranks, "MemoryError: there is none", errors.has_no_memory, learns)
 
 
 @pytest.mark.parametrize("rounds", [0, 2])

@@ -13,7 +13,14 @@ import torch.distributed as dist
 
 import quire
 from quire import AuxRequest, Dense, Ragged
-from quire.distributed import attend_over_ranks, attention, context_parallel, passes, plan
+from quire.distributed import (
+    attend_over_ranks,
+    attention,
+    context_parallel,
+    exchange,
+    passes,
+    plan,
+)
 from quire.distributed.group import RankGroup
 from quire.mods import causal, sliding_window
 from quire.plans import CallPlan
@@ -80,6 +87,25 @@ def fails(group: object, method: str, which: str) -> None:
         out.sum().backward()
     finally:
         setattr(CallPlan, which, real)
+
+
+def has_no_memory(group: object, learns: bool) -> None:
+    """Rank 1 cannot make the pages that it sends and receives."""
+    odd = dist.get_rank(group) == 1  # type: ignore[arg-type]
+    example = Example(length=1100, method="pages")
+    divided = replace(example.plan(group), group=RankGroup.of(group, SOON))  # type: ignore[arg-type]
+    own = [x.requires_grad_(learns) for x in divided.shard(*example.tensors(), dim=2)]
+    real = exchange.fill_own
+
+    def broken(*args: Any) -> None:
+        raise MemoryError("there is none")
+
+    if odd:
+        exchange.fill_own = broken
+    try:
+        example.together(divided, *own)
+    finally:
+        exchange.fill_own = real
 
 
 def fails_in_slices(group: object, rounds: int) -> None:

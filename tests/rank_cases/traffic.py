@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from quire import Dense
 from quire.distributed import attention, exchange, local, plan
 from quire.distributed import group as group_module
+from quire.distributed.group import TALK
 from quire.mods import sliding_window
 from rank_cases.examples import DTYPES, Example
 from rank_cases.results import gradients, same_results
@@ -76,19 +78,8 @@ def peak_bytes() -> Callable[[], float]:
 def bytes_on_the_wire(group: object, example: Example) -> tuple[int, int]:
     """Return the bytes that this rank receives from others, and those that the plan counts."""
     whole, divided = example.tensors(), example.plan(group)
-    counted, real = [], dist.all_to_all_single
-
-    def counting(out: Tensor, given: Tensor, **options: Any) -> Any:
-        sizes = options["output_split_sizes"]
-        assert sizes[divided.rank] == 0 and len(out) == sum(sizes)
-        counted.append(out.nbytes)
-        return real(out, given, **options)
-
-    group_module.dist.all_to_all_single = counting
-    try:
+    with counting_bytes() as counted:
         example.together(divided, *divided.shard(*whole, dim=2))
-    finally:
-        group_module.dist.all_to_all_single = real
     per_key = example.heads[1] * sum(example.width) * DTYPES[example.dtype].itemsize
     return sum(counted), int(divided.received[divided.rank]) * per_key * example.batch
 
@@ -98,16 +89,24 @@ def gradients_on_the_wire(group: object, example: Example) -> tuple[int, int]:
     divided = example.plan(group)
     q, k, v = (x.requires_grad_() for x in divided.shard(*example.tensors(), dim=2))
     out = example.together(divided, q, k, v)
-    counted, real = [], dist.all_to_all_single
-
-    def counting(into: Tensor, given: Tensor, **options: Any) -> Any:
-        counted.append(into.nbytes)
-        return real(into, given, **options)
-
-    group_module.dist.all_to_all_single = counting
-    try:
+    with counting_bytes() as counted:
         out.sum().backward()
-    finally:
-        group_module.dist.all_to_all_single = real
     per_key = example.heads[1] * sum(example.width) * 4  # sums are float32
     return sum(counted), int(divided.returned[divided.rank]) * per_key * example.batch
+
+
+@contextmanager
+def counting_bytes() -> Iterator[list[int]]:
+    """Count the bytes of every tensor that this rank receives, without messages."""
+    counted: list[int] = []
+    real = dist.batch_isend_irecv
+
+    def counting(ops: list[dist.P2POp]) -> Any:
+        counted.extend(x.tensor.nbytes for x in ops if x.op is dist.irecv and x.tag != TALK)
+        return real(ops)
+
+    group_module.dist.batch_isend_irecv = counting
+    try:
+        yield counted
+    finally:
+        group_module.dist.batch_isend_irecv = real
