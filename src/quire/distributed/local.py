@@ -101,9 +101,9 @@ def _in_pages(
     known = None if layout is None else plan.calls.get((name, layout))
     if known is None:
         known = _paged_call(plan, wanted, rows, pages, *name)
+        if layout is not None:
+            plan.calls.keep((name, layout), (known[0], _without_operands(known[1])))
     plan_of_rank, call = known
-    if layout is not None:
-        plan.calls.keep((name, layout), (plan_of_rank, _without_operands(call)))
     request = call.request._replace(sink=wanted.sink)
     call = call._replace(request=request, placed=call.placed.on(*operands))
     result = plan_of_rank.forward(call) if wanted.learns else plan_of_rank.run(call)

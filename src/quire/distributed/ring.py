@@ -135,7 +135,7 @@ class RingPasses(Reverse):
         own = tuple(torch.empty_like(x, dtype=dtype) for x in placed[1:3])
         for part, keys in self._round(placed.key, placed.value):
             with errors.kept():
-                self._add(total, part, placed, keys, wanted, above)
+                self._add(total, part, placed.on(placed.query, *keys), wanted, above)
             sums = after.wait() if part.rank != plan.rank else ()
             sums = total.plus_keys(sums, keys, dtype)
             following = Part.of(plan, (part.rank - 1) % plan.num_ranks, part.number)
@@ -153,14 +153,13 @@ class RingPasses(Reverse):
         total: _Sums,
         part: Part,
         placed: Placed,
-        keys: tuple[Tensor, ...],
         wanted: Wanted,
         above: Above,
     ) -> None:
-        """Add the gradients over some keys."""
+        """Add the gradients over some keys, which are `placed` with all queries."""
         local = self._calls[part[:2]]
         if local is not None:
-            here, above = local.placed.on(placed.query, *keys), above._replace(whole=False)
+            here, above = local.placed.on(*placed[:3]), above._replace(whole=False)
             found = local.plan.backward(here, local.wanted(wanted), above)
             total.add(found, local.captured(found, wanted))
 
