@@ -54,7 +54,7 @@ def check_merged(call: Call) -> None:
         )
 
 
-class Part(NamedTuple):
+class Third(NamedTuple):
     """Keys that go round together: the blocks of a third of those of one rank."""
 
     rank: int
@@ -64,11 +64,11 @@ class Part(NamedTuple):
     blocks: Numbers
 
     @staticmethod
-    def of(plan: ContextPlan, rank: int, number: int) -> Part:
+    def of(plan: ContextPlan, rank: int, number: int) -> Third:
         """Return a third of the keys of a rank."""
         thirds = np.array_split(plan.blocks_of(rank), PARTS)
         sizes = [int(plan.blocks.tokens[blocks].sum()) for blocks in thirds]
-        return Part(rank, number, sum(sizes[:number]), sizes[number], thirds[number])
+        return Third(rank, number, sum(sizes[:number]), sizes[number], thirds[number])
 
     @property
     def place(self) -> slice:
@@ -104,7 +104,7 @@ class RingPasses(Reverse):
         return total
 
     def _on_part(
-        self, part: Part, call: Call, query: Tensor, keys: tuple[Tensor, ...]
+        self, part: Third, call: Call, query: Tensor, keys: tuple[Tensor, ...]
     ) -> Result | None:
         """Return the results over some keys of a rank; None if no query here reads one."""
         plan = self.plan
@@ -138,7 +138,7 @@ class RingPasses(Reverse):
                 self._add(total, part, placed.on(placed.query, *keys), wanted, above)
             sums = after.wait() if part.rank != plan.rank else ()
             sums = total.plus_keys(sums, keys, dtype)
-            following = Part.of(plan, (part.rank - 1) % plan.num_ranks, part.number)
+            following = Third.of(plan, (part.rank - 1) % plan.num_ranks, part.number)
             after = plan.group.pass_on(sums, tuple(map(following.new, sums)))
             if following.rank == plan.rank:
                 for rows, x in zip(own, after.wait(), strict=True):
@@ -151,7 +151,7 @@ class RingPasses(Reverse):
     def _add(
         self,
         total: _Sums,
-        part: Part,
+        part: Third,
         placed: Placed,
         wanted: Wanted,
         above: Above,
@@ -163,14 +163,14 @@ class RingPasses(Reverse):
             found = local.plan.backward(here, local.wanted(wanted), above)
             total.add(found, local.captured(found, wanted))
 
-    def _round(self, *own: Tensor) -> Iterator[tuple[Part, tuple[Tensor, ...]]]:
+    def _round(self, *own: Tensor) -> Iterator[tuple[Third, tuple[Tensor, ...]]]:
         """Yield the keys and values of every rank, the own ones first, as they go round.
 
         Those that arrive take the place of those that were held before.
         """
         plan = self.plan
         ranks = [(plan.rank - step) % plan.num_ranks for step in range(plan.num_ranks)]
-        parts = [[Part.of(plan, rank, number) for rank in ranks] for number in range(PARTS)]
+        parts = [[Third.of(plan, rank, number) for rank in ranks] for number in range(PARTS)]
         most = max(-(-len(plan.blocks_of(rank)) // PARTS) for rank in ranks) * plan.block
         places = [[_memory(x, most) for x in own] for _ in ranks[:2]]
         for going in parts:
