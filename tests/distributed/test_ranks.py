@@ -122,10 +122,10 @@ def test_a_ring_computes_gradients_while_sums_arrive(ranks: Ranks, size: int) ->
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's /proc")
 def test_a_rank_of_a_ring_holds_two_shards(ranks: Ranks) -> None:
-    thirds = {False: 2, True: 2 + 3 + 2 + 2}  # keys; the result, those that go round, the kernel's
+    thirds = {False: 2, True: 2 + 3 + 2}  # keys; gradients, and sums that leave and that arrive
     for learns, most in thirds.items():
         for taken, shard in ranks.run(rings.memory_of_a_ring, 3, learns):
-            assert taken < (most + 0.5) / 3 * shard
+            assert taken < (most + 0.6) / 3 * shard
 
 
 def test_long_sequences_have_the_gradients_of_one_process(ranks: Ranks) -> None:
@@ -190,7 +190,7 @@ def test_own_queries_are_computed_while_keys_arrive(ranks: Ranks) -> None:
 @pytest.mark.parametrize("learns", [False, True])
 def test_memory_is_what_the_plan_says(ranks: Ranks, learns: bool) -> None:
     for taken, planned in ranks.run(traffic.memory, 4, learns):
-        assert taken < (4.5 if learns else 2.5) * planned  # all keys are 2 times what is planned
+        assert taken < (4.5 if learns else 1.5) * planned  # all keys are 2 times what is planned
 
 
 def test_gradients_on_the_wire_are_those_of_the_plan(ranks: Ranks) -> None:

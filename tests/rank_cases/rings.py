@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -75,17 +74,13 @@ def order_in_a_ring(group: object, learns: bool) -> list[str]:
     return done
 
 
-M_MMAP_THRESHOLD = -3  # of malloc.h
-
-
 def memory_of_a_ring(group: Any, learns: bool) -> tuple[float, float]:
     """Return the most bytes that a call takes, and those of this rank's keys and values.
 
     Values and results are small. The mask is a window, so nearly all keys that go round are not
-    read. Large tensors are returned to the system at once when nobody has them any more.
+    read.
     """
-    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20)
-    tokens, width = 2**15, 512
+    tokens, width = 2**15, 256
     length = tokens * group.size()
     divided = plan(sliding_window(64), length=length, mesh=group, method="ring")
     q, k, v = (torch.ones(1, 1, tokens, x) for x in (width, width, 2))
