@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -10,14 +11,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from rank_cases import MASKS
+from rank_cases.examples import MASKS
 from torch import Tensor
 
 import quire
 from quire import Dense, distributed
 from quire.distributed import ContextPlan, plan
 from quire.distributed.exchange import AddedSlices
-from quire.distributed.group import Passing
+from quire.distributed.group import Exchanged, Passing
 from quire.distributed.layouts import LAYOUTS
 from quire.distributed.local import SideBySide
 from quire.mods import causal
@@ -29,24 +30,21 @@ class Threads(NamedTuple):
 
     rank: int
     size: int
-    table: dict[int, tuple[Tensor, Any]]
+    table: dict[int, Sequence[Tensor]]
     barrier: threading.Barrier
     received: list[int]
 
     def agree(self, facts: dict[str, object]) -> None:
         """No thread has an error."""
 
-    def exchange(self, leaving: Tensor, arriving: Tensor, sent: Any, received: Any) -> Passing:
-        self.table[self.rank] = leaving, sent
+    def exchange(self, parts: Exchanged) -> Passing:
+        leaving, arriving = parts
+        self.table[self.rank] = leaving
         self.barrier.wait(20)
-        first = 0
-        for rank in range(self.size):
-            rows, counts = self.table[rank]
-            part = rows[int(counts[: self.rank].sum()) :][: int(counts[self.rank])]
-            assert len(part) == received[rank]
-            arriving[first : first + len(part)] = part
-            first += len(part)
-        self.received.append(first)
+        for rank, into in enumerate(arriving):
+            assert into.shape == self.table[rank][self.rank].shape
+            into.copy_(self.table[rank][self.rank])
+        self.received.append(sum(map(len, arriving)))
         self.barrier.wait(20)
         return Passing()
 

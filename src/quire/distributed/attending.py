@@ -10,6 +10,7 @@ from torch import Tensor
 
 from quire.api.attention import aux_output
 from quire.autograd import recorded
+from quire.autograd.steps import Passes
 from quire.aux_outputs import NO_AUX, AuxOutput, AuxRequest, checked_request
 from quire.config import Backend as BackendName
 from quire.distributed.context_plan import ContextPlan, MethodName, digest_of, digest_of_tensors
@@ -116,24 +117,32 @@ def compute(asked: Callable[[], Request], plan: ContextPlan) -> tuple[Request, R
         call = call_of(_prepared(shards, plan))
         method = chosen(plan, call)
         facts |= _facts(call, method, plan)
+        sending = None
+        if method == "pages" and not computes_in_blocks(call.request):
+            lent = not call.learns and len(plan.rows) > 0
+            sending = Sending(plan, *call.placed[1:3], lent=lent)
     with plan.group.telling():
         seed = notes[0]
         drawn = None if seed is None else tuple(seed)
         call = call._replace(request=call.request._replace(seed=drawn, generator=None))
-        return request, shards.wrapped(_by(method, plan, call))
+        return request, shards.wrapped(_by(method, plan, call, sending))
 
 
-def _by(method: MethodName, plan: ContextPlan, call: Call) -> Result:
-    """Return the results of this rank's queries by a method."""
+def _by(method: MethodName, plan: ContextPlan, call: Call, sending: Sending | None) -> Result:
+    """Return the results of this rank's queries by a method; some send pages."""
     request = call.request
     if method == "heads":
         return compute_by_heads(plan, request, call)
-    if method == "pages" and computes_in_blocks(request):
+    if method == "ring":
+        passes: Passes = RingPasses(plan, request, call.problem)
+    elif sending is None:
         return compute_in_blocks(plan, request, call)
-    if method == "pages" and not call.learns and len(plan.rows):
-        query, key, value = call.placed[:3]
-        return compute_in_pages(plan, request, query, Sending(plan, key, value))
-    passes = (RingPasses if method == "ring" else PagePasses)(plan, request, call.problem)
+    elif call.learns or not len(plan.rows):
+        passes = PagePasses(plan, request, call.problem, sending)
+    else:
+        result = compute_in_pages(plan, request, call.placed.query, sending.begin())
+        sending.give_back()
+        return result
     result = recorded(passes, call) if call.learns else passes.forward(call)
     return result._replace(out=result.out.to(call.placed.query.dtype))
 

@@ -21,7 +21,10 @@ from quire.distributed.token_blocks import TokenBlocks
 from quire.errors import ArgumentError, ShapeError
 from quire.ir.portable import portable
 from quire.ir.trace import Mod, Traced, mod_name
-from quire.runtime.slices import KeptZeros
+from quire.plans import CallPlan
+from quire.request import Call
+from quire.runtime.slices import KeptMemory
+from quire.support.bounded import BoundedDict
 
 MethodName: TypeAlias = Literal["auto", "pages", "heads", "ring"]
 METHODS: tuple[MethodName, ...] = get_args(MethodName)
@@ -92,9 +95,14 @@ class ContextPlan:
         return self.blocks.num
 
     @functools.cached_property
-    def kept(self) -> KeptZeros:
+    def kept(self) -> KeptMemory:
         """Return the memory for sums of slices, which all backward passes of the plan use."""
-        return KeptZeros()
+        return KeptMemory()
+
+    @functools.cached_property
+    def kept_pages(self) -> KeptMemory:
+        """Return the memory for pages of keys, which all calls use that nothing learns from."""
+        return KeptMemory()
 
     def for_rank(self, rank: int) -> ContextPlan:
         """Return the same plan as another rank sees it."""
@@ -177,6 +185,17 @@ class ContextPlan:
         mine, home = self.division.owner == self.rank, self.at_home
         assert home is not None, "`plan` made this"
         return tuple(self.blocks.ranges(x.nonzero()[0]) for x in (mine & home, mine & ~home))
+
+    def places(self, chunks: tuple[tuple[int, int], ...]) -> Numbers:
+        """Return where chunks of this rank begin and end among its own rows: [chunks, 2]."""
+        starts, stops = np.array(chunks, np.int64).reshape(len(chunks), 2).T
+        first = np.searchsorted(self.rows.numpy(), starts)
+        return np.stack([first, first + stops - starts], 1)
+
+    @functools.cached_property
+    def calls(self) -> BoundedDict[object, tuple[CallPlan, Call]]:
+        """Return the calls over pages that were planned last; their operands are left out."""
+        return BoundedDict(8)
 
     def blocks_of(self, rank: int) -> Numbers:
         """Return the blocks of a rank, ascending."""

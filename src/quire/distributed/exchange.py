@@ -8,6 +8,7 @@ rank to rank.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quire.distributed.context_plan import ContextPlan
-from quire.distributed.group import Passing
+from quire.distributed.group import Exchanged, Passing
 from quire.distributed.reads import Numbers
 from quire.distributed.routes import Addition, Hop
 from quire.results import working_dtype
@@ -23,7 +24,7 @@ from quire.runtime.slices import Round
 
 
 def spread(plan: ContextPlan, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return own and received pages [pages, block, H, D], from own rows [B, H, tokens, D].
+    """Return own and received pages [pages, H, block, D], from own rows [B, H, tokens, D].
 
     The pages are those of `plan.route(B)`. Gradients of pages travel back to their owners. Tensors
     are sent in their order, there and back, so that all ranks send the same at the same time.
@@ -38,7 +39,7 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: ContextPlan, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.plan, ctx.shapes = plan, [rows.shape for rows in tensors]
-        return Sending(plan, *tensors).wait()
+        return Sending(plan, *tensors).begin().wait()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -75,21 +76,43 @@ class _Returned(torch.autograd.Function):
 class Sending:
     """What `spread` returns, without autograd, and before all of it is there.
 
-    Own pages are; received ones are on their way until `wait` returns.
+    Own pages are there from the start, and so is memory for all others: an error of a rank in this
+    is raised before others wait for its pages. These are on their way from `begin` to `wait`. If
+    pages are `lent`, they are in memory of the plan, until they are given back.
     """
 
-    def __init__(self, plan: ContextPlan, *tensors: Tensor) -> None:
+    def __init__(self, plan: ContextPlan, *tensors: Tensor, lent: bool = False) -> None:
+        self._plan, self._lent, made = plan, [], []
+        for rows in tensors:
+            batch, heads, _, width = rows.shape
+            shape = (plan.route(batch).num_pages, heads, plan.block, width)
+            if lent:
+                size = math.prod(shape) * rows.itemsize
+                self._lent.append(plan.kept_pages.take(size))
+                made.append(self._lent[-1][:size].view(rows.dtype).view(shape))
+            else:
+                made.append(rows.new_empty(shape))
+        self.pages = tuple(made)
         with torch.no_grad():
-            found = [_sent(plan, rows.detach()) for rows in tensors]
-        self.pages = tuple(pages for pages, _ in found)
-        self._passing = [passing for _, passing in found]
+            self._parts = [_parts(plan, x, rows) for x, rows in zip(made, tensors, strict=True)]
+        self._passing = Passing()
+
+    def begin(self) -> Sending:
+        """Begin to send own pages to the ranks that read them, and to receive all others."""
+        self._passing, self._parts = self._plan.group.exchange(*self._parts), []
+        return self
 
     def wait(self) -> tuple[Tensor, ...]:
         """Return all pages, when they are there."""
-        for each in self._passing:
-            each.wait()
-        self._passing = []
+        self._passing.wait()
+        self._passing = Passing()
         return self.pages
+
+    def give_back(self) -> None:
+        """Let the next call use the memory of the pages."""
+        for memory in self._lent:
+            self._plan.kept_pages.give_back(memory)
+        self._lent, self.pages = [], ()
 
 
 class AddedSlices:
@@ -160,7 +183,8 @@ class AddedSlices:
         """Send sums to the ranks that go on with them, and return what arrives."""
         leaving = torch.cat([self._pages(x, hop.leaving) for x in sums], -1)
         arriving = leaving.new_empty((len(hop.arriving), *leaving.shape[1:]))
-        self._plan.group.exchange(leaving, arriving, hop.num_sent, hop.num_received).wait()
+        parts = leaving.split(hop.num_sent.tolist()), arriving.split(hop.num_received.tolist())
+        self._plan.group.exchange(parts).wait()
         return [*arriving.split([x.shape[-1] for x in sums], -1)]
 
     def _pages(self, sums: Tensor, pages: Numbers) -> Tensor:
@@ -198,7 +222,8 @@ def add_captured(plan: ContextPlan, sums: Tensor) -> Tensor:
         num_sent[0] = counts[plan.rank]
     leaving = sums.contiguous()[: num_sent[0]]
     arriving = sums.new_empty((int(num_received.sum()), *sums.shape[1:]))
-    plan.group.exchange(leaving, arriving, num_sent, num_received).wait()
+    parts = leaving.split(num_sent.tolist()), arriving.split(num_received.tolist())
+    plan.group.exchange(parts).wait()
     total = sums.new_zeros(sums.shape[1:])
     if is_first:
         every = torch.cat([sums, arriving])
@@ -208,45 +233,54 @@ def add_captured(plan: ContextPlan, sums: Tensor) -> Tensor:
     return total
 
 
-def _sent(plan: ContextPlan, rows: Tensor) -> tuple[Tensor, Passing]:
-    """Begin to send own pages to the ranks that read them; return all pages of this rank."""
-    batch, heads, _, width = rows.shape
-    route = plan.route(batch)
-    pages = rows.new_empty((route.num_pages, plan.block, heads, width))
-    own, arriving = pages[: route.num_own], pages[route.num_own :]
-    fill_own(plan, own, rows)
-    leaving = own.index_select(0, torch.from_numpy(route.sent).to(own.device))
-    return pages, plan.group.exchange(leaving, arriving, route.num_sent, route.num_received)
+def _parts(plan: ContextPlan, pages: Tensor, rows: Tensor) -> Exchanged:
+    """Fill own pages, and return those that leave to each rank, and the places of those that come.
+
+    Pages that lie one after the other leave from where they are.
+    """
+    route = plan.route(len(rows))
+    own, *arriving = pages.split([route.num_own, *route.num_received.tolist()])
+    fill_own(plan, own, rows.detach())
+    leaving = []
+    for sent in np.split(route.sent, np.cumsum(route.num_sent)[:-1]):
+        first = int(sent[0]) if len(sent) else 0
+        in_a_row = np.array_equal(sent, np.arange(first, first + len(sent)))
+        at = torch.from_numpy(sent).to(own.device)
+        leaving.append(own[first : first + len(sent)] if in_a_row else own.index_select(0, at))
+    return leaving, arriving
 
 
 def _returned(plan: ContextPlan, grad: Tensor, shape: torch.Size) -> Tensor:
     """Send gradients of received pages back, and return the sums of those of own rows."""
-    batch, heads, count, width = shape
+    batch, _, count, _ = shape
     route = plan.route(batch)
-    leaving = grad[route.num_own :]
+    leaving = grad[route.num_own :].contiguous().split(route.num_received.tolist())
     arriving = grad.new_empty((len(route.sent), *grad.shape[1:]))
-    sent = plan.group.exchange(leaving.contiguous(), arriving, route.num_received, route.num_sent)
-    sent.wait()
+    parts = arriving.split(route.num_sent.tolist())
+    plan.group.exchange((leaving, parts)).wait()
     sums = torch.zeros_like(grad[: route.num_own], dtype=working_dtype(grad.dtype))
     places = torch.from_numpy(route.sent).to(grad.device).split(route.num_sent.tolist())
-    parts = arriving.split(route.num_sent.tolist())
     for rank, (at, part) in enumerate(zip(places, parts, strict=True)):
         if rank == plan.rank:
             sums += grad[: route.num_own]
         else:
             sums.index_add_(0, at, part.to(sums.dtype))
-    rows = sums.to(grad.dtype).view(batch, len(route.own) * plan.block, heads, width)
-    own = rows[:, :count] if plan.lines is None else rows[:, plan.lines]
-    return own.transpose(1, 2)
+    whole = sums.to(grad.dtype).unflatten(0, (batch, len(route.own))).transpose(1, 2).flatten(2, 3)
+    rows: Tensor = whole[:, :, :count] if plan.lines is None else whole[:, :, plan.lines]
+    return rows
 
 
 def fill_own(plan: ContextPlan, pages: Tensor, rows: Tensor) -> None:
-    """Write rows [B, H, tokens, D] into pages [B * pages, block, H, D], and 0 where none is."""
-    batch, heads, count, width = rows.shape
-    lines = pages.view(batch, len(pages) * pages.shape[1] // max(1, batch), heads, width)
-    if plan.lines is None:
-        lines[:, :count] = rows.transpose(1, 2)
-        lines[:, count:] = 0
-    else:
-        lines.zero_()
-        lines[:, plan.lines] = rows.transpose(1, 2)
+    """Write rows [B, H, tokens, D] into pages [B * pages, H, block, D], and 0 where none is."""
+    batch, _, count, _ = rows.shape
+    blocks = pages.unflatten(0, (batch, len(pages) // max(1, batch))).transpose(1, 2)
+    if plan.lines is not None:
+        pages.zero_()
+        blocks[:, :, plan.lines // plan.block, plan.lines % plan.block] = rows
+        return
+    whole, rest = divmod(count, plan.block)
+    end = whole * plan.block
+    blocks[:, :, :whole] = rows[:, :, :end].unflatten(2, (whole, plan.block))
+    if rest:
+        blocks[:, :, whole, :rest] = rows[:, :, end:]
+        blocks[:, :, whole, rest:] = 0

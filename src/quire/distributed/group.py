@@ -13,18 +13,15 @@ and waits for nobody, since others may compute for a while before they agree aga
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeAlias
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -32,8 +29,10 @@ from quire.errors import ArgumentError, DistributedError, QuireError, RankError
 
 TIMEOUT = timedelta(minutes=5)
 
-Counts: TypeAlias = NDArray[np.int64]
 _Begun: TypeAlias = "list[dist.Work] | RuntimeError"
+
+Exchanged: TypeAlias = tuple[Sequence[Tensor], Sequence[Tensor]]
+"""What leaves to each rank, and what arrives from each."""
 
 MESSAGE_BYTES = 4096
 """The size of the message in which a rank says what it is about to compute."""
@@ -176,7 +175,7 @@ class RankGroup(NamedTuple):
                 f"{'; '.join(sorted({*missing.values()}))}. See why it ended, raised or did not "
                 f"call."
             )
-        return [json.loads(bytes(each.tolist())) for each in every]
+        return [json.loads(each.cpu().numpy().tobytes()) for each in every]
 
     def _talked(self, facts: dict[str, object]) -> tuple[list[Tensor], dict[int, _Begun]]:
         """Begin to send the own message to all ranks; return theirs, and what fills them."""
@@ -189,30 +188,28 @@ class RankGroup(NamedTuple):
         for rank in range(self.size):
             if rank != self.rank:
                 try:
-                    begun[rank] = self._between((every[rank],), rank, (mine,), rank, TALK)
+                    begun[rank] = self._between([(rank, every[rank])], [(rank, mine)], TALK)
                 except RuntimeError as error:
                     begun[rank] = error
         return every, begun
 
     def _between(
         self,
-        arriving: tuple[Tensor, ...],
-        before: int,
-        leaving: tuple[Tensor, ...],
-        after: int,
+        arriving: Iterable[tuple[int, Tensor]],
+        leaving: Iterable[tuple[int, Tensor]],
         tag: int,
     ) -> list[dist.Work]:
-        """Begin to receive tensors from the rank `before`, and to send others to `after`.
+        """Begin to receive tensors from ranks, and to send others to ranks; not the empty ones.
 
-        Both begin together, as some backends would wait for the first one else.
+        All begin together, as some backends would wait for the first one else.
         """
-        group = self._real()
-        source, target = (dist.get_global_rank(group, x) for x in (before, after))
-        works: list[dist.Work] = dist.batch_isend_irecv(
-            [dist.P2POp(dist.irecv, x, source, group, tag) for x in arriving]
-            + [dist.P2POp(dist.isend, x, target, group, tag) for x in leaving]
-        )
-        return works
+        ops = [
+            dist.P2POp(op, as_bytes(x), dist.get_global_rank(self._real(), rank), self._real(), tag)
+            for op, each in ((dist.irecv, arriving), (dist.isend, leaving))
+            for rank, x in each
+            if x.numel()
+        ]
+        return dist.batch_isend_irecv(ops) if ops else []
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """Return the tensors of all ranks, which have the same shape."""
@@ -223,31 +220,25 @@ class RankGroup(NamedTuple):
         self.wait(work, "gather")
         return every
 
-    def exchange(
-        self, leaving: Tensor, arriving: Tensor, num_sent: Counts, num_received: Counts
-    ) -> Passing:
-        """Begin to send rows of `leaving` to each rank, in order, and to fill `arriving`.
+    def exchange(self, *parts: Exchanged) -> Passing:
+        """Begin to send a tensor to each rank, and to fill one with what it sends; or several.
 
-        `num_sent` and `num_received` [ranks] count rows. Rows are sent as bytes, in their dtype.
+        All are contiguous.
         """
-        if self.size == 1:
-            return Passing(self, (arriving,))
-        work = dist.all_to_all_single(
-            as_bytes(arriving),
-            as_bytes(leaving),
-            output_split_sizes=num_received.tolist(),
-            input_split_sizes=num_sent.tolist(),
-            group=self._real(),
-            async_op=True,
-        )
-        return Passing(self, (arriving,), (work,), (leaving,))
+        others = [*range(self.rank + 1, self.size), *range(self.rank)]
+        for leaving, arriving in parts:
+            arriving[self.rank].copy_(leaving[self.rank])
+        comes = [(rank, arriving[rank]) for _, arriving in parts for rank in others]
+        leaves = [(rank, leaving[rank]) for leaving, _ in parts for rank in others]
+        works = self._between(comes, leaves, KEYS)
+        return Passing(self, _tensors(comes), tuple(works), _tensors(leaves))
 
     def pass_on(self, leaving: tuple[Tensor, ...], arriving: tuple[Tensor, ...]) -> Passing:
         """Begin to send tensors to the next rank, and to fill `arriving` with those of the last."""
         if self.size == 1:
             return Passing(self, leaving)
         after, before = ((self.rank + step) % self.size for step in (1, -1))
-        works = self._between(arriving, before, leaving, after, KEYS)
+        works = self._between([(before, x) for x in arriving], [(after, x) for x in leaving], KEYS)
         return Passing(self, arriving, tuple(works), leaving)
 
     def wait(self, work: dist.Work | None, what: str) -> None:
@@ -283,6 +274,10 @@ def _about(error: Exception) -> dict[str, object]:
     return {"error": f"{type(error).__name__}: {error}"[: MESSAGE_BYTES // 8]}
 
 
+def _tensors(numbered: list[tuple[int, Tensor]]) -> tuple[Tensor, ...]:
+    return tuple(x for _, x in numbered)
+
+
 def as_bytes(rows: Tensor) -> Tensor:
-    """Return rows [n, ...] as uint8 [n, bytes of a row]; contiguous rows share their memory."""
-    return rows.reshape(len(rows), math.prod(rows.shape[1:])).view(torch.uint8)
+    """Return the memory of a contiguous tensor as uint8, since it is sent as bytes."""
+    return rows.view(-1).view(torch.uint8)

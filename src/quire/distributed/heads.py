@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -99,10 +98,10 @@ def _heads_of_tokens(plan: ContextPlan, rows: Tensor) -> Tensor:
     counts = plan.num_tokens
     leaving = rows.movedim(0, 2).contiguous().flatten(0, 1)  # a row for each head and token
     arriving = leaving.new_empty((heads * plan.length, *leaving.shape[1:]))
-    here = np.full_like(counts, heads * own)
-    plan.group.exchange(leaving, arriving, here, heads * counts).wait()
+    parts = arriving.split((heads * counts).tolist())
+    plan.group.exchange((leaving.split([heads * own] * plan.num_ranks), parts)).wait()
     whole = rows.new_empty((len(rows), heads, plan.length, *rows.shape[3:]))
-    for rank, part in enumerate(arriving.split((heads * counts).tolist())):
+    for rank, part in enumerate(parts):
         of_rank = part.unflatten(0, (heads, int(counts[rank]))).movedim(2, 0)
         whole[:, :, plan.rows_of(rank)] = of_rank
     return whole
@@ -110,13 +109,12 @@ def _heads_of_tokens(plan: ContextPlan, rows: Tensor) -> Tensor:
 
 def _tokens_of_heads(plan: ContextPlan, rows: Tensor) -> Tensor:
     """Send each rank its tokens of the own heads [B, heads, length, ...]."""
-    heads, own, counts = rows.shape[1], len(plan.rows), plan.num_tokens
-    parts = [
-        rows[:, :, plan.rows_of(rank)].movedim(0, 2).flatten(0, 1) for rank in range(plan.num_ranks)
+    heads, own = rows.shape[1], len(plan.rows)
+    leaving = [
+        rows[:, :, plan.rows_of(rank)].movedim(0, 2).contiguous().flatten(0, 1)
+        for rank in range(plan.num_ranks)
     ]
-    leaving = torch.cat(parts)
-    arriving = leaving.new_empty((heads * plan.num_ranks * own, *leaving.shape[1:]))
-    here = np.full_like(counts, heads * own)
-    plan.group.exchange(leaving, arriving, heads * counts, here).wait()
+    arriving = rows.new_empty((heads * plan.num_ranks * own, *leaving[0].shape[1:]))
+    plan.group.exchange((leaving, arriving.split([heads * own] * plan.num_ranks))).wait()
     by_head: Tensor = arriving.unflatten(0, (heads * plan.num_ranks, own))
     return by_head.movedim(2, 0)

@@ -22,16 +22,17 @@ import torch
 from torch import Tensor
 
 from quire.codegen.convention import KEYS_OF_PIECE
+from quire.config import config
 from quire.distributed.context_plan import ContextPlan
 from quire.distributed.exchange import Sending, spread
 from quire.distributed.reads import Numbers
 from quire.ir.graph import inputs
 from quire.ir.trace import Kind, Mod, Traced, mod_name, trace
 from quire.memory import Dense, Paged, Placed, Queries, Ragged
-from quire.memory.tables import unpacked
+from quire.memory.tables import packed, unpacked
 from quire.mods.compose import Mask, ScoreChange
 from quire.mods.dropout import Dropout, keep_mask
-from quire.plans import CallPlan, candidates, make
+from quire.plans import CallPlan, candidates, make, operand_layout
 from quire.request import Call, Request, call_of, check
 from quire.results import Gradients, Result, Wanted
 
@@ -44,30 +45,25 @@ Chunks: TypeAlias = tuple[tuple[int, int], ...]
 def compute_in_pages(plan: ContextPlan, wanted: Request, query: Tensor, sending: Sending) -> Result:
     """Return the results of this rank's queries [B, Hq, tokens, D], without autograd.
 
-    Queries that read only own keys come first, while other keys are on their way. A row has the
-    same bits in any call, so nothing is merged.
+    If some queries read only own keys, they come first, while other keys are on their way. A row
+    has the same bits in any call, so nothing is merged.
     """
-    route = plan.route(len(query))
-    table, (home, away) = route.table, plan.chunks_at_home
+    route, (home, away) = plan.route(len(query)), plan.chunks_at_home
     size = sum(x[0].nbytes for x in sending.pages if len(x)) * (route.num_pages - route.num_own)
-    if not home or size < WORTH_A_CALL:
-        return _in_pages(plan, wanted, query, sending.wait(), numbers=table, chunks=plan.chunks)
-    local = np.where(table < route.num_own, table, -1)
-    results, places = [], []
-    for chunks, pages in ((home, local), (away, table)):
-        if chunks:
-            rows = torch.cat([torch.arange(*each) for each in chunks])
-            at = torch.searchsorted(plan.rows, rows)
-            keys = sending.pages if pages is local else sending.wait()
-            some = query.index_select(2, at)
-            found = _in_pages(plan, wanted, some, keys, numbers=pages, chunks=chunks)
-            results.append(found.by_query)
-            places.append(at)
-    sending.wait()
-    order = torch.cat(places).argsort()
-    return Result(
-        **{name: torch.cat([x[name] for x in results], 2)[:, :, order] for name in results[0]}
-    )
+    if away and (not home or size < WORTH_A_CALL):
+        return _in_pages(plan, wanted, query, sending.wait(), chunks=plan.chunks)
+    early = _in_pages(plan, wanted, query, sending.pages, chunks=home, at_home=True)
+    if not away:
+        sending.wait()
+        return early
+    found = _in_pages(plan, wanted, query, sending.wait(), chunks=away)
+    into, given, chunks = found, early, home
+    if sum(stop - start for start, stop in home) > len(plan.rows) // 2:
+        into, given, chunks = early, found, away
+    for start, stop in plan.places(chunks).tolist():
+        for name, rows in into.by_query.items():
+            rows[:, :, start:stop] = given.by_query[name][:, :, start:stop]
+    return into
 
 
 def computes_in_blocks(request: Request) -> bool:
@@ -90,37 +86,92 @@ def _in_pages(
     query: Tensor,
     pages: tuple[Tensor, ...],
     *,
-    numbers: Numbers,
     chunks: Chunks,
+    at_home: bool = False,
 ) -> Result:
-    """Return the results of the queries of some chunks.
+    """Return results of which those of some chunks count, which may read only pages `at_home`.
 
-    Keys and values are pages [pages, block, Hkv, D]; options and mods are those of `wanted`. It is
-    one paged call with a sequence for each chunk of each batch entry.
+    Keys and values are pages [pages, Hkv, block, D]; options and mods are those of `wanted`. A call
+    like an earlier one is not planned again.
     """
     (key, value), (batch, _, count, _) = pages, query.shape
-    starts, stops = np.array(chunks).reshape(len(chunks), 2).T
-    ends = np.cumsum(stops - starts)
-    offsets = [0, *(np.arange(batch)[:, None] * count + ends).ravel().tolist()]
-    entries, table = plan.sequences_of(starts, numbers)
-    lengths = plan.blocks.lengths[entries if plan.is_ragged else np.zeros_like(entries)]
-    begins = np.tile(starts, batch) - (plan.blocks.begins[entries] if plan.is_ragged else 0)
-    memory = Paged(
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        torch.from_numpy(table.astype(np.int32)),
-        lengths=lengths.tolist(),
-    )
     rows = query.transpose(1, 2).flatten(0, 1)
-    request = wanted._replace(query=rows, memory=memory, queries=Queries(begins.tolist(), offsets))
-    plan_of_rank, call = made(request, Lookups(entries=torch.from_numpy(entries)))
+    name, operands = (chunks, at_home, batch), (packed(rows), key, value)
+    layout = _layout_of(plan, wanted, operands)
+    known = None if layout is None else plan.calls.get((name, layout))
+    if known is None:
+        known = _paged_call(plan, wanted, rows, pages, *name)
+        if layout is not None:
+            plan.calls.keep((name, layout), (known[0], _without_operands(known[1])))
+    plan_of_rank, call = known
+    request = call.request._replace(sink=wanted.sink)
+    call = call._replace(request=request, placed=call.placed.on(*operands))
     result = plan_of_rank.forward(call) if wanted.learns else plan_of_rank.run(call)
     return Result(
         **{
-            name: memory.as_given(rows, x).unflatten(0, (batch, count)).transpose(1, 2)
+            name: unpacked(x).unflatten(0, (batch, count)).transpose(1, 2)
             for name, x in result.by_query.items()
         }
     )
+
+
+def _layout_of(
+    plan: ContextPlan, wanted: Request, operands: tuple[Tensor, Tensor, Tensor]
+) -> object:
+    """Return all that the plan of a call over pages depends on, except pages and chunks.
+
+    Return None if it must be planned anew: it captures tensors that the plan does not have, or has
+    rare options.
+    """
+    score_mod, sink = wanted.score_mod, wanted.sink
+    if (
+        wanted.mask_mod is not plan.mask
+        or (score_mod is not None and (not isinstance(score_mod, Traced) or score_mod.captures))
+        or wanted.dropout_p
+        or wanted.backend != "auto"
+        or config().backend != "auto"
+    ):
+        return None
+    layout = operand_layout(*operands)
+    if layout is None:
+        return None
+    score = None if score_mod is None else score_mod.output
+    of_sink = None if sink is None else (sink.shape, sink.dtype)
+    return (*layout, score, of_sink, wanted.scale, wanted.aux, wanted.weighting, wanted.learns)
+
+
+def _without_operands(call: Call) -> Call:
+    """Return a call that keeps no operand alive. Its tables do not change, so they are known."""
+    request = call.request._replace(query=_EMPTY, memory=Dense(_EMPTY, _EMPTY), sink=None)
+    placed = call.placed.on(_EMPTY, _EMPTY, _EMPTY)._replace(content=((), ()))
+    return call._replace(request=request, placed=placed)
+
+
+def _paged_call(
+    plan: ContextPlan,
+    wanted: Request,
+    rows: Tensor,
+    pages: tuple[Tensor, ...],
+    chunks: Chunks,
+    at_home: bool,
+    batch: int,
+) -> tuple[CallPlan, Call]:
+    """Return a paged call with a sequence for each chunk of each batch entry, and its plan."""
+    (key, value), route, count = pages, plan.route(batch), len(rows) // max(1, batch)
+    numbers = route.table
+    if at_home:
+        numbers = np.where(numbers < route.num_own, numbers, -1)
+    starts = np.array([start for start, _ in chunks], np.int64)
+    first, stop = plan.places(chunks).T
+    offsets = [*(np.arange(batch)[:, None] * count + first).ravel().tolist(), batch * count]
+    entries, table = plan.sequences_of(starts, numbers)
+    lengths = plan.blocks.lengths[entries if plan.is_ragged else np.zeros_like(entries)]
+    begins = np.tile(starts, batch) - (plan.blocks.begins[entries] if plan.is_ragged else 0)
+    pages_of_chunks = torch.from_numpy(table.astype(np.int32))
+    memory = Paged(key, value, pages_of_chunks, lengths=lengths.tolist())
+    queries = Queries(begins.tolist(), offsets, np.tile(stop - first, batch).tolist())
+    request = wanted._replace(query=rows, memory=memory, queries=queries)
+    return made(request, Lookups(entries=torch.from_numpy(entries)))
 
 
 class SideBySide(NamedTuple):
@@ -152,13 +203,13 @@ class SideBySide(NamedTuple):
         return len(self.pages)
 
     def gathered(self, pages: Tensor) -> Tensor:
-        """Return pages [pages, block, H, D] side by side: [B, H, keys, D]."""
+        """Return pages [pages, H, block, D] side by side: [B, H, keys, D]."""
         numbers = self.pages.flatten()
         chosen = pages.index_select(0, numbers.clamp(min=0).to(pages.device))
         missing = numbers < 0
         if missing.any():
             chosen = chosen.masked_fill(missing.view(-1, 1, 1, 1).to(pages.device), 0)
-        rows = chosen.view(*self.pages.shape, *pages.shape[1:]).flatten(1, 2).transpose(1, 2)
+        rows = chosen.view(*self.pages.shape, *pages.shape[1:]).transpose(1, 2).flatten(2, 3)
         if self.plan.is_ragged:
             return rows.index_select(2, self._lines(rows))
         return rows[:, :, : len(self.rows)]
@@ -172,7 +223,7 @@ class SideBySide(NamedTuple):
             whole = empty.index_copy(2, self._lines(rows), rows)
         else:
             whole = torch.nn.functional.pad(rows, (0, 0, 0, places - rows.shape[2]))
-        parts = whole.transpose(1, 2).unflatten(1, (self.pages.shape[1], block)).flatten(0, 1)
+        parts = whole.unflatten(2, (self.pages.shape[1], block)).transpose(1, 2).flatten(0, 1)
         pages: Tensor = parts.new_zeros((route.num_pages, *parts.shape[1:]))
         numbers = self.pages.flatten()
         there = (numbers >= 0).nonzero().flatten()

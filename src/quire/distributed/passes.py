@@ -117,16 +117,20 @@ class Telling:
 class PagePasses(Reverse):
     """Each rank receives the keys that its queries read, and computes its queries in one call."""
 
-    def __init__(self, plan: ContextPlan, wanted: Request, problem: Problem) -> None:
+    def __init__(
+        self, plan: ContextPlan, wanted: Request, problem: Problem, sending: Sending
+    ) -> None:
         super().__init__(plan, wanted, problem)
+        self._sending: Sending | None = sending
         self._pages: tuple[Tensor, ...] = ()
         self._captures: tuple[Tensor, ...] = ()
         self._sink: Tensor | None = None
 
     def forward(self, call: Call) -> Result:
         """Return the results of this rank's queries, `out` in the working dtype, and lse."""
-        query, key, value = call.placed[:3]
-        sending = Sending(self.plan, key, value)
+        sending, self._sending = self._sending, None
+        assert sending is not None, "there is one forward pass"
+        query, sending = call.placed.query, sending.begin()
         self._pages, self._captures, self._sink = sending.pages, call.captures, call.request.sink
         if len(self.plan.rows):
             return compute_in_pages(self.plan, self._request, query, sending)

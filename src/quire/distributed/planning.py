@@ -69,8 +69,8 @@ def plan(
     `bytes_per_key`, the bytes of a key and its value in all heads, makes the printed plan tell MiB.
 
     `method` is "pages" (a rank receives the keys that its queries read), "heads" (a rank computes
-    some heads over the whole sequence) or "ring" (keys go round, and a rank holds its own and those
-    of two others at a time). "auto" takes pages or heads, by which of them a call sends less.
+    some heads over the whole sequence) or "ring" (keys go round by thirds, and a rank holds no more
+    of them than it has itself). "auto" takes pages or heads, by which of them a call sends less.
 
     With `same_bits`, gradients of keys, values and captured tensors have the bits of one process:
     ranks have whole slices of the backward pass, at most 64, and the sums of every slice travel. By

@@ -1,12 +1,16 @@
 """The method `ring`: keys go round, and every rank computes on those that it holds.
 
-    step 0    rank r computes on its own keys, while it sends them to rank r + 1
-    step n    rank r computes on the keys of rank r - n, while it sends them on
+    step 0    rank r computes on a third of its own keys, while it sends them to rank r + 1
+    step n    rank r computes on a third of the keys of rank r - n, while it sends them on
 
-A rank holds its own keys and those of two others at most, however long the sequence is: those that
-it computes on, and those that arrive. Results over the keys of each rank are merged. In the
-backward pass keys go round again, and their gradients with them. The order of sums is the same in
-every run, but it is not that of one process, so results agree up to rounding.
+When all ranks have read the first thirds, the second ones go round, then the last ones. So a rank
+takes memory for the keys that it computes on, and for those that arrive: two thirds of a shard,
+beside its own keys, however many ranks there are. Results over all thirds are merged.
+
+In the backward pass keys go round again, and the sums of their gradients with them. These take two
+shards: the result, and a third each for what the kernel returns, what leaves and what arrives. The
+order of sums is the same in every run, but it is not that of one process, so results agree up to
+rounding.
 """
 
 from __future__ import annotations
@@ -14,18 +18,25 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from quire.api.merge import merge_attention
+from quire.distributed.context_plan import ContextPlan
 from quire.distributed.group import Passing
 from quire.distributed.local import LocalCall, Lookups, made
 from quire.distributed.passes import Reverse, unknown
+from quire.distributed.reads import Numbers
 from quire.errors import OptionError
 from quire.memory import Dense, Placed, Queries
 from quire.request import Call
 from quire.results import Above, Gradients, Result, Wanted
+
+PARTS = 3
+"""A rank passes on such a part of its keys at a time."""
 
 
 def check_merged(call: Call) -> None:
@@ -43,10 +54,41 @@ def check_merged(call: Call) -> None:
         )
 
 
-class RingPasses(Reverse):
-    """The passes of one call on this rank; `_calls` has the call on the keys of each rank."""
+class Third(NamedTuple):
+    """Keys that go round together: the blocks of a third of those of one rank."""
 
-    _calls: dict[int, LocalCall | None]
+    rank: int
+    number: int
+    first: int  # of the keys of its rank
+    length: int
+    blocks: Numbers
+
+    @staticmethod
+    def of(plan: ContextPlan, rank: int, number: int) -> Third:
+        """Return a third of the keys of a rank."""
+        thirds = np.array_split(plan.blocks_of(rank), PARTS)
+        sizes = [int(plan.blocks.tokens[blocks].sum()) for blocks in thirds]
+        return Third(rank, number, sum(sizes[:number]), sizes[number], thirds[number])
+
+    @property
+    def place(self) -> slice:
+        """Return where it is among the keys of its rank."""
+        return slice(self.first, self.first + self.length)
+
+    def within(self, memory: Tensor, like: Tensor) -> Tensor:
+        """Return the begin of some memory as its keys [B, H, length, D]; others are `like` them."""
+        shape = (*like.shape[:2], self.length, like.shape[3])
+        return memory[: math.prod(shape)].view(shape)
+
+    def new(self, like: Tensor) -> Tensor:
+        """Return memory for its sums [B, H, length, D]; those of other keys are `like` them."""
+        return like.new_empty((*like.shape[:2], self.length, like.shape[3]))
+
+
+class RingPasses(Reverse):
+    """The passes of one call on this rank; `_calls` has the call on each part of each rank."""
+
+    _calls: dict[tuple[int, int], LocalCall | None]
 
     def forward(self, call: Call) -> Result:
         """Return out and lse of this rank's queries, and their largest scores if wanted."""
@@ -54,93 +96,99 @@ class RingPasses(Reverse):
         self._calls = {}
         total, errors = None, Errors()
         with torch.no_grad(), errors.raised():
-            for rank, keys in self._round(key.detach(), value.detach()):
+            for part, keys in self._round(key.detach(), value.detach()):
                 with errors.kept():
-                    found = self._on_keys_of(rank, call, query, keys)
+                    found = self._on_part(part, call, query, keys)
                     total = found if total is None else _merged(total, found)
         assert total is not None, "there is a rank"
         return total
 
-    def _on_keys_of(
-        self, rank: int, call: Call, query: Tensor, keys: tuple[Tensor, ...]
+    def _on_part(
+        self, part: Third, call: Call, query: Tensor, keys: tuple[Tensor, ...]
     ) -> Result | None:
-        """Return the results over the keys of a rank; None if no query here reads one."""
+        """Return the results over some keys of a rank; None if no query here reads one."""
         plan = self.plan
-        own = rank == plan.rank  # the sink counts once
-        if not own and not plan.division.needs[plan.rank][:, plan.division.owner == rank].any():
-            self._calls[rank] = None
+        is_first = part.rank == plan.rank and part.number == 0  # where the sink counts
+        if not is_first and not plan.division.needs[plan.rank][:, part.blocks].any():
+            self._calls[part[:2]] = None
             return None
-        lookups = Lookups(queries=plan.rows.int(), keys=plan.rows_of(rank).int())
+        lookups = Lookups(queries=plan.rows.int(), keys=plan.blocks.rows(part.blocks).int())
         request = self.wanted._replace(
             query=query,
             memory=Dense(keys[0], keys[1]),
             queries=Queries(start=0),
-            sink=call.request.sink if own else None,
+            sink=call.request.sink if is_first else None,
             learns=True,
         )
         local, here = made(request, lookups)
-        self._calls[rank] = LocalCall.of(local, here, call.captures)
+        self._calls[part[:2]] = LocalCall.of(local, here, call.captures)
         return local.forward(here)
 
     def _gradients(
         self, placed: Placed, wanted: Wanted, above: Above, *, in_torch: bool
     ) -> Gradients:
-        plan, total, errors = self.plan, _Sums(self.plan.rank, wanted), Errors()
+        plan, total, errors = self.plan, _Sums(wanted), Errors()
         with plan.group.agreeing({"gradients": [wanted.key, wanted.value]}):
             if in_torch:
                 raise unknown("a second derivative")
-        after = Passing()
-        for rank, keys in self._round(placed.key, placed.value):
-            local = self._calls[rank]
-            if local is not None:
-                with errors.kept():
-                    here = local.placed.on(placed.query, *keys)
-                    part = above._replace(whole=False)
-                    found = local.plan.backward(here, local.wanted(wanted), part)
-                    total.add(found, local.captured(found, wanted))
-            sums = after.wait() if rank != plan.rank else ()
-            dtype = above.lse.dtype
-            mine = total.of_keys(keys, dtype)
-            sums = tuple(x.add_(y) for x, y in zip(sums, mine, strict=True)) if sums else mine
-            before = (rank - 1) % plan.num_ranks
-            arriving = tuple(
-                x.new_empty((*x.shape[:2], int(plan.num_tokens[before]), x.shape[3])) for x in sums
-            )
-            after = plan.group.pass_on(sums, arriving)
-        key, value = after.wait()
+        dtype, after = above.lse.dtype, Passing()
+        own = tuple(torch.empty_like(x, dtype=dtype) for x in placed[1:3])
+        for part, keys in self._round(placed.key, placed.value):
+            with errors.kept():
+                self._add(total, part, placed.on(placed.query, *keys), wanted, above)
+            sums = after.wait() if part.rank != plan.rank else ()
+            sums = total.plus_keys(sums, keys, dtype)
+            following = Third.of(plan, (part.rank - 1) % plan.num_ranks, part.number)
+            after = plan.group.pass_on(sums, tuple(map(following.new, sums)))
+            if following.rank == plan.rank:
+                for rows, x in zip(own, after.wait(), strict=True):
+                    rows[:, :, following.place] = x
+                after = Passing()  # its memory is free
         with plan.group.agreeing({}), errors.raised():
             pass  # sums that an error left out would be wrong on other ranks
-        return total.gradients(key, value)
+        return total.gradients(*own)
 
-    def _round(self, key: Tensor, value: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+    def _add(
+        self,
+        total: _Sums,
+        part: Third,
+        placed: Placed,
+        wanted: Wanted,
+        above: Above,
+    ) -> None:
+        """Add the gradients over some keys, which are `placed` with all queries."""
+        local = self._calls[part[:2]]
+        if local is not None:
+            here, above = local.placed.on(*placed[:3]), above._replace(whole=False)
+            found = local.plan.backward(here, local.wanted(wanted), above)
+            total.add(found, local.captured(found, wanted))
+
+    def _round(self, *own: Tensor) -> Iterator[tuple[Third, tuple[Tensor, ...]]]:
         """Yield the keys and values of every rank, the own ones first, as they go round.
 
         Those that arrive take the place of those that were held before.
         """
         plan = self.plan
-        held: tuple[Tensor, ...] = (key.contiguous(), value.contiguous())
-        places = [_memory(held, max(plan.num_tokens)) for _ in range(min(2, plan.num_ranks - 1))]
-        for step in range(plan.num_ranks):
-            rank = (plan.rank - step) % plan.num_ranks
-            following = Passing()
-            if step + 1 < plan.num_ranks:
-                count = int(plan.num_tokens[(rank - 1) % plan.num_ranks])
-                place = zip(places[step % 2], held, strict=True)
-                into = tuple(_like(x, memory, count) for memory, x in place)
-                following = plan.group.pass_on(held, into)
-            yield rank, held
-            held = following.wait() or held
+        ranks = [(plan.rank - step) % plan.num_ranks for step in range(plan.num_ranks)]
+        parts = [[Third.of(plan, rank, number) for rank in ranks] for number in range(PARTS)]
+        most = max(-(-len(plan.blocks_of(rank)) // PARTS) for rank in ranks) * plan.block
+        places = [[_memory(x, most) for x in own] for _ in ranks[:2]]
+        for going in parts:
+            held = tuple(map(going[0].within, places[0], own))
+            for rows, x in zip(held, own, strict=True):
+                rows.copy_(x[:, :, going[0].place])
+            for step, part in enumerate(going):
+                following = Passing()
+                if step + 1 < len(going):
+                    into = map(going[step + 1].within, places[1 - step % 2], own)
+                    following = plan.group.pass_on(held, tuple(into))
+                yield part, held
+                held = following.wait() or held
 
 
-def _memory(keys: tuple[Tensor, ...], count: int) -> tuple[Tensor, ...]:
-    """Return memory for other keys and values, of `count` tokens."""
-    return tuple(x.new_empty(x.shape[0] * x.shape[1] * count * x.shape[3]) for x in keys)
-
-
-def _like(keys: Tensor, memory: Tensor, count: int) -> Tensor:
-    """Return the begin of some memory as keys [B, H, count, D] like others."""
-    shape = (*keys.shape[:2], count, keys.shape[3])
-    return memory[: math.prod(shape)].view(shape)
+def _memory(keys: Tensor, count: int) -> Tensor:
+    """Return memory for other keys or values, of `count` tokens."""
+    return keys.new_empty(keys.shape[0] * keys.shape[1] * count * keys.shape[3])
 
 
 class Errors:
@@ -168,28 +216,34 @@ class Errors:
 class _Sums:
     """What the backward passes over the keys of all ranks add up to."""
 
-    def __init__(self, rank: int, wanted: Wanted) -> None:
+    def __init__(self, wanted: Wanted) -> None:
         self._wanted = wanted
         self._query: Tensor | None = None
         self._captures: list[Tensor | None] = [None] * len(wanted.captures)
-        self._last: Gradients | None = None
+        self._keys: tuple[Tensor | None, Tensor | None] = (None, None)
         self._first: Gradients | None = None
 
     def add(self, found: Gradients, captured: list[Tensor | None]) -> None:
         """Add the gradients of one pass."""
-        self._last = found
-        self._first = self._first or found
-        self._query = _plus(self._query, found.query)
+        self._first = self._first or found._replace(query=None, key=None, value=None)
+        if self._query is None or found.query is None:
+            self._query = found.query
+        else:
+            wide = torch.promote_types(found.query.dtype, torch.float32)
+            self._query = self._query.to(wide).add_(found.query)
         self._captures = [_plus(x, y) for x, y in zip(self._captures, captured, strict=True)]
+        self._keys = found.key, found.value
 
-    def of_keys(self, keys: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Return the gradients of keys and values of the last pass; zeros if there was none."""
-        found = (None, None) if self._last is None else (self._last.key, self._last.value)
-        self._last = None
-        return tuple(
-            x.new_zeros(x.shape, dtype=dtype) if grad is None else grad.to(dtype).contiguous()
-            for x, grad in zip(keys, found, strict=True)
-        )
+    def plus_keys(
+        self, sums: tuple[Tensor, ...], keys: tuple[Tensor, ...], dtype: torch.dtype
+    ) -> tuple[Tensor, ...]:
+        """Return `sums` and the gradients of keys and values of the last pass, if there was one."""
+        grads, self._keys = self._keys, (None, None)
+        sums = sums or tuple(torch.zeros_like(x, dtype=dtype) for x in keys)
+        for x, grad in zip(sums, grads, strict=True):
+            if grad is not None:
+                x += grad
+        return sums
 
     def gradients(self, key: Tensor, value: Tensor) -> Gradients:
         """Return the sums."""

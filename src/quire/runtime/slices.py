@@ -218,8 +218,8 @@ def untouched_zeros(size: int) -> Tensor:
     return memory[first : first + size]
 
 
-class KeptZeros:
-    """Memory for sums that passes use one after another; it is 0 between them.
+class KeptMemory:
+    """Memory for keys and values, or for their sums, that passes use one after another.
 
     New memory is slow when it is first touched, above all where a virtual machine gets it from its
     host.
@@ -229,7 +229,7 @@ class KeptZeros:
         self._free: deque[Tensor] = deque(maxlen=2)  # for keys and for values
 
     def take(self, size: int) -> Tensor:
-        """Return at least `size` bytes of 0. `give_back` them as they are now."""
+        """Return at least `size` bytes as they were given back; new ones are 0."""
         while self._free:
             with contextlib.suppress(IndexError):  # another thread took it
                 memory = self._free.popleft()
@@ -238,7 +238,7 @@ class KeptZeros:
         return untouched_zeros(size)
 
     def give_back(self, memory: Tensor) -> None:
-        """Keep memory for the next pass. All of it must be 0."""
+        """Keep memory for the next pass."""
         self._free.append(memory)
 
 
@@ -249,7 +249,7 @@ class SumsOfRows:
     """
 
     def __init__(
-        self, shape: tuple[int, ...], dtype: torch.dtype, kept: KeptZeros | None = None
+        self, shape: tuple[int, ...], dtype: torch.dtype, kept: KeptMemory | None = None
     ) -> None:
         size = math.prod(shape) * dtype.itemsize
         self.memory = untouched_zeros(size) if kept is None else kept.take(size)
@@ -288,7 +288,7 @@ class Taking(NamedTuple):
     size: int
     at_once: AtOnce
     take: Callable[[Round, dict[str, Tensor]], None]
-    kept: KeptZeros  # the memory of the sums
+    kept: KeptMemory  # the memory of the sums, which is 0 between passes
 
     def fields(
         self, fields: dict[str, int | float], sums: dict[str, SumsOfRows], part: Round
