@@ -15,6 +15,7 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -241,15 +242,24 @@ def _rows_at(packed: PackedWeights, places: Tensor) -> Tensor:
     """Return rows of weights by panel * 16 + lane, in whole blocks."""
     format, blocks = packed.format, -(-packed.depth // BLOCK)
     panel, lane = places // PANEL, places % PANEL
-    data = packed.data.view(-1, blocks, format.block_bytes)
     if not format.scaled:
         loads = blocks * BLOCK // format.step
-        floats = data.view(_NARROW[format.name]).view(-1, loads, PANEL, format.step)
+        floats = packed.data.view(_NARROW[format.name]).view(-1, loads, PANEL, format.step)
         return floats[panel, :, lane].float().flatten(1)
+    # An embedding reads a few rows in each step, so the few microseconds of a call matter.
+    at, of = panel.numpy(), lane.numpy()
+    data = packed.data.numpy().reshape(-1, blocks, format.block_bytes)
     header, body = data[..., : format.header_bytes], data[..., format.header_bytes :]
-    parts = header.view(torch.float16).unflatten(2, (GROUPS, format.header, PANEL))
-    scales = parts[panel, ..., lane].flatten(1, 2)  # [row, group, scale or offset]
-    words = body.unflatten(2, (-1, PANEL, 4))[panel, :, :, lane]  # [row, block, word, byte]
+    parts = header.view(np.float16).reshape(-1, blocks, GROUPS, format.header, PANEL)
+    scales = parts[at, ..., of]  # [row, block, group, scale or offset]
+    words = body.view(np.uint32).reshape(len(data), blocks, -1, PANEL)[at, :, :, of]
+    numbers = words[..., None].view(np.uint8)  # [row, block, word, byte]
     if format.bits == 4:
-        words = torch.cat((words & 15, words >> 4), 3)
-    return quantised_weight(IntegerWeight(format, words.flatten(1), scales))
+        numbers = np.concatenate((numbers & 15, numbers >> 4), 3)
+    return quantised_weight(
+        IntegerWeight(
+            format,
+            torch.from_numpy(numbers.reshape(len(at), blocks * BLOCK)),
+            torch.from_numpy(scales.reshape(len(at), blocks * GROUPS, format.header)),
+        )
+    )
