@@ -128,6 +128,7 @@ class Decoder:
 
     def __init__(self, model: Any, layers: Sequence[Layer]) -> None:
         self._model, self._layers, self._head = model, layers, _head_of(model)
+        self._embedding = model.model.embed_tokens
         self._snapshot = Snapshot(model)
         self._angles = Angles(model.model.rotary_emb)
         self._decoding: Decoding | None = None
@@ -167,8 +168,7 @@ class Decoder:
         if step is None or not count or config().check_rows or self._snapshot.is_watched:
             return None
         rows, whole = self._rows(count), len(wanted) == count
-        inner = self._model.model
-        rows.hidden.copy_(inner.embed_tokens(torch.tensor(ids)))
+        rows.hidden.copy_(self._embedding(torch.tensor(ids)))
         self._angles.write(positions, rows.cos, rows.sin)
         plain = self._plain_tables(cache, step) if whole else None
         prepared = None if plain is None else self._again(step, plain, threads)
@@ -186,7 +186,9 @@ class Decoder:
         if prepared.computes_logits:
             return rows.logits
         chosen = rows.hidden if whole else rows.hidden[list(wanted)]
-        logits: Tensor = self._model.lm_head(inner.norm(chosen))
+        if self._head is not None:
+            return self._head.forward(chosen)
+        logits: Tensor = self._model.lm_head(self._model.model.norm(chosen))
         return logits
 
     def _prepare(

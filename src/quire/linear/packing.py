@@ -63,10 +63,14 @@ class IntegerWeight(NamedTuple):
 
 def quantised_weight(weight: IntegerWeight) -> Tensor:
     """Return the float32 weights [N, K] that integers stand for."""
-    numbers = (weight.numbers.float() - weight.format.zero).unflatten(1, (-1, GROUP))
-    header = weight.header.float()
-    exact: Tensor = numbers * header[..., :1]  # so that adding an offset rounds once
-    return (exact + header[..., 1:] if weight.format.shifted else exact).flatten(1)
+    floats, header = weight.numbers.float(), weight.header.float()
+    groups = floats.view(*header.shape[:2], GROUP)
+    if weight.format.zero:
+        groups -= weight.format.zero
+    groups *= header[..., :1]  # exact, so that adding an offset rounds once
+    if weight.format.shifted:
+        groups += header[..., 1:]
+    return floats
 
 
 def quantise(weight: Tensor, format: WeightFormat) -> IntegerWeight:
@@ -241,13 +245,12 @@ def unpack_weights(packed: PackedWeights, rows: Tensor | None = None) -> Tensor:
 def _rows_at(packed: PackedWeights, places: Tensor) -> Tensor:
     """Return rows of weights by panel * 16 + lane, in whole blocks."""
     format, blocks = packed.format, -(-packed.depth // BLOCK)
-    panel, lane = places // PANEL, places % PANEL
     if not format.scaled:
         loads = blocks * BLOCK // format.step
         floats = packed.data.view(_NARROW[format.name]).view(-1, loads, PANEL, format.step)
-        return floats[panel, :, lane].float().flatten(1)
+        return floats[places // PANEL, :, places % PANEL].float().flatten(1)
     # An embedding reads a few rows in each step, so the few microseconds of a call matter.
-    at, of = panel.numpy(), lane.numpy()
+    at, of = np.divmod(places.numpy(), PANEL)
     data = packed.data.numpy().reshape(-1, blocks, format.block_bytes)
     header, body = data[..., : format.header_bytes], data[..., format.header_bytes :]
     parts = header.view(np.float16).reshape(-1, blocks, GROUPS, format.header, PANEL)
