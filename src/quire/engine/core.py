@@ -13,13 +13,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from torch import Tensor
-
 from quire.engine.answers import FinishReason, Token
 from quire.engine.events import Counts, Event, EventKind, Listener
 from quire.engine.job import Job, Scheduled
 from quire.engine.runner import Runner
 from quire.engine.sampling import Beams
+from quire.engine.sampling.distribution import Floats
 from quire.engine.scheduler import Limits, choose, in_turn
 from quire.engine.speculation import DraftModel
 from quire.engine.speculation.model import Draftable
@@ -76,7 +75,9 @@ class Core:
         return bool(self.waiting or self.running)
 
     def enter(self, job: Job) -> None:
-        """Let a new job wait."""
+        """Let a new job wait. If it does already, an interrupt came before its caller knew."""
+        if self.waiting and self.waiting[-1] is job:
+            return
         self.waiting.append(job)
         self.counts.submitted += len(job.answers)
         self._tell("submit", job, job.num_prompt)
@@ -213,7 +214,7 @@ class Core:
 
     # --- run
 
-    def run(self, scheduled: Scheduled) -> list[Tensor] | None:
+    def run(self, scheduled: Scheduled) -> list[Floats] | None:
         """Compute the logits of all chunks, or return None if a job has failed.
 
         A job fails if its mods raise; if something else does, all jobs of the step fail.
@@ -260,7 +261,7 @@ class Core:
 
     # --- sample
 
-    def sample(self, scheduled: Scheduled, logits: Sequence[Tensor]) -> None:
+    def sample(self, scheduled: Scheduled, logits: Sequence[Floats]) -> None:
         """Sample from the logits of each job that has computed all its tokens."""
         for job, rows in zip(scheduled.jobs, scheduled.of_each_job(logits), strict=True):
             if not len(rows[0]):
@@ -289,7 +290,7 @@ class Core:
             self._start(follower)
         return followers[:places]
 
-    def _sample(self, job: Job, rows: Sequence[Tensor]) -> None:
+    def _sample(self, job: Job, rows: Sequence[Floats]) -> None:
         """Accept tokens of one job: as long as they are on a path of its drafts, and one more.
 
         `rows` has the logits of each path: after the text, and after each of its guesses.
@@ -315,7 +316,7 @@ class Core:
         if sampler.finished is not None:
             self.finish(job, sampler.finished)
 
-    def _advance(self, job: Job, beams: Beams, rows: Sequence[Tensor]) -> None:
+    def _advance(self, job: Job, beams: Beams, rows: Sequence[Floats]) -> None:
         """Let the beams of a job go on by a token. New beams fork the sequences of old ones."""
         parents = beams.advance([row[0] for row in rows])
         old = job.sequences

@@ -27,6 +27,7 @@ from quire.codegen.kernels.append import LAYER
 from quire.codegen.llvm.walk import ENTRY
 from quire.config import config
 from quire.engine.original import Snapshot, is_original
+from quire.engine.sampling.distribution import Floats
 from quire.integrations.transformers.packed import PackedCache, PackedStates, PackedStep
 from quire.integrations.transformers.user_mods import NO_MODS
 from quire.kv import Group
@@ -34,7 +35,6 @@ from quire.linear.epilogues import Rotary, add
 from quire.linear.families import GatedMLP
 from quire.linear.module import PackedLinear
 from quire.linear.rowwise import is_row_wise
-from quire.memory import Paged
 from quire.memory.tables import Numbers
 from quire.runtime.launch import num_threads
 from quire.runtime.program import (
@@ -104,6 +104,13 @@ class Prepared(NamedTuple):
     computes_logits: bool
 
 
+class PlainTables(NamedTuple):
+    """The pages [B, most] and numbers of keys [B] of sequences that get a token each."""
+
+    page_table: Tensor
+    lengths: Numbers
+
+
 class Decoding(NamedTuple):
     """A step that added a token to each of its sequences, without mods.
 
@@ -121,10 +128,12 @@ class Decoder:
 
     def __init__(self, model: Any, layers: Sequence[Layer]) -> None:
         self._model, self._layers, self._head = model, layers, _head_of(model)
+        self._embedding = model.model.embed_tokens
         self._snapshot = Snapshot(model)
         self._angles = Angles(model.model.rotary_emb)
         self._decoding: Decoding | None = None
         self._buffers: Buffers | None = None
+        self._cuts: BoundedDict[int, Buffers] = BoundedDict(64)  # by the number of rows
         self._linears: BoundedDict[tuple[int, int], Linears] = BoundedDict(64)
         self._working = aligned(0)
 
@@ -159,18 +168,15 @@ class Decoder:
         if step is None or not count or config().check_rows or self._snapshot.is_watched:
             return None
         rows, whole = self._rows(count), len(wanted) == count
-        inner = self._model.model
-        rows.hidden.copy_(inner.embed_tokens(torch.tensor(ids)))
+        rows.hidden.copy_(self._embedding(torch.tensor(ids)))
         self._angles.write(positions, rows.cos, rows.sin)
-        memory = self._plain_memory(cache, step)
-        prepared = None
-        if memory is not None and whole:
-            prepared = self._again(step, memory, count, threads)
+        plain = self._plain_tables(cache, step) if whole else None
+        prepared = None if plain is None else self._again(step, plain, threads)
         if prepared is None:
             prepared = self._prepare(cache, step, rows, threads, whole=whole)
             if prepared is None:
                 return None
-            if memory is not None and whole and len(prepared.attention) == 1:
+            if plain is not None and len(prepared.attention) == 1:
                 pages = step.rows.waiting[0].pages
                 self._decoding = Decoding(prepared, count, threads, pages)
         prepared.program.run(threads)
@@ -180,7 +186,9 @@ class Decoder:
         if prepared.computes_logits:
             return rows.logits
         chosen = rows.hidden if whole else rows.hidden[list(wanted)]
-        logits: Tensor = self._model.lm_head(inner.norm(chosen))
+        if self._head is not None:
+            return self._head.forward(chosen)
+        logits: Tensor = self._model.lm_head(self._model.model.norm(chosen))
         return logits
 
     def _prepare(
@@ -202,29 +210,29 @@ class Decoder:
             program = np.concatenate([program, head])
         return Prepared(Program(program), linears, append, attention, head is not None)
 
-    def _again(self, step: PackedStep, memory: Paged, count: int, threads: int) -> Prepared | None:
+    def _again(self, step: PackedStep, plain: PlainTables, threads: int) -> Prepared | None:
         """Return the last step once more, for the tokens of this one; None if it was another."""
         last, slots = self._decoding, step.rows.waiting[0]
-        if last is None or (last.num, last.threads) != (count, threads):
+        if last is None or (last.num, last.threads) != (len(plain.lengths), threads):
             return None
         if last.pages is not slots.pages:
             return None
         prepared = last.prepared
         prepared.append.write_again(slots.address)
-        lengths = torch.as_tensor(memory.lengths).numpy()
-        prepared.attention[0].decode_again(memory.page_table, lengths)
+        prepared.attention[0].decode_again(*plain)
         return prepared
 
-    def _plain_memory(self, cache: PackedCache, step: PackedStep) -> Paged | None:
-        """Return the pages of a step that adds a token to each sequence; None if it does more.
+    def _plain_tables(self, cache: PackedCache, step: PackedStep) -> PlainTables | None:
+        """Return the tables of a step that adds a token to each sequence; None if it does more.
 
         Longer sequences than those of a piece have several pieces, and may share some.
         """
         if not _decodes_plainly(step):
             return None
         memory = cache.memory(0, 0)
-        is_short = torch.as_tensor(memory.lengths).numpy().max() < KEYS_OF_PIECE
-        return memory if is_short and memory.page_table.is_contiguous() else None
+        plain = PlainTables(memory.page_table, torch.as_tensor(memory.lengths).numpy())
+        is_short = plain.lengths.max() < KEYS_OF_PIECE
+        return plain if is_short and plain.page_table.is_contiguous() else None
 
     # --- rows
 
@@ -240,8 +248,10 @@ class Decoder:
             rows = [torch.zeros(size, each) for each in widths]
             self._buffers = Buffers(*[*rows, logits])
             self._linears.clear()
+            self._cuts.clear()
             self._decoding = None
-        return self._buffers.first(count)
+        known = self._cuts.get(count)
+        return self._cuts.keep(count, self._buffers.first(count)) if known is None else known
 
     def _heads(self, rows: Buffers) -> tuple[Tensor, ...]:
         """Return query, key and value [1, H, T, D]."""
@@ -338,7 +348,7 @@ class Angles:
     def __init__(self, module: Any) -> None:
         self._module = module
         self._keeps = getattr(module, "rope_type", "") in ("default", "linear", "llama3", "yarn")
-        self._known: tuple[Tensor, ...] = (torch.zeros(0, 0),) * 2
+        self._known: list[Floats] = [np.zeros((0, 0), np.float32)] * 2
 
     def write(self, positions: Sequence[int], cos: Tensor, sin: Tensor) -> None:
         """Fill cos and sin [T, D] for positions [T]."""
@@ -349,10 +359,11 @@ class Angles:
                 into.copy_(angles[0])
             return
         if len(self._known[0]) < size:
-            self._known = tuple(each[0] for each in self._module(cos, torch.arange(size)[None]))
-        places = torch.tensor(positions)
+            found = self._module(cos, torch.arange(size)[None])
+            self._known = [each[0].numpy() for each in found]
+        places = np.array(positions)
         for into, known in zip((cos, sin), self._known, strict=True):
-            torch.index_select(known, 0, places, out=into)
+            known.take(places, 0, into.numpy(), "clip")
 
 
 def _reads(taken: PreparedLaunch) -> tuple[int, int]:

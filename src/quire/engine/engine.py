@@ -256,9 +256,7 @@ class Engine:
         """Compute one step. Return whether there is anything left to do."""
         self._expect_waiting()
         with self._gap:
-            while self._inbox:
-                job = self._inbox.popleft()
-                self._core.enter(job)
+            self._take_in()
             self._gap.answer_all()
             if self._core.is_busy:
                 self._core.step()
@@ -266,6 +264,12 @@ class Engine:
             self._end("cancelled")
         self._report()
         return self._core.is_busy
+
+    def _take_in(self) -> None:
+        """Let all jobs wait that were submitted. An interrupt in between loses none of them."""
+        while self._inbox:
+            self._core.enter(self._inbox[0])
+            self._inbox.popleft()
 
     def _run(self) -> None:
         """Compute steps until the engine is closed: what the thread does."""
@@ -385,8 +389,7 @@ class Engine:
         with self._submitting:
             self._closed = True
         with self._gap:
-            while self._inbox:
-                self._core.enter(self._inbox.popleft())
+            self._take_in()
             try:
                 self._core.end_all(reason, error)
             finally:

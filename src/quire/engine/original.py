@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from quire.linear.families import attend
 from quire.linear.rowwise import is_row_wise
-from quire.support.torch_private import global_hooks, hooks_of, parts_of, version_of
+from quire.support.torch_private import global_hooks, hooks_made, hooks_of, parts_of, version_of
 
 _HOMES = ("transformers.models.", "quire.linear.", "torch.nn.modules.")
 _FILES = (
@@ -59,6 +59,7 @@ class Snapshot:
         modules = list(model.modules())
         before_and_after = (each for module in modules for each in hooks_of(module)[:2])
         self._hooks = [*global_hooks(), *before_and_after]
+        self._hooks_made, self._is_watched = -1, True  # as of the last look
         self._kinds = list({type(each) for each in modules})
         self._functions = [each.forward for each in self._kinds]
         entries = [each for module in modules for each in _entries(module)]
@@ -76,7 +77,10 @@ class Snapshot:
     @property
     def is_watched(self) -> bool:
         """Whether somebody wants to see what goes in and out of modules."""
-        return any(self._hooks)
+        made = hooks_made()
+        if self._is_watched or made != self._hooks_made:
+            self._hooks_made, self._is_watched = made, any(self._hooks)
+        return self._is_watched
 
     @property
     def holds(self) -> bool:

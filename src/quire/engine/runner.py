@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from quire.engine.decoder import Decoder
+from quire.engine.sampling.distribution import Floats
 from quire.errors import ArgumentError
 from quire.integrations.transformers import on_quire
 from quire.integrations.transformers.cache import LayerStates, windows_of
@@ -147,10 +148,11 @@ class Runner:
         step = PackedStep(self.pages, handles, rows, parts, self.mods)
         return Reserved(list(chunks), order, step)
 
-    def compute(self, reserved: Reserved) -> list[Tensor]:
+    def compute(self, reserved: Reserved) -> list[Floats]:
         """Compute the chunks in one call. Return their logits [num_logits, V] in float32.
 
-        If the model raises, the pages that were reserved are given back.
+        The next call may write over them. If the model raises, the pages that were reserved are
+        given back.
         """
         ordered = [reserved.chunks[place] for place in reserved.order]
         ids: list[int] = []
@@ -163,14 +165,16 @@ class Runner:
         try:
             self._packed.begin(reserved.step)
             with torch.inference_mode():
-                logits = self._logits(ids, positions, wanted)
+                logits: Floats = self._logits(ids, positions, wanted).numpy()
         except BaseException:
             for chunk in ordered:
                 self.pages.truncate(chunk.sequence, chunk.start)
             raise
-        parts = logits.split([chunk.num_logits for chunk in ordered])
-        found = dict(zip(reserved.order, parts, strict=True))
-        return [found[place] for place in range(len(ordered))]
+        found, end = [logits[:0]] * len(ordered), 0
+        for place, chunk in zip(reserved.order, ordered, strict=True):
+            found[place] = logits[end : end + chunk.num_logits]
+            end += chunk.num_logits
+        return found
 
     def _logits(self, ids: list[int], positions: list[int], wanted: list[int]) -> Tensor:
         """Return logits [rows, V] of some rows: by a program if there is one, or by modules."""

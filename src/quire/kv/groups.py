@@ -111,12 +111,15 @@ class LayerGroup:
         """Return the memory of the sequences of a view, in the pages of one layer."""
         return self.layers[layer].memory(view)
 
-    def grow(self, more: int) -> None:
-        """Add `more` pages to each layer. If memory runs out, only the first layers have them."""
+    def grow(self, more: int, most: int) -> None:
+        """Add `more` pages to each layer, which has `most` pages at last.
+
+        If memory runs out, only the first layers have them.
+        """
         num_pages = self.pool.num_pages + more
         try:
             for pages in self.layers.values():
-                pages.grow(num_pages)
+                pages.grow(num_pages, most)
         finally:
             self.writer.turn_to(_tensors(self.layers))
         self.pool.grow(num_pages)
@@ -199,7 +202,7 @@ class Budget:
             raise OutOfPages(self._shortage(groups, plans, missing, prefix))
         for group, more in zip(groups, grown, strict=True):
             if more:
-                _grow(group, more)
+                _grow(group, more, min(self._pages, self._bytes // group.page_bytes))
         if prefix is not None:
             prefix.evict(missing[0])
 
@@ -260,9 +263,9 @@ class Budget:
         )
 
 
-def _grow(group: LayerGroup, more: int) -> None:
+def _grow(group: LayerGroup, more: int, most: int) -> None:
     try:
-        group.grow(more)
+        group.grow(more, most)
     except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError
         raise OutOfPages(
             f"the system must have memory for {more} more pages, {more * group.page_bytes:,} "

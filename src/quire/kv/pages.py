@@ -32,8 +32,8 @@ DTYPES = (*FLOATS, *SCALED_DTYPES)
 View: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
 """The page table [B, columns], lengths [B] and first pages [B] of sequences, as in `Paged`."""
 
-ROOM = 4  # a tensor reserves addresses for this many times its pages, so it can grow in place
-WORTH_ROOM = 1 << 22  # bytes: smaller tensors are copied when they grow, which is fast
+WORTH_ROOM = 1 << 20  # bytes: smaller tensors are copied when they grow, which is fast
+ROOM = 4  # times as many pages, if the system has no addresses for all
 
 
 @dataclass(frozen=True)
@@ -166,13 +166,16 @@ class Room(NamedTuple):
     memory: mmap.mmap | None = None  # the mapping that holds the pages, if there is one
 
     @staticmethod
-    def of(num_pages: int, page: tuple[int, ...], dtype: torch.dtype) -> Room:
-        """Return at least `num_pages` pages with undefined content, more if they are large."""
-        size = ROOM * num_pages * math.prod(page) * dtype.itemsize
-        if size >= WORTH_ROOM and hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # some systems count unused addresses as memory
-                memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-                return Room(torch.frombuffer(memory, dtype=dtype).view(-1, *page), memory)
+    def of(num_pages: int, most: int, page: tuple[int, ...], dtype: torch.dtype) -> Room:
+        """Return at least `num_pages` pages with undefined content, up to `most` if large."""
+        one = math.prod(page) * dtype.itemsize
+        if num_pages * one >= WORTH_ROOM and hasattr(mmap, "MADV_HUGEPAGE"):
+            for count in (most, ROOM * num_pages):
+                # Some systems count unused addresses as memory.
+                with contextlib.suppress(OSError, OverflowError):
+                    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+                    memory = mmap.mmap(-1, count * one, flags=flags)
+                    return Room(torch.frombuffer(memory, dtype=dtype).view(-1, *page), memory)
         return Room(torch.empty((num_pages, *page), dtype=dtype, device="cpu"))
 
     def first(self, num_pages: int) -> Tensor:
@@ -194,11 +197,11 @@ class LayerPages:
         self.shape = shape
         page = shape.heads, shape.page_size
         parts = shape.parts.items()
-        self._rooms = {name: Room.of(0, (*page, *row), dtype) for name, (row, dtype) in parts}
+        self._rooms = {name: Room.of(0, 0, (*page, *row), dtype) for name, (row, dtype) in parts}
         self.tensors = PageTensors(**{name: room.pages for name, room in self._rooms.items()})
 
-    def grow(self, num_pages: int) -> None:
-        """Grow to `num_pages` pages, in place or by a copy.
+    def grow(self, num_pages: int, most: int) -> None:
+        """Grow to `num_pages` pages, in place or by a copy; they are `most` at last.
 
         After a copy, tensors that were handed out earlier still refer to the old memory.
         """
@@ -207,7 +210,7 @@ class LayerPages:
         rooms = dict(self._rooms)
         for name, (pages, _) in self._rooms.items():
             if len(pages) < num_pages:
-                rooms[name] = Room.of(num_pages, pages.shape[1:], pages.dtype)
+                rooms[name] = Room.of(num_pages, most, pages.shape[1:], pages.dtype)
         new = {name: room.first(num_pages) for name, room in rooms.items()}
         for name, old in self._parts().items():
             if rooms[name] is not self._rooms[name]:

@@ -23,6 +23,8 @@ from quire.memory.tables import Numbers
 Places: TypeAlias = tuple[Numbers, Numbers]
 """Rows, and a column or a position for each."""
 
+NO_PLACES: Places = (np.zeros(0, np.int64), np.zeros(0, np.int64))
+
 
 class PagePlan(NamedTuple):
     """The pages that are allocated, copied and released to change some sequences."""
@@ -118,9 +120,12 @@ class PageTable:
     def plan(self, rows: Numbers, lengths: Numbers, counts: Numbers) -> PagePlan:
         """Return the plan to add `counts` tokens to sequences that have `lengths` tokens."""
         end = (lengths + counts + (self.page_size - 1)) // self.page_size
-        new = int((end - self.end[rows]).sum())
-        writes = rows[np.minimum(lengths % self.page_size, counts) > 0]  # whose last page has room
-        copied = self._shared((writes, self.end[writes] - 1))
+        held = self.end[rows]
+        new = int((end - held).sum())
+        copied = NO_PLACES
+        if self.pages.size and np.count_nonzero(self.pool.shared(self.pages[rows, held - 1])):
+            writes = rows[np.minimum(lengths % self.page_size, counts) > 0]  # to its last page
+            copied = self._shared((writes, self.end[writes] - 1))
         first = self.first[rows]
         released, freed = NO_PAGES, 0
         if self.window is not None:
@@ -160,7 +165,7 @@ class PageTable:
         pages: Pages = self.pages[written]
         copied = self.pool.shared(pages)
         if not np.count_nonzero(copied):
-            return written[0][:0], written[1][:0]
+            return NO_PLACES
         page, first, times = np.unique(pages, return_index=True, return_counts=True)
         if len(released):
             times += np.bincount(released, minlength=self.pool.num_pages)[page]
@@ -191,9 +196,8 @@ class PageTable:
     def plan_new(self, start: int, length: int) -> PagePlan:
         """Return the plan to hold positions `start` to `length` in a row that is added later."""
         first, end = start // self.page_size, -(-length // self.page_size)
-        none = np.zeros(0, np.int64)
         ends = np.array([-1]), np.array([first]), np.array([end])
-        return PagePlan(*ends, copied=(none, none), num_new=end - first)
+        return PagePlan(*ends, copied=NO_PLACES, num_new=end - first)
 
     def adopt(self, row: int, pages: Pages, first: int = 0) -> None:
         """Put pages into an empty row, from column `first` on. Their counts include it already."""

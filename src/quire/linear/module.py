@@ -151,6 +151,10 @@ class PackedLinear(nn.Module):
             integers=integers,
         )
 
+    def weights_for(self, dtype: torch.dtype) -> PackedWeights:
+        """Return the weights as the kernel for rows of a dtype takes them; they are kept."""
+        return self._ready_for(dtype).launch.weights
+
     @property
     def weight(self) -> Tensor:
         """Return the float32 weights [N, K] that the layer multiplies by, unpacked anew."""
@@ -356,14 +360,21 @@ class PackedEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return the rows [..., K] of `ids` [...]."""
-        if ids.numel() and not (ids.min() >= 0 and ids.max() < self.num_embeddings):
+        return self._rows(ids).view(*ids.shape, self.embedding_dim)
+
+    @never_traced
+    def _rows(self, ids: Tensor) -> Tensor:
+        """Return the rows [n, K] of n ids."""
+        places = ids.flatten()
+        numbers = places.numpy()
+        if numbers.size and not (numbers.min() >= 0 and numbers.max() < self.num_embeddings):
             raise ArgumentError(
-                f"ids must be from 0 to {self.num_embeddings - 1}, but are from {ids.min()} to "
-                f"{ids.max()}. Give the tokens of this model."
+                f"ids must be from 0 to {self.num_embeddings - 1}, but are from {numbers.min()} to "
+                f"{numbers.max()}. Give the tokens of this model."
             )
-        rows = unpack_weights(self.layer.packed_weights, ids.flatten())
         dtype: torch.dtype = getattr(torch, self.layer.shape.dtype)
-        return rows.to(dtype).view(*ids.shape, self.embedding_dim)
+        weights = self.layer.weights_for(dtype)
+        return unpack_weights(weights, places).to(dtype)
 
     def extra_repr(self) -> str:
         """Return what is shown of the embedding."""

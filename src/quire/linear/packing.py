@@ -15,6 +15,7 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -62,10 +63,14 @@ class IntegerWeight(NamedTuple):
 
 def quantised_weight(weight: IntegerWeight) -> Tensor:
     """Return the float32 weights [N, K] that integers stand for."""
-    numbers = (weight.numbers.float() - weight.format.zero).unflatten(1, (-1, GROUP))
-    header = weight.header.float()
-    exact: Tensor = numbers * header[..., :1]  # so that adding an offset rounds once
-    return (exact + header[..., 1:] if weight.format.shifted else exact).flatten(1)
+    floats, header = weight.numbers.float(), weight.header.float()
+    groups = floats.view(*header.shape[:2], GROUP)
+    if weight.format.zero:
+        groups -= weight.format.zero
+    groups *= header[..., :1]  # exact, so that adding an offset rounds once
+    if weight.format.shifted:
+        groups += header[..., 1:]
+    return floats
 
 
 def quantise(weight: Tensor, format: WeightFormat) -> IntegerWeight:
@@ -240,16 +245,24 @@ def unpack_weights(packed: PackedWeights, rows: Tensor | None = None) -> Tensor:
 def _rows_at(packed: PackedWeights, places: Tensor) -> Tensor:
     """Return rows of weights by panel * 16 + lane, in whole blocks."""
     format, blocks = packed.format, -(-packed.depth // BLOCK)
-    panel, lane = places // PANEL, places % PANEL
-    data = packed.data.view(-1, blocks, format.block_bytes)
     if not format.scaled:
         loads = blocks * BLOCK // format.step
-        floats = data.view(_NARROW[format.name]).view(-1, loads, PANEL, format.step)
-        return floats[panel, :, lane].float().flatten(1)
+        floats = packed.data.view(_NARROW[format.name]).view(-1, loads, PANEL, format.step)
+        return floats[places // PANEL, :, places % PANEL].float().flatten(1)
+    # An embedding reads a few rows in each step, so the few microseconds of a call matter.
+    at, of = np.divmod(places.numpy(), PANEL)
+    data = packed.data.numpy().reshape(-1, blocks, format.block_bytes)
     header, body = data[..., : format.header_bytes], data[..., format.header_bytes :]
-    parts = header.view(torch.float16).unflatten(2, (GROUPS, format.header, PANEL))
-    scales = parts[panel, ..., lane].flatten(1, 2)  # [row, group, scale or offset]
-    words = body.unflatten(2, (-1, PANEL, 4))[panel, :, :, lane]  # [row, block, word, byte]
+    parts = header.view(np.float16).reshape(-1, blocks, GROUPS, format.header, PANEL)
+    scales = parts[at, ..., of]  # [row, block, group, scale or offset]
+    words = body.view(np.uint32).reshape(len(data), blocks, -1, PANEL)[at, :, :, of]
+    numbers = words[..., None].view(np.uint8)  # [row, block, word, byte]
     if format.bits == 4:
-        words = torch.cat((words & 15, words >> 4), 3)
-    return quantised_weight(IntegerWeight(format, words.flatten(1), scales))
+        numbers = np.concatenate((numbers & 15, numbers >> 4), 3)
+    return quantised_weight(
+        IntegerWeight(
+            format,
+            torch.from_numpy(numbers.reshape(len(at), blocks * BLOCK)),
+            torch.from_numpy(scales.reshape(len(at), blocks * GROUPS, format.header)),
+        )
+    )

@@ -28,6 +28,7 @@ from quire.runtime.linear import LinearLaunch, WorkingMemory
 from quire.runtime.recording import PreparedLaunch
 
 _SINGLE = walk.PROGRAM.index("count")
+_SEQUENCE = np.dtype([(name, np.int64) for name in SEQUENCE.fields])
 _STRIDE = len(CALL_PART) + PLAN_PART.index("page_table_stride")  # PLAN_PART follows CALL_PART
 
 
@@ -101,7 +102,10 @@ class LayerLaunches:
         self._place("counters", starts + taken.counters_at)
         self._place("arrivals", self._arrivals.ctypes.data + 8 * taken.slots * np.arange(len(key)))
         self.needs = taken.scratch_bytes, taken.slots * taken.partial_bytes
-        self.taken, self._table = taken, taken.table_at
+        self.taken = taken
+        count = field_of(taken, "num_sequences")
+        self._table = np.frombuffer(memoryview(taken.block), _SEQUENCE, count, taken.table_at)
+        self._order = self._table["b"].copy()
         self._counters = slice(taken.counters_at // 8, taken.flag_at // 8)
         self.entries = np.zeros((len(key), len(walk.ENTRY)), np.int64)
         self.entries[:, 0], self.entries[:, 1] = taken.kernel, starts
@@ -120,19 +124,13 @@ class LayerLaunches:
         Each sequence must be one item for each head, as those of one piece are. The longest come
         first, so that no thread ends late.
         """
-        order = np.argsort(-lengths, kind="stable")
-        table = np.frombuffer(
-            memoryview(self.taken.block), np.int64, len(order) * len(SEQUENCE), self._table
-        )
-        table = table.reshape(len(order), len(SEQUENCE))
-        ends = lengths[order]
-        for name, numbers in {
-            "b": order,
-            "q_row": order,
-            "q_start": ends - 1,
-            "kv_end": ends,
-        }.items():
-            table[:, SEQUENCE.index(name)] = numbers
+        table, ends = self._table, lengths[self._order]
+        if np.count_nonzero(ends[1:] > ends[:-1]):
+            self._order = np.argsort(-lengths, kind="stable")
+            table["b"] = table["q_row"] = self._order
+            ends = lengths[self._order]
+        table["kv_end"] = ends
+        table["q_start"] = ends - 1
         self._page_table = page_table
         self._place("page_table", page_table.data_ptr())
         self.records[:, _STRIDE] = page_table.stride(0)

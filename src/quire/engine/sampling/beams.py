@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from torch import Tensor
 
 from quire.engine.sampling.distribution import Floats, largest_first, log_normaliser
 from quire.engine.sampling.sampler import Sampled, Sampler
@@ -69,7 +68,7 @@ class Beams:
             )
         self.finished = False
 
-    def advance(self, rows: Sequence[Tensor]) -> list[int]:
+    def advance(self, rows: Sequence[Floats]) -> list[int]:
         """Go on by one token, by `rows` [V] of logits, one for each live beam.
 
         Return the number of the beam that each new live beam continues.

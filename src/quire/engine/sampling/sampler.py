@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from quire.engine.sampling.distribution import (
@@ -94,7 +93,7 @@ class Sampler:
         """The text of the answer that may be shown now: no later token changes it."""
         return self._transcript.text
 
-    def sample(self, logits: Tensor) -> Sampled:
+    def sample(self, logits: Tensor | Floats) -> Sampled:
         """Return the next token by `logits` [V] of float32. Nothing changes, so ask again at will.
 
         The token of a row is the same whichever rows were computed with it.
@@ -150,15 +149,15 @@ class Sampler:
         copied._grammar = None if self._grammar is None else self._grammar.fork()
         return copied
 
-    def row(self, logits: Tensor) -> Floats:
+    def row(self, logits: Tensor | Floats) -> Floats:
         """Return the logits [V] of one position as numbers of numpy. Raise if they are others."""
+        row: Floats = logits if isinstance(logits, np.ndarray) else logits.detach().numpy()
         size = self.vocabulary.size
-        if logits.shape != (size,) or logits.dtype != torch.float32:
+        if row.shape != (size,) or row.dtype != np.float32:
             raise ShapeError(
-                f"logits must be [{size}] of float32, but are {list(logits.shape)} of "
-                f"{logits.dtype}. Give the logits of one position."
+                f"logits must be [{size}] of float32, but are {list(row.shape)} of {row.dtype}. "
+                f"Give the logits of one position."
             )
-        row: Floats = logits.detach().numpy()
         return row
 
     def changed(self, row: Floats) -> Floats:

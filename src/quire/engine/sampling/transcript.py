@@ -22,27 +22,17 @@ class Transcript:
         self.stopped = False
         self._held = ""
         self._stops = tuple(stops)
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._open = b""  # the beginning of a character
 
-    def add(self, content: bytes) -> None:
+    def add(self, content: bytes, *, final: bool = False) -> None:
         """Add the bytes of a token."""
-        self._add(self._decoder.decode(content))
-
-    def close(self) -> None:
-        """The answer is complete: nothing is held back any more."""
-        self._add(self._decoder.decode(b"", final=True))
-        if not self.stopped:
-            self.text, self._held = self.text + self._held, ""
-
-    def fork(self) -> Transcript:
-        """Return a copy that grows by itself."""
-        copied = copy.copy(self)
-        copied._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        copied._decoder.setstate(self._decoder.getstate())
-        return copied
-
-    def _add(self, new: str) -> None:
+        content = self._open + content
+        new, used = codecs.utf_8_decode(content, "replace", final)
+        self._open = content[used:]
         if self.stopped or not new:
+            return
+        if not self._stops:
+            self.text += new
             return
         # What was shown cannot be part of a stop string, so what is held is all there is to search.
         open_end = self._held + new
@@ -53,6 +43,16 @@ class Transcript:
             begun = max((_begun(open_end, stop) for stop in self._stops), default=0)
             kept, self._held = open_end[: len(open_end) - begun], open_end[len(open_end) - begun :]
         self.text += kept
+
+    def close(self) -> None:
+        """The answer is complete: nothing is held back any more."""
+        self.add(b"", final=True)
+        if not self.stopped:
+            self.text, self._held = self.text + self._held, ""
+
+    def fork(self) -> Transcript:
+        """Return a copy that grows by itself."""
+        return copy.copy(self)
 
 
 def _begun(text: str, stop: str) -> int:

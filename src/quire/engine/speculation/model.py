@@ -17,13 +17,12 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch import Tensor
 
 from quire.checks.arguments import whole_number
 from quire.engine.loading import longest
 from quire.engine.runner import Chunk, Runner
 from quire.engine.sampling import Sampler
-from quire.engine.sampling.distribution import largest_first
+from quire.engine.sampling.distribution import Floats, largest_first
 from quire.errors import ArgumentError, OutOfPages, ReleasedRowsError
 from quire.kv import SequenceHandle
 
@@ -148,7 +147,7 @@ class DraftModel:
         return [[list(path.tokens) for path in found if path.asked is each] for each in asked]
 
     def _grow(
-        self, paths: Sequence[_Path], rows: Sequence[Tensor], forks: list[SequenceHandle]
+        self, paths: Sequence[_Path], rows: Sequence[Floats], forks: list[SequenceHandle]
     ) -> list[_Path]:
         """Return the guesses after some texts, by the rows after each. Sequences go to `forks`."""
         found: list[_Path] = []
@@ -176,7 +175,7 @@ class DraftModel:
         """Return whether the model has positions for a text and guesses."""
         return self._longest is None or len(asked.tokens) + len(self.widths) <= self._longest
 
-    def _read(self, asked: Sequence[Draftable]) -> tuple[list[_Path], list[Tensor]]:
+    def _read(self, asked: Sequence[Draftable]) -> tuple[list[_Path], list[Floats]]:
         """Read what is new of each text. Return those that are read to the end, and their rows."""
         chunks: list[Chunk] = []
         read: list[tuple[Draftable, _Text]] = []
@@ -219,7 +218,7 @@ class DraftModel:
         text = self._texts[asked.number] = _Text(pages.sequence())
         return text
 
-    def _guess(self, paths: Sequence[_Path]) -> list[Tensor]:
+    def _guess(self, paths: Sequence[_Path]) -> list[Floats]:
         """Compute the last guess of each path."""
         starts = [len(path.asked.tokens) + len(path.tokens) - 1 for path in paths]
         rows = self._compute(
@@ -234,11 +233,11 @@ class DraftModel:
                 text.tokens.append(path.tokens[-1])
         return rows
 
-    def _compute(self, chunks: Sequence[Chunk]) -> list[Tensor]:
+    def _compute(self, chunks: Sequence[Chunk]) -> list[Floats]:
         return self.runner.compute(self.runner.reserve(chunks)) if chunks else []
 
     def _children(
-        self, path: _Path, row: Tensor, width: int, forks: list[SequenceHandle]
+        self, path: _Path, row: Floats, width: int, forks: list[SequenceHandle]
     ) -> list[_Path]:
         """Return a path with `width` guesses that may follow, each in a sequence of its own."""
         children: list[_Path] = []

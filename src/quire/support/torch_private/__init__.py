@@ -9,6 +9,7 @@ Dynamo and Inductor takes seconds, so their names are looked up when they are ca
 
 from __future__ import annotations
 
+import functools
 import importlib
 import operator
 import types
@@ -413,6 +414,16 @@ def hooks_of(module: torch.nn.Module) -> tuple[Sized, ...]:
     """
     forward = (module._forward_pre_hooks, module._forward_hooks)
     return *forward, module._backward_pre_hooks, module._backward_hooks
+
+
+def hooks_made() -> int:
+    """Return a number that grows with each hook that is added anywhere."""
+    return int(_hook_handles().next_id)
+
+
+@functools.cache
+def _hook_handles() -> Any:
+    return named("torch.utils.hooks", "RemovableHandle")
 
 
 def global_hooks() -> tuple[Sized, Sized]:
