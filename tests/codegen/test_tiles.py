@@ -127,12 +127,10 @@ def test_tiles_of_linear_layers_do_not_spill(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_tiles_decode_a_group_first_where_registers_are_few(name: str) -> None:
-    """Neither the loop that decodes a group of k nor the one that multiplies it spills."""
+    """A loop decodes a group of k to memory, and one that multiplies it does not spill."""
     spec = LinearSpec(Target.named("x86-64-v3"), name, "float32")
     text, tiling = jit.assembly(write_linear(spec).text, spec.target), spec.tiling
     for size in tiling.of_many:
-        loops = innermost_loops(text, f"tile_{size.rows}x{size.panels}_{name}")
-        assert len(loops) == 2
-        assert len(FMA.findall(loops[1])) >= size.rows * size.panels
-        for loop in loops:
-            assert not STACK.search(loop), f"the stack is used in\n{loop}"
+        _, loop = innermost_loops(text, f"tile_{size.rows}x{size.panels}_{name}")
+        assert len(FMA.findall(loop)) >= size.rows * size.panels
+        assert not STACK.search(loop), f"the stack is used in\n{loop}"

@@ -230,7 +230,9 @@ class _Tile:
             at = k.udiv(step) * self.load.format.step_bytes
             places = [f.offset(start, at, I8) for start in self.starts]
             if self.once and u == 0:
-                self.further = self._further(at, LINES_FURTHER * LINE)
+                ahead = LINES_FURTHER * LINE * BLOCK // self.load.format.block_bytes
+                stop = f.given["blocks"] * BLOCK
+                self.further = self._further(k + ahead < stop, LINES_FURTHER * LINE)
             if u == 0 or (self.once and u // step * self.load.format.step_bytes % LINE == 0):
                 ask = self._ask(ask, places)
             sums = self._multiply(x, places, [], sums)
@@ -289,23 +291,20 @@ class _Tile:
         if self.once:
             size = self.load.format.block_bytes
             lines = LINES_FURTHER_OF_INTEGERS if self.staged.words else LINES_FURTHER
-            whole = max(1, round(lines * LINE / size)) * size
-            self.further = self._further(block * size, whole)
+            ahead = max(1, round(lines * LINE / size))
+            self.further = self._further(block + ahead < self.f.given["blocks"], ahead * size)
             for place, line in itertools.product(
                 blocks, range(0, self.load.format.header_bytes, LINE)
             ):
                 self._ask_for(f.offset(place, line, I8))
         return blocks
 
-    def _further(self, at: Value, size: int) -> Value:
-        """How far it is from the byte `at` of a cut to the one that is asked for early.
-
-        That is `size` bytes, or more where the cut ends and what is read next lies elsewhere.
-        """
+    def _further(self, inside: Value, size: int) -> Value:
+        """How far it is to what is asked for early: `size` bytes, or more if a cut ends before."""
         f = self.f
         end = f.given["blocks"] * self.load.format.block_bytes
         beyond = f.address(f.given["ask"]) - f.address(f.given["w"]) - end
-        return f.select(at + size < end, 0, beyond) + size
+        return f.select(inside, 0, beyond) + size
 
     def _words_at(self, blocks: Sequence[Value], group: Value, word: Value) -> list[Value]:
         format = self.load.format
