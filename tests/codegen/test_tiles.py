@@ -15,7 +15,6 @@ from quire.codegen.llvm import jit
 from quire.codegen.llvm.target import Target
 from quire.codegen.llvm.types import F32, F64
 from quire.codegen.phases.gradient_tiles import UNROLLED, query_strips
-from quire.codegen.phases.linear_tiles import DECODED
 from quire.codegen.phases.tiles import NARROW_ROWS, SMALL_ROWS, TileShape
 from quire.codegen.phases.weights import FORMATS
 
@@ -117,10 +116,21 @@ def test_tiles_of_linear_layers_do_not_spill(name: str) -> None:
     text, tiling = jit.assembly(write_linear(spec).text, spec.target), spec.tiling
     tiles = [(size, name, "_once") for size in tiling.few]
     tiles += [(size, name, "") for size in tiling.of_many if size.rows <= tiling.direct]
-    if tiling.way(tiling.many.rows) == DECODED:
+    if tiling.decodes:
         tiles += [(size, "float32", "") for size in tiling.of_many]
     for size, format, suffix in tiles:
         function = f"tile_{size.rows}x{size.panels}_{format}{suffix}"
         (loop,) = innermost_loops(text, function)
+        assert len(FMA.findall(loop)) >= size.rows * size.panels
+        assert not STACK.search(loop), f"the stack is used in\n{loop}"
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_tiles_decode_a_group_first_where_registers_are_few(name: str) -> None:
+    """A loop decodes a group of k to memory, and one that multiplies it does not spill."""
+    spec = LinearSpec(Target.named("x86-64-v3"), name, "float32")
+    text, tiling = jit.assembly(write_linear(spec).text, spec.target), spec.tiling
+    for size in tiling.of_many:
+        _, loop = innermost_loops(text, f"tile_{size.rows}x{size.panels}_{name}")
         assert len(FMA.findall(loop)) >= size.rows * size.panels
         assert not STACK.search(loop), f"the stack is used in\n{loop}"

@@ -26,9 +26,9 @@ from quire.codegen.kernels.linear import FINISH, LINEAR, NAME, LinearSpec, RowSp
 from quire.codegen.llvm import jit
 from quire.codegen.llvm.target import Target
 from quire.codegen.mods.arguments import CaptureShape, ModArguments
-from quire.codegen.phases.linear_tiles import DECODED, FEW, UNROLLED
+from quire.codegen.phases.linear_tiles import DECODED, FEW, bytes_of_turn
 from quire.codegen.phases.norm import Norm
-from quire.codegen.phases.weights import BLOCK, FLOAT32, PANEL, WeightFormat
+from quire.codegen.phases.weights import BLOCK, FLOAT32, GROUP_BYTES, PANEL, WeightFormat
 from quire.errors import BackendError
 from quire.ir.graph import Node, text
 from quire.runtime import launch as launcher
@@ -256,12 +256,11 @@ class LinearLaunch:
             size = tiling.few[rows - 1]
         else:
             tiles = -(-rows // tiling.many.rows)
-        turn = UNROLLED if way == DECODED else max(UNROLLED, format.step)
         item = size.panels * {0: 1, 1: 2}[size.panels % 2] * (2 if size.panels == 1 else 1)
         items = -(-panels // item)
         sums = rows * item * PANEL * 4
         line = blocks * BLOCK * 4
-        decoded = size.panels * cut * FLOAT32.block_bytes if way == DECODED else 0
+        decoded = size.panels * cut * FLOAT32.block_bytes if way == DECODED else GROUP_BYTES
         products = rows * depth * panels * PANEL
         return RowCut(
             tiles=tiles,
@@ -270,7 +269,7 @@ class LinearLaunch:
             items=items,
             way=way,
             cut=cut,
-            ask_bytes=format.block_bytes * turn // BLOCK,
+            ask_bytes=bytes_of_turn(format, way),
             staged_bytes=rows * blocks * 2 * self._spec.staged.group_words * 4,
             scratch_bytes=-(-(sums + max(line, decoded)) // 64) * 64,
             sums_bytes=sums,

@@ -35,14 +35,23 @@ from quire.codegen.phases.linear_tiles import (
     FEW,
     LINE,
     LINES_AHEAD,
-    UNROLLED,
     TileSize,
     TileSizes,
+    bytes_of_turn,
     write_tile,
 )
 from quire.codegen.phases.norm import Norm, write_norm
 from quire.codegen.phases.storage import storage
-from quire.codegen.phases.weights import BLOCK, FLOAT32, FORMATS, PANEL, Loader, WeightFormat
+from quire.codegen.phases.weights import (
+    BLOCK,
+    FLOAT32,
+    FORMATS,
+    GROUP_BYTES,
+    GROUPS,
+    PANEL,
+    Loader,
+    WeightFormat,
+)
 
 NAME = "linear"
 LINEAR = Layout(
@@ -125,13 +134,12 @@ def write_linear(spec: LinearSpec) -> Module:
     stage = _write_stage(module, spec)
     tiling = spec.tiling
     decode = None
-    if tiling.way(tiling.many.rows) == DECODED:
+    if tiling.decodes:
         decode = _write_decode(module, spec)
 
     def tile(way: int, size: TileSize) -> _TileFunction:
         format, once = FLOAT32 if way == DECODED else spec.format, way == FEW
-        # A step of k of float32 weights is a line. Others take a line for a turn, or are decoded.
-        lines = UNROLLED if spec.format is FLOAT32 else 1
+        lines = -(-bytes_of_turn(spec.format, way) // LINE)
         function = write_tile(
             module, spec.target, format, spec.staged, size, once=once, lines=lines
         )
@@ -298,6 +306,7 @@ class _Nest:
                 ask=f.offset(ask, share * tile, I8),
                 ask_pitch=self.panel_bytes,
                 ask_step=f.maximum(self["ask_bytes"].udiv(self["tiles"]), 1),
+                decoded=self.decoded,
             )
 
     def _call_tile(self, rows: Value, **given: Value) -> None:
@@ -409,22 +418,6 @@ def _write_decode(module: Module, spec: LinearSpec) -> Function:
             with f.range(0, given["blocks"]) as block:
                 place = loader.place(start, block)
                 out = f.offset(target, block * FLOAT32.block_bytes, I8)
-                _decode_block(loader, place, out)
+                with f.range(0, GROUPS) as group:
+                    loader.decode_group(place, group, f.offset(out, group * GROUP_BYTES, I8))
     return f
-
-
-def _decode_block(loader: Loader, place: Value, out: Value) -> None:
-    f, format = loader.f, loader.format
-    groups = 2
-    with f.range(0, groups) as group:
-        scales = loader.scales(place, group) if format.scaled else [None] * len(loader.parts)
-        turns = BLOCK // groups // format.step
-        with f.range(0, turns) as turn:
-            word = group * turns + turn
-            at = word * format.step_bytes + format.header_bytes
-            words = loader.words(f.offset(place, at, I8))
-            row = f.offset(out, word * (format.step * PANEL), F32)
-            for j in range(format.step):
-                for part, raw, scale in zip(loader.parts, words, scales, strict=True):
-                    number = loader.decode(raw, j, scale)
-                    f.store(number, row, j * PANEL + part)

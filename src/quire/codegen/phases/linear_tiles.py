@@ -13,6 +13,7 @@ one multiply-add for each group of k, whose sum of integers is exact.
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -20,11 +21,20 @@ from quire.codegen.llvm.builder import Function, Module, Value
 from quire.codegen.llvm.target import Target
 from quire.codegen.llvm.types import F32, I8, I32, I64, typed
 from quire.codegen.phases.activations import HEAD, Activations
-from quire.codegen.phases.weights import BLOCK, GROUP, GROUPS, PANEL, Loader, Scale, WeightFormat
+from quire.codegen.phases.weights import (
+    BLOCK,
+    FLOAT32,
+    GROUP,
+    GROUPS,
+    PANEL,
+    Loader,
+    Scale,
+    WeightFormat,
+)
 
 TILE_PARAMETERS = {
     **typed("ptr x w, i64 pitch available blocks first, ptr sums, i64 sums_pitch"),
-    **typed("ptr ask, i64 ask_pitch ask_step"),
+    **typed("ptr ask, i64 ask_pitch ask_step, ptr decoded"),
 }
 """What a tile is given:
 
@@ -36,14 +46,15 @@ TILE_PARAMETERS = {
     sums        [row][panel][16], with `sums_pitch` numbers from row to row
     ask         memory that is read next: lines of each panel per turn, `ask_step` bytes further on
                 (tiles of few rows ask for what is ahead of what they read, and then for this)
+    decoded     room for a group of floats
 """
 LINE = 64  # bytes of the cache
-LINES_AHEAD = 24
-"""How many lines of all its panels together a tile of few rows asks for before it uses them. Twice
-as many read less (Zen 4)."""
 LINES_FURTHER, LINES_FURTHER_OF_INTEGERS = 32, 16
-"""How many lines of each panel a tile of few rows asks for as well, if weights have scales: rows of
-floats, and rows of integers. Decoding leaves the memory time to answer (Zen 5)."""
+"""How many lines of each panel a tile of few rows asks for before it uses them: rows of floats, and
+rows of integers (Zen 5)."""
+LINES_AHEAD = 24
+"""How many lines of all its panels together it asks for as well if weights have scales. Twice as
+many read less (Zen 4); floats are read faster without (Zen 5)."""
 UNROLLED = 2  # steps of k in a turn of the loop over floats
 
 
@@ -68,13 +79,13 @@ class TileSizes(NamedTuple):
 
     few: tuple[TileSize, ...]
     many: TileSize
-    direct: int  # the most rows of a tile that decodes weights itself
+    direct: int  # the most rows whose tiles decode weights themselves
 
     def way(self, rows: int) -> int:
         """Return how so many rows are computed: FEW, DIRECT or DECODED."""
         if rows <= len(self.few):
             return FEW
-        return DIRECT if rows <= self.direct or self.direct == self.many.rows else DECODED
+        return DIRECT if rows <= self.direct else DECODED
 
     @staticmethod
     def of(target: Target, format: WeightFormat, staged: Activations) -> TileSizes:
@@ -87,8 +98,10 @@ class TileSizes(NamedTuple):
         decoded = format.scaled and not staged.words
         kept = 0 if staged.words or format.step == 1 else 1
         kept += (2 if plenty else 1) if decoded else 0
-        each = 2 if staged.words else 1  # a sum of integers, and one of floats
-        panels, most = (3, 6) if vectors == 1 else (1, 4)
+        # A sum of integers, and one of floats, which rests in memory where registers are few.
+        each = 2 if staged.words and plenty else 1
+        panels = 3 if vectors == 1 else 1
+        most = 6 if vectors == 1 and format.scaled else 4
         few = []
         for rows in range(1, 5):
             room = target.registers - (6 if plenty and decoded else 4) - (rows if plenty else 0)
@@ -96,18 +109,31 @@ class TileSizes(NamedTuple):
             if wide > panels:
                 few.append(TileSize(rows, wide))
         many = TileSize(sums // each // panels, panels)
-        direct = many.rows
-        if format.name != "float32" and not staged.words:
-            own = (2 if format.step > 1 else 1) + (2 if decoded else 0)
-            fixed = 4 if decoded else 1
-            direct = min(direct, (target.registers - fixed) // (vectors * panels) - own)
+        own = (2 if format.step > 1 else 1) + (2 if decoded else 0)
+        fixed = 4 if decoded else 1
+        direct = (target.registers - fixed) // (vectors * panels) - own
+        if decoded and not plenty:
+            direct = many.rows  # one tile, which decodes a group at a time to memory
+        elif format.name == "float32" or staged.words or direct >= many.rows:
+            direct = sys.maxsize
         return TileSizes(tuple(few), many, direct)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether there are rows whose weights are decoded before."""
+        return self.direct < sys.maxsize
 
     @property
     def of_many(self) -> list[TileSize]:
         """The tiles of many rows, which are cut evenly, so a tile may be half as high as `many`."""
         least = min((self.many.rows + 1) // 2, len(self.few) + 1)
         return [TileSize(rows, self.many.panels) for rows in range(least, self.many.rows + 1)]
+
+
+def bytes_of_turn(format: WeightFormat, way: int) -> int:
+    """Return the bytes of a panel that one turn of a tile reads, or has others read (DECODED)."""
+    turn = UNROLLED if way == DECODED else max(UNROLLED, format.step)
+    return format.block_bytes * turn // BLOCK
 
 
 def write_tile(
@@ -137,12 +163,12 @@ class _Tile:
 
     once = False  # if weights are read once, they need not stay in the cache
     lines = 1
-    further: Value | None = None  # how many bytes further a tile of few rows asks, too
+    further: Value | None = None  # how many bytes further a tile of few rows asks
 
     def __init__(self, f: Function, load: Loader, staged: Activations, size: TileSize) -> None:
         self.f, self.load, self.staged = f, load, staged
         self.rows, self.panels = size
-        self.ahead = LINES_AHEAD // self.panels * LINE
+        self.ahead = LINES_AHEAD // self.panels * LINE if load.format.scaled else None
         self.per_panel = len(load.parts)
         self.vectors = self.panels * self.per_panel
         self.float = F32.vector(load.lanes)
@@ -155,7 +181,8 @@ class _Tile:
         before = [f.value(0.0, self.float)] * (self.rows * self.vectors)
         step, body = 1, self._integer_block
         if not self.staged.words and self.load.format.scaled:
-            body = self._scaled_block
+            plenty = self.once or self.load.target.registers == 32
+            body = self._scaled_block if plenty else self._decoded_block
         elif not self.staged.words:
             body, step = self._turn, max(UNROLLED, self.load.format.step)
         stop = f.given["blocks"] * (BLOCK if step > 1 else 1)
@@ -202,6 +229,10 @@ class _Tile:
             x = f.offset(f.given["x"], k * self.rows, F32)
             at = k.udiv(step) * self.load.format.step_bytes
             places = [f.offset(start, at, I8) for start in self.starts]
+            if self.once and u == 0:
+                ahead = LINES_FURTHER * LINE * BLOCK // self.load.format.block_bytes
+                stop = f.given["blocks"] * BLOCK
+                self.further = self._further(k + ahead < stop, LINES_FURTHER * LINE)
             if u == 0 or (self.once and u // step * self.load.format.step_bytes % LINE == 0):
                 ask = self._ask(ask, places)
             sums = self._multiply(x, places, [], sums)
@@ -227,26 +258,53 @@ class _Tile:
 
         return f.loop(0, GROUPS, group, carry=carried)
 
+    def _decoded_block(self, block: Value, carried: list[Value]) -> list[Value]:
+        """The same where registers are few: a group is decoded to memory before it is multiplied.
+
+        The processor decodes the next group while it multiplies this one.
+        """
+        f, step, decoded = self.f, self.load.format.step, self.f.given["decoded"]
+        (place,) = self._blocks(block)
+        floats = _Tile(f, Loader(f, self.load.target, FLOAT32), self.staged, TileSize(self.rows, 1))
+
+        def group(g: Value, carried: list[Value]) -> list[Value]:
+            self.load.decode_group(place, g, decoded)
+            first = (block * GROUPS + g) * GROUP
+
+            def turn(k: Value, carried: list[Value]) -> list[Value]:
+                ask, *sums = carried
+                ask = self._ask(ask, [])
+                for u in range(step):
+                    x = f.offset(f.given["x"], (first + k + u) * self.rows, F32)
+                    row = f.offset(decoded, (k + u) * PANEL, F32)
+                    sums = floats._multiply(x, [row], [], sums)
+                return [ask, *sums]
+
+            return f.loop(0, GROUP, turn, carry=carried, step=step)
+
+        return f.loop(0, GROUPS, group, carry=carried)
+
     def _blocks(self, block: Value) -> list[Value]:
         """Where a block of each panel begins; its header is asked for ahead, as words are."""
         f = self.f
         blocks = [self.load.place(start, block) for start in self.starts]
         if self.once:
-            self.further = self._further(block)
+            size = self.load.format.block_bytes
+            lines = LINES_FURTHER_OF_INTEGERS if self.staged.words else LINES_FURTHER
+            ahead = max(1, round(lines * LINE / size))
+            self.further = self._further(block + ahead < self.f.given["blocks"], ahead * size)
             for place, line in itertools.product(
                 blocks, range(0, self.load.format.header_bytes, LINE)
             ):
                 self._ask_for(f.offset(place, line, I8))
         return blocks
 
-    def _further(self, block: Value) -> Value:
-        """How far it is to the block that is asked for early: of this cut, or of what is next."""
-        f, size = self.f, self.load.format.block_bytes
-        lines = LINES_FURTHER_OF_INTEGERS if self.staged.words else LINES_FURTHER
-        blocks = max(1, round(lines * LINE / size))
-        inside = block + blocks < f.given["blocks"]
-        beyond = f.address(f.given["ask"]) - f.address(f.given["w"]) - f.given["blocks"] * size
-        return f.select(inside, 0, beyond) + blocks * size
+    def _further(self, inside: Value, size: int) -> Value:
+        """How far it is to what is asked for early: `size` bytes, or more if a cut ends before."""
+        f = self.f
+        end = f.given["blocks"] * self.load.format.block_bytes
+        beyond = f.address(f.given["ask"]) - f.address(f.given["w"]) - end
+        return f.select(inside, 0, beyond) + size
 
     def _words_at(self, blocks: Sequence[Value], group: Value, word: Value) -> list[Value]:
         format = self.load.format

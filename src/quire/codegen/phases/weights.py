@@ -33,6 +33,7 @@ PANEL = 16  # columns
 BLOCK = 64  # steps of k
 GROUP = 32  # steps of k that share a scale
 GROUPS = BLOCK // GROUP
+GROUP_BYTES = GROUP * PANEL * F32.size  # of floats
 MANTISSA, EXPONENT_BIAS = 23, 127  # of float32
 BYTE = 8  # bits
 
@@ -111,7 +112,7 @@ class Loader:
     """Writes the code that loads and decodes weights of one format."""
 
     def __init__(self, f: Function, target: Target, format: WeightFormat) -> None:
-        self.f, self.format = f, format
+        self.f, self.target, self.format = f, target, format
         self.lanes = min(PANEL, target.lanes(F32))
         self.looks_up = format.bits == 4 and self.lanes == 16 and "+avx512f" in target.features
         self.parts = range(0, PANEL, self.lanes)  # the first column of each vector of a panel
@@ -153,6 +154,19 @@ class Loader:
         assert scale is not None, "integers have scales"
         number = self._byte(word, j) if self.format.bits == 8 else self._half(word, j)
         return f.fma(number, scale.factor, scale.offset)
+
+    def decode_group(self, block: Value, group: Value, out: Value) -> None:
+        """Write a group of a block to `out` as floats, [k][16]."""
+        f, format = self.f, self.format
+        scales = self.scales(block, group) if format.scaled else [None] * len(self.parts)
+        turns = GROUP // format.step
+        with f.range(0, turns) as turn:
+            at = (group * turns + turn) * format.step_bytes + format.header_bytes
+            words = self.words(f.offset(block, at, I8))
+            row = f.offset(out, turn * (format.step * PANEL), F32)
+            for j in range(format.step):
+                for part, word, scale in zip(self.parts, words, scales, strict=True):
+                    f.store(self.decode(word, j, scale), row, j * PANEL + part)
 
     # An integer becomes a float when its bits become bits of the mantissa of a power of two. No
     # conversion does that in fewer instructions, and the multipliers stay free for the products.
