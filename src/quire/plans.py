@@ -50,7 +50,7 @@ Key: TypeAlias = tuple[object, ...]
 STRIDED = torch.strided
 PLAIN = (Tensor, Parameter)
 MOST_KEYS = 2**19  # graphs of larger positions differ, and such calls take long anyway
-MOST_BYTES = 2**16  # of a block mask; comparing a larger one would take too long
+MOST_BYTES = 2**18  # of a block mask; plans keep a copy, and compare it with every call
 
 by_operator: Callable[[Request], Result | None] = lambda request: None  # noqa: E731
 """Computes a request if a graph or a mode needs the operator; else None. operator/ sets it."""
