@@ -222,8 +222,13 @@ def key_of(layout: Key, call: Call) -> Key | None:
             return None
     elif learns or placed.content is None:  # a backward plan depends on the lengths of sequences
         return None
-    if score_mod is None and mask_mod is None and mask is None and prob_mod is None:
-        return (*layout, learns)
+    if score_mod is None and mask is None and prob_mod is None:
+        if mask_mod is None:
+            return (*layout, learns)
+        if (
+            problem.has_holes and problem.open_mask is None
+        ):  # their table has the page table's shape
+            return (*layout, learns, "holes")
     key: list[object] = [*layout, learns]
     for mod in (score_mod, mask_mod, prob_mod, partial_mod):
         if mod is None:
