@@ -50,7 +50,7 @@ Key: TypeAlias = tuple[object, ...]
 STRIDED = torch.strided
 PLAIN = (Tensor, Parameter)
 MOST_KEYS = 2**19  # graphs of larger positions differ, and such calls take long anyway
-MOST_BYTES = 2**16  # of a block mask; comparing a larger one would take too long
+MOST_BYTES = 2**18  # of a block mask; plans keep a copy, and compare it with every call
 
 by_operator: Callable[[Request], Result | None] = lambda request: None  # noqa: E731
 """Computes a request if a graph or a mode needs the operator; else None. operator/ sets it."""
@@ -222,8 +222,13 @@ def key_of(layout: Key, call: Call) -> Key | None:
             return None
     elif learns or placed.content is None:  # a backward plan depends on the lengths of sequences
         return None
-    if score_mod is None and mask_mod is None and mask is None and prob_mod is None:
-        return (*layout, learns)
+    if score_mod is None and mask is None and prob_mod is None:
+        if mask_mod is None:
+            return (*layout, learns)
+        if (
+            problem.has_holes and problem.open_mask is None
+        ):  # their table has the page table's shape
+            return (*layout, learns, "holes")
     key: list[object] = [*layout, learns]
     for mod in (score_mod, mask_mod, prob_mod, partial_mod):
         if mod is None:

@@ -31,7 +31,7 @@ from quire.ir.terms import hidden_where
 from quire.ir.trace import Kind, Mod, Traced, call_name, mod_name, trace
 from quire.ir.vectorise import Opaque
 from quire.memory import Memory, One, Placed, Queries
-from quire.memory.tables import Sequences
+from quire.memory.tables import Holes, Sequences
 from quire.mods.compose import and_masks, shift, where_there
 from quire.mods.dropout import Dropout, check_dropout
 from quire.mods.weights import Weighting
@@ -262,9 +262,14 @@ def call_of(request: Request, *, plain: bool = False) -> Call:
         scale = 1.0 / math.sqrt(head_dim) if known else checks.check_scale(scale, head_dim)
     dropout = None if type(dropout_p) is float and dropout_p == 0.0 else check_dropout(dropout_p)
     prob_mod = request.prob_mod
-    if score_mod is None and not masks and placed.holes is None and prob_mod is None:
-        learns = _learns(request, placed, (), plain=plain)
-        return Call(request, placed, Problem(scale, dropout=dropout), (), learns=learns)
+    if score_mod is None and not masks and prob_mod is None:
+        problem = Problem(scale, dropout=dropout)
+        if placed.holes is not None:
+            hidden, _, has_holes = _without_holes(None, placed)
+            problem = Problem(scale, None, hidden, dropout=dropout, has_holes=has_holes)
+        captures = problem.captures
+        learns = _learns(request, placed, captures, plain=plain)
+        return Call(request, placed, problem, captures, learns=learns)
     score_mod, mask_mod, block_mask, partial_mod = _ready_mods(request, placed)
     open_mask, has_holes = None, False
     if placed.holes is not None:
@@ -332,14 +337,18 @@ def _without_holes(mask: ReadyMod | None, placed: Placed) -> tuple[ReadyMod, Tra
         hides = where_there(holes.there, page)
         return ready(and_masks(mask, hides), "mask", placed.query), None, False
     if mask is None:
-        graph = _hidden(None, page, 0)
-        return Traced(graph, (holes.there,), "mask", "holes"), None, True
+        return _only_holes(holes, page), None, True
     graph = _hidden(mask.output, page, len(mask.captures))
     both = Traced(graph, (*mask.captures, holes.there), "mask", mask.name)
     return both, Traced(mask.output, (), "mask", mask.name), True
 
 
 _hidden = functools.lru_cache(maxsize=256)(hidden_where)
+
+
+@functools.lru_cache(maxsize=16)
+def _only_holes(holes: Holes, page: int) -> Traced:
+    return Traced(_hidden(None, page, 0), (holes.there,), "mask", "holes")
 
 
 def checked_call(request: Request) -> Call:

@@ -29,6 +29,7 @@ from quire.block_mask import (
     classify,
     create_block_mask,
     create_mask,
+    element_mod,
     tiles,
 )
 from quire.errors import (
@@ -1097,3 +1098,16 @@ def test_creation_never_holds_the_whole_mask() -> None:
     with Watch():
         create_block_mask(documents(4000), 2, 2, 4000, 4000)
     assert 0 < largest <= 8 * tiles.TILE_ELEMENTS  # a tile of int64
+
+
+def test_a_mask_for_any_lengths_keeps_its_lists() -> None:
+    counts = torch.tensor([1, 0, 0]).int().view(1, 3, 1)
+    nothing = torch.zeros(1, 3, 1, 1).int()
+    full = torch.tensor([0, 1, 0]).int().view(1, 3, 1)
+    lists = (counts, nothing, full, nothing)
+    mask = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=NOOP_BLOCK_SIZE, mask_mod=causal)
+    heads, rows = torch.arange(3).view(3, 1, 1), torch.arange(4)
+    found = element_mod(mask)(torch.tensor(0), heads, rows.view(4, 1), rows)
+    lower = torch.ones(4, 4).tril().bool()
+    wanted = torch.stack([lower, torch.ones(4, 4).bool(), torch.zeros(4, 4).bool()])
+    assert torch.equal(found.expand(3, 4, 4), wanted)

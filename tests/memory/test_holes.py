@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from compare import assert_as_good_as
@@ -15,6 +16,7 @@ from quire import AuxRequest, BlockMask, Dense, Paged, attention, reference
 from quire.aux_outputs import OF_KERNELS
 from quire.config import Backend
 from quire.memory.tables import fill
+from quire.runtime import launch
 
 PAGE, HQ, HKV, D = 16, 4, 2, 24
 EVERYTHING = AuxRequest(*[True] * len(OF_KERNELS))
@@ -227,3 +229,47 @@ def test_holes_get_a_page_of_their_sequence() -> None:
     assert filled.begins.tolist() == [0, 0, 16]
     assert filled.holes is not None
     assert filled.holes.there[0].tolist() == [True, False, True, True, False]
+
+
+@pytest.mark.parametrize("some", [0.0, 0.1, 0.5, 0.9, 1.0])
+def test_tables_with_any_holes(some: float) -> None:
+    page, most = 16, 7
+    for seed in range(40):
+        random = np.random.default_rng(seed)
+        table = np.where(random.random((5, most)) < some, -1, random.integers(0, 99, (5, most)))
+        ends = random.integers(0, most * page + 1, 5)
+        begins = np.minimum(random.integers(0, most, 5) * page, ends)
+        filled = fill(torch.from_numpy(table.astype(np.int32)), begins, ends, page)
+        for b, (begin, end) in enumerate(zip(begins, ends, strict=True)):
+            used = range(begin // page, -(-end // page))
+            there = [at for at in used if table[b, at] >= 0]
+            if not there:
+                assert filled.begins[b] == filled.ends[b]
+                continue
+            assert filled.begins[b] == max(begin, there[0] * page)
+            assert filled.ends[b] == min(end, (there[-1] + 1) * page)
+            found = filled.table[b, there[0] : there[-1] + 1].tolist()
+            assert all(number in table[b, there] for number in found)
+            assert [found[at - there[0]] for at in there] == table[b, there].tolist()
+            if filled.holes is not None:
+                assert np.flatnonzero(filled.holes.there[b]).tolist() == there
+                own = filled.holes.pages[filled.holes.pages // most == b]
+                assert (own % most).tolist() == there
+            else:
+                assert len(found) == len(there)
+
+
+def test_the_work_of_a_launch_is_that_of_the_pages_that_are_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only a launch that takes long can be stopped, which takes a thread."""
+    key, value = torch.randn(2, 4, 1, 64, 16)
+    table = torch.full((1, 1024), -1).int()
+    table[0, ::256] = torch.arange(4).int()
+    query, stoppable = torch.randn(1, 1, 1, 16), list[object]()
+    monkeypatch.setattr(launch, "LONG_WORK", 4096 * 16)
+    monkeypatch.setattr(launch, "launch_stoppable", lambda *args: stoppable.append(args))
+    found = attention(query, Paged(key, value, table, [1024 * 64]), backend="jit")
+    assert not stoppable
+    alone = Paged(key, value, torch.arange(4).int()[None], [256])
+    torch.testing.assert_close(found, attention(query, alone))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -14,6 +12,7 @@ from quire import create_block_mask
 from quire.block_mask import BlockRows
 from quire.block_mask.blocks import Runs
 from quire.codegen.convention import FULL, KEYS_OF_RUN, PARTIAL
+from quire.memory.tables import Holes
 from quire.runtime.blocks import EVERY_RUN, hole_lists, read_lists, tile_lists
 
 
@@ -77,9 +76,8 @@ def test_pages_that_are_there_are_listed(page: int, kind: int) -> None:
     for seed in range(20):
         random = np.random.default_rng(seed)
         there = random.random((3, 1 + seed)) < random.choice([0.1, 0.5, 0.9, 1.0])
-        pages = SimpleNamespace(there=torch.from_numpy(there))
-        placed = SimpleNamespace(holes=pages, key=torch.empty(1, 1, page, 1))
-        lists = hole_lists(placed, kind, tile)  # type: ignore[arg-type]
+        holes = Holes(torch.from_numpy(there), np.flatnonzero(there))
+        lists = hole_lists(holes, page, kind, tile)
         assert (lists.batch_stride, lists.head_stride, lists.block_stride) == (1, 0, 0)
         runs = np.zeros(len(lists.entries), np.uint16) if lists.runs is None else lists.runs
         whole = runs == 0

@@ -141,9 +141,10 @@ def reclassified(cells: Tensor, mod: MaskMod, sizes: Sizes, block_size: tuple[in
 
 def element_mod(mask: BlockTensors) -> MaskMod:
     """A mod that is right in all blocks of a mask: it hides what no block has."""
-    if mask.is_endless:
+    cells = four_dimensional(mask)
+    if mask.is_endless and bool((cells == PARTIAL).all()):
         return mask.mask_mod
-    return by_block(mask.mask_mod, four_dimensional(mask), mask.BLOCK_SIZE, only_in_partial=True)
+    return by_block(mask.mask_mod, cells, mask.BLOCK_SIZE, only_in_partial=True)
 
 
 def by_block(

@@ -7,6 +7,7 @@ lengths = [3, 0, 7]        the first sequence has only rows 0 to 2; rows 3 and 4
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -224,10 +225,15 @@ Content: TypeAlias = tuple[tuple[int, ...], tuple[object, ...]]
 """The sizes of a call, and the bytes of its tables."""
 
 
-class Holes(NamedTuple):
-    """Which pages of sequences with holes between them are there: bool [B, most]."""
+@dataclass(frozen=True, eq=False)
+class Holes:
+    """Which pages of sequences with holes between them are there: bool [B, most].
+
+    `pages` are the places of these in the whole table, ascending: b * most + column.
+    """
 
     there: Tensor
+    pages: Numbers
 
 
 class ReadTables(NamedTuple):
@@ -309,23 +315,28 @@ def fill(table: Tensor, begins: Numbers, ends: Numbers, page: int) -> Filled:
     and ends. Holes between pages get a page of the sequence, so that every entry is valid.
     """
     numbers = table.numpy()
-    if not numbers.size or numbers.min() > HOLE:
+    there = numbers != HOLE
+    pages = np.flatnonzero(there)
+    if len(pages) == numbers.size:
         return Filled(table, begins, ends)
-    column = np.arange(numbers.shape[1], dtype=np.int32)
-    begun, done = (x.astype(np.int32)[:, None] for x in (begins // page, -(-ends // page)))
-    used = (column >= begun) & (column < done)
-    there = used & (numbers != HOLE)
-    if np.count_nonzero(there) == np.count_nonzero(used):
-        return Filled(table, begins, ends)
-    counts, first = there.sum(axis=1), there.argmax(axis=1)
-    last = numbers.shape[1] - 1 - there[:, ::-1].argmax(axis=1)
-    ends = np.where(counts > 0, np.minimum(ends, (last + 1) * page), 0)
-    begins = np.where(counts > 0, np.maximum(begins, first * page), 0)
-    if not ((counts > 0) & (last - first + 1 > counts)).any():
-        return Filled(table, begins, ends)
-    some = numbers[np.arange(len(numbers)), first][:, None]
-    holes = Holes(torch.from_numpy(there))
-    return Filled(torch.from_numpy(np.where(there, numbers, some)), begins, ends, holes)
+    most = numbers.shape[1]
+    row, column = np.divmod(pages, most)
+    used = (column >= (begins // page)[row]) & (column * page < ends[row])
+    if not used.all():
+        there.ravel()[pages[~used]] = False
+        pages, row, column = pages[used], row[used], column[used]
+    bounds = np.searchsorted(row, np.arange(len(numbers) + 1))
+    some = bounds[1:] > bounds[:-1]
+    first, last = (column[x[some]] for x in (bounds[:-1], bounds[1:] - 1))
+    begin, end = np.zeros_like(begins), np.zeros_like(ends)
+    begin[some] = np.maximum(begins[some], first * page)
+    end[some] = np.minimum(ends[some], (last + 1) * page)
+    if int((last - first).sum()) + len(first) == len(pages):
+        return Filled(table, begin, end)
+    filled = np.zeros_like(numbers)
+    filled[some] = numbers[some, first][:, None]
+    filled.ravel()[pages] = numbers.ravel()[pages]
+    return Filled(torch.from_numpy(filled), begin, end, Holes(torch.from_numpy(there), pages))
 
 
 _last: BoundedDict[int, bytes] = BoundedDict(16)

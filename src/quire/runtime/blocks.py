@@ -37,8 +37,8 @@ from quire.codegen.llvm.target import Target
 from quire.ir.graph import Node, cast, const
 from quire.ir.simplify import simplify
 from quire.ir.trace import Traced
-from quire.memory import One, Placed
-from quire.memory.tables import Sequences
+from quire.memory import One
+from quire.memory.tables import Holes, Sequences
 from quire.support.bounded import BoundedDict
 
 AT_ONCE = 2**18
@@ -96,10 +96,9 @@ class TileLists(NamedTuple):
         """Return how many keys each entry lists."""
         if self.runs is None:
             return np.full(len(self.entries), 8 * KEYS_OF_RUN)
-        there = (self.runs | (self.runs >> 1)) & EVERY_RUN
-        bits = np.unpackbits(there.view(np.uint8).reshape(-1, 2), axis=1)
-        counts: NDArray[np.int64] = bits.sum(axis=1, dtype=np.int64)
-        return np.where(self.runs == 0, 8, counts) * KEYS_OF_RUN
+        listed = np.bitwise_count((self.runs | (self.runs >> 1)) & EVERY_RUN)
+        counts: NDArray[np.int64] = np.where(self.runs == 0, 8, listed).astype(np.int64)
+        return counts * KEYS_OF_RUN
 
 
 NO_LISTS = TileLists(np.empty(0, np.int64), np.empty(0, np.int32))
@@ -353,35 +352,35 @@ BY_SEQUENCE = NO_LISTS._replace(batch_stride=1)
 """The strides of lists that all heads and queries of a sequence share."""
 
 
-def hole_lists(placed: Placed, kind: int, block_kv: int) -> TileLists:
+def hole_lists(holes: Holes, page: int, kind: int, block_kv: int) -> TileLists:
     """Return lists of the pages that each sequence has, as tiles of a kind with their runs."""
-    assert placed.holes is not None, "there are holes"
-    there, page = placed.holes.there.numpy(), placed.key.shape[2]
     if page % KEYS_OF_RUN == 0 and block_kv % page == 0:
-        lists = _pages_in_tiles(there, kind, block_kv // page)
+        lists = _pages_in_tiles(holes, kind, block_kv // page)
     else:
-        lists = tile_lists(_as_rows(there, page, kind), 1, block_kv, cuts=True)
+        lists = tile_lists(_as_rows(holes.there.numpy(), page, kind), 1, block_kv, cuts=True)
     return lists._replace(batch_stride=1, block_stride=0)
 
 
-def _pages_in_tiles(there: NDArray[np.bool_], kind: int, each: int) -> TileLists:
+def _pages_in_tiles(holes: Holes, kind: int, each: int) -> TileLists:
     """Return the tiles of pages of which there are `each` in a tile, in a few steps.
 
     A program that chooses its pages has other holes in every layer of every step.
     """
-    bits, over = 16 // each, there.shape[1] % each
-    if over:  # what is behind the last page counts as listed, to have whole tiles
-        there = np.concatenate([there, *[there[:, -1:]] * (each - over)], axis=1)
-    of_pages = kind * (EVERY_RUN & (1 << bits) - 1) << np.arange(each) * bits
-    kinds = there.reshape(len(there), -1, each) @ of_pages
-    b, tile = np.nonzero(kinds)
-    found = kinds[b, tile]
+    batch, most = holes.there.shape
+    columns, bits = -(-most // each), 16 // each
+    row, column = np.divmod(holes.pages, most)
+    tile, place = np.divmod(column, each)
+    tile += row * columns
+    kinds = (kind * (EVERY_RUN & (1 << bits) - 1) << np.arange(each) * bits)[place]
+    if most % each:  # what is behind the last page counts as listed, to have whole tiles
+        kinds |= np.where(column == most - 1, kind * EVERY_RUN & -1 << (most % each) * bits, 0)
+    new = np.flatnonzero(np.diff(tile, prepend=-1))
+    found, tile = np.bitwise_or.reduceat(kinds, new) if len(new) else kinds, tile[new]
     whole = found == kind * EVERY_RUN
-    entries = (tile * tile_entry(1, 0) + kind).astype(np.int32)
     runs = None if whole.all() else np.where(whole, 0, found).astype(np.uint16)
-    offsets = np.zeros(len(there) + 1, np.int64)
-    np.cumsum(np.count_nonzero(kinds, axis=1), out=offsets[1:])
-    return TileLists.of(offsets, entries, runs, (len(there), 1, 1))
+    offsets = np.searchsorted(tile, np.arange(batch + 1) * columns)
+    entries = (tile % columns * tile_entry(1, 0) + kind).astype(np.int32)
+    return TileLists.of(offsets, entries, runs, (batch, 1, 1))
 
 
 def _as_rows(there: NDArray[np.bool_], page: int, kind: int) -> BlockRows:

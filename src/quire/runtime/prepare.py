@@ -259,7 +259,8 @@ def records_of(
     if not isinstance(rows, One):
         if placed.holes is None or listed_kind == EMPTY:
             return _table(placed, rows, launcher, lists, shares=lists.batch_stride == 0)
-        lists = hole_lists(placed, listed_kind, Target.host().block_kv)
+        page = placed.key.shape[2]
+        lists = hole_lists(placed.holes, page, listed_kind, Target.host().block_kv)
         return _table(placed, rows, launcher, lists)._replace(lists=lists)
     pieces = max(1, num_pieces(rows.kv_begin, rows.kv_end)) if form == "row" else 1
     whole = num_items(rows.q_len, heads, block_q) * placed.query.shape[0]
@@ -328,11 +329,15 @@ def _table(
     each = num_items(rows.q_len, heads, launcher.block_q)
     slices, most_members = cut.slices(heads, listed), longest(cut.members)
     items, slots = each * slices, np.where((slices == 1) & (cut.shared == 0), 0, each * pieces)
+    work = rows
+    if listed is not None:
+        most = rows.kv_begin + listed * KEYS_OF_PIECE
+        work = rows._replace(kv_end=np.minimum(rows.kv_end, most))
     columns = {**cut._asdict(), "slices": slices, "first_slot": np.cumsum(slots) - slots}
     return Records(
         table=table_of(rows, np.cumsum(items) - items, columns),
         num_sequences=rows.num,
-        products=num_products(placed, rows),
+        products=num_products(placed, work),
         items=int(items.sum()),
         slots=int(slots.sum()),
         members=most_members,

@@ -22,7 +22,8 @@ from quire.codegen.convention import PARTIAL_STATES, KernelSpec, partial_stride
 from quire.codegen.kernels.items import Member, Piece, QueryBlock
 from quire.codegen.kernels.nest import entry
 from quire.codegen.kernels.pieces import MERGED, Pieces
-from quire.codegen.kernels.row_nest import Row, RowNest, RowPhases
+from quire.codegen.kernels.row_nest import Row, RowNest
+from quire.codegen.kernels.row_phases import RowPhases
 from quire.codegen.llvm.builder import Module, Value
 from quire.codegen.llvm.types import I64
 from quire.codegen.phases import observe
@@ -65,6 +66,7 @@ class _DecodeNest(RowNest):
         with f.range(0, self.depth["key"], self.tile.lanes) as d:
             nothing = f.value(0.0, self.tile.vector)
             self.tile.store(f, nothing, self.at("queries", self.count(piece)), d)
+        self._clear(self.count(piece))
 
         def judge(first: Value, end: Value) -> Value:
             return self.visits.common_verdict(piece, first, end)
@@ -123,10 +125,16 @@ class _DecodeNest(RowNest):
 
     def _merge_all(self, piece: Piece) -> None:
         """Add what rows have to what they have of the pieces before."""
-        with self.f.range(0, self.count(piece)) as row:
-            mine = {name: self.at(MERGED + name, row) for name in STATES}
-            theirs = {f"piece_{name}": self.at(name, row) for name in STATES}
-            self.f.call(self.phases.merge, **mine, **theirs, end=self.depth["value"])
+        first = self.f.value(0, I64)
+        theirs = {f"piece_{name}": self.at(name, first) for name in STATES}
+        self._add_pieces(MERGED, first, theirs, self.count(piece))
+
+    def _add_pieces(self, which: str, row: Value, theirs: dict[str, Value], count: Value) -> None:
+        """Add results of a piece, at the addresses `theirs`, to those of some rows."""
+        mine = {name: self.at(which + name, row) for name in STATES}
+        size = {"end": self.depth["value"], "count": count, "stride": self.stride["value"]}
+        watched = {"observe": self.arg["observe"]}
+        self.f.call(self.phases.merge, **mine, **theirs, **watched, **size)
 
     def _take_merged(self, piece: Piece) -> None:
         """Have the states of all pieces where those of one are."""
@@ -169,14 +177,13 @@ class _DecodeNest(RowNest):
         arrived = f.atomic_add(arrivals, 1, publish=True)
 
         def merge(row: Row) -> None:
-            mine = {name: self.at(name, row.place) for name in STATES}
             with f.range(0, member.pieces) as piece:  # always in this order
                 part = self._partial(member.first_slot + piece, row.place)
                 theirs = {
                     f"piece_{name}": f.offset(part, k * self.tile.lanes, self.tile.element)
                     for k, name in enumerate(STATES)
                 }
-                f.call(self.phases.merge, **mine, **theirs, end=self.depth["value"])
+                self._add_pieces("", row.place, theirs, f.value(1, I64))
 
         with f.when(arrived.equals(member.pieces - 1)):
             self.each_row(member.queries, lambda row: self._clear(row.place))

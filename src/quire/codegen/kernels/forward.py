@@ -123,8 +123,9 @@ class ForwardNest(PanelNest):
                 return found | {"out": out}
 
             theirs = {f"piece_{name}": at for name, at in states("").items()}
-            end = self.depth["out"] * tile.width
-            f.call(self.phases.merge, **states(MERGED), **theirs, end=end)
+            size = {"end": self.depth["out"] * tile.width, "count": f.value(1, I64)}
+            more = {"observe": self.arg["observe"], "stride": f.value(0, I64), **size}
+            f.call(self.phases.merge, **states(MERGED), **theirs, **more)
 
     def _take_merged(self, queries: QueryBlock) -> None:
         """Copy the states of all pieces to where those of one are."""

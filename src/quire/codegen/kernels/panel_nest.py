@@ -9,10 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from quire.codegen.convention import (
-    FULL,
     KERNEL,
     OBSERVE,
-    PARTIAL,
     REWRITE,
     KernelSpec,
     Record,
@@ -21,7 +19,6 @@ from quire.codegen.kernels.items import QueryBlock
 from quire.codegen.kernels.nest import Nest
 from quire.codegen.kernels.visits import KeyBlock, KeyPart, KeyRange
 from quire.codegen.llvm.builder import Function, Module, Value
-from quire.codegen.llvm.types import I64
 from quire.codegen.llvm.values import Signature
 from quire.codegen.phases import observe, tiles
 from quire.codegen.phases.merge import write_merge
@@ -229,15 +226,14 @@ class PanelNest(Nest):
 
     def modify(self, at: PanelTile) -> None:
         """Apply the user's mods to the scores of a tile."""
-        f, visits, kinds = self.f, self.visits, (FULL, PARTIAL)
-        mods = [visits.mod(f.value(kind, I64)).differs(f.null()) for kind in kinds]
+        f, visits = self.f, self.visits
         apart = at.block.runs.differs(0)
 
         def together() -> None:
             self.rewrite(at, visits.mod(at.range.kind), self.scratch["scores"])
 
         def by_part() -> None:
-            with f.when(mods[0] | mods[1]):
+            with f.when(visits.modified()):
                 self._rewrite_parts(at, lambda part: visits.mod(part.kind))
 
         f.choose(apart, by_part, together)

@@ -14,79 +14,31 @@ from quire.codegen.convention import OBSERVE, ROW_REWRITE, KernelSpec, Record
 from quire.codegen.kernels.items import Member, Piece, QueryBlock
 from quire.codegen.kernels.nest import Nest
 from quire.codegen.kernels.pieces import Pieces
+from quire.codegen.kernels.row_phases import RowPhases
 from quire.codegen.kernels.sections import Here, KeyBlocks, Sections
 from quire.codegen.kernels.visits import KeyPart
-from quire.codegen.llvm.builder import Function, Module, Value
-from quire.codegen.llvm.types import I8, I64, PTR
+from quire.codegen.llvm.builder import Function, Value
+from quire.codegen.llvm.types import I1, I8, I64, PTR
 from quire.codegen.phases import observe
-from quire.codegen.phases.merge import write_merge
 from quire.codegen.phases.order import CHAINS
 from quire.codegen.phases.row_keys import (
     NEAR,
     STREAM,
     Turns,
     set_sizes,
-    write_multiply_kept,
-    write_multiply_keys,
 )
-from quire.codegen.phases.row_softmax import write_exponentiate, write_scale_weights
 from quire.codegen.phases.row_stream import (
     ASKED,
     ASKED_BEHIND,
     LINE,
     MOST_AHEAD,
-    write_copy,
-    write_gather_scales,
-    write_point,
 )
-from quire.codegen.phases.row_values import (
-    write_add_read_values,
-    write_multiply_columns,
-    write_multiply_values,
-)
-from quire.codegen.phases.staging import write_gather, write_scatter
+from quire.codegen.phases.staging import padded
 from quire.codegen.phases.storage import storage
 from quire.codegen.scratch import BLOCKS_TOGETHER, MOST_SQUARES, Regions, row_regions, row_stride
 
 FEW_KEYS = 512  # of a piece; prefetching cannot run far ahead of so few
 COLUMNS_AGAIN = 64  # columns of the values of a block that stay in the L1 cache for all later sets
-
-
-class RowPhases:
-    """The functions that the kernel calls, some by dtype or by the number of rows of a set."""
-
-    def __init__(self, module: Module, spec: KernelSpec) -> None:
-        tile, sizes = spec.tile, set_sizes(spec.tile)
-        key, value = storage(spec.key), storage(spec.value)
-        read = {stored.name: stored for stored in (key, value)}
-
-        careful = write_add_read_values(module, tile, value)
-        self.gather = write_gather(module, tile, storage(spec.query))
-        self.points = {name: write_point(module, tile, stored) for name, stored in read.items()}
-        self.copies = {name: write_copy(module, tile, stored) for name, stored in read.items()}
-        self.scatter = write_scatter(module, tile, storage(spec.out))
-        self.multiply_keys = {
-            (rows, turns): write_multiply_keys(module, tile, key, rows, spec.head_dim, turns=turns)
-            for rows in sizes
-            for turns in (NEAR, STREAM)
-        }
-        self.keep_keys = write_multiply_keys(
-            module, tile, key, sizes[0], spec.head_dim, turns=NEAR, keep=True
-        )
-        self.multiply_kept = {rows: write_multiply_kept(module, tile, key, rows) for rows in sizes}
-        self.multiply_values = {
-            rows: write_multiply_values(module, tile, value, rows, careful, width=spec.value_dim)
-            for rows in sizes
-        }
-        self.multiply_columns = write_multiply_columns(module, tile, value, sizes[0], careful)
-        self.gather_scales = {
-            name: write_gather_scales(module, tile, stored) for name, stored in read.items()
-        }
-        self.scale_weights = write_scale_weights(module, tile)
-        self.exponentiate = write_exponentiate(
-            module, tile, value, spec.value_dim, weighted=spec.weighted
-        )
-        self.merge = write_merge(module, tile, tile.lanes, weighted=spec.weighted)
 
 
 class Row(NamedTuple):
@@ -169,10 +121,20 @@ class RowNest(Nest):
         with self.sections.of(blocks) as section:
             pieces.enter(section)
             here = Here(blocks, section, self.count(piece))
-            with self.items.members_of(piece) as member:
-                self.each_row(member.queries, lambda row: self._weigh(member, here, row))
+            with f.when(self._is_changed(here)):
+                self._each_member_row(piece, lambda member, row: self._modify(member, here, row))
+            with f.range(section.start, section.end, self.spec.target.block_kv) as start:
+                self._weigh_block(piece, here, start)
+            scaled = f.value(storage(self.spec.value).has_scales, I1)
+            with f.when(scaled | self.wanted("weights_mod")):
+                self._each_member_row(piece, lambda member, row: self._drop(member, here, row))
             with f.range(section.start, section.end, self.spec.target.block_kv) as start:
                 self._multiply_values(piece, here, start)
+
+    def _each_member_row(self, piece: Piece, body: Callable[[Member, Row], None]) -> None:
+        """`body` for every row of every member, each by its place among those of its member."""
+        with self.items.members_of(piece) as member:
+            self.each_row(member.queries, lambda row: body(member, row))
 
     def _multiply_keys(self, piece: Piece, block: KeyBlocks) -> None:
         """Scores of all rows; if they are several sets, keys are transposed for the first one."""
@@ -250,55 +212,93 @@ class RowNest(Nest):
             f.call(self.phases.multiply_columns, **operands(first), begin=d, end=stop)
         self.each_set(later, f.maximum(rows, later), first_time)
 
-    def _weigh(self, member: Member, here: Here, row: Row) -> None:
-        """From the scores of one row and a section of keys to its weights."""
-        f, arg, queries, section = self.f, self.arg, member.queries, here.section
-        place, size = member.first_row + row.place, self.spec.target.block_kv
-        scores = self.at("scores", place)
+    def _is_changed(self, here: Here) -> Value:
+        """Whether scores of a section are not just those of its keys: `_modify` has to run."""
+        section, lanes = here.section, self.tile.lanes
+        ragged = section.begin.differs(section.start) | (section.end & (lanes - 1)).differs(0)
+        return self.visits.modified() | ragged | (self._past(here) > section.end)
 
-        def rewrite(mod: Value, part: KeyPart) -> None:
-            skipped = part.first & (CHAINS - 1)
+    def _past(self, here: Here) -> Value:
+        """Where the scores of a section end: behind the last one, at the end of a block."""
+        size, section = self.spec.target.block_kv, here.section
+        past = section.start + ((section.end - section.start + (size - 1)) & -size)
+        return self.f.select(section.end.equals(here.blocks.end), past, section.end)
+
+    def _modify(self, member: Member, here: Here, row: Row) -> None:
+        """Apply mods to the scores of one row and a section of keys."""
+        scores = self.at("scores", member.first_row + row.place)
+        self._fill(scores, here)
+        with self.f.when(self.visits.modified()):
+            self._rewrite(member, here, row, lambda part: self.visits.mod(part.kind))
+
+    def _drop(self, member: Member, here: Here, row: Row) -> None:
+        """Apply a prob_mod, dropout and the scales of values to the weights of one row."""
+        f, section = self.f, here.section
+        with f.when(self.wanted("weights_mod")):
+            self._rewrite(member, here, row, lambda part: self.arg["weights_mod"])
+        if storage(self.spec.value).has_scales:
+            scores, scales = self.at("scores", member.first_row + row.place), "value_scales"
+            ends = section.begin, section.end
+            f.call(self.phases.scale_weights, scores, self.scratch[scales], *ends)
+
+    def _rewrite(
+        self, member: Member, here: Here, row: Row, mod_of: Callable[[KeyPart], Value]
+    ) -> None:
+        """Apply the mods that `mod_of` gives for parts of a section, to one row."""
+        f, queries = self.f, member.queries
+        scores = self.at("scores", member.first_row + row.place)
+
+        def rewrite(part: KeyPart) -> None:
+            mod, skipped = mod_of(part), part.first & (CHAINS - 1)
             at = part.first - skipped
             where = {"q_idx": queries.q_idx + row.q, "kv_idx": part.position - skipped}
             keys = {"keys": part.end - at, "skipped": skipped}
             with f.when(mod.differs(f.null())):
-                head = {"arguments": arg["arguments"], "b": queries.b, "h": row.h}
+                head = {"arguments": self.arg["arguments"], "b": queries.b, "h": row.h}
                 some = f.offset(scores, at, self.tile.element)
                 f.call_pointer(mod, ROW_REWRITE, scores=some, **head, **where, **keys)
 
-        self._fill(scores, here)
-        self.visits.each_part(section, lambda part: rewrite(self.visits.mod(part.kind), part))
-        with f.range(section.start, section.end, size) as start:
-            self._weigh_block(here, place, start, queries.kv_begin)
-        with f.when(self.wanted("weights_mod")):
-            self.visits.each_part(section, lambda part: rewrite(arg["weights_mod"], part))
-        if storage(self.spec.value).has_scales:
-            scales = self.scratch["value_scales"]
-            f.call(self.phases.scale_weights, scores, scales, section.begin, section.end)
+        self.visits.each_part(here.section, rewrite)
 
-    def _weigh_block(self, here: Here, place: Value, start: Value, kv_begin: Value) -> None:
-        """From scores to weights, for the row `place` and the block that begins at `start`."""
-        f, size, block = self.f, self.spec.target.block_kv, here.section
-        scores = f.offset(self.at("scores", place), start, self.tile.element)
-        running = {name: self.at(name, place) for name in ("running_max", "running_sum")}
+    def _weigh_block(self, piece: Piece, here: Here, start: Value) -> None:
+        """From scores to weights, for all rows and the block that begins at `start`."""
+        f, size, section = self.f, self.spec.target.block_kv, here.section
         with f.when(self.wanted("observe")):
-            begin = f.maximum(start, block.begin)
-            position = block.origin + begin - block.start
-            where = {"first": position - kv_begin, "lead": begin - start}
-            where |= {"keys": f.minimum(block.end - start, size)}
-            state = {"running_sum": running["running_sum"], **self.observed(place)._asdict()}
-            given = {"chains": f.null(), "scores": scores}  # chains stay in registers
-            f.call_pointer(self.arg["observe"], OBSERVE, **given, **state, **where)
-        alpha = self.at("alpha", place * BLOCKS_TOGETHER + (start - block.start).udiv(size))
-        rows = self._not_asked_for(here, place, start)
-        count = (f.minimum(block.end - start, size) + (CHAINS - 1)) & -CHAINS
-        f.call(self.phases.exponentiate, scores, **running, alpha=alpha, rows=rows, count=count)
+            self._each_member_row(
+                piece, lambda member, row: self._observe(member, here, row, start)
+            )
+        keys = f.minimum(section.end - start, size)
+        block = (start - section.start).udiv(size)
+
+        def weigh(first: Value, rows: int) -> None:
+            given = {
+                "scores": f.offset(self.at("scores", first), start, self.tile.element),
+                "running_max": self.at("running_max", first),
+                "running_sum": self.at("running_sum", first),
+                "alpha": self.at("alpha", first * BLOCKS_TOGETHER + block),
+                "rows": self._not_asked_for(here, start * here.rows + first * keys),
+                "count": (keys + (CHAINS - 1)) & -CHAINS,
+            }
+            f.call(self.phases.exponentiate[rows], **given)
+
+        self.each_set(f.value(0, I64), here.rows, weigh)
+
+    def _observe(self, member: Member, here: Here, row: Row, start: Value) -> None:
+        """Show the scores of one row and a block to `observe`."""
+        f, size, block = self.f, self.spec.target.block_kv, here.section
+        place = member.first_row + row.place
+        begin = f.maximum(start, block.begin)
+        position = block.origin + begin - block.start
+        where = {"first": position - member.queries.kv_begin, "lead": begin - start}
+        where |= {"keys": f.minimum(block.end - start, size)}
+        state = {"running_sum": self.at("running_sum", place), **self.observed(place)._asdict()}
+        scores = f.offset(self.at("scores", place), start, self.tile.element)
+        given = {"chains": f.null(), "scores": scores}  # chains stay in registers
+        f.call_pointer(self.arg["observe"], OBSERVE, **given, **state, **where)
 
     def _fill(self, scores: Value, here: Here) -> None:
         """The scores of keys that do not exist are -inf, up to whole blocks after the last one."""
-        f, tile, size, block = self.f, self.tile, self.spec.target.block_kv, here.section
-        past = block.start + ((block.end - block.start + (size - 1)) & -size)
-        past = f.select(block.end.equals(here.blocks.end), past, block.end)
+        f, tile, block, past = self.f, self.tile, here.section, self._past(here)
         numbers = tile.element.as_int.vector(tile.lanes)
 
         def below(limit: Value) -> Value:
@@ -379,24 +379,26 @@ class RowNest(Nest):
             with f.range(0, row_bytes, LINE) as at:
                 f.prefetch(f.offset(row, at, I8))
 
-    def _not_asked_for(self, here: Here, place: Value, start: Value) -> Value:
+    def _not_asked_for(self, here: Here, scores: Value) -> Value:
         """The table of addresses from the first value on that has not been prefetched yet.
 
-        The products with keys prefetch some values, and so does the softmax of every earlier row
-        and block, a line with each vector of scores.
+        The products with keys prefetch some values, and so does the softmax of earlier `scores`, a
+        line with each vector.
         """
-        f, blocks, section = self.f, here.blocks, here.section
+        f, blocks = self.f, here.blocks
         count, values = blocks.end - blocks.begin, self._values(blocks)
         if not self.spec.value_dim:
             return values
-        each = self.spec.target.block_kv // self.tile.lanes
-        earlier = section.start * here.rows + place * (section.end - section.start)
-        lines = (earlier + start - section.start).udiv(self.tile.lanes)
+        each = set_sizes(self.tile)[0] * self.spec.target.block_kv // self.tile.lanes
         behind = STREAM.keys(self.tile, storage(self.spec.key)) * self._row_bytes("key")
-        asked = (behind + ASKED_BEHIND[0] + lines * LINE).udiv(self._row_bytes("value"))
+        lines = scores.udiv(self.tile.lanes) * LINE
+        asked = (behind + ASKED_BEHIND[0] + lines).udiv(self._row_bytes("value"))
         return f.offset(values, f.minimum(asked, count + MOST_AHEAD - each), PTR)
 
     def _row_bytes(self, name: str) -> Value:
-        """The bytes of a row of keys or values, at least 1."""
+        """The bytes of a row of keys or values, at least 1; a constant if the width is known."""
         size = storage(self.spec.dtype_of(name)).memory.size
+        width = self.spec.head_dim if name == "key" else self.spec.value_dim
+        if width:
+            return self.f.value(padded(self.tile, width) * size, I64)
         return self.f.maximum(self.depth[name] * size, 1)

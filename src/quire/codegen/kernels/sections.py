@@ -14,7 +14,7 @@ from quire.codegen.convention import EMPTY
 from quire.codegen.kernels.items import QueryBlock
 from quire.codegen.kernels.visits import BlockWalk, Judge, KeyBlock, Visits
 from quire.codegen.llvm.builder import Value
-from quire.codegen.llvm.types import I64
+from quire.codegen.llvm.types import I1, I64
 from quire.codegen.scratch import BLOCKS_TOGETHER, SECTION_SIZE
 
 SECTION = SECTION_SIZE // I64.size  # numbers of a section in memory: the first fields of KeyBlock
@@ -106,19 +106,27 @@ class Sections:
         return [after, f.select(there, f.value(1, I64), 0), block.end]
 
     def _entries(self, walk: BlockWalk, number: Value, stop: Value) -> list[Value]:
-        """Write entries of the list as sections, until there are enough keys; returns the same."""
+        """Write entries of the list as sections, as many as fit; returns the same."""
         f, size = self.f, walk.size
 
         def add(carried: list[Value]) -> list[Value]:
-            entry, count, end = carried
+            entry, count, end, _ = carried
             low, high, kind, runs = walk.entry(entry)
             block = self.visits.block(walk.queries, low * size, high * size, kind, runs)
             there = (block.begin < block.end) & kind.differs(EMPTY)
             after = end + block.end  # a multiple of a run, but for the last key of a sequence
-            with f.when(there):
+            fits = ~there | (after <= BLOCKS_TOGETHER * size)
+            added = there & fits
+            with f.when(added):
                 section = block._replace(start=end, begin=end + block.begin, end=after)
                 self._keep(count, section)
-            return [entry + 1, f.select(there, count + 1, count), f.select(there, after, end)]
+            return [
+                f.select(fits, entry + 1, entry),
+                f.select(added, count + 1, count),
+                f.select(added, after, end),
+                fits,
+            ]
 
-        most, zero = (BLOCKS_TOGETHER - 1) * size, f.value(0, I64)
-        return f.repeat(lambda x: (x[0] < stop) & (x[2] <= most), add, [number, zero, zero])
+        zero = f.value(0, I64)
+        start = [number, zero, zero, f.value(True, I1)]
+        return f.repeat(lambda x: (x[0] < stop) & x[3], add, start)[:3]

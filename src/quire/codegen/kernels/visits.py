@@ -6,6 +6,8 @@ Either the tile list says which blocks of keys there are, or all blocks are visi
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -335,6 +337,12 @@ class Visits:
         whole = [block.begin, block.end, kind]
         first, end, kind = f.choose(open_question, looked_at, lambda: whole)
         return KeyRange(first, f.select(kind.equals(EMPTY), first, end), kind)
+
+    def modified(self) -> Value:
+        """Whether some tiles may have a mod."""
+        f, arg = self.f, self.arg
+        kinds = ("full_mod", "partial_mod", "plain_mod")
+        return functools.reduce(operator.or_, [arg[name].differs(f.null()) for name in kinds])
 
     def mod(self, kind: Value) -> Value:
         """The address of the function that rewrites the scores of a tile, or null."""

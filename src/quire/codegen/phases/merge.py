@@ -42,21 +42,39 @@ def join(f: Function, best: Value, other: Value, *, weighted: bool = False) -> J
 
 
 def write_merge(module: Module, tile: TileShape, step: int, *, weighted: bool = False) -> Function:
-    """The function that adds the result of a piece to what a vector of rows has so far.
+    """The function that adds the result of a piece to what some vectors of rows have so far.
 
     Parameters are the addresses of both, those of the piece with `piece_` before their names. `out`
-    has a vector at every `step` up to `end`, in elements.
+    has a vector at every `step` up to `end`, in elements. That of the next of `count` rows is
+    `stride` elements further, and all else is a vector further. Nobody reads what was observed if
+    `observe` is null.
     """
     names = [*STATES, *(f"piece_{name}" for name in STATES)]
-    parameters = typed(f"ptr {' '.join(names)}, i64 end")
-    with module.function("merge", parameters, internal=True) as f:
-        given = f.given
-        theirs = {name: given[f"piece_{name}"] for name in STATES}
-        before, other = (tile.load(f, of["running_max"]) for of in (given, theirs))
-        joined = join(f, before, other, weighted=weighted)
-        mine, its = (tile.load(f, of["running_sum"]) for of in (given, theirs))
-        tile.store(f, joined.after, given["running_max"])
-        tile.store(f, joined.add(f, mine, its), given["running_sum"])
+    parameters = typed(f"ptr {' '.join(names)} observe, i64 end count stride")
+    with (
+        module.function("merge", parameters, internal=True) as f,
+        f.range(0, f.given["count"]) as n,
+    ):
+        given = {
+            name: f.offset(f.given[name], n * f.given["stride"], tile.element)
+            if name in ("out", "piece_out")
+            else f.offset(f.given[name], n * tile.lanes, tile.element)
+            for name in names
+        }
+        _merge_row(f, tile, given, step, weighted=weighted)
+    return f
+
+
+def _merge_row(
+    f: Function, tile: TileShape, given: dict[str, Value], step: int, *, weighted: bool
+) -> None:
+    theirs = {name: given[f"piece_{name}"] for name in STATES}
+    before, other = (tile.load(f, of["running_max"]) for of in (given, theirs))
+    joined = join(f, before, other, weighted=weighted)
+    mine, its = (tile.load(f, of["running_sum"]) for of in (given, theirs))
+    tile.store(f, joined.after, given["running_max"])
+    tile.store(f, joined.add(f, mine, its), given["running_sum"])
+    with f.when(f.given["observe"].differs(f.null())):
         my_state, their_state = (
             observe.State(*(of[name] for name in observe.State._fields)) for of in (given, theirs)
         )
@@ -64,7 +82,6 @@ def write_merge(module: Module, tile: TileShape, step: int, *, weighted: bool = 
         here = observe.ObservedPart(my_state, mine, below[0], joined.before)
         there = observe.ObservedPart(their_state, its, below[1], joined.behind)
         observe.merge(f, tile, here, there)
-        with f.range(0, given["end"], step) as d:
-            both = tile.load(f, given["out"], d), tile.load(f, theirs["out"], d)
-            tile.store(f, joined.add(f, *both), given["out"], d)
-    return f
+    with f.range(0, f.given["end"], step) as d:
+        both = tile.load(f, given["out"], d), tile.load(f, theirs["out"], d)
+        tile.store(f, joined.add(f, *both), given["out"], d)

@@ -72,14 +72,26 @@ def sum_of_block(
 
     The block has keys before `end`, a multiple of CHAINS, or as many as a block has.
     """
+    return sums_of_block(f, tile, lambda j: [terms(j)], 1, end)[0]
+
+
+def sums_of_block(
+    f: Function, tile: TileShape, terms: Callable[[Value], list[Value]], rows: int, end: Operand = 0
+) -> list[Value]:
+    """The same for some rows, of each of which `terms` gives a vector."""
     places = range(0, CHAINS, tile.lanes)
 
     def add(j: Value, chains: list[Value]) -> list[Value]:
-        return [chain + terms(j + at) for chain, at in zip(chains, places, strict=True)]
+        found = [term for at in places for term in terms(j + at)]
+        return [chain + term for chain, term in zip(chains, found, strict=True)]
 
-    nothing = [f.value(0.0, tile.vector)] * len(places)
+    nothing = [f.value(0.0, tile.vector)] * (len(places) * rows)
     last = end if isinstance(end, Value) else tile.target.block_kv
-    total = _folded(f.loop(0, last, add, carry=nothing, step=CHAINS))
+    chains = f.loop(0, last, add, carry=nothing, step=CHAINS)
+    return [_in_all_lanes(f, tile, _folded(chains[row::rows])) for row in range(rows)]
+
+
+def _in_all_lanes(f: Function, tile: TileShape, total: Value) -> Value:
     step = tile.lanes
     while step := step // 2:
         others = f.shuffle(total, total, [lane ^ step for lane in range(tile.lanes)])
