@@ -34,7 +34,7 @@ class Client:
         return self._runner.run(self._ask(bodies))
 
     async def _ask(self, bodies: list[dict[str, Any]]) -> list[float]:
-        host, port = self._address.hostname, self._address.port
+        host, port = self._address.hostname or "", self._address.port or 80
         loop = asyncio.get_running_loop()
         while len(self._connections) < len(bodies):
             _, connection = await loop.create_connection(_Connection, host, port)

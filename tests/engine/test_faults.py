@@ -170,10 +170,12 @@ def test_a_loop_is_woken_once_for_all_answers_of_a_step() -> None:
         loops: list[Any] = request.answers[0]._loops
         loops.append((loop, event if request is requests[0] else asyncio.Event()))
     requests[0].answers[0]._loops.append((loop, event))  # an event is set once
+    steps = 1
     while served.step():
         served._bells.sound()  # as the thread of an engine does
+        steps += 1
     served.close()
-    assert woken == [4, 4, 4] and event.is_set()
+    assert len(woken) == steps < sum(woken) == 12 and event.is_set()
 
 
 def test_a_sampling_or_its_options() -> None:

@@ -1,7 +1,7 @@
 """One stream of messages from a replica to the front, for all answers that the replica writes.
 
     replica: a step ends ─▶ parts of all its streams ─▶ Outboxes ─▶ one message of Ray
-    front:   one message ─▶ Channels ─▶ the Parts of each call
+    front:   one message ─▶ Channels ─▶ the answer of each call
 
 A message of Ray costs much more than a token, so what is ready at the same time goes together. A
 call itself brings the status and the headers of its answer, and says if its replica has failed.
@@ -86,19 +86,21 @@ class Outboxes:
 
 
 class Channels:
-    """Replicas behind a handle of Ray Serve. A call returns `Parts`."""
+    """Replicas behind a handle of Ray Serve. A call returns a `ReplicaAnswer`."""
 
     def __init__(self, handle: DeploymentHandle) -> None:
         self._calls = handle.options(stream=True, method_name="answer")
         self._channels = handle.options(stream=True, method_name="parts")
         self._front, self._numbers = secrets.token_hex(8), itertools.count()
-        self._parts: dict[int, Parts] = {}
+        self._parts: dict[int, ReplicaAnswer] = {}
         self._readers: dict[str, asyncio.Task[None]] = {}  # by the name of the replica
 
-    def remote(self, call: Forwarded) -> Parts:
+    def remote(self, call: Forwarded) -> ReplicaAnswer:
         """Call a replica."""
         number = next(self._numbers)
-        self._parts[number] = Parts(self, number, self._calls.remote(call, (self._front, number)))
+        self._parts[number] = ReplicaAnswer(
+            self, number, self._calls.remote(call, (self._front, number))
+        )
         return self._parts[number]
 
     def open(self, replica: str) -> None:
@@ -127,7 +129,7 @@ class Channels:
         self._parts.pop(number, None)
 
 
-class Parts:
+class ReplicaAnswer:
     """The answer to a call: its status and its headers, then the parts of its body."""
 
     def __init__(self, channels: Channels, number: int, call: Any) -> None:
@@ -136,7 +138,7 @@ class Parts:
         self.inbox: asyncio.Queue[bytes | BaseException | None] = asyncio.Queue()
         self._watch: asyncio.Task[None] | None = None
 
-    def __aiter__(self) -> Parts:
+    def __aiter__(self) -> ReplicaAnswer:
         return self
 
     async def __anext__(self) -> Any:

@@ -25,7 +25,7 @@ from starlette.staticfiles import StaticFiles
 from quire.errors import ApiError
 from quire.serve import problems
 from quire.serve.app import PAGE, too_late
-from quire.serve.channels import Channels, Parts
+from quire.serve.channels import Channels, ReplicaAnswer
 from quire.serve.gate import Gate
 from quire.serve.guard import Guard
 from quire.serve.metrics import Metrics, written
@@ -111,7 +111,7 @@ class Front:
                 late=_lost(),
             )
 
-    def _call(self, call: Forwarded, stack: contextlib.AsyncExitStack) -> Parts:
+    def _call(self, call: Forwarded, stack: contextlib.AsyncExitStack) -> ReplicaAnswer:
         """Call a replica, and return the parts of its answer. `stack` ends the call."""
         parts = self._channels.remote(call)
         stack.callback(_end, parts)
@@ -205,7 +205,7 @@ def _watched() -> Iterator[None]:
         raise _Failed(_lost()) from None
 
 
-async def _rest(parts: Parts) -> AsyncGenerator[bytes]:
+async def _rest(parts: ReplicaAnswer) -> AsyncGenerator[bytes]:
     """Return the rest of a stream. If its replica fails, its last event is an error."""
     try:
         with _watched():
@@ -220,7 +220,7 @@ def _kept(headers: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in headers.items() if name in PASSED_ON}
 
 
-def _end(parts: Parts) -> None:
+def _end(parts: ReplicaAnswer) -> None:
     """Cancel a call if it is not finished. One that never began raises what has kept it."""
     with contextlib.suppress(RayError, RayServeException):
         parts.cancel()
