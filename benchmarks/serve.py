@@ -27,6 +27,7 @@ from typing import Any
 
 import _load
 import httpx2 as httpx
+from _client import Client
 from _race import Table, race, run_parts
 
 from quire.engine import Engine, loading
@@ -86,44 +87,9 @@ def body(tokens: list[int], output: int) -> dict[str, Any]:
     return asked | {"stream": True, "ignore_eos": True}
 
 
-async def first_token(client: httpx.AsyncClient, asked: dict[str, Any]) -> float:
-    """Read a whole stream. Return the seconds until its first event."""
-    began, first = time.perf_counter(), 0.0
-    async with client.stream("POST", "/v1/completions", json=asked) as response:
-        assert response.status_code == 200
-        async for line in response.aiter_lines():
-            first = first or time.perf_counter() - began
-            assert not line or line == "data: [DONE]" or "error" not in json.loads(line[6:])
-    return first
-
-
-class Client:
-    """A client of a server, with connections that it keeps."""
-
-    def __init__(self, url: str, connections: int) -> None:
-        limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
-        self._client = httpx.AsyncClient(base_url=url, timeout=600, limits=limits)
-        self._runner = asyncio.Runner()
-
-    def __enter__(self) -> Client:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._runner.run(self._client.aclose())
-        self._runner.close()
-
-    def ask(self, bodies: list[dict[str, Any]]) -> list[float]:
-        """Send all requests at once, and read their streams. Return the times of first tokens."""
-
-        async def every() -> list[float]:
-            return await asyncio.gather(*(first_token(self._client, each) for each in bodies))
-
-        return self._runner.run(every())
-
-
 def ask_all(url: str, bodies: list[dict[str, Any]]) -> list[float]:
     """Ask as a client that comes once."""
-    with Client(url, len(bodies)) as client:
+    with Client(url) as client:
         return client.ask(bodies)
 
 
@@ -136,7 +102,7 @@ def http(table: Table, seconds: float, threads: int) -> None:
 
     with (
         served() as server,
-        Client(server.url, REQUESTS) as client,
+        Client(server.url) as client,
         Engine.from_pretrained(MODEL, num_threads=threads) as engine,
     ):
 
@@ -191,8 +157,8 @@ def replicas(table: Table, seconds: float, threads: int) -> None:
     with (
         served("--threads", "2") as process,
         served("--replicas", "2", "--threads", "1") as processes,
-        Client(process.url, REQUESTS) as one,
-        Client(processes.url, REQUESTS) as two,
+        Client(process.url) as one,
+        Client(processes.url) as two,
     ):
 
         def ask(client: Client) -> None:

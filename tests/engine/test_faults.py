@@ -152,7 +152,30 @@ def test_a_loop_that_is_closed_stops_nobody() -> None:
     loops: list[Any] = request.answers[0]._loops
     loops.append((loop, asyncio.Event()))
     run(served)
+    served._bells.sound()
     assert len(request.result().tokens) == 4
+
+
+def test_a_loop_is_woken_once_for_all_answers_of_a_step() -> None:
+    woken: list[Any] = []
+
+    class Loop:
+        def call_soon_threadsafe(self, call: Any, events: Any) -> None:
+            woken.append(len(events))
+            call(events)
+
+    served, loop, event = engine(), Loop(), asyncio.Event()
+    requests = [served.submit(prompt(4 + number), max_tokens=3) for number in range(4)]
+    for request in requests:
+        loops: list[Any] = request.answers[0]._loops
+        loops.append((loop, event if request is requests[0] else asyncio.Event()))
+    requests[0].answers[0]._loops.append((loop, event))  # an event is set once
+    steps = 1
+    while served.step():
+        served._bells.sound()  # as the thread of an engine does
+        steps += 1
+    served.close()
+    assert len(woken) == steps < sum(woken) == 12 and event.is_set()
 
 
 def test_a_sampling_or_its_options() -> None:

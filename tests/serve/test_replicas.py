@@ -5,10 +5,15 @@ One start of Ray serves the whole file.
 
 from __future__ import annotations
 
-import importlib
+import contextlib
 import importlib.util
+import itertools
 import json
+import os
+import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,13 +26,17 @@ import psutil
 import pytest
 from serving import KEYS, Served, served
 
+if importlib.util.find_spec("ray") is None:
+    pytest.skip("ray is not installed", allow_module_level=True)
+
+import yaml
+from ray.serve.schema import ServeDeploySchema
+
 from quire.integrations import minilm
+from quire.serve.command import _RAY
 from quire.serve.options import Options
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed"),
-    pytest.mark.timeout(600),
-]
+pytestmark = pytest.mark.timeout(600)
 
 ONGOING = 8
 RUNNING = "quire_engine_running"
@@ -35,9 +44,39 @@ SENT = {"authorization": f"Bearer {KEYS[0]}"}
 LONG: dict[str, Any] = {"max_tokens": 1000, "temperature": 1.0, "extra_body": {"ignore_eos": True}}
 
 
+FAULTY = """
+import os
+from pathlib import Path
+
+from quire.engine.core import Core
+from quire.mods import causal as mask
+
+fault, schedule = Path({fault!r}), Core.schedule
+
+
+def once(core):
+    if fault.exists() and fault.read_text() == str(os.getpid()):
+        fault.unlink()
+        raise RuntimeError("on purpose")
+    return schedule(core)
+
+
+Core.schedule = once
+"""
+"""A file of mods: the engine of the replica whose process the file `fault` names fails."""
+
+
 @pytest.fixture(scope="module")
-def ray(model: Path) -> Iterator[Served]:
+def fault(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("faults") / "fault"
+
+
+@pytest.fixture(scope="module")
+def ray(model: Path, fault: Path) -> Iterator[Served]:
+    mods = fault.with_name("mods.py")
+    mods.write_text(FAULTY.format(fault=str(fault)))
     options = ["--replicas", "2", "--threads", "1", "--max-ongoing", str(ONGOING)]
+    options += ["--mask", f"{mods}:mask"]  # of the same meaning as none, and so with the same bits
     with served(model, *options, "--api-key", KEYS[0], "--api-key", KEYS[1]) as running:
         yield running
         while CLIENTS:
@@ -119,16 +158,52 @@ def wait_idle(server: Served, seconds: float = 60) -> None:
     wait_until(both, "both replicas are idle", seconds)
 
 
-def test_the_docs_show_a_file_that_deploys() -> None:
-    import yaml
-    from ray.serve.schema import ServeDeploySchema
-
+def shown_in_docs() -> dict[str, Any]:
     page = Path(__file__).parent.parent.parent / "docs" / "serve.md"
-    shown = page.read_text().partition("```yaml")[2].partition("```")[0]
-    (made,) = ServeDeploySchema.model_validate(yaml.safe_load(shown)).applications
-    module, _, name = made.import_path.partition(":")
-    assert callable(getattr(importlib.import_module(module), name))
+    shown: dict[str, Any] = yaml.safe_load(page.read_text().partition("```yaml")[2].split("```")[0])
+    return shown
+
+
+def test_the_docs_show_a_file_that_ray_reads() -> None:
+    (made,) = ServeDeploySchema.model_validate(shown_in_docs()).applications
+    assert made.import_path == "quire.serve.replicas:application"
     assert Options(**made.args).replicas == 4
+
+
+def test_the_file_of_the_docs_answers(model: Path, tmp_path: Path) -> None:
+    """With the paths, the port and the sizes of this machine."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    config = shown_in_docs()
+    config["http_options"] |= {"host": "127.0.0.1", "port": port}
+    args = config["applications"][0]["args"]
+    keys = tmp_path / "keys"
+    keys.write_text(KEYS[0])
+    args |= {"model": str(model), "replicas": 1, "threads": 1, "api_keys_file": str(keys)}
+    yaml_file, log = tmp_path / "serve.yaml", tmp_path / "log"
+    yaml_file.write_text(yaml.safe_dump(config))
+    command = [sys.executable, "-m", "ray.serve.scripts", "run", "--address", "local"]
+    with log.open("w") as said:
+        command.append(str(yaml_file))
+        process = subprocess.Popen(command, env=os.environ | _RAY, stdout=said, stderr=said)
+    try:
+
+        def answers() -> bool:
+            assert process.poll() is None, log.read_text()
+            try:
+                return httpx.get(f"http://127.0.0.1:{port}/health", timeout=5).is_success
+            except httpx.TransportError:
+                return False
+
+        wait_until(answers, "the application is there", seconds=120)
+        url = f"http://127.0.0.1:{port}/v1/completions"
+        body = {"model": "tiny", "prompt": "the fox", "max_tokens": 8, "stream": True}
+        text = httpx.post(url, json=body, headers=SENT, timeout=60).text
+        assert text.endswith("data: [DONE]\n\n") and text.count("\n\n") > 2
+        assert httpx.post(url, json=body, timeout=60).status_code == 401
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(60)
 
 
 def test_the_answers_are_those_of_one_process_bit_for_bit(ray: Served, server: Served) -> None:
@@ -264,8 +339,11 @@ def test_a_full_queue_says_when_to_come_again(ray: Served) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_a_replica_is_killed_and_comes_back(ray: Served, server: Served) -> None:
-    """Streams that it wrote end with an error; all other requests are answered."""
+def test_replicas_that_fail_come_back(ray: Served, server: Served, fault: Path) -> None:
+    """One is killed, and streams that it wrote end with an error; all else is answered.
+
+    Then the engine of the other fails. Ray starts another one of each.
+    """
 
     def whole(asked: Served, number: int) -> Any:
         return client(asked).completions.create(
@@ -298,8 +376,15 @@ def test_a_replica_is_killed_and_comes_back(ray: Served, server: Served) -> None
         for place, text in enumerate(written)
     )
     assert [each.choices for each in answered] == [each.choices for each in wanted[ONGOING:]]
+    fault.write_text(str(victims[1].pid))
+    for number in itertools.cycle(range(ONGOING + 3)):
+        with contextlib.suppress(openai.APIStatusError):  # unless the first is back, none is left
+            assert whole(ray, number).choices == wanted[number].choices
+        if not fault.exists():
+            break
+    old = {each.pid for each in victims}
+    wait_until(lambda: len({each.pid for each in processes(ray)} - old) == 2, "two others", 400)
     wait_idle(ray, seconds=400)  # both have numbers again
-    assert len({each.pid for each in processes(ray)} - {victims[0].pid}) == 2
     again = [whole(ray, number) for number in range(ONGOING)]
     assert [each.choices for each in again] == [each.choices for each in wanted[:ONGOING]]
 
@@ -318,4 +403,5 @@ def test_streams_end_before_the_processes(ray: Served) -> None:
     assert ray.process.wait(120) == 0
     _, alive = psutil.wait_procs(children, 120)
     assert not alive
-    assert "Traceback" not in ray.log.read_text()
+    tracebacks = ray.log.read_text().split("Traceback")[1:]
+    assert all("on purpose" in each for each in tracebacks)

@@ -14,7 +14,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, NamedTuple
@@ -55,20 +55,51 @@ class Completion:
     num_cached: int = 0  # tokens of the prompt whose pages were found
 
 
+class Bells:
+    """Wakes event loops after a step, each once for all answers that it waits for.
+
+    Waking a loop wakes its thread, which takes time from the engine. Only the engine's thread rings
+    and sounds, or whoever closes the engine after it.
+    """
+
+    def __init__(self) -> None:
+        self._rung: dict[asyncio.AbstractEventLoop, dict[asyncio.Event, None]] = {}
+
+    def ring(self, loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
+        """Set an event of a loop when the bells sound."""
+        self._rung.setdefault(loop, {})[event] = None
+
+    def sound(self) -> None:
+        """Wake the loops."""
+        rung, self._rung = self._rung, {}
+        for loop, events in rung.items():
+            with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits there
+                loop.call_soon_threadsafe(_set_all, events)
+
+
+def _set_all(events: Iterable[asyncio.Event]) -> None:
+    for event in events:
+        event.set()
+
+
 class Answer:
     """One answer. `drive` computes a step if nobody else does, and is None if a thread does.
 
-    `expect` raises where nobody can wait for the answer.
+    `expect` raises where nobody can wait for the answer. `bells` wake the loops that wait for it.
     """
 
     def __init__(
-        self, number: int, drive: Callable[[], object] | None, expect: Callable[[], None]
+        self,
+        number: int,
+        drive: Callable[[], object] | None,
+        expect: Callable[[], None],
+        bells: Bells,
     ) -> None:
         self.number = number
         self.is_cancelled = False
         self.is_scored = False  # whether its log-probabilities are asked for
         self.num_prompt = self.num_cached = 0
-        self._drive, self._expect = drive, expect
+        self._drive, self._expect, self._bells = drive, expect, bells
         self._tokens: list[Token] = []
         self._end: FinishReason | None = None
         self._text = ""
@@ -104,8 +135,7 @@ class Answer:
         if self._readers:
             self._changed.notify_all()
         for loop, event in self._loops:
-            with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits there
-                loop.call_soon_threadsafe(event.set)
+            self._bells.ring(loop, event)
 
     # --- the user reads
 
@@ -126,27 +156,10 @@ class Answer:
         self._raise()
 
     async def __aiter__(self) -> AsyncIterator[Token]:
-        self._expect()
-        event = asyncio.Event()
-        mine = asyncio.get_running_loop(), event
-        with self._changed:
-            self._loops.append(mine)
-        place = 0
-        try:
-            while True:
-                event.clear()
-                for token in self._tokens[place:]:
+        async with contextlib.aclosing(arrivals([self])) as arriving:
+            async for _, tokens in arriving:
+                for token in tokens:
                     yield token
-                    place += 1
-                if self._end is not None and place == len(self._tokens):
-                    break
-                if self._drive is not None:
-                    await asyncio.to_thread(self._drive)
-                else:
-                    await event.wait()
-        finally:
-            with self._changed:
-                self._loops.remove(mine)
         self._raise()
 
     def result(self, timeout: float | None = None) -> Completion:
@@ -193,6 +206,42 @@ class Answer:
     def _raise(self) -> None:
         if self._error is not None:
             raise self._error.with_traceback(self._traceback)
+
+
+async def arrivals(answers: Sequence[Answer]) -> AsyncGenerator[tuple[Answer, list[Token]]]:
+    """Return the tokens that have come to each answer since the last time, until all have ended.
+
+    The last list of an answer is empty. `result` then says at once how it has ended.
+    """
+    event = asyncio.Event()
+    mine = asyncio.get_running_loop(), event
+    drive = answers[0]._drive
+    for answer in answers:
+        answer._expect()
+        with answer._changed:
+            answer._loops.append(mine)
+    read = dict.fromkeys(answers, 0)  # how many tokens of those that are written
+    try:
+        while True:
+            event.clear()
+            for answer, place in list(read.items()):
+                ended = answer._end is not None  # asked first: no token comes after the end
+                if tokens := answer._tokens[place:]:
+                    read[answer] += len(tokens)
+                    yield answer, tokens
+                if ended:
+                    del read[answer]
+                    yield answer, []
+            if not read:
+                return
+            if drive is not None:
+                await asyncio.to_thread(drive)
+            else:
+                await event.wait()
+    finally:
+        for answer in answers:
+            with answer._changed:
+                answer._loops.remove(mine)
 
 
 class Generation:

@@ -13,7 +13,14 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from quire.checks.arguments import whole_number
-from quire.engine.answers import Answer, Completion, FinishReason, Generation, expect_process
+from quire.engine.answers import (
+    Answer,
+    Bells,
+    Completion,
+    FinishReason,
+    Generation,
+    expect_process,
+)
 from quire.engine.arguments import (
     beams_of,
     check_threads,
@@ -130,6 +137,7 @@ class Engine:
         self._num_answers = 0
         self._closed = False
         self._gap = Gap()
+        self._bells = Bells()
         self._awake = threading.Condition()
         self._num_threads = num_threads
         self._threaded = start
@@ -202,7 +210,7 @@ class Engine:
         jobs: list[Job] = []
         with self._submitting:
             answers = [
-                Answer(self._num_answers + place, drive, self._expect_waiting)
+                Answer(self._num_answers + place, drive, self._expect_waiting, self._bells)
                 for place in range(count)
             ]
             self._num_answers += count
@@ -290,6 +298,7 @@ class Engine:
                 with contextlib.suppress(Exception):  # all who wait hear of the first error
                     self._end("error", error)
                 return
+            self._bells.sound()
 
     def _wake(self) -> None:
         if not self._threaded:
@@ -394,6 +403,7 @@ class Engine:
                 self._core.end_all(reason, error)
             finally:
                 self._gap.answer_all()
+                self._bells.sound()  # whoever hears them sees that the engine is closed
             drafts, self._core.drafts = self._core.drafts, None
         if drafts is not None:
             drafts.leave()

@@ -7,24 +7,22 @@ context that cancels what is unfinished.
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 import sys
 import time
 import traceback
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from types import TracebackType
 
 from quire.engine import Answer, Completion, Engine, Generation, Token
+from quire.engine.answers import arrivals
 from quire.engine.speculation import PromptLookup
 from quire.errors import QuireError
 from quire.serve import problems
 from quire.serve.asking import Asked
 from quire.serve.metrics import Metrics
-from quire.serve.shapes import AnswerShape, usage
+from quire.serve.shapes import AnswerShape, compact, usage
 from quire.serve.tools import Json
-
-_compact = json.JSONEncoder(separators=(",", ":")).encode
 
 DONE = b"data: [DONE]\n\n"
 
@@ -49,7 +47,7 @@ class Reply:
         }
         self._chunk = self._head | {"object": shapes[0].chunk, "choices": []}
         # All that the events of a stream have in common, up to the choice of each.
-        self._opened = b"data: %b" % _compact(self._chunk).encode().removesuffix(b"]}")
+        self._opened = f"data: {compact(self._chunk)}".removesuffix("]}")
 
     async def start(self, engine: Engine, salt: bytes, *, lookup: bool = False) -> None:
         """Give the prompts to the engine. Raise an ApiError if it refuses one.
@@ -99,7 +97,9 @@ class Reply:
 
     async def whole(self) -> Json:
         """Wait for all answers, and return the body of the response."""
-        completions = list(await asyncio.gather(*map(self._read, self.answers)))
+        async for _ in self._arrivals():
+            pass
+        completions = list(map(_completed, self.answers))
         choices = [
             {"index": place, **shape.choice(completion)}
             for place, (shape, completion) in enumerate(zip(self._shapes, completions, strict=True))
@@ -113,80 +113,46 @@ class Reply:
         }
 
     async def events(self, *, with_usage: bool) -> AsyncGenerator[bytes]:
-        """Return the events of a stream, each with its end of line.
+        """Return the events of a stream, those that come together as one part.
 
         Nothing is said before the first token: until then, an error has a status of its own.
         """
-        completions: dict[int, Completion] = {}
-        opened = False
-        async for place, found in self._merged():
-            if not opened:
-                opened = True
-                for event in self._openings():
-                    yield event
-            if isinstance(found, Completion):
-                completions[place] = found
-                for piece in self._shapes[place].closing(found):
-                    yield self._event(place, piece)
-            elif (said := self._shapes[place].piece(found)) is not None:
-                yield self._event(place, said)
-        finished = [completions[place] for place in sorted(completions)]
-        self._count(finished)
+        part = self._openings()
+        places = {answer: place for place, answer in enumerate(self.answers)}
+        async for answer, tokens in self._arrivals():
+            part += self._said(places[answer], answer, tokens)
+            if part:
+                yield part.encode()
+            part = ""
+        completions = list(map(_completed, self.answers))
+        self._count(completions)
         if with_usage:
-            counted = usage(finished, self._asked.n)
-            content = self._chunk | {"usage": counted}
-            yield b"data: %b\n\n" % _compact(content).encode()
+            content = self._chunk | {"usage": usage(completions, self._asked.n)}
+            yield b"data: %b\n\n" % compact(content).encode()
         yield DONE
 
-    def _openings(self) -> Iterator[bytes]:
-        for place, shape in enumerate(self._shapes):
-            if (opening := shape.opening()) is not None:
-                yield self._event(place, opening)
+    def _openings(self) -> str:
+        """Return what a stream begins with."""
+        openings = ((place, shape.opening()) for place, shape in enumerate(self._shapes))
+        return "".join(self._event(place, each) for place, each in openings if each is not None)
 
-    async def _merged(self) -> AsyncIterator[tuple[int, Token | Completion]]:
-        """Return tokens of all answers as they come, and each answer when it is complete."""
-        if len(self.answers) == 1:
-            async for token in self._tokens(self.answers[0]):
-                yield 0, token
-            yield 0, _completed(self.answers[0])
-            return
-        queue: asyncio.Queue[tuple[int, Token | Completion | Exception]] = asyncio.Queue()
+    def _said(self, place: int, answer: Answer, tokens: list[Token]) -> str:
+        """Return the events of tokens that have come. If none has, the answer is complete."""
+        shape = self._shapes[place]
+        pieces = [shape.piece(token) for token in tokens] or shape.closing(_completed(answer))
+        return "".join(self._event(place, each) for each in pieces if each is not None)
 
-        async def pump(place: int, answer: Answer) -> None:
-            try:
-                async for token in self._tokens(answer):
-                    queue.put_nowait((place, token))
-                queue.put_nowait((place, _completed(answer)))
-            except Exception as error:
-                queue.put_nowait((place, error))
-
-        tasks = [asyncio.create_task(pump(*each)) for each in enumerate(self.answers)]
+    async def _arrivals(self) -> AsyncGenerator[tuple[Answer, list[Token]]]:
+        """Return tokens of all answers as they come. Tell the time of the first of each."""
+        begun: set[Answer] = set()
         try:
-            left = len(tasks)
-            while left:
-                place, found = await queue.get()
-                if isinstance(found, Exception):
-                    raise found
-                left -= isinstance(found, Completion)
-                yield place, found
-        finally:
-            for task in tasks:
-                task.cancel()
-
-    async def _read(self, answer: Answer) -> Completion:
-        async for _ in self._tokens(answer):
-            pass
-        return _completed(answer)
-
-    async def _tokens(self, answer: Answer) -> AsyncIterator[Token]:
-        """Return the tokens of an answer as they come. Tell the time of the first."""
-        first = True
-        try:
-            async for token in answer:
-                if first:
+            async for answer, tokens in arrivals(self.answers):
+                if not tokens:
+                    answer.result()  # raises what has ended it
+                elif answer not in begun:
+                    begun.add(answer)
                     self._metrics.first_token.observe(time.perf_counter() - self._began)
-                    first = False
-                yield token
+                yield answer, tokens
         except Exception as error:
             raise self._problem(error) from None
 
@@ -199,9 +165,8 @@ class Reply:
             return problems.of_request(error)
         return error
 
-    def _event(self, place: int, piece: Json) -> bytes:
-        choice = {"index": place, "finish_reason": None, **piece}
-        return b"%b%b]}\n\n" % (self._opened, _compact(choice).encode())
+    def _event(self, place: int, piece: str) -> str:
+        return f'{self._opened}{{"index":{place},{piece}}}]}}\n\n'
 
     def _count(self, completions: Sequence[Completion]) -> None:
         self._metrics.duration.observe(time.perf_counter() - self._began)

@@ -28,6 +28,24 @@ LAST = 5
 """How many seconds before the end of this grace answers are ended, so that clients are told."""
 
 
+class _Connection(h11.Connection):
+    """h11's connection, which writes the parts of a stream without h11's events and checks.
+
+    Those take longer than everything else that is done for a token.
+    """
+
+    _in_chunks = False
+
+    def send(self, event: Any) -> bytes | None:  # type: ignore[override]
+        """Return the bytes of an event."""
+        if type(event) is h11.Data and self._in_chunks:
+            return b"%x\r\n%b\r\n" % (len(event.data), event.data) if event.data else b""
+        sent: bytes | None = super().send(event)
+        if type(event) is h11.Response:
+            self._in_chunks = b"\r\ntransfer-encoding: chunked\r\n" in (sent or b"").lower()
+        return sent
+
+
 class _Protocol(H11Protocol):
     """HTTP, whose requests must begin in time: uvicorn would wait for headers for ever.
 
@@ -36,6 +54,10 @@ class _Protocol(H11Protocol):
 
     patience = 30.0
     most = 512
+
+    def __init__(self, config: uvicorn.Config, *args: Any, **options: Any) -> None:
+        super().__init__(config, *args, **options)
+        self.conn = _Connection(h11.SERVER, config.h11_max_incomplete_event_size or 1 << 14)
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Close the connection if no request has come after a while."""

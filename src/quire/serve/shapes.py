@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -9,21 +10,24 @@ from quire.engine import Completion, Token
 from quire.engine.sampling import Vocabulary
 from quire.serve.tools import AnswerParts, Json, Toolbox
 
+compact = json.JSONEncoder(separators=(",", ":")).encode
+"""Returns something as JSON. For a text alone this is many times faster than for an object."""
+
 
 class AnswerShape(Protocol):
-    """How answers are written."""
+    """How answers are written: in a stream as the members of a JSON object, without its braces."""
 
     whole: str
     chunk: str
     prefix: str
 
-    def opening(self) -> Json | None:
+    def opening(self) -> str | None:
         """Return what a stream of an answer begins with."""
 
-    def piece(self, token: Token) -> Json | None:
+    def piece(self, token: Token) -> str | None:
         """Return what a stream says of a token."""
 
-    def closing(self, completion: Completion) -> list[Json]:
+    def closing(self, completion: Completion) -> list[str]:
         """Return what a stream of an answer ends with."""
 
     def choice(self, completion: Completion) -> Json:
@@ -41,21 +45,24 @@ class TextShape:
         self._echoed = echoed
         self._length = 0
 
-    def opening(self) -> Json | None:
+    def opening(self) -> str | None:
         """Return the prompt, if it was to be repeated."""
-        return {"text": self._echoed, "logprobs": None} if self._echoed else None
+        return self._members(self._echoed) if self._echoed else None
 
-    def piece(self, token: Token) -> Json | None:
+    def piece(self, token: Token) -> str | None:
         """Return the text that a token adds."""
         if not token.text and token.logprob is None:
             return None
         logprobs = self._logprobs([token], self._length) if token.logprob is not None else None
         self._length += len(token.text)
-        return {"text": token.text, "logprobs": logprobs}
+        return self._members(token.text, logprobs)
 
-    def closing(self, completion: Completion) -> list[Json]:
+    def closing(self, completion: Completion) -> list[str]:
         """Return the reason of the end."""
-        return [{"text": "", "logprobs": None, "finish_reason": completion.finish_reason}]
+        return [self._members("", reason=completion.finish_reason)]
+
+    def _members(self, text: str, logprobs: Json | None = None, reason: str | None = None) -> str:
+        return f'"text":{compact(text)},{_rest(logprobs, reason)}'
 
     def choice(self, completion: Completion) -> Json:
         """Return the text of an answer."""
@@ -94,11 +101,11 @@ class ChatShape:
         self._parts = None if toolbox is None else AnswerParts(toolbox)
         self._num_calls = 0
 
-    def opening(self) -> Json | None:
+    def opening(self) -> str | None:
         """Return who speaks."""
-        return {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
+        return f'"delta":{{"role":"assistant","content":""}},{_rest()}'
 
-    def piece(self, token: Token) -> Json | None:
+    def piece(self, token: Token) -> str | None:
         """Return the text that a token adds, or the call of a tool that it ends."""
         logprobs = self._logprobs([token]) if token.logprob is not None else None
         text, calls = token.text, list[Json]()
@@ -106,25 +113,23 @@ class ChatShape:
             text, calls = self._parts.read(text)
         if not text and not calls and logprobs is None:
             return None
-        return {"delta": self._delta(text, calls), "logprobs": logprobs}
+        return f'"delta":{self._delta(text, calls)},{_rest(logprobs)}'
 
-    def closing(self, completion: Completion) -> list[Json]:
+    def closing(self, completion: Completion) -> list[str]:
         """Return the text that has waited, and the reason of the end."""
-        pieces: list[Json] = []
+        pieces = []
         if self._parts is not None and (rest := self._parts.end()):
-            pieces.append({"delta": self._delta(rest, []), "logprobs": None})
+            pieces.append(f'"delta":{self._delta(rest, [])},{_rest()}')
         reason = "tool_calls" if self._num_calls else completion.finish_reason
-        return [*pieces, {"delta": {}, "logprobs": None, "finish_reason": reason}]
+        return [*pieces, f'"delta":{{}},{_rest(None, reason)}']
 
-    def _delta(self, text: str, calls: list[Json]) -> Json:
-        delta: Json = {"content": text} if text else {}
-        if calls:
-            numbers = range(self._num_calls, self._num_calls + len(calls))
-            delta["tool_calls"] = [
-                {"index": number, **call} for number, call in zip(numbers, calls, strict=True)
-            ]
-            self._num_calls += len(calls)
-        return delta
+    def _delta(self, text: str, calls: list[Json]) -> str:
+        if not calls:
+            return f'{{"content":{compact(text)}}}' if text else "{}"
+        numbers = range(self._num_calls, self._num_calls + len(calls))
+        self._num_calls += len(calls)
+        called = [{"index": number, **call} for number, call in zip(numbers, calls, strict=True)]
+        return compact(({"content": text} if text else {}) | {"tool_calls": called})
 
     def choice(self, completion: Completion) -> Json:
         """Return the message of an answer."""
@@ -154,6 +159,12 @@ class ChatShape:
         content = self._vocabulary.spelling(token)
         name = content.decode("utf-8", "replace")
         return {"token": name, "logprob": logprob, "bytes": list(content)}
+
+
+def _rest(logprobs: Json | None = None, reason: str | None = None) -> str:
+    """Return what ends the members of a piece."""
+    scores = "null" if logprobs is None else compact(logprobs)
+    return f'"logprobs":{scores},"finish_reason":{"null" if reason is None else compact(reason)}'
 
 
 def spelled(vocabulary: Vocabulary, token: int) -> str:
