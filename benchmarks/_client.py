@@ -6,6 +6,8 @@ It sends requests on connections that it keeps, and reads every event of their a
 from __future__ import annotations
 
 import asyncio
+import functools
+import itertools
 import json
 import time
 from typing import Any
@@ -16,10 +18,10 @@ import uvloop
 
 
 class Client:
-    """A client of a server, with connections that it keeps."""
+    """A client of servers that take turns, with connections that it keeps."""
 
-    def __init__(self, url: str) -> None:
-        self._address = urlsplit(url)
+    def __init__(self, *urls: str) -> None:
+        self._addresses = itertools.cycle([urlsplit(url) for url in urls])
         self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
         self._connections: list[_Connection] = []
 
@@ -34,23 +36,27 @@ class Client:
         return self._runner.run(self._ask(bodies))
 
     async def _ask(self, bodies: list[dict[str, Any]]) -> list[float]:
-        host, port = self._address.hostname or "", self._address.port or 80
         loop = asyncio.get_running_loop()
         while len(self._connections) < len(bodies):
-            _, connection = await loop.create_connection(_Connection, host, port)
+            to = next(self._addresses)
+            made = functools.partial(_Connection, to.netloc)
+            _, connection = await loop.create_connection(made, to.hostname or "", to.port or 80)
             self._connections.append(connection)
         pairs = zip(self._connections, bodies, strict=False)
-        return await asyncio.gather(*(each.ask(self._address.netloc, body) for each, body in pairs))
+        return await asyncio.gather(*(each.ask(body) for each, body in pairs))
 
 
 class _Connection(asyncio.Protocol):
     """Asks for one stream after the other."""
 
+    def __init__(self, host: str) -> None:
+        self._host = host
+
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
         self._parser = httptools.HttpResponseParser(self)
 
-    def ask(self, host: str, body: dict[str, Any]) -> asyncio.Future[float]:
+    def ask(self, body: dict[str, Any]) -> asyncio.Future[float]:
         """Send a request. The future is the seconds until the first event of its stream."""
         self._done: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         self._first, self._unread = 0.0, b""
@@ -58,7 +64,7 @@ class _Connection(asyncio.Protocol):
         content = json.dumps(body).encode()
         lines = [
             "POST /v1/completions HTTP/1.1",
-            f"Host: {host}",
+            f"Host: {self._host}",
             "Content-Type: application/json",
             f"Content-Length: {len(content)}",
         ]

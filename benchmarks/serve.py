@@ -11,6 +11,7 @@ QUIRE_PEER_TRANSFORMERS is the Python of an environment with transformers[servin
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib.util
 import json
 import os
@@ -148,7 +149,11 @@ def start(table: Table, seconds: float, threads: int) -> None:
 
 
 def replicas(table: Table, seconds: float, threads: int) -> None:
-    """Two replicas of one thread, against one process of two threads. No prompt is asked twice."""
+    """Two replicas of one thread, against one process of two threads. No prompt is asked twice.
+
+    Two servers of one thread without Ray, each with half of the clients, are what replicas can
+    reach: both read all weights for half of the rows.
+    """
     case = f"{REQUESTS} streams of {OUTPUT} tokens, 2 replicas of 1 thread"
     if importlib.util.find_spec("ray") is None:
         print(f"  {case}: ray is not installed")
@@ -157,18 +162,24 @@ def replicas(table: Table, seconds: float, threads: int) -> None:
     with (
         served("--threads", "2") as process,
         served("--replicas", "2", "--threads", "1") as processes,
+        served("--threads", "1") as left,
+        served("--threads", "1") as right,
         Client(process.url) as one,
         Client(processes.url) as two,
+        Client(left.url, right.url) as halves,
     ):
 
         def ask(client: Client) -> None:
             prompts = [prompt(next(numbers), 16 + 7 * place) for place in range(REQUESTS)]
             client.ask([body(each, OUTPUT) for each in prompts])
 
-        times = race({"replicas": lambda: ask(two), "one": lambda: ask(one)}, seconds)
+        clients = {"replicas": two, "one": one, "halves": halves}
+        times = race({x: functools.partial(ask, each) for x, each in clients.items()}, seconds)
     rate = round(REQUESTS * OUTPUT / times["replicas"])
     unit = "x 1 process of 2 threads"
     table.add(case, times["one"] / times["replicas"], unit, ">= 0.85", tokens_a_second=rate)
+    case = f"{REQUESTS} streams of {OUTPUT} tokens, 2 servers of 1 thread without Ray"
+    table.add(case, times["one"] / times["halves"], unit)
 
 
 QUESTION = "{}. Explain in detail, with many examples, how a {} works, and who invented it."
