@@ -17,7 +17,6 @@ A request goes through these files:
 With `--replicas`, several processes do this behind one front:
 
     front.py        passes requests on, and tries again those whose replica died
-    channels.py     what a replica has to say at a time, as one message
     prefixes.py     which replica has the beginning of a prompt
     routing.py      the same as a request router of Ray Serve
     replicas.py     the deployment, for this machine or a cluster

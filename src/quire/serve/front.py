@@ -1,6 +1,6 @@
 """The front of several replicas: it checks requests as one process does, and passes them on.
 
-    client -> Guard -> Front -> Channels -> PrefixRouter -> Replica: the routes of app.py
+    client -> Guard -> Front -> PrefixRouter -> Replica: the routes of app.py over its own engine
 
 A request whose replica or engine dies before a byte of the answer was sent is tried again. If a
 stream has begun, it ends with an error, since what the client has read cannot be taken back. A
@@ -17,6 +17,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 from ray.exceptions import RayActorError, RayError, TaskCancelledError
 from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Mount, Route, Router
@@ -25,7 +26,6 @@ from starlette.staticfiles import StaticFiles
 from quire.errors import ApiError
 from quire.serve import problems
 from quire.serve.app import PAGE, too_late
-from quire.serve.channels import Channels, ReplicaAnswer
 from quire.serve.gate import Gate
 from quire.serve.guard import Guard
 from quire.serve.metrics import Metrics, written
@@ -43,10 +43,10 @@ PASSED_ON = {"content-type", "cache-control", "x-accel-buffering", "retry-after"
 
 
 class Front:
-    """The routes of a server with `replicas` replicas behind `channels`."""
+    """The routes of a server with `replicas` replicas behind `handle`."""
 
-    def __init__(self, channels: Channels, settings: Settings, replicas: int) -> None:
-        self._channels = channels
+    def __init__(self, handle: DeploymentHandle, settings: Settings, replicas: int) -> None:
+        self._handle = handle.options(stream=True, method_name="answer")
         self._settings, self._replicas = settings, replicas
         self._metrics = Metrics()
         # As many answers wait as one replica writes: Ray would also count those on their way.
@@ -111,9 +111,9 @@ class Front:
                 late=_lost(),
             )
 
-    def _call(self, call: Forwarded, stack: contextlib.AsyncExitStack) -> ReplicaAnswer:
+    def _call(self, call: Forwarded, stack: contextlib.AsyncExitStack) -> Any:
         """Call a replica, and return the parts of its answer. `stack` ends the call."""
-        parts = self._channels.remote(call)
+        parts = self._handle.remote(call)
         stack.callback(_end, parts)
         return parts
 
@@ -205,7 +205,7 @@ def _watched() -> Iterator[None]:
         raise _Failed(_lost()) from None
 
 
-async def _rest(parts: ReplicaAnswer) -> AsyncGenerator[bytes]:
+async def _rest(parts: Any) -> AsyncGenerator[bytes]:
     """Return the rest of a stream. If its replica fails, its last event is an error."""
     try:
         with _watched():
@@ -220,7 +220,7 @@ def _kept(headers: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in headers.items() if name in PASSED_ON}
 
 
-def _end(parts: ReplicaAnswer) -> None:
+def _end(parts: Any) -> None:
     """Cancel a call if it is not finished. One that never began raises what has kept it."""
     with contextlib.suppress(RayError, RayServeException):
         parts.cancel()

@@ -24,7 +24,6 @@ from starlette.types import ASGIApp, Message
 
 from quire.serve import process
 from quire.serve.app import Service
-from quire.serve.channels import JOINED, Batch, Channels, Outboxes, Sender
 from quire.serve.front import Front
 from quire.serve.options import Options
 from quire.serve.routing import SPARE, Forwarded, PrefixRouter
@@ -41,7 +40,6 @@ class Replica:
         self._engine = given.engine()
         self._service = Service(self._engine, given.settings())
         self._app = self._service.inner()
-        self._outboxes = Outboxes()
         self._name = serve.get_replica_context().replica_id.unique_id
 
     def check_health(self) -> None:
@@ -49,11 +47,8 @@ class Replica:
         if not self._engine.is_alive:
             raise RuntimeError("the engine has failed")
 
-    async def answer(self, call: Forwarded, sender: Sender) -> AsyncIterator[Part]:
-        """Return the status and the headers of an answer, then the parts of its body.
-
-        The parts of a stream of tokens go by the channel.
-        """
+    async def answer(self, call: Forwarded) -> AsyncIterator[Part]:
+        """Return the status and the headers of an answer, then the parts of its body."""
         messages: asyncio.Queue[Message | None] = asyncio.Queue()
 
         async def run() -> None:
@@ -67,34 +62,18 @@ class Replica:
             start = await messages.get()
             assert start is not None and start["type"] == "http.response.start"
             headers = {name.decode(): value.decode() for name, value in start["headers"]}
-            headers["x-replica"] = self._name
-            kind = headers.get("content-type", "")
-            if call.method == "POST" and kind.startswith("text/event-stream"):
-                with self._outboxes.stream(sender) as send:
-                    yield start["status"], headers | {JOINED: "1"}
-                    async for content in _bodies(messages):
-                        send(content)
-                    await task
-            else:
-                yield start["status"], headers
-                async for content in _bodies(messages):
+            yield start["status"], headers | {"x-replica": self._name}
+            while (message := await messages.get()) is not None:
+                parts = [message["body"]]
+                while not messages.empty() and (message := messages.get_nowait()) is not None:
+                    parts.append(message["body"])
+                if content := b"".join(parts):
                     yield content
-                await task
+                if message is None:
+                    break
+            await task
         finally:
             task.cancel()  # does nothing if it is finished
-
-    async def parts(self, _: Forwarded, replica: str, front: str) -> AsyncIterator[Batch]:
-        """Return what goes to a front. Another replica than was meant has nothing for it."""
-        if replica == self._name:
-            async for batch in self._outboxes.batches(front):
-                yield batch
-
-
-async def _bodies(messages: asyncio.Queue[Message | None]) -> AsyncIterator[bytes]:
-    """Return the parts of a body until its application has ended."""
-    while (message := await messages.get()) is not None:
-        if message["body"]:
-            yield message["body"]
 
 
 async def _forever() -> Message:
@@ -122,7 +101,7 @@ class Door:
 
     def __init__(self, handle: Any, options: dict[str, Any]) -> None:
         given = Options(**options)
-        self._front = Front(Channels(handle), given.settings(), given.replicas)
+        self._front = Front(handle, given.settings(), given.replicas)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the application: Ray calls this."""
@@ -177,7 +156,7 @@ def run(options: Options, bound: socket.socket) -> None:
         handle = serve.run(
             deployment(options), name="quire", route_prefix=None, logging_config=quietly
         )
-        front = Front(Channels(handle), settings, options.replicas)
+        front = Front(handle, settings, options.replicas)
         process.announce(settings, bound)
         process.run(front.app(), settings, bound)
     finally:

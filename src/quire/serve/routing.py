@@ -22,7 +22,7 @@ class Forwarded(NamedTuple):
     """A request on its way from the front to a replica.
 
     `start` stands for the first page of its prompt, if it has one. With `place`, it is for one
-    replica: that of a name, or counted in the order of names. If it is not there, the last gets it.
+    replica, counted in the order of their names. If there are fewer now, the last one gets it.
     A GET asks how a replica is, and takes no place of it. All else takes one for each answer.
     `failed` are the names of replicas that have failed at it.
     """
@@ -32,7 +32,7 @@ class Forwarded(NamedTuple):
     body: bytes = b""
     tenant: bytes = b""
     start: bytes | None = None
-    place: int | str | None = None
+    place: int | None = None
     answers: int = 1
     failed: frozenset[str] = frozenset()
 
@@ -71,11 +71,7 @@ class PrefixRouter(RequestRouter):
         if pending_request is None or call is None or (call.method == "GET" and call.place is None):
             return [candidate_replicas]
         if call.place is not None:
-            order = sorted(candidate_replicas, key=_name)
-            if isinstance(call.place, str):
-                order.sort(key=lambda replica: _name(replica) == call.place)
-                return [order[-1:]]
-            return [order[: call.place + 1][-1:]]
+            return [sorted(candidate_replicas, key=_name)[: call.place + 1][-1:]]
         # It is asked again if the replica did not say in time whether it has room. Then it must not
         # count against itself, and another replica comes first.
         number = pending_request.metadata.internal_request_id
