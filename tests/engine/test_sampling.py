@@ -238,7 +238,8 @@ def test_what_is_forbidden_is_not_drawn_at_any_temperature() -> None:
 
 
 def test_logits_of_another_shape_raise() -> None:
-    for logits in (torch.zeros(SIZE - 1), torch.zeros(1, SIZE), torch.zeros(SIZE).double()):
+    right = torch.zeros(SIZE)
+    for logits in (right[1:], right[None], right.double(), right.bfloat16()):
         with pytest.raises(ShapeError, match=r"logits must be \[400\] of float32, but are"):
             sampler().sample(logits)
 

@@ -268,6 +268,7 @@ class Engine:
             self._gap.answer_all()
             if self._core.is_busy:
                 self._core.step()
+            self._bells.sound()
         if self._closed:  # by a listener
             self._end("cancelled")
         self._report()
@@ -298,7 +299,6 @@ class Engine:
                 with contextlib.suppress(Exception):  # all who wait hear of the first error
                     self._end("error", error)
                 return
-            self._bells.sound()
 
     def _wake(self) -> None:
         if not self._threaded:

@@ -59,7 +59,7 @@ class Snapshot:
         modules = list(model.modules())
         before_and_after = (each for module in modules for each in hooks_of(module)[:2])
         self._hooks = [*global_hooks(), *before_and_after]
-        self._hooks_made, self._is_watched = -1, True  # as of the last look
+        self._hooks_made, self._is_watched = (-1, -1), True  # as of the last two looks
         self._kinds = list({type(each) for each in modules})
         self._functions = [each.forward for each in self._kinds]
         entries = [each for module in modules for each in _entries(module)]
@@ -77,9 +77,10 @@ class Snapshot:
     @property
     def is_watched(self) -> bool:
         """Whether somebody wants to see what goes in and out of modules."""
-        made = hooks_made()
-        if self._is_watched or made != self._hooks_made:
-            self._hooks_made, self._is_watched = made, any(self._hooks)
+        made, last = hooks_made(), self._hooks_made
+        if self._is_watched or made != last[0] or made != last[1]:
+            # A hook is counted before it is added: so look again in the step after it was counted.
+            self._hooks_made, self._is_watched = (last[1], made), any(self._hooks)
         return self._is_watched
 
     @property

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from quire.engine.sampling.distribution import (
@@ -151,13 +152,13 @@ class Sampler:
 
     def row(self, logits: Tensor | Floats) -> Floats:
         """Return the logits [V] of one position as numbers of numpy. Raise if they are others."""
-        row: Floats = logits if isinstance(logits, np.ndarray) else logits.detach().numpy()
         size = self.vocabulary.size
-        if row.shape != (size,) or row.dtype != np.float32:
+        if logits.shape != (size,) or logits.dtype not in (np.float32, torch.float32):
             raise ShapeError(
-                f"logits must be [{size}] of float32, but are {list(row.shape)} of {row.dtype}. "
-                f"Give the logits of one position."
+                f"logits must be [{size}] of float32, but are {list(logits.shape)} of "
+                f"{logits.dtype}. Give the logits of one position."
             )
+        row: Floats = logits if isinstance(logits, np.ndarray) else logits.detach().numpy()
         return row
 
     def changed(self, row: Floats) -> Floats:
