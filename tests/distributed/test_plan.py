@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from typing import Any
@@ -372,6 +373,33 @@ def test_several_sequences_in_a_context() -> None:
         quire.distributed.attention(rows, quire.Dense(rows, rows), plan=divided)
     with pytest.raises(ArgumentError, match=r"memory must be Dense\(key, value\) without a start"):
         quire.distributed.attention(x, ragged, plan=plan(causal, length=32))
+
+
+def attended(made: ContextPlan, **options: Any) -> torch.Tensor:
+    """Attention of one process by a plan; the operands are the same in each call."""
+    draw = torch.Generator().manual_seed(0)
+    query, key, value = torch.randn(3, 1, 2, made.length, 16, generator=draw)
+    return quire.distributed.attention(query, quire.Dense(key, value), plan=made, **options)
+
+
+def test_a_scale_that_changes_is_read_in_each_call() -> None:
+    made, scale = plan(causal, length=100), torch.tensor(0.1)
+    assert torch.equal(attended(made, scale=scale), attended(made, scale=0.1))
+    scale.fill_(0.5)
+    assert torch.equal(attended(made, scale=scale), attended(made, scale=0.5))
+
+
+def test_a_plan_is_used_inside_and_outside_of_inference_mode() -> None:
+    made = plan(causal, length=100)
+    with torch.inference_mode():
+        inside = attended(made).clone()
+    assert torch.equal(inside, attended(made))
+
+
+def test_a_plan_that_was_used_can_be_copied() -> None:
+    made = plan(causal, length=100)
+    out = attended(made)
+    assert torch.equal(attended(copy.deepcopy(made)), out)
 
 
 def test_what_attention_refuses() -> None:

@@ -190,6 +190,8 @@ def _prepared(shards: Shards, plan: ContextPlan) -> Request:
             "all ranks. Ask for it in one process."
         )
     check(request)
+    if request.scale is not None:  # it may be a tensor, which can change
+        request = request._replace(scale=float(request.scale))
     for name, tensor in (("query", query), ("key", memory.key), ("value", memory.value)):
         _, heads, _, width = tensor.shape
         wanted = [query.shape[0], heads, len(plan.rows), width]

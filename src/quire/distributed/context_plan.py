@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal, TypeAlias, get_args
 
 import numpy as np
@@ -58,6 +58,10 @@ class ContextPlan:
     slice_needs: Flags | None = None
     at_home: Flags | None = None
     is_ragged: bool = False  # several sequences, in one tensor
+
+    def __getstate__(self) -> dict[str, object]:
+        """Return the fields alone: a copy plans its own calls and takes its own memory."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @property
     def length(self) -> int:

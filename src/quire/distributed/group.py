@@ -37,8 +37,9 @@ Exchanged: TypeAlias = tuple[Sequence[Tensor], Sequence[Tensor]]
 MESSAGE_BYTES = 4096
 """The size of the message in which a rank says what it is about to compute."""
 
-TALK, KEYS = 1, 0
-"""Tags of what is sent from rank to rank: a message never arrives in the place of keys."""
+TALK, KEYS = 7101, 7102
+"""Tags of what is sent from rank to rank, which others hardly use: nothing else arrives in its
+place."""
 
 TOLD = "quire: the other ranks of the group are told of this error."
 

@@ -141,7 +141,11 @@ def _layout_of(
 
 
 def _without_operands(call: Call) -> Call:
-    """Return a call that keeps no operand alive. Its tables do not change, so they are known."""
+    """Return a call that keeps no operand alive.
+
+    Its tables do not change, so they count as known. Rows of no chunk are then left as they are:
+    `compute_in_pages` takes them from another call.
+    """
     request = call.request._replace(query=_EMPTY, memory=Dense(_EMPTY, _EMPTY), sink=None)
     placed = call.placed.on(_EMPTY, _EMPTY, _EMPTY)._replace(content=((), ()))
     return call._replace(request=request, placed=placed)

@@ -76,12 +76,12 @@ class Third(NamedTuple):
         return slice(self.first, self.first + self.length)
 
     def within(self, memory: Tensor, like: Tensor) -> Tensor:
-        """Return the begin of some memory as its keys [B, H, length, D]; others are `like` them."""
+        """Return the first part of flat `memory` as [B, H, length, D], with B, H, D of `like`."""
         shape = (*like.shape[:2], self.length, like.shape[3])
         return memory[: math.prod(shape)].view(shape)
 
     def new(self, like: Tensor) -> Tensor:
-        """Return memory for its sums [B, H, length, D]; those of other keys are `like` them."""
+        """Return new memory [B, H, length, D] for its sums, with B, H, D of `like`."""
         return like.new_empty((*like.shape[:2], self.length, like.shape[3]))
 
 
@@ -227,8 +227,8 @@ class _Sums:
         """Add the gradients of one pass."""
         self._first = self._first or found._replace(query=None, key=None, value=None)
         if self._query is None or found.query is None:
-            self._query = found.query
-        else:
+            self._query = _plus(self._query, found.query)
+        else:  # in place
             wide = torch.promote_types(found.query.dtype, torch.float32)
             self._query = self._query.to(wide).add_(found.query)
         self._captures = [_plus(x, y) for x, y in zip(self._captures, captured, strict=True)]

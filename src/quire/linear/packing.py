@@ -255,7 +255,8 @@ def _rows_at(packed: PackedWeights, places: Tensor) -> Tensor:
     header, body = data[..., : format.header_bytes], data[..., format.header_bytes :]
     parts = header.view(np.float16).reshape(-1, blocks, GROUPS, format.header, PANEL)
     scales = parts[at, ..., of]  # [row, block, group, scale or offset]
-    words = body.view(np.uint32).reshape(len(data), blocks, -1, PANEL)[at, :, :, of]
+    each = body.shape[2] // (4 * PANEL)
+    words = body.view(np.uint32).reshape(len(data), blocks, each, PANEL)[at, :, :, of]
     numbers = words[..., None].view(np.uint8)  # [row, block, word, byte]
     if format.bits == 4:
         numbers = np.concatenate((numbers & 15, numbers >> 4), 3)

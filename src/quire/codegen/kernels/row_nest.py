@@ -14,7 +14,7 @@ from quire.codegen.convention import OBSERVE, ROW_REWRITE, KernelSpec, Record
 from quire.codegen.kernels.items import Member, Piece, QueryBlock
 from quire.codegen.kernels.nest import Nest
 from quire.codegen.kernels.pieces import Pieces
-from quire.codegen.kernels.row_phases import RowPhases
+from quire.codegen.kernels.row_phases import RowPhases, asked_width
 from quire.codegen.kernels.sections import Here, KeyBlocks, Sections
 from quire.codegen.kernels.visits import KeyPart
 from quire.codegen.llvm.builder import Function, Value
@@ -222,6 +222,7 @@ class RowNest(Nest):
         """Where the scores of a section end: behind the last one, at the end of a block."""
         size, section = self.spec.target.block_kv, here.section
         past = section.start + ((section.end - section.start + (size - 1)) & -size)
+        past = self.f.minimum(past, BLOCKS_TOGETHER * size)  # what a row has
         return self.f.select(section.end.equals(here.blocks.end), past, section.end)
 
     def _modify(self, member: Member, here: Here, row: Row) -> None:
@@ -387,7 +388,7 @@ class RowNest(Nest):
         """
         f, blocks = self.f, here.blocks
         count, values = blocks.end - blocks.begin, self._values(blocks)
-        if not self.spec.value_dim:
+        if not asked_width(self.spec):
             return values
         each = set_sizes(self.tile)[0] * self.spec.target.block_kv // self.tile.lanes
         behind = STREAM.keys(self.tile, storage(self.spec.key)) * self._row_bytes("key")

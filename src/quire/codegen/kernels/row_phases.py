@@ -13,7 +13,12 @@ from quire.codegen.phases.row_keys import (
     write_multiply_keys,
 )
 from quire.codegen.phases.row_softmax import write_exponentiate, write_scale_weights
-from quire.codegen.phases.row_stream import write_copy, write_gather_scales, write_point
+from quire.codegen.phases.row_stream import (
+    MOST_AHEAD,
+    write_copy,
+    write_gather_scales,
+    write_point,
+)
 from quire.codegen.phases.row_values import (
     write_add_read_values,
     write_multiply_columns,
@@ -21,6 +26,16 @@ from quire.codegen.phases.row_values import (
 )
 from quire.codegen.phases.staging import write_gather, write_scatter
 from quire.codegen.phases.storage import storage
+
+
+def asked_width(spec: KernelSpec) -> int:
+    """The width of values for which the softmax of a set asks ahead; 0 if it asks for none.
+
+    It asks for a line with each vector of scores. So many rows must be in the table of addresses
+    behind those of a block, which has too few for the narrowest vectors.
+    """
+    lines = set_sizes(spec.tile)[0] * spec.target.block_kv // spec.tile.lanes
+    return spec.value_dim if lines <= MOST_AHEAD else 0
 
 
 class RowPhases:
@@ -56,7 +71,7 @@ class RowPhases:
         self.scale_weights = write_scale_weights(module, tile)
         self.exponentiate = {
             rows: write_exponentiate(
-                module, tile, value, rows, spec.value_dim, weighted=spec.weighted
+                module, tile, value, rows, asked_width(spec), weighted=spec.weighted
             )
             for rows in sizes
         }
