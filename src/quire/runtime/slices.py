@@ -213,8 +213,7 @@ class Touched:
 
 def untouched_zeros(size: int) -> Tensor:
     """Return bytes of 0 that take memory only where something is written to them; see calloc."""
-    with torch.inference_mode(False):  # it may be kept, and then be written to outside
-        memory = torch.from_numpy(np.zeros(size + ALIGNED, np.uint8))
+    memory = torch.from_numpy(np.zeros(size + ALIGNED, np.uint8))
     first = -memory.data_ptr() % ALIGNED
     return memory[first : first + size]
 
