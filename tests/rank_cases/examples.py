@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from compare import assert_as_good_as
 from torch import Tensor
 
 import quire
@@ -134,3 +135,24 @@ EVERYTHING = AuxRequest(lse=True, max_scores=True, argmax=True, entropy=True)
 def as_call(shards: tuple[Tensor, ...]) -> tuple[Tensor, Dense]:
     q, k, v = shards
     return q, Dense(k, v)
+
+
+def assert_as_good_as_alone(group: object, example: Example, **options: Any) -> None:
+    """Results and gradients over ranks are as good as those of one process."""
+    whole, divided = example.tensors(), example.plan(group)
+    wanted = AuxRequest(lse=True, max_scores=True)
+    above = example.alone(*whole).cos()
+    found: list[list[Tensor]] = []
+    for dtype in (None, torch.float64):
+        tensors = [x.to(dtype or x.dtype, copy=True).requires_grad_() for x in whole]
+        out, aux = example.alone(*tensors, return_aux=wanted)
+        out.backward(above.to(out.dtype))
+        grads = [x.grad for x in tensors if x.grad is not None]
+        found.append([out.detach(), aux.lse.detach(), *grads])
+    own = [x.clone().requires_grad_() for x in divided.shard(*whole, dim=2)]
+    out, aux = example.together(divided, *own, return_aux=wanted, **options)
+    out.backward(divided.shard(above, dim=2)[0])
+    mine = [out, aux.lse, *(x.grad for x in own)]
+    for x, peer, truth in zip(mine, *found, strict=True):
+        assert_as_good_as(divided.gather(x, dim=2), peer, truth, f"{example}", size=8.0)
+    assert aux.max_scores is not None and not aux.max_scores.requires_grad

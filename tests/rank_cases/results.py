@@ -14,7 +14,7 @@ import quire
 from quire import AuxRequest, Dense, Ragged
 from quire.distributed import attending, attention, context_parallel, passes, plan
 from quire.mods import causal
-from rank_cases.examples import DTYPES, EVERYTHING, MASKS, Example
+from rank_cases.examples import DTYPES, EVERYTHING, MASKS, Example, assert_as_good_as_alone
 
 
 def same_results(group: object, examples: list[Example]) -> None:
@@ -198,20 +198,7 @@ def in_blocks(group: object, examples: list[Example]) -> None:
     attending.computes_in_blocks = lambda request: True
     try:
         for example in examples:
-            whole, divided = example.tensors(), example.plan(group)
-            above = example.alone(*whole).cos()
-            found: list[list[Tensor]] = []
-            for dtype in (None, torch.float64):
-                tensors = [x.to(dtype or x.dtype, copy=True).requires_grad_() for x in whole]
-                out = example.alone(*tensors)
-                out.backward(above.to(out.dtype))
-                found.append([out.detach(), *(x.grad for x in tensors if x.grad is not None)])
-            own = [x.clone().requires_grad_() for x in divided.shard(*whole, dim=2)]
-            out = example.together(divided, *own, backend="eager")
-            out.backward(divided.shard(above, dim=2)[0])
-            mine = [divided.gather(x, dim=2) for x in (out, *(x.grad for x in own))]
-            for x, peer, truth in zip(mine, *found, strict=True):
-                assert_as_good_as(x, peer, truth, f"{example}", size=8.0)
+            assert_as_good_as_alone(group, example, backend="eager")
         divided = plan(causal, lengths=[300, 20, 500], mesh=group)  # type: ignore[arg-type]
         torch.manual_seed(0)  # ranks have drawn different numbers before
         x = torch.randn(820, 2, 16)

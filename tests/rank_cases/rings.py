@@ -7,40 +7,22 @@ from typing import Any
 
 import pytest
 import torch
-from compare import assert_as_good_as
-from torch import Tensor
 
 import quire
-from quire import AuxRequest, Dense
+from quire import Dense
 from quire.distributed import attention, context_parallel, plan
 from quire.distributed.group import Passing, RankGroup
 from quire.errors import OptionError
 from quire.mods import causal, sliding_window
 from quire.plans import CallPlan
-from rank_cases.examples import Example
+from rank_cases.examples import Example, assert_as_good_as_alone
 from rank_cases.traffic import peak_bytes
 
 
 def in_a_ring(group: object, examples: list[Example]) -> None:
     """Results and gradients of the method `ring` are as good as those of one process."""
-    wanted = AuxRequest(lse=True, max_scores=True)
     for example in examples:
-        whole, divided = example.tensors(), example.plan(group)
-        above = example.alone(*whole).cos()
-        found: list[list[Tensor]] = []
-        for dtype in (None, torch.float64):
-            tensors = [x.to(dtype or x.dtype, copy=True).requires_grad_() for x in whole]
-            out, aux = example.alone(*tensors, return_aux=wanted)
-            out.backward(above.to(out.dtype))
-            grads = [x.grad for x in tensors if x.grad is not None]
-            found.append([out.detach(), aux.lse.detach(), *grads])
-        own = [x.clone().requires_grad_() for x in divided.shard(*whole, dim=2)]
-        out, aux = example.together(divided, *own, return_aux=wanted)
-        out.backward(divided.shard(above, dim=2)[0])
-        mine = [out, aux.lse, *(x.grad for x in own)]
-        for x, peer, truth in zip(mine, *found, strict=True):
-            assert_as_good_as(divided.gather(x, dim=2), peer, truth, f"{example}", size=8.0)
-        assert aux.max_scores is not None and not aux.max_scores.requires_grad
+        assert_as_good_as_alone(group, example)
 
 
 def order_in_a_ring(group: object, learns: bool) -> list[str]:
